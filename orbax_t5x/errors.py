@@ -1,0 +1,102 @@
+"""Every exception that leaves a public call, and the `Problem` records that are gathered before one is raised.
+
+Each class also is the builtin that callers catch by habit (`FileNotFoundError`, `ValueError`, `OSError`). An error carries the
+`path` of the file or directory and the name of the `leaf` it is about, and its text begins with both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+      path: the file or directory concerned, as text, or None.
+      leaf: the '/'-joined name of the leaf concerned, or None.
+    """
+
+    def __init__(self, message: str, *, path: str | os.PathLike[str] | None = None, leaf: str | None = None):
+        self.message = message
+        self.path = None if path is None else os.fspath(path)
+        self.leaf = leaf
+        where = [] if self.path is None else [self.path]
+        if leaf is not None:
+            where.append(f"leaf {leaf!r}")
+        super().__init__(": ".join([*where, message]))
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """Nothing at the path is a checkpoint; the text says what was looked for."""
+
+
+class CheckpointGoneError(CheckpointError, FileNotFoundError):
+    """The checkpoint vanished while it was being read."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """The bytes are damaged: a checksum, a length or a structure does not hold."""
+
+
+class UnsafeCheckpointError(CheckpointError, ValueError):
+    """The checkpoint asks for something outside its own directory, or for more than reading."""
+
+
+class UnsupportedCheckpointError(CheckpointError, ValueError):
+    """Well-formed, as far as can be told, but not readable here; the text says what is."""
+
+
+class LimitExceededError(CheckpointError, ValueError):
+    """A size in a file exceeds the limits; raise them with `orbax_t5x.Limits`."""
+
+
+class CheckpointIOError(CheckpointError, OSError):
+    """The operating system or a remote store failed to read or write."""
+
+
+class LeafMismatchError(CheckpointError, ValueError):
+    """A file disagrees with itself about a leaf, or a T5X function found a shape that does not fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a restore, found before anything is read.
+
+    Attributes:
+      kind: a stable short word for programs, such as "missing", "leftover", "shape", "dtype", "sharding", "unused_rule",
+        "duplicate", "rule", "provenance".
+      leaf: the '/'-joined name concerned, or None where the problem is not about one leaf.
+      message: what is wrong, with both values.
+      fix: what to do about it, as a call or an argument; may be empty.
+    """
+
+    kind: str
+    leaf: str | None
+    message: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        where = "" if self.leaf is None else f"{self.leaf}: "
+        return f"[{self.kind}] {where}{self.message}" + (f" Fix: {self.fix}" if self.fix else "")
+
+
+# More lines than this hide the first one; the rest stay in `.problems`.
+_SHOWN_PROBLEMS = 20
+
+
+class RestorePlanError(CheckpointError, ValueError):
+    """What disagrees between a checkpoint, its transforms and a target; all of it at once, in `problems`."""
+
+    def __init__(self, problems: Sequence[Problem], *, path: str | os.PathLike[str] | None = None):
+        self.problems = tuple(problems)
+        shown = [f"  - {problem}" for problem in self.problems[:_SHOWN_PROBLEMS]]
+        if len(self.problems) > _SHOWN_PROBLEMS:
+            shown.append(f"  … and {len(self.problems) - _SHOWN_PROBLEMS} more in `.problems`")
+        count = len(self.problems)
+        heading = f"{count} problem{'' if count == 1 else 's'} between checkpoint, transforms and target:"
+        leaf = self.problems[0].leaf if count == 1 else None
+        super().__init__("\n".join([heading, *shown]), path=path)
+        self.leaf = leaf

@@ -1,0 +1,30 @@
+"""What a checkpoint may ask of the process that opens it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Bounds on what a file's headers may claim; a value beyond one is a `LimitExceededError` before anything is allocated.
+
+    Attributes:
+      index_bytes: the largest index, header or metadata file that is read whole.
+      block_bytes: the largest decompressed SSTable block.
+      entries: the most leaves in one checkpoint.
+      rank: the most dimensions of a leaf.
+      name_bytes: the longest name of a leaf, in UTF-8.
+      msgpack_depth: the deepest nesting of a msgpack tree.
+      io_timeout_secs: how long one read of a remote store may take.
+    """
+
+    index_bytes: int = 256 * _MIB
+    block_bytes: int = 64 * _MIB
+    entries: int = 2_000_000
+    rank: int = 32
+    name_bytes: int = 4096
+    msgpack_depth: int = 64
+    io_timeout_secs: float = 60.0
