@@ -71,6 +71,11 @@ class Checkpoint:
         """Lazy arrays by '/'-joined name, sorted."""
         return self._leaves
 
+    @property
+    def empties(self) -> Mapping[str, Any]:
+        """Nodes without leaves by '/'-joined name: None, or an empty container."""
+        return MappingProxyType(self._empties)
+
     def tree(self) -> dict[str, Any]:
         """The leaves as a nested dict, with None and empty containers in their places."""
         root: dict[str, Any] = {}

@@ -1,0 +1,513 @@
+"""All I/O of a restore: reads exactly the boxes that a plan names, straight into the buffers that become the arrays' shards.
+
+An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its share of one byte budget (first in,
+first out; a group larger than the budget goes alone), allocates 64-byte aligned buffers (which `jax` takes over without a copy on CPU),
+has its leaves read into them, runs what views left to do (casts, averages, reshapes), and makes its arrays. Leaves that are read by
+blocking calls do all that in worker threads, a group per hop; leaves of asynchronous formats are awaited. Leaves that share stored
+bytes are in one group, so that each box is read once.
+
+Host memory: results that stay on the host, plus at most the budget in flight. On accelerators a group's share is given back when its
+arrays have arrived there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbax_t5x._exchange import gather_parts
+from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.lazy import Box, Ledger, Request, View
+from orbax_t5x.lazy._leaf import Leaf, ReadThread, Verify, box_shape, box_size
+from orbax_t5x.plan import PlanEntry, Progress, RestorePlan, RestoreReport, box_of_index
+
+_MIB = 1 << 20
+# In flight at once. Below about eight chunks of a chunked format in flight, chunks that several shards need are decoded twice.
+_MEMORY_LIMIT_BYTES = 256 * _MIB
+# Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first bytes.
+_GROUP_BYTES = 4 * _MIB
+_GROUP_ENTRIES = 64
+# Scratch that one lowering may need; a view that needs more is read in slabs of its leading dimension.
+_SCRATCH_BYTES = 16 * _MIB
+# Blocking reads release the GIL; more threads than cores hide latency, too many thrash the page cache.
+_THREADS = max(4, min(16, 2 * (os.cpu_count() or 1)))
+# XLA's CPU client adopts host buffers with this alignment and copies others.
+_ALIGNMENT = 64
+
+
+def execute_plan(
+    plan: RestorePlan,
+    *,
+    verify: Verify = "touched",
+    memory_limit_bytes: int | None = None,
+    progress: Progress | None = None,
+    broadcast: bool = False,
+) -> Any:
+    """Runs a plan; what `RestorePlan.execute` calls.
+
+    Raises:
+      ValueError: an unknown `verify`, or a limit below one byte.
+      CheckpointError: a leaf could not be read or its checksum does not hold; nothing is returned then.
+    """
+    if verify not in ("touched", "full", "off"):
+        raise ValueError(f"verify must be 'touched', 'full' or 'off', not {verify!r}")
+    limit = _MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
+    if limit < 1:
+        raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
+    if broadcast and jax.process_count() > 1:
+        raise ValueError("broadcast=True over several processes is not available in this version; use broadcast=False")
+    return _Execution(plan, verify, limit, progress).run()
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array at a 64-byte boundary."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if dtype.hasobject:
+        return np.empty(shape, dtype)
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+class _Budget:
+    """Bytes in flight, granted first in, first out; a request above the whole budget waits until it is alone."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._used = 0
+        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+
+    async def take(self, size: int) -> None:
+        if not self._waiting and self._fits(size):
+            self._used += size
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, granted))
+        await granted
+
+    def give(self, size: int) -> None:
+        self._used -= size
+        while self._waiting and self._fits(self._waiting[0][0]):
+            next_size, granted = self._waiting.popleft()
+            if not granted.cancelled():
+                self._used += next_size
+                granted.set_result(None)
+
+    def _fits(self, size: int) -> bool:
+        return self._used == 0 or self._used + size <= self._limit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """One box of one entry, and the buffer that becomes it."""
+
+    view: View
+    box: Box
+    out: np.ndarray
+
+
+@dataclasses.dataclass
+class _Group:
+    """Entries that are read together, because they share stored bytes or because they are small."""
+
+    entries: list[PlanEntry]
+    size: int
+    leaves: dict[int, Leaf]
+    blocking: bool
+
+
+class _Execution:
+    """One run of one plan."""
+
+    def __init__(self, plan: RestorePlan, verify: Verify, limit: int, progress: Progress | None):
+        self._plan = plan
+        self._limit = limit
+        self._progress = progress
+        self._ledger = Ledger(verify)
+        self._values: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._pending: dict[int, int] = {}
+        self._settled: dict[int, tuple[Leaf, bool | None]] = {}
+        self._several = jax.process_count() > 1
+        self._stop = threading.Event()
+
+    def run(self) -> Any:
+        started = time.monotonic()
+        entries = [entry for entry in self._plan.entries if entry.view is not None]
+        groups = _group(entries, self._limit)
+        for group in groups:
+            for key in group.leaves:
+                self._pending[key] = self._pending.get(key, 0) + 1
+        if groups:
+            self._read(groups)
+        self._values.update(self._computed())
+        self._plan.report = self._report(time.monotonic() - started)
+        for entry in self._plan.entries:
+            if entry.action == "keep":
+                self._values[entry.name] = self._plan.target.original.get(entry.name)
+        return self._plan.target.rebuild(self._values)
+
+    # -- reading
+
+    def _read(self, groups: list[_Group]) -> None:
+        thread = ReadThread()
+        try:
+            with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore") as pool:
+                try:
+                    thread.run(self._read_all(groups, pool))
+                except BaseException:
+                    self._stop.set()
+                    raise
+                if self._several:
+                    parts = gather_parts(self._ledger, self._leaves_in_order())
+                    thread.run(self._settle_all(parts))
+        finally:
+            thread.close()
+
+    async def _read_all(self, groups: list[_Group], pool: concurrent.futures.Executor) -> None:
+        loop = asyncio.get_running_loop()
+        budget = _Budget(self._limit)
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def one(group: _Group) -> None:
+            try:
+                if group.blocking:
+                    await loop.run_in_executor(pool, self._run_blocking, group)
+                else:
+                    await self._run_async(group, loop, pool)
+                await self._settle(group)
+            finally:
+                budget.give(group.size)
+
+        try:
+            for group in groups:
+                await budget.take(group.size)
+                for task in [task for task in tasks if task.done()]:
+                    tasks.discard(task)
+                    task.result()
+                tasks.add(asyncio.create_task(one(group)))
+            while tasks:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
+        except BaseException:
+            self._stop.set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    def _run_blocking(self, group: _Group) -> None:
+        """Reads, finishes and places one group in this worker thread."""
+        buffers = self._allocate(group)
+        for shards in _slabs(buffers):
+            reads, finish = _lower(shards)
+            for leaf, requests in reads:
+                if self._stop.is_set():
+                    return
+                leaf.read_blocking(requests, self._ledger)  # type: ignore[attr-defined]
+            for step in finish:
+                step()
+        self._place(group, buffers)
+
+    async def _run_async(self, group: _Group, loop: asyncio.AbstractEventLoop, pool: concurrent.futures.Executor) -> None:
+        """Awaits one group's reads; what computes is done in a worker thread."""
+        buffers = self._allocate(group)
+        for shards in _slabs(buffers):
+            reads, finish = _lower(shards)
+            await _all(leaf.read_into(requests, self._ledger) for leaf, requests in reads)
+            if finish:
+                await loop.run_in_executor(pool, _run_steps, finish)
+        self._place(group, buffers)
+
+    def _allocate(self, group: _Group) -> dict[str, list[_Shard]]:
+        buffers: dict[str, list[_Shard]] = {}
+        for entry in group.entries:
+            assert entry.view is not None
+            dtype = np.dtype(entry.view.dtype)
+            buffers[entry.name] = [
+                _Shard(entry.view, box, aligned_empty(box_shape(box), dtype)) for box in entry.boxes()
+            ]
+        return buffers
+
+    # -- checksums
+
+    async def _settle(self, group: _Group) -> None:
+        """Compares the checksums of the leaves whose last read this was; over several processes that waits for the others."""
+        if self._several:
+            return
+        for key, leaf in group.leaves.items():
+            self._pending[key] -= 1
+            if not self._pending[key]:
+                self._settled[key] = leaf, await leaf.settle(self._ledger, self._ledger.parts(leaf))
+
+    async def _settle_all(self, parts: Mapping[int, Any]) -> None:
+        for leaf in self._leaves_in_order():
+            self._settled[id(leaf)] = leaf, await leaf.settle(self._ledger, parts.get(id(leaf), ()))
+
+    def _leaves_in_order(self) -> list[Leaf]:
+        """In plan order, which every process has alike; grouping depends on its own boxes."""
+        views = (entry.view for entry in self._plan.entries if entry.view is not None)
+        return list({id(leaf): leaf for view in views for leaf in view.leaves()}.values())
+
+    # -- results
+
+    def _place(self, group: _Group, buffers: dict[str, list[_Shard]]) -> None:
+        placed = {entry.name: _make(entry, buffers.pop(entry.name)) for entry in group.entries}
+        if jax.default_backend() != "cpu":
+            # Transfers run on: only when they have arrived may other groups take this share of the host's memory.
+            jax.block_until_ready([value for value in placed.values() if isinstance(value, jax.Array)])
+        with self._lock:
+            self._values.update(placed)
+            if self._progress is not None:
+                for entry in group.entries:
+                    self._done_bytes += _read_bytes(entry)
+                    done = min(self._done_bytes, self._plan.bytes_to_read)
+                    self._progress(done, self._plan.bytes_to_read, entry.name)
+
+    def _computed(self) -> dict[str, Any]:
+        """Leaves that only a traced fallback can give."""
+        entries = [entry for entry in self._plan.entries if entry.action == "fallback" and entry.view is None]
+        if not entries or self._plan.fallback is None:
+            return {}
+        leaves = [entry.leaf for entry in entries]
+        values = self._plan.fallback(
+            [entry.name for entry in entries],
+            [leaf.sharding if leaf is not None else None for leaf in leaves],
+            [None if leaf is None or leaf.kind == "key" else leaf.dtype for leaf in leaves],
+        )
+        return {entry.name: _on_host(entry, value) for entry, value in zip(entries, values, strict=True)}
+
+    def _report(self, seconds: float) -> RestoreReport:
+        def named(outcome: bool | None) -> tuple[str, ...]:
+            leaves = (leaf for leaf, settled in self._settled.values() if settled is outcome)
+            return tuple(sorted(leaf.name for leaf in leaves if not hasattr(leaf, "value")))
+
+        return RestoreReport(
+            bytes_read=self._ledger.bytes_read,
+            gap_bytes=self._ledger.gap_bytes,
+            index_bytes=sum(checkpoint.index_bytes for checkpoint in self._plan.checkpoints.values()),
+            fill_chunks=self._ledger.fill_chunks,
+            verified=named(True),
+            unverified=named(False),
+            without_checksum=named(None),
+            seconds=seconds,
+        )
+
+
+async def _all(reads: Iterable[Any]) -> None:
+    """Awaits reads together; the first failure cancels the rest."""
+    waiting = [asyncio.ensure_future(read) for read in reads]
+    try:
+        for future in asyncio.as_completed(waiting):
+            await future
+    except BaseException:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        raise
+
+
+def _run_steps(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        step()
+
+
+# -- grouping
+
+
+def _group(entries: Sequence[PlanEntry], limit: int) -> list[_Group]:
+    """Entries in plan order, joined where they share stored bytes, small neighbours together."""
+    groups: list[_Group] = []
+    small: _Group | None = None
+    for cluster in _clusters(entries):
+        group = _as_group(cluster, limit)
+        if group.size >= _GROUP_BYTES or len(group.entries) > 1:
+            groups.append(group)
+            continue
+        if (
+            small is None
+            or small.blocking != group.blocking
+            or small.size + group.size > min(_GROUP_BYTES, limit)
+            or len(small.entries) >= _GROUP_ENTRIES
+        ):
+            small = group
+            groups.append(group)
+        else:
+            small.entries.extend(group.entries)
+            small.size += group.size
+            small.leaves.update(group.leaves)
+    return groups
+
+
+def _as_group(entries: list[PlanEntry], limit: int) -> _Group:
+    leaves = {id(leaf): leaf for entry in entries if entry.view is not None for leaf in entry.view.leaves()}
+    size = sum(_host_bytes(entry) for entry in entries)
+    blocking = all(hasattr(leaf, "read_blocking") for leaf in leaves.values())
+    return _Group(entries, max(1, size), leaves, blocking)
+
+
+def _host_bytes(entry: PlanEntry) -> int:
+    """Buffers of all boxes, and the scratch of the one that needs most."""
+    assert entry.view is not None
+    boxes = entry.boxes()
+    scratch = max((min(entry.view.temp_bytes(box), _SCRATCH_BYTES) for box in boxes), default=0)
+    return sum(box_size(box) for box in boxes) * np.dtype(entry.view.dtype).itemsize + scratch
+
+
+def _read_bytes(entry: PlanEntry) -> int:
+    if entry.view is None or entry.action != "read":
+        return 0
+    requests = {(id(leaf), box): leaf for part in entry.boxes() for leaf, box in entry.view.requests(part)}
+    return sum(box_size(box) * leaf.dtype.itemsize for (_, box), leaf in requests.items())
+
+
+def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:
+    """Entries joined where they read the same leaf: from a chunked format always, else where their boxes overlap."""
+    by_leaf: dict[int, list[int]] = {}
+    for index, entry in enumerate(entries):
+        assert entry.view is not None
+        for leaf in entry.view.leaves():
+            by_leaf.setdefault(id(leaf), []).append(index)
+    parent = list(range(len(entries)))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    for key, users in by_leaf.items():
+        if len(users) > 1 and _share_bytes([entries[index] for index in users], key):
+            for index in users[1:]:
+                low, high = sorted((root(users[0]), root(index)))
+                parent[high] = low
+    clusters: dict[int, list[PlanEntry]] = {}
+    for index, entry in enumerate(entries):
+        clusters.setdefault(root(index), []).append(entry)
+    return list(clusters.values())
+
+
+def _share_bytes(users: Sequence[PlanEntry], key: int) -> bool:
+    boxes: list[Box] = []
+    for entry in users:
+        assert entry.view is not None
+        mine = {box for part in entry.boxes() for leaf, box in entry.view.requests(part) if id(leaf) == key}
+        if any(leaf.chunks is not None for leaf in entry.view.leaves() if id(leaf) == key):
+            return True
+        if any(_overlap(box, other) for box in mine for other in boxes):
+            return True
+        boxes.extend(mine)
+    return False
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+# -- lowering
+
+
+def _slabs(buffers: Mapping[str, list[_Shard]]) -> Iterable[list[_Shard]]:
+    """The shards to read together: all that need little scratch, then each other one in slabs of its leading dimension."""
+    light: list[_Shard] = []
+    heavy: list[_Shard] = []
+    for shards in buffers.values():
+        for shard in shards:
+            (heavy if shard.view.temp_bytes(shard.box) > _SCRATCH_BYTES else light).append(shard)
+    if light:
+        yield light
+    for shard in heavy:
+        for part in _split(shard):
+            yield [part]
+
+
+def _split(shard: _Shard) -> Iterable[_Shard]:
+    scratch = shard.view.temp_bytes(shard.box)
+    if not shard.box:
+        yield shard
+        return
+    start, stop = shard.box[0]
+    rows = max(1, (stop - start) * _SCRATCH_BYTES // scratch)
+    leading = [
+        leaf.chunks[0] for leaf in shard.view.leaves() if leaf.chunks and len(leaf.shape) and leaf.shape[0] == shard.view.shape[0]
+    ]
+    if leading:
+        # A slab that ends inside a chunk has the chunk decoded again for the next slab.
+        rows = max(leading) * max(1, rows // max(leading))
+    for low in range(start, stop, rows):
+        high = min(stop, low + rows)
+        yield _Shard(shard.view, ((low, high), *shard.box[1:]), shard.out[low - start : high - start])
+
+
+def _lower(shards: Sequence[_Shard]) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
+    """Reads by leaf, each distinct box once, and what to do after them, in order."""
+    reads: dict[int, tuple[Leaf, dict[Box, Request]]] = {}
+    copies: list[Callable[[], None]] = []
+    finish: list[Callable[[], None]] = []
+    for shard in shards:
+        lowered = shard.view.lower(shard.box, shard.out)
+        finish.extend(lowered.finish)
+        for leaf, request in lowered.reads:
+            _, requests = reads.setdefault(id(leaf), (leaf, {}))
+            first = requests.setdefault(request.box, request)
+            if first is not request:
+                copies.append(_Copy(first.out, request.out))
+    return [(leaf, list(requests.values())) for leaf, requests in reads.values()], [*copies, *finish]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    source: np.ndarray
+    out: np.ndarray
+
+    def __call__(self) -> None:
+        self.out[...] = self.source
+
+
+# -- placing
+
+
+def _make(entry: PlanEntry, shards: list[_Shard]) -> Any:
+    """The value of one leaf from the buffers of its boxes."""
+    leaf = entry.leaf
+    assert leaf is not None
+    if leaf.kind in ("numpy", "scalar"):
+        return _on_host(entry, shards[0].out)
+    if leaf.sharding is None:
+        array = jax.device_put(shards[0].out)
+    else:
+        buffers = {shard.box: shard.out for shard in shards}
+        array = jax.make_array_from_callback(
+            leaf.shape,
+            leaf.layout if leaf.layout is not None else leaf.sharding,
+            lambda index: buffers[box_of_index(index or (), leaf.shape)],
+        )
+    return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
+
+
+def _on_host(entry: PlanEntry, value: Any) -> Any:
+    leaf = entry.leaf
+    if leaf is None or leaf.kind in ("jax", "key"):
+        return value
+    array = np.asarray(value)
+    if leaf.kind == "numpy":
+        return array
+    scalar_type = leaf.scalar_type
+    item = array[()]
+    if scalar_type is str:
+        return item.decode() if isinstance(item, bytes) else str(item)
+    if scalar_type in (int, float, complex, bool, bytes):
+        return scalar_type(item)
+    return array.astype(leaf.dtype)[()]
