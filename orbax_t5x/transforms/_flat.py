@@ -1,0 +1,107 @@
+"""State dicts as flat mappings: '/'-joined names to leaves, and back.
+
+Everything here works on names; leaves are never looked into, so nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_SPEC_KEYS = frozenset(("driver", "kvstore", "metadata"))
+
+
+class NameClashError(ValueError):
+    """Two leaves of a tree share a name, or one's name runs through another."""
+
+    def __init__(self, first: str, second: str):
+        self.names = (first, second)
+        what = "two leaves have this name" if first == second else f"a leaf, but {second!r} is a leaf below it"
+        super().__init__(f"{first!r}: {what}")
+
+
+def is_tensorstore_spec(value: Any) -> bool:
+    """Whether a mapping is a serialized TensorStore spec, which T5X keeps as one leaf."""
+    return isinstance(value, Mapping) and _SPEC_KEYS <= value.keys()
+
+
+def _walk(node: Mapping[Any, Any], prefix: str, keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        name = f"{prefix}{key}"
+        if not isinstance(value, Mapping) or is_tensorstore_spec(value):
+            yield name, value
+        elif value:
+            yield from _walk(value, f"{name}/", keep_empty_nodes)
+        elif keep_empty_nodes:
+            yield name, value
+
+
+def flatten(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
+    """The leaves of a nested dict by '/'-joined name, in order.
+
+    None is a leaf, and so is a serialized TensorStore spec. Keys that hold '/' give the same joined name; other keys
+    than text are written as text.
+
+    Args:
+      state_dict: nested mappings.
+      keep_empty_nodes: whether empty mappings appear, as themselves; they are dropped otherwise.
+
+    Raises:
+      NameClashError: two leaves have one name.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in _walk(state_dict, "", keep_empty_nodes):
+        if name in flat:
+            raise NameClashError(name, name)
+        flat[name] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any], *, join_clashes: bool = False) -> dict[str, Any]:
+    """The nested dict whose `flatten` is `flat`.
+
+    Args:
+      flat: leaves by '/'-joined name.
+      join_clashes: where a leaf stands in the way of another (`a` and `a/b`), keep the longer name's rest joined as
+        one key instead of raising; `flatten` undoes that, too.
+
+    Raises:
+      NameClashError: a leaf's name runs through another leaf.
+    """
+    root: dict[str, Any] = {}
+    # What was made here is a node; a mapping that came in as a leaf is not.
+    nodes = {""}
+    for name, value in flat.items():
+        node, path = root, ""
+        parts = name.split("/")
+        for depth, part in enumerate(parts[:-1]):
+            path = f"{path}/{part}" if depth else part
+            if part not in node:
+                node[part] = {}
+                nodes.add(path)
+            elif path not in nodes:
+                if not join_clashes:
+                    raise NameClashError(path, name)
+                part = "/".join(parts[depth:])
+                break
+            node = node[part]
+        else:
+            part = parts[-1]
+            if part in node:
+                if not join_clashes:
+                    raise NameClashError(name, _first_below(flat, name))
+                _rejoin(node, part, nodes, name)
+        node[part] = value
+    return root
+
+
+def _first_below(flat: Mapping[str, Any], name: str) -> str:
+    return next((other for other in flat if other.startswith(f"{name}/")), name)
+
+
+def _rejoin(node: dict[str, Any], part: str, nodes: set[str], name: str) -> None:
+    """Moves the leaves of the node at `part` up, under joined keys, to make room for a leaf of that name."""
+    below = node.pop(part)
+    for rest, value in flatten(below).items():
+        node[f"{part}/{rest}"] = value
+    nodes -= {path for path in nodes if path == name or path.startswith(f"{name}/")}
