@@ -1,0 +1,96 @@
+"""A bundle's names become the target's: the rule table of `rules.mesh_tf`, or the caller's own, as a transform.
+
+Names are translated and views passed on; nothing is read. Names that no rule knows are one problem that lists them,
+since a bundle from another model has them by the hundred.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from orbax_t5x.rules._translator import CheckpointTranslator, Translation
+from orbax_t5x.rules.mesh_tf import adafactor_placeholders, settle_relative_bias, t5_importer
+from orbax_t5x.transforms._base import Notes, Transform
+
+# Unmatched names shown in the one problem that counts them.
+_SHOWN_NAMES = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Translate(Transform):
+    """Translates the names of a Mesh TensorFlow T5 bundle into T5X's.
+
+    A relative bias becomes the tower's or a layer's as the target names it, and the (1,) zeros of T5X's Adafactor
+    appear where the target has them; without a target, a bias in block 0 alone is the tower's, and every parameter
+    with slots gets all four of them.
+
+    Attributes:
+      translator: a `CheckpointTranslator` (or anything with its `apply`); None for T5's own rules. With one of the
+        caller's and no target, the result is what its rules say and nothing more.
+    """
+
+    translator: Any = None
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        translation = _translate(t5_importer if self.translator is None else self.translator, source, notes)
+        _note_failures(translation, len(source), notes)
+        notes.drop(translation.dropped)
+        values = translation.values
+        completed = self.translator is None or bool(target)
+        renamed = settle_relative_bias(values, target) if completed else {}
+        credits = {
+            renamed.get(name, name): (old, translation.rule_for[name]) for name, old in translation.sources.items()
+        }
+        values = {renamed.get(name, name): value for name, value in values.items()}
+        if completed:
+            added = adafactor_placeholders(values, target or None)
+            values.update(added)
+            credits.update((name, (name, "Adafactor placeholder")) for name in added)
+        notes.credit(credits)
+        return values
+
+    def describe(self) -> str:
+        """One line for people."""
+        return "Translate()" if self.translator is None else f"Translate({self.translator!r})"
+
+    def digest(self) -> str:
+        """As `Transform.digest`; a translator counts by its patterns and the names of its functions."""
+        if not isinstance(self.translator, CheckpointTranslator):
+            return super().digest()
+        return hashlib.sha256(f"Translate: {self.translator.describe()}".encode()).hexdigest()[:32]
+
+
+def _translate(translator: Any, source: Mapping[str, Any], notes: Notes) -> Translation:
+    """Gathers what a translator of ours finds wrong; one that has only `apply` can but raise its first."""
+    if isinstance(translator, CheckpointTranslator) and type(translator).apply is CheckpointTranslator.apply:
+        return translator.translate(source, {})
+    try:
+        values = dict(translator.apply(source))
+    except ValueError as error:
+        notes.problem("translate", None, str(error))
+        return Translation({}, {}, {}, [], [], [])
+    names = {id(value): name for name, value in source.items()}
+    sources = {new: names.get(id(value), new) for new, value in values.items()}
+    return Translation(values, sources, dict.fromkeys(values, type(translator).__name__), [], [], [])
+
+
+def _note_failures(translation: Translation, count: int, notes: Notes) -> None:
+    for name, message in translation.failed:
+        notes.problem("translate", name, message, "leave it out before Translate with Drop, or add a rule")
+    unmatched = translation.unmatched
+    if not unmatched:
+        return
+    shown = ", ".join(repr(name) for name in unmatched[:_SHOWN_NAMES])
+    more = len(unmatched) - _SHOWN_NAMES
+    notes.problem(
+        "translate",
+        unmatched[0] if len(unmatched) == 1 else None,
+        f"no translation rule matches {len(unmatched)} of {count} names: {shown}"
+        + (f" and {more} more" if more > 0 else ""),
+        "leave Translate out where the checkpoint has the target's names already; otherwise take the names out before "
+        "it with Drop, or pass a CheckpointTranslator that knows them",
+    )
