@@ -1,0 +1,104 @@
+"""The checkpoints that the benchmarks restore, made once into a folder: incompressible values, real shapes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+# T5.1.1-base: 248 million parameters, 0.99 GB in float32, and Adafactor's factored slots.
+_EMBED, _HEADS, _MLP, _VOCAB, _BUCKETS, _LAYERS = 768, 12 * 64, 2048, 32128, 32, 12
+_PREFIX = "model.ckpt-1000000"
+
+
+def mesh_tf_shapes(layers: int = _LAYERS) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Parameters of T5.1.1-base by their Mesh TensorFlow names."""
+    yield "shared/embedding", (_VOCAB, _EMBED)
+    yield "decoder/logits/kernel", (_EMBED, _VOCAB)
+    for tower, attentions in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
+        yield f"{tower}/rms_norm/scale", (_EMBED,)
+        for block in range(layers):
+            prefix = f"{tower}/block_{block:03d}"
+            for index, attention in enumerate(attentions):
+                layer = f"{prefix}/layer_{index:03d}"
+                for kernel in "qkv":
+                    yield f"{layer}/{attention}/{kernel}", (_EMBED, _HEADS)
+                yield f"{layer}/{attention}/o", (_HEADS, _EMBED)
+                yield f"{layer}/rms_norm/scale", (_EMBED,)
+                if attention == "SelfAttention" and not block:
+                    yield f"{layer}/{attention}/relative_attention_bias", (12, _BUCKETS)
+            layer = f"{prefix}/layer_{len(attentions):03d}"
+            yield f"{layer}/DenseReluDense/wi_0/kernel", (_EMBED, _MLP)
+            yield f"{layer}/DenseReluDense/wi_1/kernel", (_EMBED, _MLP)
+            yield f"{layer}/DenseReluDense/wo/kernel", (_MLP, _EMBED)
+            yield f"{layer}/rms_norm/scale", (_EMBED,)
+
+
+def with_slots(shapes: Iterator[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Each parameter and its Adafactor slots: v_row drops the largest axis, v_col the other."""
+    for name, shape in shapes:
+        yield name, shape
+        if len(shape) == 2 and min(shape) >= 128:
+            large = int(shape[1] >= shape[0])
+            yield name + "_slot_vr", (shape[1 - large],)
+            yield name + "_slot_vc", (shape[large],)
+        else:
+            yield name + "_slot_v", shape
+
+
+def bundle(folder: Path) -> Path:
+    """A 1 GB bundle of T5.1.1-base shapes, written by TensorFlow in a process of its own; returns its prefix."""
+    prefix = folder / "bundle" / _PREFIX
+    if not prefix.with_name(_PREFIX + ".index").exists():
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.data", "bundle", str(prefix)], check=True)
+    return prefix
+
+
+def _write_bundle(prefix: str) -> None:
+    import tensorflow as tf
+
+    random = np.random.default_rng(0)
+    tensors = {name: random.standard_normal(shape, np.float32) for name, shape in with_slots(mesh_tf_shapes())}
+    tensors["global_step"] = np.int64(1_000_000)
+    names = list(tensors)
+    tf.raw_ops.SaveV2(
+        prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=[tensors[name] for name in names]
+    )
+    (Path(prefix).parent / "checkpoint").write_text(f'model_checkpoint_path: "{_PREFIX}"\n')
+
+
+def orbax_layers(folder: Path, layers: int = 24) -> Path:
+    """A 0.96 GB Orbax checkpoint of 24 layers, sharded over 8 devices when it was written."""
+    path = folder / f"orbax_{layers}_layers"
+    if not path.exists():
+        subprocess.run([sys.executable, "-m", "benchmarks.jobs", "write_layers", str(path), str(layers)], check=True)
+    return path
+
+
+def orbax_state(folder: Path) -> Path:
+    """The bundle's translated values, with Adafactor's placeholders, as stock Orbax saves them."""
+    path = folder / "orbax_state"
+    if not path.exists():
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.jobs", "write_state", str(bundle(folder)), str(path)], check=True
+        )
+    return path
+
+
+def layer_shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a decoder of `layers` layers, 40 MB each."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        for kernel in ("query", "key", "value", "out"):
+            shapes[f"decoder/layers_{layer}/attention/{kernel}/kernel"] = (1024, 1024)
+        shapes[f"decoder/layers_{layer}/mlp/wi/kernel"] = (1024, 3072)
+        shapes[f"decoder/layers_{layer}/mlp/wo/kernel"] = (3072, 1024)
+    return shapes
+
+
+if __name__ == "__main__":
+    _write_bundle(sys.argv[2])

@@ -1,0 +1,214 @@
+"""The jobs that are compared; each runs alone in a process: `python -m benchmarks.jobs NAME ARGUMENTS…`.
+
+Imports stand inside the jobs: what a job imports is part of what it costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from benchmarks.measure import Clock
+
+_DEVICES = 8
+
+
+def nested(flat):
+    """'/'-joined names as nested dicts."""
+    root = {}
+    for name, value in flat.items():
+        *parents, last = name.split("/")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return root
+
+
+def shardings(layout):
+    """shape -> NamedSharding over 8 devices: "rows" splits the first axis, "columns" the last of matrices, where 8 divides it."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.asarray(jax.devices()), ("x",))
+
+    def choose(shape):
+        if layout == "rows" and shape and shape[0] % _DEVICES == 0:
+            return NamedSharding(mesh, PartitionSpec("x"))
+        if layout == "columns" and len(shape) >= 2 and shape[-1] % _DEVICES == 0:
+            return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "x"))
+        return NamedSharding(mesh, PartitionSpec())
+
+    return choose
+
+
+def abstract(shapes, layout):
+    """Nested ShapeDtypeStructs with shardings from name -> (shape, dtype)."""
+    import jax
+    import numpy as np
+
+    choose = shardings(layout)
+    return nested(
+        {
+            name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype), sharding=choose(tuple(shape)))
+            for name, (shape, dtype) in shapes.items()
+        }
+    )
+
+
+def read_shapes(path):
+    """The names, shapes and dtypes that `write_state` or `write_layers` noted beside the checkpoint."""
+    with open(str(path) + ".json") as file:
+        return json.load(file)
+
+
+# -- a bundle into a sharded state
+
+
+def bundle_ours(clock, prefix, state_path, layout, *options):
+    """`ot.restore` with Translate."""
+    import jax
+
+    import orbax_t5x as ot
+
+    transforms = [ot.transforms.Translate()]
+    restore = ot.restore
+    target = abstract(read_shapes(state_path), layout)
+    clock.start()
+    state = restore(prefix, target, transforms, verify="off" if "unverified" in options else "touched")
+    jax.block_until_ready(state)
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def bundle_tensorflow(clock, prefix, state_path, layout):
+    """TensorFlow's reader and `jax.device_put`: whole tensors, as T5X restores them; Adafactor's placeholders from zeros."""
+    import jax
+    import numpy as np
+    import tensorflow as tf
+
+    choose = shardings(layout)
+    placeholders = [name for name, (shape, _) in read_shapes(state_path).items() if shape == [1]]
+    jax.devices()
+    clock.start()
+    reader = tf.train.load_checkpoint(prefix)
+    state = {}
+    for name in reader.get_variable_to_shape_map():
+        value = reader.get_tensor(name)
+        if name == "global_step":
+            value = value.astype(np.int32)
+        state[name] = jax.device_put(value, choose(value.shape))
+    for name in placeholders:
+        state[name] = jax.device_put(np.zeros((1,), np.float32), choose((1,)))
+    jax.block_until_ready(state)
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def orbax_plain(clock, path, layout):
+    """Stock Orbax restoring the same values into the same shardings."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    target = abstract(read_shapes(path), layout)
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    arguments = ocp.args.PyTreeRestore(item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    clock.start()
+    state = checkpointer.restore(path, args=arguments)
+    jax.block_until_ready(state)
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def orbax_ours(clock, path, layout):
+    """`ot.restore` of an Orbax checkpoint."""
+    import jax
+
+    import orbax_t5x as ot
+
+    restore = ot.restore
+    target = abstract(read_shapes(path), layout)
+    clock.start()
+    state = restore(path, target)
+    jax.block_until_ready(state)
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def _result_mib(state):
+    """Host memory that the result occupies; replicas on CPU devices share one buffer where they were adopted from one."""
+    import jax
+
+    buffers = {}
+    for leaf in jax.tree_util.tree_leaves(state):
+        for shard in leaf.addressable_shards:
+            buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(buffers.values()) / (1 << 20)
+
+
+# -- imports
+
+
+def import_orbax(clock):
+    """`import orbax.checkpoint`."""
+    clock.start()
+    import orbax.checkpoint
+
+    clock.stop()
+    del orbax
+
+
+def import_ours(clock):
+    """`import orbax_t5x` and Orbax, which its users have anyway."""
+    clock.start()
+    import orbax.checkpoint
+
+    import orbax_t5x
+
+    clock.stop()
+    del orbax, orbax_t5x
+
+
+# -- making what is restored
+
+
+def write_state(_, prefix, path):
+    """The bundle's values under T5X's names, saved by stock Orbax."""
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    import orbax_t5x as ot
+
+    state = ot.restore(prefix, None, [ot.transforms.Translate()])
+    flat = ot.state_utils.flatten_state_dict(state)
+    flat["state/step"] = np.asarray(flat["state/step"], np.int32)
+    ocp.PyTreeCheckpointer().save(path, nested(flat))
+    _note_shapes(path, flat)
+
+
+def write_layers(_, path, layers):
+    """A tree of float32 layers, sharded by rows over 8 devices, saved by stock Orbax."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    from benchmarks.data import layer_shapes
+
+    choose, random = shardings("rows"), np.random.default_rng(0)
+    flat = {
+        name: jax.device_put(random.standard_normal(shape, np.float32), choose(shape))
+        for name, shape in layer_shapes(int(layers)).items()
+    }
+    ocp.PyTreeCheckpointer().save(path, nested(flat))
+    _note_shapes(path, flat)
+
+
+def _note_shapes(path, flat):
+    with open(path + ".json", "w") as file:
+        json.dump({name: (value.shape, str(value.dtype)) for name, value in flat.items()}, file)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Clock(), *sys.argv[2:])
