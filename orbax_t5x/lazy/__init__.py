@@ -1,0 +1,60 @@
+"""Lazy arrays: T5X's classes, and the views that compose without reading.
+
+A leaf (`_leaf.py`) fills buffers from index boxes. Views (`_view.py`) are frozen nodes over leaves: walks over dimensions, reshapes, casts,
+stacks, concatenations, averages. Each maps an output box to boxes of its inputs, so that a plan can tell what it will read and an
+executor reads just that, straight into its buffers. Nothing is read, and no thread made, before a value is asked for.
+"""
+
+from orbax_t5x.lazy._array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
+from orbax_t5x.lazy._combine import AllEqual, Average
+from orbax_t5x.lazy._compose import as_view, broadcast_to, concatenate, repeat, stack
+from orbax_t5x.lazy._leaf import (
+    Box,
+    Leaf,
+    Ledger,
+    Part,
+    ReadThread,
+    Request,
+    Verify,
+    box_shape,
+    box_size,
+    box_slices,
+    full_box,
+)
+from orbax_t5x.lazy._nodes import LeafView
+from orbax_t5x.lazy._read import group_reads, read_leaves, read_views, run_on_read_thread
+from orbax_t5x.lazy._values import OpaqueLeaf, ValueLeaf
+from orbax_t5x.lazy._view import Lowered, View
+
+__all__ = [
+    "AllEqual",
+    "Average",
+    "Box",
+    "LazyArray",
+    "LazyAwaitableArray",
+    "LazyThreadPoolArray",
+    "Leaf",
+    "LeafView",
+    "Ledger",
+    "Lowered",
+    "OpaqueLeaf",
+    "Part",
+    "ReadThread",
+    "Request",
+    "ValueLeaf",
+    "Verify",
+    "View",
+    "as_view",
+    "box_shape",
+    "box_size",
+    "box_slices",
+    "broadcast_to",
+    "concatenate",
+    "full_box",
+    "group_reads",
+    "read_leaves",
+    "read_views",
+    "repeat",
+    "run_on_read_thread",
+    "stack",
+]

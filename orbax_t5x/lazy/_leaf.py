@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -152,7 +152,11 @@ class ReadThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="orbax_t5x-read", daemon=True)
         self._thread.start()
 
-    def run(self, coroutine) -> None:
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread, where waiting for it would never end."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine that returns None to its end; a KeyboardInterrupt cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:

@@ -1,0 +1,139 @@
+"""Leaves that no checkpoint holds: arrays in memory, and arrays behind a function.
+
+A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards of this process
+that a box touches are brought to the host. An array behind a function is read whole for any box: its function cannot be asked for less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.lazy._array import LazyArray
+from orbax_t5x.lazy._leaf import Box, Ledger, Part, Request, box_size, box_slices
+
+
+class ValueLeaf:
+    """A constant: a NumPy array, a `jax.Array` (sharded or not), a scalar, or text.
+
+    Attributes:
+      value: what was given, as it was given.
+    """
+
+    is_value = True
+    path = ""
+    chunks = None
+
+    def __init__(self, value: Any, name: str | None = None):
+        self.value = value
+        self.name = "<value>" if name is None else name
+        self._array = value if is_jax_array(value) else _to_numpy(value)
+        self.shape: tuple[int, ...] = tuple(self._array.shape)
+        try:
+            self.dtype = np.dtype(self._array.dtype)
+        except TypeError:
+            raise TypeError(
+                f"{self.name}: an array of dtype {self._array.dtype} has no NumPy dtype; pass typed keys as `jax.random.key_data(keys)`"
+            ) from None
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """Copies boxes of the value."""
+        if isinstance(self._array, np.ndarray):
+            for box, out in requests:
+                out[...] = self._array[box_slices(box)]
+        else:
+            await asyncio.to_thread(self._copy_shards, requests)
+
+    def _copy_shards(self, requests: Sequence[Request]) -> None:
+        wanted = [box_size(box) for box, _ in requests]
+        seen = set()
+        for shard in self._array.addressable_shards:
+            place = tuple(part.indices(size)[:2] for part, size in zip(shard.index, self.shape, strict=True))
+            if place in seen:
+                continue
+            seen.add(place)
+            meets = [_meet(box, place) for box, _ in requests]
+            if not any(meet is not None for meet in meets):
+                continue
+            data = np.asarray(shard.data)
+            for i, ((box, out), meet) in enumerate(zip(requests, meets, strict=True)):
+                if meet is not None:
+                    out[_within(meet, box)] = data[_within(meet, place)]
+                    wanted[i] -= box_size(meet)
+        if any(wanted):
+            raise ValueError(
+                f"{self.name}: parts of this jax.Array lie on devices of other processes; pass an array of which each process "
+                "addresses what it needs"
+            )
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """There is nothing to check."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"ValueLeaf({self.name!r}, shape={self.shape}, dtype={self.dtype.name})"
+
+
+class OpaqueLeaf:
+    """A lazy array of the get_fn kind as a leaf; every read calls its function once and takes the boxes from the result.
+
+    Attributes:
+      array: the lazy array.
+    """
+
+    path = ""
+    chunks = None
+
+    def __init__(self, array: LazyArray, name: str | None = None):
+        self.array = array
+        self.name = "<function>" if name is None else name
+        self.shape = array.shape
+        self.dtype = array.dtype
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """Reads the whole array.
+
+        Raises:
+          LeafMismatchError: the function returned another shape than it was declared with.
+        """
+        value = np.asarray(await self.array.get_async())
+        if value.shape != self.shape:
+            raise LeafMismatchError(
+                f"declared with shape {self.shape}, but the function gave {value.shape}", leaf=self.name
+            )
+        ledger.count(value.nbytes)
+        for box, out in requests:
+            out[...] = value[box_slices(box)]
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """A function keeps no checksum."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"OpaqueLeaf({self.name!r}, {self.array!r})"
+
+
+def is_jax_array(value: Any) -> bool:
+    """Whether this is a `jax.Array`, told without importing JAX: where one exists, it has this attribute."""
+    return hasattr(value, "addressable_shards")
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    array = np.asarray(value, dtype=object) if isinstance(value, str | bytes) else np.asarray(value)
+    if array.dtype.kind in "SU":
+        return array.astype(object)
+    return array
+
+
+def _meet(box: Box, other: Box) -> Box | None:
+    """What two boxes share, or None."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+    return shared if all(first < last for first, last in shared) else None
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True))
