@@ -1,0 +1,82 @@
+"""The variables of a linen model, taken apart: parameters, mutable collections, and the logical axes of each.
+
+A collection `x_axes` (of `flax.linen.partitioning.AxisMetadata`, as `param_with_axes` and `variable_with_axes` leave
+it) belongs to the collection `x`. Where it exists it names the axes of every variable there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flax.core import FrozenDict, freeze
+from flax.linen import partitioning
+
+from orbax_t5x.transforms import flatten
+
+_AXES = "_axes"
+
+
+class ModelVariables(NamedTuple):
+    """What `module.init` returned.
+
+    Attributes:
+      params: the parameters.
+      params_axes: their axis metadata, or None.
+      mutables: all other collections by name.
+      mutables_axes: axis metadata of those that have it, or None.
+    """
+
+    params: Any
+    params_axes: Any
+    mutables: FrozenDict[str, Any]
+    mutables_axes: FrozenDict[str, Any] | None
+
+
+def split_variables(model_variables: Mapping[str, Any]) -> ModelVariables:
+    """Takes collections apart; the arrays may be abstract.
+
+    Raises:
+      ValueError: no parameters, axes without their collection, or variables without axis names.
+    """
+    if "params" not in model_variables:
+        raise ValueError(f"The model variables have no collection 'params', only {sorted(model_variables)}.")
+    mutables: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
+    for name, collection in model_variables.items():
+        if not name.endswith(_AXES):
+            mutables[name] = collection
+            continue
+        named = name.removesuffix(_AXES)
+        if named not in model_variables:
+            raise ValueError(f"The model variables have a collection {name!r}, but no {named!r} to which it belongs.")
+        _check_axes(collection, model_variables[named])
+        axes[named] = collection
+    params, params_axes = mutables.pop("params"), axes.pop("params", None)
+    return ModelVariables(params, params_axes, freeze(mutables), freeze(axes) if axes else None)
+
+
+def _check_axes(axes: Any, variables: Any) -> None:
+    """Every variable has axis names."""
+    missing = sorted(flatten(variables).keys() - flatten(partitioning.get_axis_names(axes)).keys())
+    if missing:
+        raise ValueError(f"Missing axis names for parameters: {{{', '.join(map(repr, missing))}}}")
+
+
+def params_axis_names(params_axes: Any) -> FrozenDict[str, Any]:
+    """A tree like the parameters of `PartitionSpec`s of logical axis names.
+
+    Raises:
+      ValueError: there are no axes.
+    """
+    if params_axes is None:
+        raise ValueError(
+            "The train state has no params_axes. Declare parameters with flax.linen.partitioning.param_with_axes, and "
+            "create the state from what module.init returns, the collection 'params_axes' included."
+        )
+    return partitioning.get_axis_names(params_axes)
+
+
+def mutables_axis_names(axes: Any) -> FrozenDict[str, Any]:
+    """The same by collection of mutable variables; a collection that names no axes is absent."""
+    return freeze({name: partitioning.get_axis_names(collection) for name, collection in (axes or {}).items()})
