@@ -1,0 +1,162 @@
+"""Repeated layers as one row: names that differ in one number become `encoder/layers_{0…23}/mlp/wi_0/kernel`.
+
+Rows of parallel texts (a target's name, where it comes from, how) fold where the first texts differ in one number,
+everything that the caller calls alike is alike, and the other texts follow: what varies there is written in the same
+order, so a row never claims an order that is not there (`{0…23}`, `{0,2…22}`, `{23…0}`, `{1…3,0}`). What would need
+more than a few such runs stays unfolded. A second number folds too when it takes at least three values (experts in
+layers), so that `wi_0` and `wi_1` stay two rows. Linear in the number of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Hashable, Iterable, Sequence
+
+_NUMBER = re.compile(r"([0-9]+)")
+# More runs than this in one pair of braces are harder to read than the rows themselves.
+_MOST_RUNS = 4
+# Values that a number must take to fold: the first one, and any further one.
+_LEAST_FIRST = 2
+_LEAST_FURTHER = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Folded:
+    """One row that stands for several.
+
+    Attributes:
+      texts: the parallel texts, numbers that vary in braces.
+      members: indices of the rows it stands for, in the order of the braces.
+    """
+
+    texts: tuple[str, ...]
+    members: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """The leading text, with how many rows it stands for when that is more than one."""
+        return self.texts[0] + times_text(len(self.members))
+
+
+def times_text(count: int) -> str:
+    """A multiplication sign and the count; empty for one."""
+    return f" ×{count}" if count > 1 else ""  # noqa: RUF001 - the sign is meant
+
+
+@dataclasses.dataclass(slots=True)
+class _Item:
+    """A row while it is being folded: each text split into (text, number, text, …), so odd places are numbers."""
+
+    tokens: list[list[str]]
+    members: list[int]
+    alike: Hashable
+
+
+def fold(rows: Sequence[tuple[str, ...]], alike: Sequence[Hashable] | None = None) -> list[Folded]:
+    """Folds rows, each in the place of its first member.
+
+    Args:
+      rows: parallel texts, as many in each row; the first one leads.
+      alike: one value per row; only rows with equal values fold.
+    """
+    items = [
+        _Item([_NUMBER.split(text) for text in row], [index], None if alike is None else alike[index])
+        for index, row in enumerate(rows)
+    ]
+    least = _LEAST_FIRST
+    while True:
+        folded = _fold_once(items, least)
+        if len(folded) == len(items):
+            break
+        items, least = folded, _LEAST_FURTHER
+    items.sort(key=lambda item: min(item.members))
+    return [Folded(tuple("".join(tokens) for tokens in item.tokens), tuple(item.members)) for item in items]
+
+
+def fold_names(names: Iterable[str]) -> list[Folded]:
+    """Folds names alone."""
+    return fold([(name,) for name in names])
+
+
+def runs(numbers: Sequence[str]) -> str | None:
+    """Numbers in their order, in braces, as runs of equal steps; None where that takes too many runs."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    values = [int(number) for number in numbers]
+    parts: list[str] = []
+    start = 0
+    while start < len(values):
+        if len(parts) == _MOST_RUNS:
+            return None
+        stop = start + 1
+        step = values[stop] - values[start] if stop < len(values) else 0
+        while step and stop < len(values) and values[stop] - values[stop - 1] == step:
+            stop += 1
+        if stop - start < 3 or step == 0:
+            parts.append(numbers[start])
+            start += 1
+            continue
+        first = numbers[start] if abs(step) == 1 else f"{numbers[start]},{numbers[start + 1]}"
+        parts.append(f"{first}…{numbers[stop - 1]}")
+        start = stop
+    return "{" + ",".join(parts) + "}"
+
+
+def _fold_once(items: list[_Item], least: int) -> list[_Item]:
+    groups: dict[Hashable, list[_Item]] = {}
+    for item in items:
+        template = tuple((len(tokens), *tokens[::2]) for tokens in item.tokens)
+        groups.setdefault((item.alike, template), []).append(item)
+    result: list[_Item] = []
+    for group in groups.values():
+        result.extend(_fold_group(group, least) if len(group) >= least else group)
+    return result
+
+
+def _fold_group(group: list[_Item], least: int) -> list[_Item]:
+    """Folds rows of one template along the number of the leading text that varies most."""
+    places = range(1, len(group[0].tokens[0]), 2)
+    variety = {place: len({item.tokens[0][place] for item in group}) for place in places}
+    if not variety or max(variety.values()) < least:
+        return group
+    place = max(variety, key=lambda one: variety[one])
+    buckets: dict[Hashable, list[_Item]] = {}
+    for item in group:
+        lead = item.tokens[0]
+        buckets.setdefault((*lead[1:place:2], None, *lead[place + 2 :: 2]), []).append(item)
+    result: list[_Item] = []
+    for bucket in buckets.values():
+        merged = _merge(sorted(bucket, key=lambda item: (int(item.tokens[0][place]), item.tokens[0][place])), place)
+        result.extend(bucket if merged is None or len(bucket) < least else [merged])
+    return result
+
+
+def _merge(bucket: list[_Item], place: int) -> _Item | None:
+    """One row for all of a bucket, or None where a number in it follows no order that can be said shortly."""
+    first = bucket[0]
+    merged: list[list[str]] = []
+    for text, tokens in enumerate(first.tokens):
+        joined: list[str] = []
+        for position, token in enumerate(tokens):
+            if position % 2 == 0:
+                joined.append(token)
+                continue
+            numbers = [item.tokens[text][position] for item in bucket]
+            told = runs(numbers)
+            if told is None or (text == 0 and position == place and len(set(numbers)) != len(numbers)):
+                return None
+            joined.append(told)
+        merged.append(_rejoined(joined))
+    return _Item(merged, [member for item in bucket for member in item.members], first.alike)
+
+
+def _rejoined(tokens: list[str]) -> list[str]:
+    """Tokens with the numbers that became braces counted as text."""
+    result = [tokens[0]]
+    for number, text in zip(tokens[1::2], tokens[2::2], strict=True):
+        if number.isdigit():
+            result += [number, text]
+        else:
+            result[-1] += number + text
+    return result

@@ -1,0 +1,77 @@
+"""How sizes, arrays and shardings are written for people; no JAX needed to say it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(count: int) -> str:
+    """Bytes with three digits: `512 B`, `1.50 KiB`, `11.3 MiB`."""
+    value, unit = float(count), 0
+    # 1023.5 would be written with four digits.
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    if unit == 0:
+        return f"{count} B"
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f} {_UNITS[unit]}"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """`1 leaf`, `2 leaves`, with thousands apart."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def leaves_text(count: int) -> str:
+    """`1 leaf`, `12,000 leaves`."""
+    return counted(count, "leaf", "leaves")
+
+
+def dtype_text(dtype: Any) -> str:
+    """A dtype's name; strings have dtype object and are called what they are."""
+    return "bytes" if np.dtype(dtype) == np.dtype(object) else np.dtype(dtype).name
+
+
+def array_text(dtype: Any, shape: Sequence[int]) -> str:
+    """`float32[768,2048]`, as JAX writes it."""
+    return f"{dtype_text(dtype)}[{','.join(map(str, shape))}]"
+
+
+def array_bytes(dtype: Any, shape: Sequence[int]) -> int:
+    """Bytes of an array in memory; strings count nothing, their length is not in their shape."""
+    dtype = np.dtype(dtype)
+    return 0 if dtype.hasobject else math.prod(shape) * dtype.itemsize
+
+
+def sharding_text(sharding: Any) -> str:
+    """`P('data', None)` for a NamedSharding, `1 device`, or the class's name; empty for None."""
+    if sharding is None:
+        return ""
+    memory = getattr(sharding, "memory_kind", None)
+    where = f" {memory}" if memory not in (None, "device", "unpinned_host") else ""
+    spec = getattr(sharding, "spec", None)
+    if spec is not None:
+        return f"P({', '.join(_axis_text(axis) for axis in spec)}){where}"
+    count = len(sharding.device_set)
+    return (counted(count, "device") if count == 1 else f"{type(sharding).__name__}, {count} devices") + where
+
+
+def _axis_text(axis: Any) -> str:
+    if isinstance(axis, tuple):
+        return f"({', '.join(map(repr, axis))})"
+    return repr(axis)
+
+
+def mesh_text(sharding: Any) -> str:
+    """`data=2, model=4 (8 devices)` for a NamedSharding; empty otherwise."""
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None:
+        return ""
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"{axes} ({counted(math.prod(mesh.shape.values()), 'device')})"
