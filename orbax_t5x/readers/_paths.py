@@ -1,0 +1,240 @@
+"""Names from files become files inside a root, or an error: the only code that joins an untrusted name to a path.
+
+The path that the caller gives is trusted and resolved once; it becomes a `Root`. Below it every component is opened
+relative to the directory before it and never followed by the kernel: symlinks are read and walked here, so that no
+link, `..` or race leads out. One exception has a name: a snapshot of the Hugging Face hub cache links to `blobs/<hex>`
+of the same `models--…` directory. Files are opened without blocking and must be regular: a FIFO, a socket or a device
+is refused before a byte is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from orbax_t5x.errors import (
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+)
+
+# What Linux itself allows on one path.
+_MAX_LINKS = 40
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
+_HUB_BLOB = re.compile(r"(?P<cache>.*/models--[^/]+)/blobs/(?P<blob>[0-9a-f]{40}|[0-9a-f]{64})")
+_HUB_SNAPSHOT = re.compile(r"(?P<cache>.*/models--[^/]+)/snapshots(/.*)?")
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symlink",
+}
+
+
+def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:
+    """The components of a relative name that a file gave.
+
+    Raises:
+      UnsafeCheckpointError: absolute, empty, with `..`, a NUL or a backslash, or percent-encoded dots.
+    """
+    parts = name.split("/")
+    problem = None
+    if not name:
+        problem = "is empty"
+    elif name.startswith("/"):
+        problem = "is absolute"
+    elif "\0" in name or "\\" in name:
+        problem = "holds a NUL or a backslash"
+    elif any(part == ".." or re.fullmatch(r"(\.|%2e)(\.|%2e)", part, re.IGNORECASE) for part in parts):
+        problem = "leads upwards"
+    if problem is not None:
+        raise UnsafeCheckpointError(
+            f"the file name {name!r} {problem}; names must stay inside the checkpoint", path=path, leaf=leaf
+        )
+    return [part for part in parts if part not in ("", ".")]
+
+
+def _os_error(error: OSError, path: str, leaf: str | None, doing: str) -> Exception:
+    """The typed error for what the operating system said about a path inside the root."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return CheckpointNotFoundError("no such file", path=path, leaf=leaf)
+    if error.errno == errno.ENAMETOOLONG:
+        return CorruptCheckpointError("the file name is too long for this file system", path=path, leaf=leaf)
+    if error.errno == errno.ELOOP:
+        return UnsafeCheckpointError("became a symlink while it was opened", path=path, leaf=leaf)
+    if error.errno == errno.ENXIO:
+        return CorruptCheckpointError("a socket or a device, not a file", path=path, leaf=leaf)
+    return io_error(error, doing, path=path, leaf=leaf)
+
+
+def io_error(error: OSError, doing: str, *, path: str, leaf: str | None = None) -> CheckpointIOError:
+    """What the operating system refused, typed, with its errno."""
+    typed = CheckpointIOError(f"{doing}: {error.strerror or error}", path=path, leaf=leaf)
+    typed.errno = error.errno
+    return typed
+
+
+class Root:
+    """A directory that the caller named, and that names from files may not leave.
+
+    Attributes:
+      path: the directory, resolved.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.path.realpath(os.fspath(path))
+
+    def join(self, name: str) -> str:
+        """The path of a name, for messages."""
+        return os.path.join(self.path, name)
+
+    @contextmanager
+    def _walk(self, name: str, leaf: str | None) -> Iterator[tuple[int, str | None, str]]:
+        """Yields (directory fd, last component or None for the directory itself, its resolved path)."""
+        walker = _Walker(self, name, leaf)
+        try:
+            yield walker.run()
+        except OSError as error:
+            if isinstance(error, (CheckpointNotFoundError, CheckpointIOError)):
+                raise
+            raise _os_error(error, self.join(name), leaf, "opening it") from error
+        finally:
+            walker.close()
+
+    def open(self, name: str, *, leaf: str | None = None) -> tuple[int, os.stat_result]:
+        """Opens a regular file for reading, without blocking.
+
+        Raises:
+          CheckpointNotFoundError: there is none.
+          UnsafeCheckpointError: the name or a symlink leads out of the root.
+          CorruptCheckpointError: it is a directory, a FIFO, a socket or a device, or a dangling or circular symlink.
+          CheckpointIOError: the operating system failed.
+        """
+        with self._walk(name, leaf) as (directory, last, path):
+            if last is None:
+                raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
+            fd = os.open(last, _FILE_FLAGS, dir_fd=directory)
+            try:
+                found = os.fstat(fd)
+                _require_regular(found, path, leaf)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd, found
+
+    def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
+        """What `open` would open, with the same errors, without opening it."""
+        with self._walk(name, leaf) as (directory, last, path):
+            if last is None:
+                raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
+            found = os.stat(last, dir_fd=directory, follow_symlinks=False)
+            _require_regular(found, path, leaf)
+            return found
+
+    def locate(self, name: str, *, leaf: str | None = None) -> str:
+        """The resolved path of an existing file or directory inside the root; errors as `open`."""
+        with self._walk(name, leaf) as (directory, last, path):
+            if last is not None:
+                os.stat(last, dir_fd=directory, follow_symlinks=False)
+            return path
+
+
+def _require_regular(found: os.stat_result, path: str, leaf: str | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "of an unknown kind")
+        raise CorruptCheckpointError(f"{kind}, not a regular file", path=path, leaf=leaf)
+
+
+class _Walker:
+    """One walk from a root down a name, holding a directory fd per level."""
+
+    def __init__(self, root: Root, name: str, leaf: str | None):
+        self._root = root
+        self._name = name
+        self._leaf = leaf
+        self._pending = split_name(name, path=root.path, leaf=leaf)[::-1]
+        self._fds: list[int] = []
+        self._names: list[str] = []
+        self._links = 0
+        self._top = root.path
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _restart(self, top: str, parts: list[str]) -> None:
+        self.close()
+        self._top = top
+        self._names = []
+        self._pending = [*self._pending, *parts[::-1]]
+        self._fds.append(os.open(top, _DIRECTORY_FLAGS))
+
+    def run(self) -> tuple[int, str | None, str]:
+        self._restart(self._top, [])
+        while self._pending:
+            part = self._pending.pop()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                if not self._names:
+                    raise self._leads_out()
+                self._names.pop()
+                os.close(self._fds.pop())
+                continue
+            found = self._stat(part)
+            if stat.S_ISLNK(found.st_mode):
+                self._follow(os.readlink(part, dir_fd=self._fds[-1]))
+            elif stat.S_ISDIR(found.st_mode):
+                self._fds.append(os.open(part, _DIRECTORY_FLAGS, dir_fd=self._fds[-1]))
+                self._names.append(part)
+            elif self._pending:
+                raise self._error(CorruptCheckpointError, f"{part!r} is not a directory")
+            else:
+                return self._fds[-1], part, os.path.join(self._top, *self._names, part)
+        return self._fds[-1], None, os.path.join(self._top, *self._names)
+
+    def _stat(self, part: str) -> os.stat_result:
+        try:
+            return os.stat(part, dir_fd=self._fds[-1], follow_symlinks=False)
+        except FileNotFoundError:
+            if self._links:
+                raise self._error(CorruptCheckpointError, "a dangling symlink") from None
+            raise
+
+    def _follow(self, target: str) -> None:
+        self._links += 1
+        if self._top != self._root.path:  # a blob of the hub cache is a file
+            raise self._leads_out()
+        if self._links > _MAX_LINKS:
+            raise self._error(CorruptCheckpointError, "symlinks lead in a circle")
+        here = os.path.join(self._top, *self._names)
+        if blob := self._hub_blob(os.path.normpath(os.path.join(here, target))):
+            self._restart(*blob)
+        elif os.path.isabs(target):
+            resolved = os.path.realpath(target)
+            if resolved != self._root.path and not resolved.startswith(self._root.path.rstrip("/") + "/"):
+                raise self._leads_out()
+            self._restart(self._root.path, os.path.relpath(resolved, self._root.path).split("/"))
+        else:
+            self._pending.extend(reversed(target.split("/")))
+
+    def _hub_blob(self, target: str) -> tuple[str, list[str]] | None:
+        """The directory and the name of a blob, where a snapshot of the hub cache links to one and nothing follows."""
+        blob, snapshot = _HUB_BLOB.fullmatch(target), _HUB_SNAPSHOT.fullmatch(self._root.path)
+        if blob and snapshot and blob["cache"] == snapshot["cache"] and not self._pending:
+            return blob["cache"] + "/blobs", [blob["blob"]]
+        return None
+
+    def _leads_out(self) -> UnsafeCheckpointError:
+        return self._error(UnsafeCheckpointError, "a symlink leads out of the checkpoint's directory")
+
+    def _error(self, kind, message: str):
+        return kind(message, path=self._root.join(self._name), leaf=self._leaf)
