@@ -8,6 +8,7 @@ What does not fit is a ValueError that names it; nothing is filled in or left ou
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -159,7 +160,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
 
     def replace_params(self, params: Any) -> Self:
         """The state with other parameters."""
-        return self.replace(_optimizer=self._optimizer.replace(target=params))
+        return self.replace(_optimizer=dataclasses.replace(self._optimizer, target=params))
 
     def replace_flax_mutables(self, flax_mutables: Any) -> Self:
         """The state with other mutable variables."""
@@ -167,8 +168,8 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
 
     def replace_step(self, step: Any) -> Self:
         """The state at another step."""
-        optimizer_state = self._optimizer.state.replace(step=step)
-        return self.replace(_optimizer=self._optimizer.replace(state=optimizer_state))
+        state = dataclasses.replace(self._optimizer.state, step=step)
+        return self.replace(_optimizer=dataclasses.replace(self._optimizer, state=state))
 
     def as_logical_axes(self) -> Self:
         """The state with `PartitionSpec`s of logical axis names, or None, in place of its leaves.

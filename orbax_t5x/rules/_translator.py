@@ -122,3 +122,6 @@ class CheckpointTranslator:
             f"{pattern.pattern} -> {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
             for pattern, function in self.rules
         )
+
+    def __repr__(self) -> str:
+        return f"<CheckpointTranslator: {len(self.rules)} rule{'' if len(self.rules) == 1 else 's'}>"

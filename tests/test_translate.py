@@ -1,0 +1,400 @@
+"""Mesh TensorFlow's names become T5X's; T5X's own importer is the judge (`goldens/importer`)."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from orbax_t5x.errors import LeafMismatchError, RestorePlanError
+from orbax_t5x.lazy import LazyThreadPoolArray, as_view
+from orbax_t5x.rules._translator import CheckpointTranslator
+from orbax_t5x.rules.mesh_tf import t5_importer
+from orbax_t5x.transforms import Notes
+from orbax_t5x.transforms.translate import Translate
+
+BUNDLES = ["lm_transformer", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_f32", "t5_1_1_perlayer_rel"]
+
+
+class Unreadable:
+    """A leaf that nobody may read: names, shapes and dtypes must do."""
+
+    path, chunks = "nowhere", None
+
+    def __init__(self, name: str, shape=(), dtype="float32"):
+        self.name, self.shape, self.dtype = name, tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+    async def read_into(self, requests, ledger):
+        raise AssertionError(f"{self.name} was read")
+
+    async def settle(self, ledger, parts):
+        raise AssertionError(f"{self.name} was read")
+
+
+def unreadable(names):
+    """A flat state dict of views, by name, or by name and shape."""
+    shapes = names if isinstance(names, dict) else dict.fromkeys(names, ())
+    return {name: as_view(Unreadable(name, shape)) for name, shape in shapes.items()}
+
+
+def bundle(goldens, name):
+    meta = json.loads((goldens / "tf_bundle" / name / "expected_meta.json").read_text())
+    return {key: as_view(Unreadable(key, leaf["shape"], leaf["dtype"])) for key, leaf in meta["tensors"].items()}
+
+
+def imported(goldens, name):
+    """What T5X's importer made of a bundle: shape and dtype by name."""
+    leaves = json.loads((goldens / "importer" / f"{name}.json").read_text())["leaves"]
+    return {key: (tuple(leaf["shape"]), leaf["dtype"]) for key, leaf in leaves.items()}
+
+
+def translate(source, target=None, translator=None):
+    notes = Notes()
+    result = Translate(translator).apply(source, target or {}, notes)
+    assert notes.problems == []
+    return result
+
+
+def problems(source, target=None, translator=None):
+    notes = Notes()
+    Translate(translator).apply(source, target or {}, notes)
+    return notes.problems
+
+
+def like(shapes):
+    return {name: np.empty(shape, getattr(ml_dtypes, dtype, dtype)) for name, (shape, dtype) in shapes.items()}
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+@pytest.mark.parametrize("with_target", [False, True])
+def test_names_shapes_and_dtypes_are_t5xs(goldens, name, with_target):
+    expected = imported(goldens, name)
+    source = bundle(goldens, name)
+    before = dict(source)
+    result = translate(source, like(expected) if with_target else None)
+    assert {key: (tuple(value.shape), value.dtype.name) for key, value in result.items()} == expected
+    assert source == before
+
+
+def test_placeholders_are_zeros_and_notes_tell_the_rule(goldens):
+    notes = Notes()
+    result = Translate().apply(bundle(goldens, "t5_1_1_f32"), {}, notes)
+    kernel = "state/param_states/decoder/layers_0/self_attention/query/kernel"
+    norm = "state/param_states/decoder/decoder_norm/scale"
+    for name in (f"{kernel}/m", f"{kernel}/v", f"{norm}/m", f"{norm}/v_row", f"{norm}/v_col"):
+        np.testing.assert_array_equal(result[name], np.zeros((1,), np.float32))
+    assert notes.rule_for[f"{kernel}/m"] == "Adafactor placeholder"
+    assert "attention_layers" in notes.rule_for[f"{kernel}/v_row"]
+    assert "rel_embeddings" in notes.rule_for["target/encoder/relpos_bias/rel_embedding"]
+    assert set(notes.rule_for) == set(result)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("global_step", "state/step"),
+        ("shared/embedding", "target/token_embedder/embedding"),
+        ("shared/embedding_slot_vr", "state/param_states/token_embedder/embedding/v_row"),
+        ("encoder/embedding", "target/encoder/token_embedder/embedding"),
+        ("decoder/embedding_slot_vc", "state/param_states/decoder/token_embedder/embedding/v_col"),
+        ("transformer/embedding", "target/decoder/token_embedder/embedding"),
+        ("encoder/block_010/layer_000/SelfAttention/q", "target/encoder/layers_10/attention/query/kernel"),
+        ("decoder/block_123/layer_000/SelfAttention/o", "target/decoder/layers_123/self_attention/out/kernel"),
+        (
+            "decoder/block_000/layer_001/EncDecAttention/v_slot_v",
+            "state/param_states/decoder/layers_0/encoder_decoder_attention/value/kernel/v",
+        ),
+        ("transformer/block_002/layer_000/SelfAttention/k", "target/decoder/layers_2/self_attention/key/kernel"),
+        ("encoder/block_000/layer_001/DenseReluDense/wi/kernel", "target/encoder/layers_0/mlp/wi/kernel"),
+        ("decoder/block_000/layer_002/DenseReluDense/wi_1/kernel", "target/decoder/layers_0/mlp/wi_1/kernel"),
+        ("transformer/block_000/layer_001/DenseReluDense/wo/kernel", "target/decoder/layers_0/mlp/wo/kernel"),
+        ("encoder/block_000/layer_000/rms_norm/scale", "target/encoder/layers_0/pre_attention_layer_norm/scale"),
+        ("encoder/block_000/layer_001/layer_norm/scale", "target/encoder/layers_0/pre_mlp_layer_norm/scale"),
+        ("decoder/block_000/layer_000/rms_norm/scale", "target/decoder/layers_0/pre_self_attention_layer_norm/scale"),
+        ("decoder/block_000/layer_001/rms_norm/scale", "target/decoder/layers_0/pre_cross_attention_layer_norm/scale"),
+        ("decoder/block_000/layer_002/rms_norm/scale", "target/decoder/layers_0/pre_mlp_layer_norm/scale"),
+        (
+            "transformer/block_000/layer_000/rms_norm/scale",
+            "target/decoder/layers_0/pre_self_attention_layer_norm/scale",
+        ),
+        ("transformer/block_000/layer_001/rms_norm/scale", "target/decoder/layers_0/pre_mlp_layer_norm/scale"),
+        ("encoder/final_layer_norm/scale", "target/encoder/encoder_norm/scale"),
+        ("decoder/rms_norm/scale_slot_v", "state/param_states/decoder/decoder_norm/scale/v"),
+        ("transformer/rms_norm/scale", "target/decoder/decoder_norm/scale"),
+        ("decoder/logits/kernel", "target/decoder/logits_dense/kernel"),
+        ("transformer/logits/kernel_slot_vr", "state/param_states/decoder/logits_dense/kernel/v_row"),
+    ],
+)
+def test_each_rule(source, expected):
+    assert list(t5_importer.apply({source: np.float32(1)})) == [expected]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder/block_000/layer_000/EncDecAttention/q",  # encoders have none
+        "encoder/block_000/layer_002/layer_norm/scale",
+        "transformer/block_000/layer_002/layer_norm/scale",
+        "encoder/logits/kernel",
+        "encoder/block_000/layer_001/DenseReluDense/wo_0/kernel",
+        "shared/embedding_slot_x",
+        "shared/embedding_slot_vr ",
+        "global_step2",
+        "my/global_step",
+    ],
+)
+def test_a_name_that_no_rule_knows_is_named(name):
+    with pytest.raises(ValueError, match=name.strip()):
+        t5_importer.apply({name: np.ones(3)})
+    (problem,) = problems(unreadable([name]))
+    assert (problem.kind, problem.leaf) == ("translate", name)
+
+
+# The relative bias.
+
+BIAS = "block_{:03d}/layer_000/SelfAttention/relative_attention_bias"
+
+
+def tower(name, layers, biases):
+    kernels = [f"{name}/block_{i:03d}/layer_000/SelfAttention/q" for i in range(layers)]
+    return [*kernels, *(f"{name}/{BIAS.format(i)}{slot}" for i in biases for slot in ("", "_slot_v"))]
+
+
+def biases(result):
+    return sorted(name for name in result if "relpos" in name and name.startswith("target"))
+
+
+def shared(name):
+    return f"target/{name}/relpos_bias/rel_embedding"
+
+
+def per_layer(name, layer):
+    return f"target/{name}/layers_{layer}/relpos_bias/rel_embedding"
+
+
+def test_without_a_target_only_block_0_means_shared():
+    assert biases(translate(unreadable(tower("encoder", 3, [0])))) == [shared("encoder")]
+    assert biases(translate(unreadable(tower("encoder", 2, [0, 1])))) == [per_layer("encoder", i) for i in (0, 1)]
+
+
+def test_a_one_layer_model_is_decided_by_the_target():
+    source = unreadable(tower("decoder", 1, [0]))
+    assert biases(translate(source)) == [shared("decoder")]
+    for name in (shared("decoder"), per_layer("decoder", 0)):
+        result = translate(source, {name: np.empty(()), **like({name + "/v": ((), "float32")})})
+        assert biases(result) == [name]
+        slot = name.replace("target", "state/param_states") + "/v"
+        assert slot in result  # the slots go where the bias goes
+
+
+def test_each_tower_is_decided_for_itself():
+    source = unreadable([*tower("encoder", 1, [0]), *tower("decoder", 1, [0])])
+    target = {per_layer("encoder", 0): np.empty(()), shared("decoder"): np.empty(())}
+    assert biases(translate(source, target)) == [shared("decoder"), per_layer("encoder", 0)]
+
+
+def test_a_target_that_names_no_bias_leaves_the_file_to_decide():
+    source = unreadable(tower("encoder", 2, [0]))
+    assert biases(translate(source, {"target/encoder/encoder/relpos_bias/rel_embedding": np.empty(())})) == [
+        shared("encoder")
+    ]
+
+
+def test_shared_in_the_file_and_per_layer_in_the_target_are_not_confused():
+    target = {per_layer("encoder", i): np.empty(()) for i in range(2)}
+    assert biases(translate(unreadable(tower("encoder", 2, [0])), target)) == [shared("encoder")]
+    source = unreadable(tower("encoder", 2, [0, 1]))
+    assert biases(translate(source, {shared("encoder"): np.empty(())})) == [per_layer("encoder", i) for i in (0, 1)]
+
+
+# Placeholders.
+
+EMBEDDING = "state/param_states/token_embedder/embedding"
+
+
+def test_placeholders_only_where_the_target_has_them():
+    source = unreadable(["shared/embedding", "shared/embedding_slot_vr", "shared/embedding_slot_vc"])
+    target = {"target/token_embedder/embedding": np.empty(()), "state/param_states/0/mu/x": np.empty(3)}
+    assert set(translate(source, target)) == {
+        "target/token_embedder/embedding",
+        f"{EMBEDDING}/v_row",
+        f"{EMBEDDING}/v_col",
+    }
+
+
+def test_a_placeholder_has_the_dtype_of_the_targets():
+    source = unreadable(["shared/embedding", "shared/embedding_slot_v"])
+    target = {f"{EMBEDDING}/m": np.zeros((1,), ml_dtypes.bfloat16), f"{EMBEDDING}/v_row": ...}
+    result = translate(source, target)
+    assert result[f"{EMBEDDING}/m"].dtype == ml_dtypes.bfloat16
+    assert result[f"{EMBEDDING}/v_row"].dtype == np.float32
+    assert f"{EMBEDDING}/v_col" not in result
+
+
+def test_momentum_is_not_invented():
+    source = unreadable(["shared/embedding", "shared/embedding_slot_v"])
+    assert f"{EMBEDDING}/m" not in translate(source, {f"{EMBEDDING}/m": np.zeros((8, 4), np.float32)})
+
+
+def test_a_slot_that_the_file_lost_is_not_invented():
+    result = translate(unreadable(["shared/embedding", "shared/embedding_slot_vr"]))
+    assert set(result) == {
+        "target/token_embedder/embedding",
+        *(f"{EMBEDDING}/{slot}" for slot in ("v_row", "v", "m")),
+    }
+
+
+def test_a_bundle_without_slots_gets_no_placeholders():
+    assert set(translate(unreadable(["shared/embedding"]))) == {"target/token_embedder/embedding"}
+
+
+# The step.
+
+
+def test_the_step_narrows_when_it_fits_and_says_so_when_it_does_not():
+    step = translate({"global_step": as_view(np.int64(1_000_000), name="global_step")})["state/step"]
+    assert step.dtype == np.int32
+    assert step.get() == 1_000_000
+    too_late = translate({"global_step": as_view(np.int64(2**40), name="global_step")})["state/step"]
+    with pytest.raises(LeafMismatchError, match=r"global_step.*1099511627776"):
+        too_late.get()
+    assert t5_importer.apply({"global_step": np.int64(7)})["state/step"].dtype == np.int32
+    with pytest.raises(ValueError, match="does not fit"):
+        t5_importer.apply({"global_step": np.int64(2**40)})
+
+
+def test_lazy_arrays_of_get_fn_stay_their_kind():
+    lazy = LazyThreadPoolArray((), np.int64, lambda: np.int64(5))
+    step = t5_importer.apply({"global_step": lazy})["state/step"]
+    assert type(step) is LazyThreadPoolArray
+    assert step.get() == np.int32(5)
+
+
+# Problems, the protocol of transforms.
+
+
+def test_all_problems_are_gathered():
+    source = unreadable(
+        [
+            *(f"other/variable_{i}" for i in range(30)),
+            "encoder/block_000/layer_007/layer_norm/scale",
+            "encoder/block_000/layer_000/SelfAttention/q",
+            "encoder/block_000/layer_001/SelfAttention/q",  # lands on the same name
+        ]
+    )
+    sublayer, collision, unmatched = problems(source)
+    assert sublayer.leaf == "encoder/block_000/layer_007/layer_norm/scale"
+    assert collision.leaf == "encoder/block_000/layer_001/SelfAttention/q"
+    assert "encoder/block_000/layer_000/SelfAttention/q" in collision.message
+    assert unmatched.leaf is None
+    assert "30 of 33 names" in unmatched.message
+    assert "'other/variable_0'" in unmatched.message
+    assert "10 more" in unmatched.message
+    assert "Drop" in unmatched.fix
+
+
+def test_by_hand_on_nested_dicts_the_first_problem_is_raised():
+    nested = {"shared": {"embedding": np.ones((2, 2))}, "global_step": np.int64(3)}
+    result = Translate()(nested, {})
+    assert result["target"]["token_embedder"]["embedding"] is nested["shared"]["embedding"]
+    assert result["state"]["step"] == 3
+    with pytest.raises(RestorePlanError, match="other"):
+        Translate()({"other": np.ones(2)}, {})
+    assert Translate()(nested, {}, is_resuming=True) is nested
+
+
+def test_digests_tell_tables_apart():
+    def table(pattern):
+        translator = CheckpointTranslator()
+
+        @translator.add(pattern)
+        def rule(opts, key, val):
+            return key, val
+
+        return translator
+
+    assert Translate().digest() == Translate().digest()
+    assert Translate(table("a")).digest() == Translate(table("a")).digest()
+    assert len({Translate().digest(), Translate(table("a")).digest(), Translate(table("b")).digest()}) == 3
+    assert Translate().describe() == "Translate()"
+    assert Translate(table("a")).describe() == "Translate(<CheckpointTranslator: 1 rule>)"
+
+
+# Translators of the caller's own.
+
+
+def two_rules():
+    translator = CheckpointTranslator()
+
+    @translator.add(r"layer(\d+)/(w|b)|top/(w)")
+    def layers(opts, key, val, number, name, top):
+        return (f"{opts.get('root', 'x')}/{number}/{name}", val) if number else (f"top/{top}", val)
+
+    @translator.add(r".*_unused")
+    def unused(opts, key, val):
+        return None, val
+
+    return translator
+
+
+def test_apply():
+    result = two_rules().apply({"layer3/w": 1, "top/w": 2, "a_unused": 3}, root="y")
+    assert result == {"y/3/w": 1, "top/w": 2}
+    assert list(result) == ["y/3/w", "top/w"]
+
+
+def test_a_pattern_matches_whole_names():
+    # `re.match` would take each of these, the alternatives of `|` in particular.
+    for name in ("layer3/wx", "xlayer3/w", "top/w2", "xtop/w", "layer3/w\n"):
+        with pytest.raises(ValueError, match="no translation rule"):
+            two_rules().apply({name: 1})
+
+
+def test_the_first_rule_decides():
+    translator = two_rules()
+
+    @translator.add(r"layer.*")
+    def never(opts, key, val):
+        raise AssertionError
+
+    assert translator.apply({"layer1/b": 1}) == {"x/1/b": 1}
+
+
+def test_errors_list_names_and_never_arrays():
+    with pytest.raises(ValueError, match=r"2 names: 'p', 'q'") as caught:
+        two_rules().apply({"p": np.full(3, 7.25), "q": np.full(3, 7.25), "layer1/w": 0})
+    assert "7.25" not in str(caught.value)
+
+
+def test_two_sources_on_one_name_are_an_error():
+    with pytest.raises(ValueError, match=r"'layer01/w'") as caught:
+        translator = CheckpointTranslator()
+        translator.add(r"layer(\d+)/w")(lambda opts, key, val, number: (f"l{int(number)}", val))
+        translator.apply({"layer1/w": 1, "layer01/w": 2})
+    assert "'layer1/w'" in str(caught.value)
+    assert "'l1'" in str(caught.value)
+
+
+def test_without_a_target_a_callers_rules_are_all_that_happens():
+    translator = CheckpointTranslator()
+    translator.add(r"(.*)_slot")(lambda opts, key, val, name: (f"state/param_states/{name}/v", val))
+    translator.add(r".*")(lambda opts, key, val: (f"target/{key}", val))
+    source = unreadable(["w", "w_slot"])
+    assert set(translate(source, translator=translator)) == {"target/w", "state/param_states/w/v"}
+    target = {f"state/param_states/w/{slot}": np.zeros(1, np.float32) for slot in ("v", "v_row", "v_col", "m")}
+    assert set(translate(source, target, translator)) == {"target/w", *target}
+
+
+def test_any_object_with_apply_is_a_translator():
+    class Other:
+        def apply(self, flatdict, **opts):
+            if "bad" in flatdict:
+                raise ValueError("cannot translate bad")
+            return {f"target/{name}": value for name, value in flatdict.items()}
+
+    source = unreadable(["w"])
+    assert translate(source, translator=Other()) == {"target/w": source["w"]}
+    (problem,) = problems(unreadable(["bad"]), translator=Other())
+    assert "cannot translate bad" in problem.message
