@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orbax_t5x.transforms._arrays import Cast, Concat, Repeat, Reshape, Split, Transpose
 from orbax_t5x.transforms._base import (
     Notes,
     Transform,
@@ -13,10 +14,33 @@ from orbax_t5x.transforms._base import (
     takes_is_resuming,
     unflatten,
 )
+from orbax_t5x.transforms._chain import Chain
+from orbax_t5x.transforms._layers import StackLayers, UnstackLayers
+from orbax_t5x.transforms._names import AssignmentMap, Drop, Intersect, Keep, Merge, Rename
+from orbax_t5x.transforms._sources import Average, Overlay
+from orbax_t5x.transforms.translate import Translate
 
 __all__ = [
+    "AssignmentMap",
+    "Average",
+    "Cast",
+    "Chain",
+    "Concat",
+    "Drop",
+    "Intersect",
+    "Keep",
+    "Merge",
     "Notes",
+    "Overlay",
+    "Rename",
+    "Repeat",
+    "Reshape",
+    "Split",
+    "StackLayers",
     "Transform",
+    "Translate",
+    "Transpose",
+    "UnstackLayers",
     "describe_transform",
     "digest_of",
     "flatten",

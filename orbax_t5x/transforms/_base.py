@@ -98,7 +98,7 @@ class Transform:
             return state_dict
         notes = Notes()
         try:
-            flat = self.apply(flatten(state_dict), flatten(target_state_dict), notes)
+            flat = self._by_hand(flatten(state_dict), flatten(target_state_dict), notes)
             if notes.problems:
                 raise RestorePlanError(notes.problems[:1])
             result = unflatten(flat)
@@ -108,13 +108,18 @@ class Transform:
             _logger.warning("%s", warning)
         return result
 
+    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """`apply`, or what T5X's function of the same name answers where that differs."""
+        return self.apply(source, target, notes)
+
     def describe(self) -> str:
         """One line for people."""
         fields = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if field.repr and value != field.default:
-                fields.append(_short(value))
+            if field.repr and (field.default is dataclasses.MISSING or value != field.default):
+                named = field.default is not dataclasses.MISSING
+                fields.append(f"{field.name}={_short(value)}" if named else _short(value))
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def digest(self) -> str:
@@ -149,8 +154,9 @@ def _encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Transform):
-        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}  # type: ignore[arg-type]
-        return {"transform": type(value).__name__, **fields}
+        # A field with a leading underscore is worked out from the others.
+        names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]  # type: ignore[arg-type]
+        return {"transform": type(value).__name__, **{name: _encode(getattr(value, name)) for name in names}}
     if isinstance(value, re.Pattern):
         # str patterns are always UNICODE; an uncompiled one and a compiled one without flags are the same rule.
         flags = value.flags & ~re.UNICODE
@@ -173,11 +179,9 @@ def _encode(value: Any) -> Any:
 
 
 def qualified_name(function: Any) -> str:
-    """How a plain function is called in plans and digests: module and qualified name; a partial with its arguments."""
-    if isinstance(function, functools.partial):
-        arguments = [repr(_encode(item)) for item in function.args]
-        arguments += [f"{key}={_encode(item)!r}" for key, item in sorted(function.keywords.items())]
-        return f"{qualified_name(function.func)}({', '.join(arguments)})"
+    """How a plain function is called in plans and digests; a partial counts as its function."""
+    while isinstance(function, functools.partial):
+        function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 

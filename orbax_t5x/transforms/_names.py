@@ -1,0 +1,344 @@
+"""Transforms of names alone: which leaf stands where. Leaves are passed on as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.lazy import LazyArray
+from orbax_t5x.transforms._base import Notes, Transform
+from orbax_t5x.transforms._closest import closest_names
+from orbax_t5x.transforms._flat import NameClashError, flatten
+from orbax_t5x.transforms._patterns import (
+    Pattern,
+    compile_pattern,
+    expand,
+    note_unused,
+    pattern_text,
+    pattern_tuple,
+    rule_table,
+)
+from orbax_t5x.transforms._state import NewState
+
+Rule = tuple[Pattern, str | None]
+
+# T5X lists every name of the checkpoint. Up to here so do we; beyond it the text would hide the rest of the error.
+_LISTED_NAMES = 200
+# Looking for close names scans the checkpoint, so only the first missing ones get it.
+_EXPLAINED_NAMES = 20
+
+
+def _rule_tuple(rules: Iterable[Sequence[Any]], owner: str) -> tuple[Rule, ...]:
+    checked: list[Rule] = []
+    for rule in rules:
+        if isinstance(rule, (str, re.Pattern)) or len(rule) != 2:
+            raise ValueError(f"{owner}: a rule is a pair (pattern, replacement), not {rule!r}")
+        pattern, replacement = rule
+        compile_pattern(pattern, owner)
+        if replacement is not None and not isinstance(replacement, str):
+            raise TypeError(
+                f"{owner}: the replacement of {pattern_text(pattern)!r} is text or None, not {replacement!r}"
+            )
+        checked.append((pattern, replacement))
+    return tuple(checked)
+
+
+def _rule_text(owner: str, rule: Rule) -> str:
+    return f"{owner} {pattern_text(rule[0])!r} -> {rule[1]!r}"
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignmentMap(Transform):
+    """T5X's assignment map: for every target name the first rule that matches it says which checkpoint leaf it gets.
+
+    A rule is (pattern of target names, replacement). The replacement, with the groups of the match filled in, is
+    the name in the state dict; None leaves the target leaf out. Target names without a rule keep the leaf of their
+    own name. Leaves that no rule takes stay, unless a rule leaves out their name. Two targets may take one leaf,
+    and rules may swap and rotate names.
+
+    In a restore a leaf that nothing takes gives way to a rule that puts another under its name. Called by hand the
+    answer is T5X's: that leaf stays and the rule has no effect.
+
+    Attributes:
+      rules: pairs (regex, replacement or None); a regex must match a whole name.
+      require_all_rules_match: whether a rule that decides nothing is an error.
+    """
+
+    rules: tuple[Rule, ...]
+    require_all_rules_match: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", _rule_tuple(self.rules, "AssignmentMap"))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        return self._assign(source, target, notes, rules_win=True)
+
+    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        return self._assign(source, target, notes, rules_win=False)
+
+    def _assign(
+        self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes, *, rules_win: bool
+    ) -> dict[str, Any]:
+        table = rule_table(tuple(pattern for pattern, _ in self.rules))
+        used: set[int] = set()
+        left_out: set[str] = set()
+        taken: set[str] = set()
+        missing: list[tuple[str, str, Rule]] = []
+        state = NewState(notes)
+        for name in target:
+            found = table.first(name)
+            if found is None:
+                if name in source:
+                    state.put(name, source[name], name)
+                    taken.add(name)
+                continue
+            index, match = found
+            used.add(index)
+            rule = self.rules[index]
+            if rule[1] is None:
+                left_out.add(name)
+                continue
+            wanted = expand(match, rule[1], _rule_text("AssignmentMap", rule), notes, name)
+            if wanted is None:
+                notes.explained.add(name)
+            elif wanted in source:
+                state.put(name, source[wanted], wanted, _rule_text("AssignmentMap", rule))
+                taken.add(wanted)
+            else:
+                missing.append((name, wanted, rule))
+        self._note_missing(missing, source, notes)
+        self._note_unused(used, list(target), notes)
+        flat = state.finish()
+        for name, value in source.items():
+            if name in taken:
+                continue
+            if name in left_out or (name in flat and rules_win):
+                notes.drop([name])
+            else:
+                flat[name] = value
+        return flat
+
+    def _note_missing(self, missing: list[tuple[str, str, Rule]], source: Mapping[str, Any], notes: Notes) -> None:
+        if not missing:
+            return
+        names = sorted(source)
+        shown = names if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
+        for count, (name, wanted, rule) in enumerate(missing):
+            near = closest_names(wanted, names) if count < _EXPLAINED_NAMES else []
+            listed = f"Must be one of: {shown}" if count == 0 or len(names) <= _LISTED_NAMES else f"Closest: {near}"
+            mended = f"({re.escape(name)!r}, {near[0]!r})" if near else f"({re.escape(name)!r}, None)"
+            notes.explained.add(name)
+            notes.problem(
+                "missing",
+                name,
+                f"Parameter {wanted!r} does not exist in restore checkpoint. {listed}",
+                f"{pattern_text(rule[0])!r} -> {rule[1]!r} asks for it; put the rule {mended} before it"
+                + (f", closest are {near}" if near else " to leave the leaf out"),
+            )
+
+    def _note_unused(self, used: set[int], names: list[str], notes: Notes) -> None:
+        patterns = tuple(pattern for pattern, _ in self.rules)
+        used_patterns = {patterns[index] for index in used}
+        unused = list(dict.fromkeys(pattern_text(pattern) for pattern in patterns if pattern not in used_patterns))
+        if unused and self.require_all_rules_match:
+            near = [f"{text!r}: {found}" for text in unused[:_EXPLAINED_NAMES] if (found := closest_names(text, names))]
+            notes.problem(
+                "unused_rule",
+                None,
+                f"Unused patterns in `assignment_map`: {{{', '.join(map(repr, unused))}}}",
+                ("closest target names: " + "; ".join(near) + ". " if near else "")
+                + "A pattern must match a whole target name that no earlier rule matches; or pass "
+                "require_all_rules_match=False",
+            )
+        else:
+            note_unused(rule_table(patterns), used, names, "AssignmentMap", notes, required=False, what="the target")
+
+
+@dataclasses.dataclass(frozen=True)
+class Intersect(Transform):
+    """T5X's `intersect_state`: drops every leaf whose name the target lacks."""
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        notes.drop(name for name in source if name not in target)
+        return {name: value for name, value in source.items() if name in target}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Merge(Transform):
+    """T5X's `merge_state`: adds the leaves of another state dict.
+
+    Equal when the names are and each leaf is the same object or holds equal numbers. The digest counts names,
+    shapes and dtypes.
+
+    Attributes:
+      from_scratch_state: nested (or a flat) state dict; it is not changed. Its arrays are kept as they are, not copied.
+      overwrite: whether its leaves win where the state has the name, too.
+    """
+
+    from_scratch_state: Mapping[str, Any] = dataclasses.field(repr=False)
+    overwrite: bool = False
+    _flat: dict[str, Any] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_flat", flatten(self.from_scratch_state))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Merge):
+            return NotImplemented
+        return (
+            self.overwrite == other.overwrite
+            and self._flat.keys() == other._flat.keys()
+            and all(_same_leaf(value, other._flat[name]) for name, value in self._flat.items())
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.overwrite, frozenset(self._flat)))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        flat = dict(source)
+        for name, value in self._flat.items():
+            if name in flat and not self.overwrite:
+                continue
+            if name in flat:
+                notes.drop([name])
+            flat[name] = value
+            notes.rule_for[name] = "Merge"
+        clash = _leaf_above_leaf(flat)
+        if clash is not None:
+            error = NameClashError(*clash)
+            notes.problem("duplicate", clash[0], str(error), "rename or drop one of the two before merging")
+        return flat
+
+    def describe(self) -> str:
+        """One line for people."""
+        count = len(self._flat)
+        return f"Merge({count} {'leaf' if count == 1 else 'leaves'}{', overwrite=True' if self.overwrite else ''})"
+
+
+def _same_leaf(mine: Any, other: Any) -> bool:
+    if mine is other:
+        return True
+    if isinstance(mine, LazyArray) or isinstance(other, LazyArray):
+        return False
+    if hasattr(mine, "dtype") and hasattr(other, "dtype"):
+        return mine.dtype == other.dtype and np.array_equal(np.asarray(mine), np.asarray(other))
+    return type(mine) is type(other) and bool(mine == other)
+
+
+def _leaf_above_leaf(flat: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A name that is the path of another, and that other; None if there is none."""
+    for name in flat:
+        end = name.rfind("/")
+        while end > 0:
+            if name[:end] in flat:
+                return name[:end], name
+            end = name.rfind("/", 0, end)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename(Transform):
+    """Renames leaves: for every name in the state dict the first rule that matches it gives the new name.
+
+    Names without a rule stay. All renames happen at once, so rules may swap names. Two leaves that land on one name
+    are an error.
+
+    Attributes:
+      rules: pairs (regex, replacement); a regex must match a whole name; the replacement may use its groups, None
+        drops the leaf.
+      require_match: whether a rule that matches no name is an error.
+    """
+
+    rules: tuple[Rule, ...]
+    require_match: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", _rule_tuple(self.rules, "Rename"))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        table = rule_table(tuple(pattern for pattern, _ in self.rules))
+        used: set[int] = set()
+        state = NewState(notes)
+        for name, value in source.items():
+            found = table.first(name)
+            if found is None:
+                state.put(name, value, name)
+                continue
+            index, match = found
+            used.add(index)
+            pattern, replacement = self.rules[index]
+            if replacement is None:
+                notes.drop([name])
+                continue
+            text = _rule_text("Rename", (pattern, replacement))
+            new = expand(match, replacement, text, notes, name)
+            if new is not None:
+                state.put(new, value, name, text)
+        note_unused(table, used, list(source), "Rename", notes, required=self.require_match, what="the state dict")
+        return state.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop(Transform):
+    """Takes out the leaves whose names match.
+
+    Attributes:
+      patterns: one regex or several; each must match a whole name.
+      require_match: whether a pattern that matches no name is an error.
+    """
+
+    patterns: tuple[Pattern, ...]
+    require_match: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        return _sift(self.patterns, source, type(self).__name__, notes, keep=False, required=self.require_match)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(Transform):
+    """Takes out the leaves whose names do not match.
+
+    Attributes:
+      patterns: one regex or several; each must match a whole name.
+      require_match: whether a pattern that matches no name is an error.
+    """
+
+    patterns: tuple[Pattern, ...]
+    require_match: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        return _sift(self.patterns, source, type(self).__name__, notes, keep=True, required=self.require_match)
+
+
+def _sift(
+    patterns: tuple[Pattern, ...], source: dict[str, Any], owner: str, notes: Notes, *, keep: bool, required: bool
+) -> dict[str, Any]:
+    table = rule_table(patterns)
+    used: set[int] = set()
+    flat = {}
+    for name, value in source.items():
+        found = table.first(name)
+        if found is not None:
+            used.add(found[0])
+        if (found is not None) is keep:
+            flat[name] = value
+        else:
+            notes.drop([name])
+    note_unused(table, used, list(source), owner, notes, required=required, what="the state dict")
+    return flat
