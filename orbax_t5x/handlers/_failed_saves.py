@@ -1,0 +1,155 @@
+"""What is left of a save that failed: nothing, and one typed error.
+
+Orbax makes its temporary directories before it calls a handler, and leaves them behind when the handler fails, until
+a manager is made anew on that root. A full disk then stays full. So a failed save here takes its own item directory
+away, and the step's with it where no other item is in there. Only directories that carry Orbax's mark for temporary
+ones are ever removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from orbax_t5x.errors import CheckpointError, CheckpointIOError
+
+_TMP_MARK = ocp.path.atomicity_types.TMP_DIR_SUFFIX
+_STEP_METADATA = "_CHECKPOINT_METADATA"
+# Orbax's own writers may still be finishing when we remove; what they create after us is removed on the next round.
+_ROUNDS = 50
+_ROUND_SECS = 0.1
+# Directories are made in the background, in milliseconds; without an answer by then they are not coming.
+_CREATION_TIMEOUT_SECS = 20
+# TensorStore reports the system's errors as text.
+_ERRNO_TEXTS = {
+    "No space left on device": errno.ENOSPC,
+    "Disk quota exceeded": errno.EDQUOT,
+    "Read-only file system": errno.EROFS,
+    "Permission denied": errno.EACCES,
+    "Too many open files": errno.EMFILE,
+    "Input/output error": errno.EIO,
+    "File too large": errno.EFBIG,
+}
+
+
+def as_checkpoint_error(error: BaseException, directory: Any) -> BaseException:
+    """An error of writing as `CheckpointIOError` with its `errno`; ours, and interrupts, stay as they are."""
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    text = " ".join(str(error).split()) or type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        number = next((number for part, number in _ERRNO_TEXTS.items() if part in text), None)
+    typed = CheckpointIOError(f"the save failed: {text}", path=os.fspath(directory))
+    typed.errno = number
+    return typed
+
+
+def discard(directory: Any) -> None:
+    """Removes the temporary directory of a failed save, after Orbax has made it."""
+    removal = CommitFutureAwaitingContractedSignals(_remove(directory), name="orbax_t5x_discard")
+    # What it could not remove, Orbax will at the next start; the error of the save matters more.
+    with contextlib.suppress(Exception):
+        removal.result(timeout=_CREATION_TIMEOUT_SECS)
+
+
+async def _remove(directory: Any) -> None:
+    remove_temporary(directory)
+
+
+def remove_temporary(directory: Any) -> None:
+    """Removes a local temporary directory, and its parent where it is temporary too and holds nothing else."""
+    path = _local(directory)
+    if path is None or _TMP_MARK not in path.name:
+        return
+    remove_tree(path)
+    parent = path.parent
+    with contextlib.suppress(OSError):
+        if _TMP_MARK in parent.name and all(entry.name == _STEP_METADATA for entry in parent.iterdir()):
+            remove_tree(parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory that others may still be writing into, for a few seconds at most."""
+    for _ in range(_ROUNDS):
+        shutil.rmtree(path, ignore_errors=True)
+        time.sleep(_ROUND_SECS / _ROUNDS)
+        if not path.exists():
+            return
+        time.sleep(_ROUND_SECS)
+
+
+def _local(directory: Any) -> Path | None:
+    """The directory as a local path; None for a remote one."""
+    text = os.fspath(directory)
+    return None if "://" in text else Path(text)
+
+
+class GuardedCommit:
+    """Orbax's commit futures as one that, where they fail, leaves nothing behind and raises a typed error."""
+
+    def __init__(self, futures: Sequence[Any], directory: epath.Path, remove: bool):
+        self._futures = tuple(futures)
+        self._directory = directory
+        self._remove = remove
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for the commit; see `ocp.future.Future`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            for future in self._futures:
+                future.result(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
+        except TimeoutError:
+            raise
+        except BaseException as error:
+            self.cancel()
+            if self._remove:
+                remove_temporary(self._directory)
+            raise as_checkpoint_error(error, self._directory) from error
+
+    def cancel(self) -> None:
+        """Cancels what still runs."""
+        for future in self._futures:
+            with contextlib.suppress(Exception):
+                future.cancel()
+
+
+def sync_tree(directory: Any) -> None:
+    """Makes everything below a local directory durable: what it holds survives a power loss from here on.
+
+    TensorStore syncs its own files; Orbax's metadata files and the directories' entries are not synced by anyone.
+    """
+    root = _local(directory)
+    if root is None:
+        return
+    for folder, _, names in os.walk(root):
+        for name in names:
+            sync(os.path.join(folder, name))
+        sync(folder)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the entries of a local directory, and the files right in it, durable."""
+    for entry in os.scandir(directory):
+        if entry.is_file(follow_symlinks=False):
+            sync(entry.path)
+    sync(directory)
+
+
+def sync(path: str | Path) -> None:
+    """Makes one file, or one directory's entries, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,101 @@
+"""The arguments of a save and of a restore, as Orbax wants them: plain records, checked where they are used.
+
+`orbax_t5x.handlers.checkpoint_handler` registers them with `TrainStateHandler`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import orbax.checkpoint as ocp
+
+from orbax_t5x.lazy._leaf import Verify
+from orbax_t5x.readers import Limits
+
+Progress = Callable[[int, int, str], None]
+"""`progress(done_bytes, total_bytes, leaf)`, from one thread at a time."""
+
+
+class _Missing(enum.Enum):
+    """A type of its own for "not given": None is a target ("everything, as NumPy")."""
+
+    MISSING = "not given"
+
+
+MISSING = _Missing.MISSING
+
+
+# Neither compared nor shown by value: either would read whole states to the host.
+@dataclasses.dataclass(eq=False)
+class TrainStateSave(ocp.args.CheckpointArgs):
+    """What to save.
+
+    Attributes:
+      item: any pytree. A T5X train state (it has `state_dict()` and `restore_state()`) is written by its state dict, in
+        T5X's own Orbax layout; any other tree exactly as stock Orbax writes it. Leaves may be lazy arrays of an opened
+        checkpoint: they are read and written chunk by chunk.
+      dtype: floating-point model parameters (leaves under `target/` or `params/`, or of type `nnx.Param`) are written
+        in this dtype; nothing else is.
+      transforms: applied to the state dict first, in T5X's protocol. Arrays that none of them touches keep their
+        sharding. They are not recorded as provenance: what counts there is how the run was initialised.
+      provenance: what was applied when the run was initialised (`plan.provenance`); None: what the handler restored
+        last.
+      on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
+        "skip": it is left out, and its name, shape and dtype are recorded.
+      custom_metadata: your own JSON values, stored beside our record.
+      memory_limit_bytes: bounds the host memory that lazy leaves take on their way; 256 MiB if None.
+      progress: called for lazy leaves.
+      ocdbt_target_data_file_size: as in `ocp.args.PyTreeSave`.
+    """
+
+    item: Any = dataclasses.field(repr=False)
+    dtype: Any = None
+    transforms: Any = ()
+    provenance: Sequence[Mapping[str, Any]] | None = None
+    on_unsupported: Literal["error", "skip"] = "error"
+    custom_metadata: Mapping[str, Any] | None = None
+    memory_limit_bytes: int | None = None
+    progress: Progress | None = None
+    ocdbt_target_data_file_size: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class TrainStateRestore(ocp.args.CheckpointArgs):
+    """What to restore: the keywords of `orbax_t5x.restore`, which says what they mean.
+
+    Without a target, stock Orbax restores; `target=None`, given, is everything as NumPy.
+
+    Attributes:
+      target: the tree to restore into.
+      source: restored from instead of the directory that Orbax passes: a TF prefix, a single file, a remote path, an
+        opened checkpoint, or a mapping of several.
+    """
+
+    target: Any = dataclasses.field(default=MISSING, repr=False)
+    transforms: Any = ()
+    _: dataclasses.KW_ONLY
+    source: Any = None
+    item: str | None = None
+    fallback: Any = dataclasses.field(default=None, repr=False)
+    is_resuming: bool | None = None
+    strict: bool = True
+    dtype: Any = None
+    allow_lossy_cast: bool = False
+    verify: Verify = "touched"
+    memory_limit_bytes: int | None = None
+    progress: Progress | None = None
+    limits: Limits | None = None
+    broadcast: bool = False
+
+    def given(self) -> list[str]:
+        """The names of the keywords that are not at their defaults."""
+        changed = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            at_default = value is field.default or (isinstance(value, Sequence) and not value and field.default == ())
+            if not at_default:
+                changed.append(field.name)
+        return changed

@@ -1,0 +1,227 @@
+"""The handler for Orbax's `CheckpointManager` and `Checkpointer`: Orbax writes, our plan reads.
+
+Saving, finalizing and metadata are `ocp.PyTreeCheckpointHandler`'s, so that what is written is a plain Orbax
+checkpoint; added are checks before anything is written, lazy leaves that are streamed, a record of provenance, and
+that a failed save leaves nothing. Restoring with a target is `orbax_t5x.restore`, on any format; without one it is
+stock Orbax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from orbax_t5x import provenance
+from orbax_t5x._restore import plan_restore
+from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.handlers import _failed_saves
+from orbax_t5x.handlers._save_tree import Prepared, prepare
+from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
+from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLeaves
+from orbax_t5x.readers import Checkpoint
+
+_ITEM_METADATA = "_METADATA"
+
+
+class _TypeString:
+    """What Orbax records about an item, so that a restore without arguments finds a handler.
+
+    The class has its own name in Orbax's table of handlers; an instance gives the name of Orbax's handler, whose
+    layout it writes: anyone restores the item, with this package or without.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return lambda: f"{owner.__module__}.{owner.__qualname__}"
+        return ocp.PyTreeCheckpointHandler.typestr
+
+
+class TrainStateHandler(ocp.AsyncCheckpointHandler):
+    """Saves a train state, or any pytree, as plain Orbax; restores a checkpoint of any format into one.
+
+    Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`, `ocp.Checkpointer(handler)`, or in a
+      handler
+    registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. One handler is one item: it writes the
+    provenance of what it restored last.
+    """
+
+    typestr = _TypeString()  # pyright: ignore[reportAssignmentType]: differs between class and instance on purpose
+
+    def __init__(
+        self,
+        *,
+        use_ocdbt: bool = True,
+        use_zarr3: bool = False,
+        use_compression: bool = True,
+        save_concurrent_gb: int | None = None,
+        restore_concurrent_gb: int | None = None,
+        save_device_host_concurrent_gb: int | None = None,
+        multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
+        type_handler_registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
+        **options: Any,
+    ):
+        """Args are those of `ocp.PyTreeCheckpointHandler`, which says what they mean; all have its defaults."""
+        processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
+        self._primary_host = processes.primary_host
+        self._registry = WithStreamedLeaves(type_handler_registry or GlobalTypeHandlers())
+        self._orbax = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=use_ocdbt,
+            use_zarr3=use_zarr3,
+            use_compression=use_compression,
+            save_concurrent_gb=save_concurrent_gb,
+            restore_concurrent_gb=restore_concurrent_gb,
+            save_device_host_concurrent_gb=save_device_host_concurrent_gb,
+            multiprocessing_options=processes,
+            type_handler_registry=self._registry,
+            **options,
+        )
+        self._records: tuple[Mapping[str, Any], ...] = ()
+
+    # -- saving
+
+    async def async_save(self, directory: epath.Path, args: TrainStateSave) -> list[Any]:
+        """Checks everything, copies what is on devices, and returns a future of the rest.
+
+        Raises:
+          UnsupportedCheckpointError: leaves that Orbax cannot store; nothing is left of the save.
+          RestorePlanError: transforms or `dtype` do not fit the tree.
+        """
+        try:
+            prepared = self._prepare(args, deferred=False)
+            futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
+        except BaseException:
+            self._discard(directory)
+            raise
+        return [_failed_saves.GuardedCommit(futures or (), directory, self._is_primary())]
+
+    def save(self, directory: epath.Path, args: TrainStateSave) -> None:
+        """Saves, and returns when all is on disk; see `async_save`.
+
+        An interrupt stops it and leaves nothing behind.
+        """
+        try:
+            prepared = self._prepare(args, deferred=True)
+        except BaseException:
+            self._discard(directory)
+            raise
+        try:
+            self._orbax.save(directory, args=_orbax_args(args, prepared))
+            prepared.writer.run_deferred()
+        except BaseException as error:
+            self._discard(directory)
+            raise _failed_saves.as_checkpoint_error(error, directory) from error
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Merges what the processes wrote and makes it durable; Orbax calls it on one process."""
+        try:
+            self._orbax.finalize(directory)
+            _failed_saves.sync_tree(directory)
+        except BaseException as error:
+            self._discard(directory)
+            raise _failed_saves.as_checkpoint_error(error, directory) from error
+
+    def _prepare(self, args: TrainStateSave, *, deferred: bool) -> Prepared:
+        given: Sequence[Mapping[str, Any]] = self._records if args.provenance is None else args.provenance
+        records = provenance.from_metadata({provenance.KEY: {"provenance": list(given)}})
+        if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
+            raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
+        return prepare(args, records, self._registry, deferred=deferred)
+
+    def _discard(self, directory: epath.Path) -> None:
+        if self._is_primary():
+            _failed_saves.discard(directory)
+
+    def _is_primary(self) -> bool:
+        return self._primary_host is None or ocp.multihost.process_index() == self._primary_host
+
+    # -- restoring
+
+    def restore(self, directory: epath.Path, args: TrainStateRestore | None = None) -> Any:
+        """Restores into the target of `args`; without one, as stock Orbax does.
+
+        Raises:
+          RestorePlanError: keywords without a target, or what `orbax_t5x.restore` raises.
+        """
+        args = TrainStateRestore() if args is None else args
+        given = args.given()
+        if "target" not in given:
+            if given:
+                raise _without_target(given, directory)
+            return self._stock_restore(directory)
+        plan = plan_restore(
+            directory if args.source is None else args.source,
+            args.target,
+            args.transforms,
+            item=args.item,
+            fallback=args.fallback,
+            is_resuming=args.is_resuming,
+            strict=args.strict,
+            dtype=args.dtype,
+            allow_lossy_cast=args.allow_lossy_cast,
+            limits=args.limits,
+        )
+        try:
+            restored = plan.execute(
+                verify=args.verify,
+                memory_limit_bytes=args.memory_limit_bytes,
+                progress=args.progress,
+                broadcast=args.broadcast,
+            )
+        finally:
+            for checkpoint in plan.checkpoints.values():
+                if not _is_callers(checkpoint, args.source):
+                    checkpoint.close()
+        self._records = tuple(plan.provenance)
+        return restored
+
+    def _stock_restore(self, directory: epath.Path) -> Any:
+        # `StandardCheckpointHandler` looks the shardings up before; the other warns that it must.
+        if (directory / _ITEM_METADATA).exists():
+            return ocp.StandardCheckpointHandler().restore(directory, args=ocp.args.StandardRestore())
+        return self._orbax.restore(directory, args=ocp.args.PyTreeRestore())
+
+    # -- the rest
+
+    def metadata(self, directory: epath.Path) -> Any:
+        """Orbax's metadata of the item."""
+        return self._orbax.metadata(directory)
+
+    def close(self) -> None:
+        """Closes Orbax's handler."""
+        self._orbax.close()
+
+
+def _orbax_args(args: TrainStateSave, prepared: Prepared) -> ocp.args.PyTreeSave:
+    return ocp.args.PyTreeSave(
+        item=prepared.tree,
+        save_args=prepared.save_args,
+        ocdbt_target_data_file_size=args.ocdbt_target_data_file_size,
+        custom_metadata=prepared.custom_metadata,
+    )
+
+
+def _without_target(given: Sequence[str], directory: epath.Path) -> RestorePlanError:
+    keywords = ", ".join(f"{name}=" for name in given)
+    return RestorePlanError(
+        [
+            Problem(
+                "target",
+                None,
+                f"{keywords} given without a target: stock Orbax would restore",
+                "pass the target, or target=None for everything as NumPy",
+            )
+        ],
+        path=directory,
+    )
+
+
+def _is_callers(checkpoint: Checkpoint, source: Any) -> bool:
+    given = source.values() if isinstance(source, Mapping) else (source,)
+    return any(checkpoint is one for one in given)
+
+
+ocp.args.register_with_handler(TrainStateHandler, for_save=True)(TrainStateSave)
+ocp.args.register_with_handler(TrainStateHandler, for_restore=True)(TrainStateRestore)

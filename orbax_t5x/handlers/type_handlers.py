@@ -1,0 +1,113 @@
+"""How Orbax writes a lazy array: as the NumPy array that it stands for, so that anyone restores it, but chunk by chunk.
+
+Orbax's table of type handlers stays as it is: a handler of ours looks types up in a table of its own that passes on
+everything else. The layout of what is written is Orbax's own, from its function for it; only the shape of the chunks
+is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from orbax_t5x.handlers._stream import ChunkWriter, Job
+from orbax_t5x.lazy import View
+
+
+class StreamedLeaf:
+    """A leaf of a tree that is being saved: a view, and the writer of the save that it belongs to."""
+
+    __slots__ = ("name", "view", "writer")
+
+    def __init__(self, view: View, name: str, writer: ChunkWriter):
+        self.view = view
+        self.name = name
+        self.writer = writer
+
+    @property
+    def nbytes(self) -> int:
+        """What Orbax's metrics ask for."""
+        return self.view.nbytes
+
+
+class LazyArrayHandler(ocp.type_handlers.TypeHandler):
+    """Writes streamed leaves. Reading is `NumpyHandler`'s: on disk they are NumPy arrays."""
+
+    def __init__(self) -> None:
+        self._numpy = ocp.type_handlers.NumpyHandler()
+
+    def typestr(self) -> str:
+        """The type that is recorded."""
+        return self._numpy.typestr()
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        """As for NumPy arrays."""
+        return await self._numpy.metadata(infos)
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        """As for NumPy arrays."""
+        return await self._numpy.deserialize(infos, args)
+
+    async def serialize(
+        self, values: Sequence[StreamedLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Starts, or defers, writing; see `ocp.type_handlers.TypeHandler`."""
+        writer = values[0].writer
+        if writer.deferred:
+            writer.defer([_job(value, info) for value, info in zip(values, infos, strict=True)])
+            return []
+        return [CommitFutureAwaitingContractedSignals(_write(writer, values, infos), name="orbax_t5x_lazy")]
+
+
+async def _write(writer: ChunkWriter, values: Sequence[StreamedLeaf], infos: Sequence[Any]) -> None:
+    for info in infos:
+        await info.await_path_creation()
+    await writer.write([_job(value, info) for value, info in zip(values, infos, strict=True)])
+
+
+def _job(value: StreamedLeaf, info: Any) -> Job:
+    view = value.view
+
+    def spec(chunk: tuple[int, ...]) -> dict[str, Any]:
+        return ocp.type_handlers.get_json_tspec_write(
+            info,
+            use_ocdbt=info.is_ocdbt_checkpoint,
+            global_shape=view.shape,
+            local_shape=chunk,
+            dtype=view.dtype,
+            process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
+        )
+
+    return Job(view, value.name, spec, info.ts_context, str(info.parent_dir))
+
+
+class WithStreamedLeaves:
+    """A table of type handlers with one more: what it does not know is looked up in the table below, each time anew."""
+
+    def __init__(self, below: Any):
+        self._below = below
+        self._streamed = LazyArrayHandler()
+
+    def get(self, ty: Any) -> Any:
+        """The handler for a type, or for the text that stands for one on disk."""
+        return self._streamed if ty is StreamedLeaf else self._below.get(ty)
+
+    def has(self, ty: Any) -> bool:
+        """Whether there is a handler."""
+        return ty is StreamedLeaf or self._below.has(ty)
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """Adds to the table below."""
+        self._below.add(*args, **kwargs)
+
+
+class GlobalTypeHandlers:
+    """Orbax's process-wide table, by its public functions."""
+
+    get = staticmethod(ocp.type_handlers.get_type_handler)
+    has = staticmethod(ocp.type_handlers.has_type_handler)
+    add = staticmethod(ocp.type_handlers.register_type_handler)
