@@ -1,0 +1,353 @@
+"""Checkpoints that Orbax wrote, T5X's among them: roots, steps and items become leaves that TensorStore reads.
+
+An item's `_METADATA` names the leaves; every array is opened (for its shape and dtype, some hundred bytes each) with a
+spec of our own and nothing else is read. A step's items are its subdirectories with that file. What the files say
+decides no path outside the directory that was opened, no class and no setting: before TensorStore sees a directory,
+everything in it has been proven to be a plain file inside the root. A leaf whose array cannot be opened is listed with
+its error; the others can be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy._leaf import Leaf
+from orbax_t5x.readers._broken_leaf import BrokenLeaf
+from orbax_t5x.readers._checkpoint import Checkpoint
+from orbax_t5x.readers._file_checks import check_tree
+from orbax_t5x.readers._limits import Limits
+from orbax_t5x.readers._orbax_metadata import (
+    METADATA_FILE,
+    ItemMetadata,
+    Node,
+    read_item_metadata,
+    read_prng_impls,
+    read_strings,
+)
+from orbax_t5x.readers._orbax_steps import (
+    MANIFEST_FILE,
+    MSGPACK_FILE,
+    STEP_METADATA_FILE,
+    finished_steps,
+    is_item,
+    is_step_directory,
+    is_temporary,
+    item_names,
+    newest,
+    step_of_name,
+)
+from orbax_t5x.readers._paths import Root
+from orbax_t5x.readers._strict_json import parse_object, read_small
+from orbax_t5x.readers._tensorstore_leaf import (
+    OpenFlag,
+    StringLeaf,
+    TensorStoreLeaf,
+    array_spec,
+    make_context,
+    typed_error,
+)
+
+# Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
+_OPENING_AT_ONCE = 4096
+_ARRAY_METADATAS = "array_metadatas"
+
+
+def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
+    """Opens a root (its newest step), a step or an item.
+
+    Args:
+      path: a local directory.
+      limits: on what the files may claim.
+      item: the one item of a step to open; its leaves have no prefix then.
+
+    Raises:
+      CheckpointNotFoundError: the root has no finished step, or the step has no such item.
+      CheckpointError: as the files deserve, naming them.
+    """
+    directory = os.path.realpath(os.fspath(path))
+    if is_temporary(directory):
+        raise CheckpointNotFoundError(
+            "an unfinished save: Orbax renames this directory when it is done", path=directory
+        )
+    if is_item(directory) or _is_headless_item(directory):
+        return _open_single_item(directory, limits, item)
+    if not is_step_directory(directory):
+        steps = finished_steps(directory)
+        if not steps:
+            raise CheckpointNotFoundError(
+                "neither an Orbax item, nor a step, nor a root with a finished step", path=directory
+            )
+        directory = os.path.join(directory, newest(directory, steps).name)
+        if is_item(directory):
+            return _open_single_item(directory, limits, item)
+    return _open_step(Root(directory), limits, item)
+
+
+def _is_headless_item(directory: str) -> bool:
+    """Whether arrays lie here whose list of names is gone."""
+    return os.path.isfile(os.path.join(directory, MANIFEST_FILE))
+
+
+def _open_single_item(directory: str, limits: Limits, item: str | None) -> Checkpoint:
+    """An item by its own path."""
+    parent, name = os.path.split(directory)
+    if item is not None and item != name:
+        raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
+    in_step = os.path.isfile(os.path.join(parent, STEP_METADATA_FILE))
+    opened = _Opening(Root(directory), limits)
+    return opened.checkpoint({"": ""}, step=step_of_name(os.path.basename(parent)) if in_step else step_of_name(name))
+
+
+def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
+    """The items of a step, or one of them."""
+    opened = _Opening(root, limits)
+    names = item_names(root.path)
+    if item is not None:
+        if item not in names:
+            raise CheckpointNotFoundError(
+                f"no item {item!r} with arrays here; there is {_listed(names)}", path=root.path
+            )
+        prefixes = {item: ""}
+    elif len(names) == 1:
+        prefixes = {names[0]: ""}
+    elif names:
+        prefixes = {name: f"{name}/" for name in names}
+    else:
+        raise _no_items(root, opened.step_metadata)
+    return opened.checkpoint(prefixes, step=step_of_name(os.path.basename(root.path)), items=names)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
+    """Why a directory with a step's metadata has nothing to read."""
+    for entry in sorted(os.listdir(root.path)):
+        if _is_headless_item(os.path.join(root.path, entry)):
+            return CorruptCheckpointError(
+                f"{METADATA_FILE} is missing, so nothing says which leaves there are", path=root.join(entry)
+            )
+    handlers = step_metadata.get("item_handlers")
+    if isinstance(handlers, Mapping) and handlers:
+        said = ", ".join(f"{name!r} by {handler!r}" for name, handler in sorted(handlers.items()))
+        return UnsupportedCheckpointError(
+            f"no item of this step holds arrays; it was written with {said}", path=root.path
+        )
+    return CheckpointNotFoundError("no item of this step holds arrays", path=root.path)
+
+
+def read_step_metadata(root: Root, limits: Limits) -> dict[str, Any]:
+    """The contents of `_CHECKPOINT_METADATA`, or {} where there is none. Handlers named there are never imported."""
+    try:
+        data = read_small(root, STEP_METADATA_FILE, limit=limits.index_bytes)
+    except CheckpointNotFoundError:
+        return {}
+    return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
+
+
+class _Place(NamedTuple):
+    """The name under which a node of an item becomes a leaf."""
+
+    name: str
+    node: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """An item whose arrays are being opened.
+
+    Attributes:
+      name: its directory, relative to the root; "" for the root itself.
+      directory: the same, resolved.
+      plain_directories: names of its subdirectories that are no symlinks.
+    """
+
+    name: str
+    directory: str
+    ocdbt: bool
+    metadata: ItemMetadata
+    plain_directories: set[str]
+
+
+class _Opening:
+    """One checkpoint while it is being opened."""
+
+    def __init__(self, root: Root, limits: Limits):
+        self._root = root
+        self._limits = limits
+        self._context = make_context()
+        self._flag = OpenFlag()
+        self._leaves: dict[str, Leaf] = {}
+        self._empties: dict[str, Any] = {}
+        self._bytes = 0
+        self.step_metadata = read_step_metadata(root, limits)
+
+    def checkpoint(
+        self, prefixes: Mapping[str, str], *, step: int | None, items: list[str] | None = None
+    ) -> Checkpoint:
+        """Opens items.
+
+        Args:
+          prefixes: what the names of an item's leaves begin with, by the item's directory ("": the root itself).
+          step: the step that the directory's name tells.
+          items: all items of the step with arrays.
+        """
+        described = {}
+        for item, prefix in prefixes.items():
+            described[item] = self._add_item(item, prefix)
+        single = next(iter(described.values())) if len(described) == 1 else {}
+        metadata = {
+            "custom_metadata": single.get("custom_metadata"),
+            "items": described,
+            "item_names": list(items or []),
+            "step_metadata": self.step_metadata,
+        }
+        return Checkpoint(
+            path=self._root.join(next(iter(prefixes)))
+            if len(prefixes) == 1 and next(iter(prefixes))
+            else self._root.path,
+            format="orbax",
+            step=step,
+            leaves=self._leaves,
+            empties=self._empties,
+            metadata=metadata,
+            close=self._flag.close,
+            index_bytes=self._bytes,
+        )
+
+    def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
+        """Adds the leaves of one item; returns what it says about itself."""
+        metadata = read_item_metadata(self._root, item, self._limits)
+        self._bytes += metadata.nbytes
+        directory = self._root.locate(item) if item else self._root.path
+        entries = check_tree(self._root, item, recurse=False)
+        ocdbt = MANIFEST_FILE in entries if metadata.use_ocdbt is None else metadata.use_ocdbt
+        if ocdbt and MANIFEST_FILE not in entries:
+            raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
+        if ocdbt:
+            check_tree(self._root, item)
+        impls: dict[str, str] = {}
+        if _ARRAY_METADATAS in entries:
+            names = check_tree(self._root, _inside(item, _ARRAY_METADATAS))
+            impls = read_prng_impls(self._root, item, sorted(names), self._limits)
+        strings = read_strings(self._root, item, self._limits) if "_strings.json" in entries else {}
+        arrays = []
+        for node in metadata.nodes:
+            place = _Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
+            if node.is_empty:
+                self._empties[place.name] = node.empty_value
+            elif node.value_type == "string":
+                self._add_string(place, strings, directory)
+            elif node.skipped:
+                self._break(place, UnsupportedCheckpointError(_AGGREGATED, path=directory, leaf=place.name))
+            else:
+                arrays.append(place)
+        plain = {name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False)}
+        self._add_arrays(arrays, _Item(item, directory, ocdbt, metadata, plain), impls)
+        return {
+            "custom_metadata": metadata.custom_metadata,
+            "use_ocdbt": ocdbt,
+            "use_zarr3": metadata.use_zarr3,
+            "value_types": {node.name: node.value_type for node in metadata.nodes},
+            "prng_impls": {node.name: impls[node.param] for node in metadata.nodes if node.param in impls},
+        }
+
+    def _break(self, place: _Place, error: CheckpointError) -> None:
+        self._leaves[place.name] = BrokenLeaf(place.name, error)
+
+    def _add_string(self, place: _Place, strings: Mapping[str, bytes], directory: str) -> None:
+        if place.node.param not in strings:
+            self._break(
+                place, CorruptCheckpointError("the string is missing in _strings.json", path=directory, leaf=place.name)
+            )
+            return
+        self._leaves[place.name] = StringLeaf(place.name, directory, strings[place.node.param], self._flag)
+
+    def _add_arrays(self, places: list[_Place], item: _Item, impls: Mapping[str, str]) -> None:
+        """Opens arrays, many at a time."""
+        for start in range(0, len(places), _OPENING_AT_ONCE):
+            opening = [
+                (place, future)
+                for place in places[start : start + _OPENING_AT_ONCE]
+                if (future := self._start(place, item)) is not None
+            ]
+            for place, future in opening:
+                self._finish(place, future, item, impls.get(place.node.param))
+
+    def _start(self, place: _Place, item: _Item) -> ts.Future[ts.TensorStore] | None:
+        """Begins to open an array, or breaks the leaf."""
+        metadata = item.metadata
+        try:
+            if not item.ocdbt:
+                self._check_array_files(place, item)
+            spec = array_spec(
+                item.directory,
+                place.node.param,
+                ocdbt=item.ocdbt,
+                zarr3=metadata.use_zarr3,
+                # Zarr v2 arrays of Orbax have no fill value, so TensorStore stored every chunk.
+                absent_is_fill=metadata.absent_is_fill and metadata.use_zarr3,
+            )
+            return ts.open(spec, open=True, read=True, context=self._context)
+        except CheckpointError as error:
+            self._break(place, error)
+        except ValueError as error:
+            self._break(place, typed_error(error, path=item.directory, leaf=place.name, doing="opening it"))
+        return None
+
+    def _check_array_files(self, place: _Place, item: _Item) -> None:
+        """Proves that the array has a directory of its own with plain files in it, as far as opening it goes."""
+        param = place.node.param
+        if not param:
+            return  # a tree that is one array: its files are the item's own, which have been looked at
+        inner = _inside(item.name, param)
+        try:
+            if param not in item.plain_directories:
+                self._root.locate(inner, leaf=place.name)
+            check_tree(self._root, inner, leaf=place.name, recurse=False)
+        except (CheckpointNotFoundError, CheckpointGoneError):
+            raise CorruptCheckpointError(
+                "the directory of its array is missing", path=self._root.join(inner), leaf=place.name
+            ) from None
+
+    def _finish(self, place: _Place, future: ts.Future[ts.TensorStore], item: _Item, prng_impl: str | None) -> None:
+        try:
+            array = future.result()
+        except (ValueError, NotImplementedError) as error:
+            self._break(place, typed_error(error, path=item.directory, leaf=place.name, doing="opening it"))
+            return
+        if array.rank > self._limits.rank:
+            message = f"{array.rank} dimensions, more than Limits.rank = {self._limits.rank}"
+            self._break(place, LimitExceededError(message, path=item.directory, leaf=place.name))
+            return
+        check = None
+        if not item.ocdbt and item.metadata.use_zarr3:  # chunks lie in directories of their own
+            check = partial(check_tree, self._root, _inside(item.name, place.node.param), leaf=place.name)
+        self._leaves[place.name] = TensorStoreLeaf(
+            place.name, item.directory, array, self._flag, prng_impl=prng_impl, check_files=check
+        )
+
+
+_AGGREGATED = (
+    f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, whose reader is not built yet; "
+    "restore it with Orbax and save it again"
+)
+
+
+def _inside(item: str, name: str) -> str:
+    return f"{item}/{name}" if item and name else item or name
