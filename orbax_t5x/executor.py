@@ -79,6 +79,10 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
+class _Interrupted(Exception):
+    """Carries a KeyboardInterrupt or SystemExit of a callback out of the event loop, which would end on meeting it raw."""
+
+
 class _Budget:
     """Bytes in flight, granted first in, first out; a request above the whole budget waits until it is alone."""
 
@@ -166,9 +170,10 @@ class _Execution:
             with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore") as pool:
                 try:
                     thread.run(self._read_all(groups, pool))
-                except BaseException:
+                except _Interrupted as interrupted:
+                    raise interrupted.args[0] from None
+                finally:
                     self._stop.set()
-                    raise
                 if self._several:
                     parts = gather_parts(self._ledger, self._leaves_in_order())
                     thread.run(self._settle_all(parts))
@@ -273,8 +278,16 @@ class _Execution:
             if self._progress is not None:
                 for entry in group.entries:
                     self._done_bytes += _read_bytes(entry)
-                    done = min(self._done_bytes, self._plan.bytes_to_read)
-                    self._progress(done, self._plan.bytes_to_read, entry.name)
+                    self._tell_progress(self._progress, entry.name)
+
+    def _tell_progress(self, progress: Progress, name: str) -> None:
+        total = self._plan.bytes_to_read
+        try:
+            progress(min(self._done_bytes, total), total, name)
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            raise _Interrupted(interrupt) from interrupt
 
     def _computed(self) -> dict[str, Any]:
         """Leaves that only a traced fallback can give."""

@@ -22,7 +22,8 @@ from orbax_t5x.lazy import LazyArray, View, as_view
 from orbax_t5x.plan import Execute, PlanEntry, RestorePlan
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.targets import Target, TargetLeaf, flatten_target
-from orbax_t5x.transforms import Notes, Translate, run_transforms
+from orbax_t5x.transforms import Notes, run_transforms
+from orbax_t5x.transforms.translate import Translate
 
 # Names shown for a missing leaf, and missing leaves for which they are looked up: each look-up scans every name.
 _CLOSEST = 3
