@@ -1,8 +1,9 @@
 """Lazy arrays: T5X's classes, and the views that compose without reading.
 
-A leaf (`_leaf.py`) fills buffers from index boxes. Views (`_view.py`) are frozen nodes over leaves: walks over dimensions, reshapes, casts,
-stacks, concatenations, averages. Each maps an output box to boxes of its inputs, so that a plan can tell what it will read and an
-executor reads just that, straight into its buffers. Nothing is read, and no thread made, before a value is asked for.
+A leaf (`_leaf.py`) fills buffers from index boxes. Views (`_view.py`) are frozen nodes over leaves: walks over
+dimensions, reshapes, casts, stacks, concatenations, averages. Each maps an output box to boxes of its inputs, so that a
+plan can tell what it will read and an executor reads just that, straight into its buffers. Nothing is read, and no
+thread made, before a value is asked for.
 """
 
 from orbax_t5x.lazy._array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray

@@ -1,7 +1,8 @@
 """`LazyArray`, T5X's base class, and its two children that call a function to get their value.
 
-A lazy array knows its shape and dtype and holds no data; `get()` reads it. These kinds read whole, however little is wanted: a function
-is opaque. Views (`_view.py`) are the kind that reads boxes. No thread is made before the first `get_async`.
+A lazy array knows its shape and dtype and holds no data; `get()` reads it. These kinds read whole, however little is
+wanted: a function is opaque. Views (`_view.py`) are the kind that reads boxes. No thread is made before the first
+`get_async`.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
 
 
 class LazyAwaitableArray(LazyArray):
-    """A lazy array whose `get_fn` returns an awaitable (a coroutine function, or one that returns a TensorStore future)."""
+    """A lazy array whose `get_fn` returns an awaitable: a coroutine, or a TensorStore future."""
 
     __slots__ = ()
 
@@ -141,8 +142,9 @@ class LazyAwaitableArray(LazyArray):
         Args:
           ts_spec: a `tensorstore.Spec`, or its JSON form.
           get_fn: reads what the spec describes.
-          bfloat16_as_uint16: the spec comes from a checkpoint that stores bfloat16 as the same bits in uint16 (version 2 of T5X's
-            format). A uint16 array is then bfloat16, and what `get_fn` returns is reinterpreted. The dtype alone does not tell.
+          bfloat16_as_uint16: the spec comes from a checkpoint that stores bfloat16 as the same bits in uint16 (version
+            2 of T5X's format). A uint16 array is then bfloat16, and what `get_fn` returns is reinterpreted. The dtype
+            alone does not tell.
 
         Raises:
           ValueError: the spec records no shape or no dtype.

@@ -83,7 +83,7 @@ class Concat(View):
         return f"concatenation of {len(self.inputs)} on axis {self.axis}"
 
     def _touched(self, first: int, last: int) -> list[tuple[View, int, int, int]]:
-        """(input, first, last, position in the output) for what a range along the axis touches; empty inputs are not."""
+        """(input, first, last, position in the output) of each input that a range along the axis touches."""
         touched = []
         for i in range(bisect.bisect_right(self._ends, first), len(self.inputs)):
             base = self._ends[i - 1] if i else 0

@@ -27,10 +27,8 @@ class _Combine(View):
         first = inputs[0]
         for position, view in enumerate(inputs):
             if view.shape != first.shape:
-                raise ValueError(
-                    f"{type(self).__name__} of different shapes: {first.shape} of {first!r}, and {view.shape} of number "
-                    f"{position}, {view!r}"
-                )
+                kind = type(self).__name__
+                raise ValueError(f"{kind} of different shapes: {first!r}, and as number {position} {view!r}")
         super().__init__(first.shape, first.dtype, tuple(inputs))
 
     def _requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
@@ -41,8 +39,8 @@ class _Combine(View):
 class Average(_Combine):
     """The weighted average of arrays of one shape, as `numpy.average` has it: the weights are divided by their sum.
 
-    Sums are made in float32, or in float64 where an input is float64 or an integer (complex likewise); the result has the first input's
-    dtype, integers rounded to the nearest even.
+    Sums are made in float32, or in float64 where an input is float64 or an integer (complex likewise); the result has
+    the first input's dtype, integers rounded to the nearest even.
     """
 
     __slots__ = ("_sum_dtype", "weights")
@@ -103,7 +101,7 @@ _WIDE = (np.dtype("float64"), np.dtype("complex128"))
 
 
 class AllEqual(_Combine):
-    """The first of several arrays that must be equal bit for bit; reading a box raises `LeafMismatchError` where they are not."""
+    """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not."""
 
     __slots__ = ()
 
@@ -148,6 +146,6 @@ def _same_bits(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     if left.dtype.kind == "O":
         return left == right
     if left.dtype.kind == "c":
-        return _same_bits(left.real, right.real) & _same_bits(left.imag, right.imag)
+        return _same_bits(np.real(left), np.real(right)) & _same_bits(np.imag(left), np.imag(right))
     bits = f"u{left.dtype.itemsize}"
     return left.view(bits) == right.view(bits)

@@ -100,8 +100,7 @@ def _same_dtype(kind: str, views: Sequence[View]) -> None:
     for position, view in enumerate(views):
         if view.dtype != first.dtype:
             raise ValueError(
-                f"{kind} of different dtypes: {first.dtype.name} of {first!r}, and {view.dtype.name} of number {position}, {view!r}; "
-                "cast them first"
+                f"{kind} of different dtypes: {first!r}, and as number {position} {view!r}; cast them first"
             )
 
 
@@ -117,9 +116,7 @@ def stack(views: Iterable[Any], axis: int = 0) -> View:
     first = inputs[0]
     for position, view in enumerate(inputs):
         if view.shape != first.shape:
-            raise ValueError(
-                f"stack of different shapes: {first.shape} of {first!r}, and {view.shape} of number {position}, {view!r}"
-            )
+            raise ValueError(f"stack of different shapes: {first!r}, and as number {position} {view!r}")
     _same_dtype("stack", inputs)
     at = normalize_axis(axis, first.ndim + 1)
     return _assemble.Stack(inputs, at) if len(inputs) > 1 else repeat(first, 1, at)
@@ -144,8 +141,7 @@ def concatenate(views: Iterable[Any], axis: int = 0) -> View:
             or view.shape[:at] + view.shape[at + 1 :] != first.shape[:at] + first.shape[at + 1 :]
         ):
             raise ValueError(
-                f"concatenate on axis {at} of shapes that differ elsewhere: {first.shape} of {first!r}, and {view.shape} of number "
-                f"{position}, {view!r}"
+                f"concatenate on axis {at} of shapes that differ elsewhere: {first!r}, as number {position} {view!r}"
             )
     _same_dtype("concatenate", inputs)
     flat: list[View] = []

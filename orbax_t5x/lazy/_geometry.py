@@ -1,7 +1,8 @@
 """Index arithmetic of views, on integers alone: what a NumPy index, a reshape or a run of elements means for boxes.
 
-Nothing here knows views, leaves or buffers. The one bound, `GAP_BYTES`, decides in one place when elements that are not wanted are
-read: less than that between two wanted runs is read over, as readers of byte ranges do anyway; more never is.
+Nothing here knows views, leaves or buffers. The one bound, `GAP_BYTES`, decides in one place when elements that are not
+wanted are read: less than that between two wanted runs is read over, as readers of byte ranges do anyway; more never
+is.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.lazy._leaf import Box
 
-# A request costs about a microsecond and a seek; 4 KiB, a page, costs less than either. Lower: more requests for small rows. Higher:
-# bytes are read that readers would have skipped.
+# A request costs about a microsecond and a seek; 4 KiB, a page, costs less than either. Lower: more requests for small
+# rows. Higher: bytes are read that readers would have skipped.
 GAP_BYTES = 4096
 
 
@@ -23,8 +24,8 @@ class Walk(NamedTuple):
 
     Attributes:
       start: for every input dimension, the index that output index 0 stands for.
-      maps: for every output dimension (input dimension, step), or (-1, 0) for one that repeats. An input dimension is walked by at
-        most one output dimension; one that none walks stays at its start.
+      maps: for every output dimension (input dimension, step), or (-1, 0) for one that repeats. An input dimension is
+        walked by at most one output dimension; one that none walks stays at its start.
       shape: of the output.
     """
 
@@ -56,7 +57,8 @@ def index_walk(key: Any, shape: tuple[int, ...]) -> Walk:
     """What basic indexing means: integers, slices with any step, None and Ellipsis.
 
     Raises:
-      IndexError: an index out of range, too many indices, or an array, list, float or bool as index; the text gives the shape.
+      IndexError: an index out of range, too many indices, or an array, list, float or bool as index; the text gives the
+        shape.
     """
     keys = key if isinstance(key, tuple) else (key,)
     ellipses = sum(1 for k in keys if k is Ellipsis)
@@ -141,7 +143,7 @@ def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, 
 
 
 def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The finest pairs (old sizes, new sizes) of equal product, in order; sizes are at least 2 and the products are equal."""
+    """The finest pairs (old sizes, new sizes) of equal product, in order; every size is at least 2."""
     groups = []
     i = j = 0
     while i < len(old):
@@ -206,6 +208,8 @@ def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> Iterator[Run]:
     """Covers a non-empty box of an array of `sizes` by flat intervals, over gaps below `GAP_BYTES` only.
 
     Args:
+      box: what is wanted.
+      sizes: of the array.
       row_bytes: the bytes that one element stands for (more than an item where further dimensions follow).
     """
     weights = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

@@ -1,8 +1,8 @@
 """What a reader promises: a leaf is a name, a shape, a dtype, and a way to fill buffers from index boxes.
 
-Readers implement `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf never
-allocates what it was not asked for beyond a bounded staging buffer, never follows what a file merely claims, and may be read from
-several threads and event loops at once.
+Readers implement `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf
+never allocates what it was not asked for beyond a bounded staging buffer, never follows what a file merely claims, and
+may be read from several threads and event loops at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def box_slices(box: Box) -> tuple[slice, ...]:
 class Request(NamedTuple):
     """Fill `out` with the elements of `box`.
 
-    `out` has the leaf's dtype and the shape of the box; it is writable, and may have any strides, negative ones included.
+    `out` has the leaf's dtype and the shape of the box; it is writable, and may have any strides, negative ones
+    included.
     """
 
     box: Box
@@ -102,7 +103,8 @@ class Leaf(Protocol):
     Attributes:
       name: '/'-joined name as the checkpoint has it; errors name it.
       path: the file or directory that holds it, for errors.
-      shape, dtype: of the whole array; dtype is a NumPy dtype (ml_dtypes' included), object for strings (elements are `bytes`).
+      shape, dtype: of the whole array; dtype is a NumPy dtype (ml_dtypes' included), object for strings (elements are
+        `bytes`).
       chunks: the shape of the unit in which the format can be read, or None where any byte range can be.
     """
 
@@ -115,9 +117,10 @@ class Leaf(Protocol):
     async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
         """Fills every request's buffer, completely, reading each stored byte at most once for all of them.
 
-        All requests that one execution has for this leaf at a time come in one call; boxes may overlap. A reader of byte ranges
-        reads runs in file order, over gaps below 4 KiB, straight into `out` where the run is contiguous there. Blocking work is
-        done in a thread, never on the event loop. A cancelled or failed call leaves buffers undefined.
+        All requests that one execution has for this leaf at a time come in one call; boxes may overlap. A reader of
+        byte ranges reads runs in file order, over gaps below 4 KiB, straight into `out` where the run is contiguous
+        there. Blocking work is done in a thread, never on the event loop. A cancelled or failed call leaves buffers
+        undefined.
 
         Raises:
           CorruptCheckpointError, CheckpointIOError, CheckpointGoneError: naming `path` and `name`.
@@ -131,8 +134,8 @@ class Leaf(Protocol):
         `parts` come from all processes together. Under "full" what no part covers is read first.
 
         Returns:
-          True: every byte was covered and the checksum holds. False: read only in part, so unverified. None: the format keeps no
-          checksum for this leaf (or verification is off).
+          True: every byte was covered and the checksum holds. False: read only in part, so unverified. None: the format
+            keeps no checksum for this leaf (or verification is off).
 
         Raises:
           CorruptCheckpointError: the checksum does not hold; the text gives the stored and the computed one.
@@ -143,8 +146,8 @@ class Leaf(Protocol):
 class ReadThread:
     """An event loop in a thread of its own, on which leaves are read.
 
-    Never the caller's loop or thread: it works where a loop is already running, and no coroutine that holds arrays is ever handed
-    to `asyncio.run` (whose runner formats the finished task, and so the arrays, on exit).
+    Never the caller's loop or thread: it works where a loop is already running, and no coroutine that holds arrays is
+    ever handed to `asyncio.run` (whose runner formats the finished task, and so the arrays, on exit).
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """The node kinds over one input: a leaf, a walk over dimensions (slice, transpose, new axis, repeat) and a cast.
 
-A walk is one node however many of these are composed. It writes straight into the buffer: transposed and negative steps as views of
-it, a repeat by copying after the read. Steps beyond 1 read their covering box into memory of their own where the rows between are
-small, and row by row where they are not, so that never more than `GAP_BYTES` at a time is read for nothing.
+A walk is one node however many of these are composed. It writes straight into the buffer: transposed and negative steps
+as views of it, a repeat by copying after the read. Steps beyond 1 read their covering box into memory of their own
+where the rows between are small, and row by row where they are not, so that never more than `GAP_BYTES` at a time is
+read for nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import LeafMismatchError
-from orbax_t5x.lazy._geometry import GAP_BYTES, Walk, compose, identity
+from orbax_t5x.lazy import _geometry
+from orbax_t5x.lazy._geometry import Walk, compose, identity
 from orbax_t5x.lazy._leaf import Box, Leaf, Request, box_shape, box_size
 from orbax_t5x.lazy._view import Lowered, View
 
@@ -34,7 +36,7 @@ class LeafView(View):
     @property
     def value(self) -> Any:
         """The constant as it was given where the leaf is one, else what reading gives."""
-        return self.leaf.value if self.is_value else self.get()  # pyright: ignore[reportAttributeAccessIssue]
+        return getattr(self.leaf, "value", None) if self.is_value else self.get()
 
     def _add_leaves(self, found: dict[int, Leaf]) -> None:
         found.setdefault(id(self.leaf), self.leaf)
@@ -57,17 +59,17 @@ class _Cut(NamedTuple):
 
     Attributes:
       box: of the input.
-      index: cuts the output down to one element along repeats, and turns negative steps round.
+      at: cuts the output down to one element along repeats, and turns negative steps round.
       strides: the index of the wanted elements within the covering box, or None where the box is exact.
     """
 
     box: Box
-    index: tuple[Any, ...]
+    at: tuple[Any, ...]
     strides: tuple[slice, ...] | None
 
 
 class Strided(View):
-    """A walk over the dimensions of the input: slices, integer indices, transposes, new axes, repeats, in any composition.
+    """A walk over the dimensions of the input: any composition of slices, transposes, new axes and repeats.
 
     Make it with `strided`, which simplifies first.
     """
@@ -85,8 +87,8 @@ class Strided(View):
         self._freeze(
             walk=walk,
             _repeats=tuple(axis for axis, (dim, _) in enumerate(walk.maps) if dim < 0),
-            # How the output's walked dimensions become the input's: transposed into its order, then a new axis for each that
-            # stays at its start.
+            # How the output's walked dimensions become the input's: transposed into its order, then a new axis for each
+            # that stays at its start.
             _axes=tuple(sorted(range(len(dims)), key=dims.__getitem__)),
             _expand=tuple(slice(None) if dim in dims else None for dim in range(len(walk.start))),
         )
@@ -138,7 +140,8 @@ class Strided(View):
             if abs(step) > 1 and last - first > 1:
                 strides[dim] = slice(None, None, abs(step))
                 stepped = True
-        return _Cut(tuple(inner), tuple(index), tuple(strides) if stepped else None)
+        # The ellipsis keeps what has no dimension left an array that can be written to.
+        return _Cut(tuple(inner), (*index, Ellipsis), tuple(strides) if stepped else None)
 
     def _row_axis(self, box: Box) -> int:
         """The output axis to read index by index because the rows between its steps are large, or -1."""
@@ -152,7 +155,7 @@ class Strided(View):
         for axis, ((first, last), (dim, step)) in enumerate(zip(box, self.walk.maps, strict=True)):
             if dim >= 0 and abs(step) > 1 and last - first > 1:
                 row_bytes = math.prod(sizes[dim + 1 :]) * self._dtype.itemsize
-                if (abs(step) - 1) * row_bytes >= GAP_BYTES:
+                if (abs(step) - 1) * row_bytes >= _geometry.GAP_BYTES:
                     found = min(found, (dim, axis))
         return found[1]
 
@@ -166,7 +169,8 @@ class Strided(View):
 
     def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
         repeated = any(box[axis][1] - box[axis][0] > 1 for axis in self._repeats)
-        # Copying along a repeat, NumPy keeps what it copies from aside where it cannot prove that the two do not overlap.
+        # Copying along a repeat, NumPy keeps what it copies from aside where it cannot prove that the two do not
+        # overlap.
         extra = _repeat_bytes(box, self._repeats, self._dtype) if repeated else 0
         axis = self._row_axis(box)
         if axis >= 0:
@@ -201,7 +205,7 @@ class Strided(View):
             base = self._first_of_repeats(out)
             for row in _rows(tuple((0, 1) if a in self._repeats else pair for a, pair in enumerate(box)), axis):
                 at = row[axis][0] - first
-                self._lower(row, base[(slice(None),) * axis + (slice(at, at + 1),)], lowered)
+                self._lower(row, base[(*(slice(None),) * axis, slice(at, at + 1))], lowered)
         if any(out.shape[repeat] > 1 for repeat in self._repeats):
             lowered.finish.append(partial(_copy_along, out, self._repeats))
 
@@ -210,17 +214,17 @@ class Strided(View):
 
     def _lower_cut(self, cut: _Cut, out: np.ndarray, lowered: Lowered) -> None:
         source = self.inputs[0]
-        into = out[cut.index].transpose(self._axes)[self._expand]
+        into = out[cut.at].transpose(self._axes)[(*self._expand, Ellipsis)]
         if cut.strides is None:
             source._lower(cut.box, into, lowered)
             return
         temp = np.empty(box_shape(cut.box), self._dtype)
         source._lower(cut.box, temp, lowered)
-        lowered.finish.append(partial(np.copyto, into, temp[cut.strides]))
+        lowered.finish.append(partial(np.copyto, into, temp[(*cut.strides, Ellipsis)]))
 
 
 def strided(source: View, walk: Walk) -> View:
-    """A walk over a view, in its simplest form: no walk over a walk, no identity, no walk over inputs that it leaves out."""
+    """A walk over a view, simplified: no walk over a walk, no identity, no inputs that are left out."""
     if isinstance(source, Strided):
         source, walk = source.inputs[0], compose(source.walk, walk)
     if any(size == 1 and step not in (0, 1) for (_, step), size in zip(walk.maps, walk.shape, strict=True)):
@@ -355,7 +359,7 @@ def cast_carrier(source: np.dtype, target: np.dtype) -> np.dtype | None:
     for name in ("int8", "float32"):
         carrier = np.dtype(name)
         if (
-            (name == "float32" or _is_small_int(source) and _is_small_int(target))
+            (name == "float32" or (_is_small_int(source) and _is_small_int(target)))
             and _casts(source, carrier)
             and _casts(carrier, target)
         ):
@@ -374,7 +378,7 @@ def _is_small_int(dtype: np.dtype) -> bool:
 def cast_into(out: np.ndarray, source: np.ndarray) -> None:
     """`out[...] = source.astype(out.dtype)` without warnings: who asks for a cast has asked for what it loses."""
     if source.dtype.kind == "c" and out.dtype.kind not in "cb":
-        source = source.real
+        source = np.real(source)
     carrier = cast_carrier(source.dtype, out.dtype)
     with np.errstate(all="ignore"):
         np.copyto(out, source if carrier is None else source.astype(carrier), casting="unsafe")

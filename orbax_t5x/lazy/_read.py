@@ -1,7 +1,7 @@
 """Reads views outside a plan: what `View.get()` does.
 
-One event loop in a thread of its own serves the process; it is made on first use and again after a fork. Memory: the buffers given,
-what lowering needs beside them, nothing else. Checksums of what is read are checked ("touched").
+One event loop in a thread of its own serves the process; it is made on first use and again after a fork. Memory: the
+buffers given, what lowering needs beside them, nothing else. Checksums of what is read are checked ("touched").
 """
 
 from __future__ import annotations

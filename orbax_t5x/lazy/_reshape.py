@@ -1,8 +1,8 @@
-"""Reshaping: `Join` makes one dimension of adjacent ones, `Split` makes several of one; every reshape is a join, a split, or both.
+"""Reshaping: `Join` makes one dimension of adjacent ones, `Split` several of one; every reshape is one of them or both.
 
-A join reads exactly what is wanted and writes straight into the buffer. A split reads, per box, the flat intervals that cover it; it writes
-straight into the buffer where the buffer's strides allow, in pieces of at least `GAP_BYTES` where they do not, and goes through
-memory of its own only for less, or where the interval covers gaps.
+A join reads exactly what is wanted and writes straight into the buffer. A split reads, per box, the flat intervals that
+cover it; it writes straight into the buffer where the buffer's strides allow, in pieces of at least `GAP_BYTES` where
+they do not, and goes through memory of its own only for less, or where the interval covers gaps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from orbax_t5x.lazy._geometry import GAP_BYTES, Run, box_runs, interval_boxes
+from orbax_t5x.lazy import _geometry
+from orbax_t5x.lazy._geometry import Run, box_runs, interval_boxes
 from orbax_t5x.lazy._leaf import Box, Leaf, box_size
 from orbax_t5x.lazy._view import Lowered, View
 
@@ -31,6 +32,7 @@ class Join(View):
         """Makes the view.
 
         Args:
+          source: the input.
           groups: for every dimension of the result, the sizes of the input's dimensions that it joins.
         """
         super().__init__(tuple(math.prod(sizes) for sizes in groups), source.dtype, (source,))
@@ -81,6 +83,7 @@ class Split(View):
         """Makes the view.
 
         Args:
+          source: the input.
           groups: for every dimension of the input, the sizes of the result's dimensions that it becomes.
         """
         super().__init__(tuple(itertools.chain.from_iterable(groups)), source.dtype, (source,))
@@ -133,7 +136,7 @@ class Split(View):
         for sizes in reversed(self.groups):
             if len(sizes) > 1 and any(last - first > 1 for first, last in covered[at - len(sizes) : at - 1]):
                 row = math.prod(last - first for first, last in covered[at - 1 :])
-                if row * self._dtype.itemsize < GAP_BYTES:
+                if row * self._dtype.itemsize < _geometry.GAP_BYTES:
                     return False
             at -= len(sizes)
         return True
@@ -151,7 +154,10 @@ class Split(View):
                 self._lower_covering(piece, into, lowered)
 
     def _lower_exact(self, piece: tuple[Run, ...], into: np.ndarray, lowered: Lowered) -> None:
-        """Reads intervals that hold just what is wanted: into the buffer, or cut until that is possible, or through memory of its own."""
+        """Reads intervals that hold just what is wanted.
+
+        Into the buffer; where its strides forbid, in pieces that it can take, or through memory of its own.
+        """
         interval = tuple((run.start, run.stop) for run in piece)
         scattered = self._scattered_axis(into)
         if scattered < 0:
@@ -170,7 +176,7 @@ class Split(View):
                 self._lower_exact(small, into[(slice(None),) * scattered + (slice(i - first, i - first + 1),)], lowered)
 
     def _scattered_axis(self, into: np.ndarray) -> int:
-        """The first axis of more than one index that a buffer's strides keep from being joined with its group, or -1."""
+        """The first axis of a group that the buffer's strides do not allow to be joined, or -1."""
         at = 0
         for sizes in self.groups:
             axes = [axis for axis in range(at, at + len(sizes)) if into.shape[axis] > 1]

@@ -1,7 +1,8 @@
 """Leaves that no checkpoint holds: arrays in memory, and arrays behind a function.
 
-A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards of this process
-that a box touches are brought to the host. An array behind a function is read whole for any box: its function cannot be asked for less.
+A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards
+of this process that a box touches are brought to the host. An array behind a function is read whole for any box: its
+function cannot be asked for less.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ class ValueLeaf:
 
     is_value = True
     path = ""
-    chunks = None
+    chunks: tuple[int, ...] | None = None
 
     def __init__(self, value: Any, name: str | None = None):
         self.value = value
         self.name = "<value>" if name is None else name
-        self._array = value if is_jax_array(value) else _to_numpy(value)
+        self._array: Any = value if is_jax_array(value) else _to_numpy(value)
         self.shape: tuple[int, ...] = tuple(self._array.shape)
         try:
             self.dtype = np.dtype(self._array.dtype)
         except TypeError:
             raise TypeError(
-                f"{self.name}: an array of dtype {self._array.dtype} has no NumPy dtype; pass typed keys as `jax.random.key_data(keys)`"
+                f"{self.name}: {self._array.dtype} is no NumPy dtype; for typed keys pass `jax.random.key_data(keys)`"
             ) from None
 
     async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
@@ -66,8 +67,8 @@ class ValueLeaf:
                     wanted[i] -= box_size(meet)
         if any(wanted):
             raise ValueError(
-                f"{self.name}: parts of this jax.Array lie on devices of other processes; pass an array of which each process "
-                "addresses what it needs"
+                f"{self.name}: parts of this jax.Array lie on devices of other processes; pass one of which each "
+                "process addresses what it needs"
             )
 
     async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
@@ -79,14 +80,14 @@ class ValueLeaf:
 
 
 class OpaqueLeaf:
-    """A lazy array of the get_fn kind as a leaf; every read calls its function once and takes the boxes from the result.
+    """A lazy array of the get_fn kind as a leaf; a read calls its function once and takes the boxes from the result.
 
     Attributes:
       array: the lazy array.
     """
 
     path = ""
-    chunks = None
+    chunks: tuple[int, ...] | None = None
 
     def __init__(self, array: LazyArray, name: str | None = None):
         self.array = array

@@ -1,9 +1,10 @@
-"""Views: frozen nodes over leaves that compose without reading, and say which boxes of which leaves a box of them needs.
+"""Views: frozen nodes over leaves that compose without reading, and say which boxes of which leaves they need.
 
-A view is a shape, a dtype and its inputs. Composing one checks shapes and dtypes at once and reads nothing. `requests` tells what reading
-a box will read; `lower` turns a box and a buffer into requests on leaves, which write into (views of) that buffer wherever the node
-only moves elements, and a list of steps to run after the reads: casts, copies, averages, checks. `temp_bytes` bounds what lowering and
-those steps allocate. Views are immutable, compare by identity, and may be used from any thread.
+A view is a shape, a dtype and its inputs. Composing one checks shapes and dtypes at once and reads nothing. `requests`
+tells what reading a box will read; `lower` turns a box and a buffer into requests on leaves, which write into (views
+of) that buffer wherever the node only moves elements, and a list of steps to run after the reads: casts, copies,
+averages, checks. `temp_bytes` bounds what lowering and those steps allocate. Views are immutable, compare by identity,
+and may be used from any thread.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Lowered(NamedTuple):
     """A box of a view as work on leaves.
 
     Attributes:
-      reads: what to read; all of it before the first step of `finish`. A request stays valid as long as its buffer is referenced.
+      reads: what to read; all of it before the first step of `finish`. A request stays valid as long as its buffer is
+        referenced.
       finish: steps to run in order, each once. They may raise `LeafMismatchError`.
     """
 
@@ -80,11 +82,14 @@ class View(LazyArray):
         return _compose.astype(self, dtype)
 
     def cast_checked(self, dtype: Any) -> View:
-        """Like `astype`, but reading raises `LeafMismatchError` where a value does not survive the way there and back."""
+        """Like `astype`, but reading raises `LeafMismatchError` where a value does not survive the round trip."""
         return _compose.cast_checked(self, dtype)
 
     def _select(self, walk: Walk) -> View | None:
-        """This view under a walk as a simpler view than a walk over it, or None. The walk is no identity and no element is lost."""
+        """This view under a walk as something simpler than a walk over it, or None.
+
+        The walk is not the identity, and some element is left.
+        """
         return None
 
     def _walked(self, walk: Walk) -> View:
@@ -181,7 +186,8 @@ class View(LazyArray):
 
         Args:
           box: what is to be read.
-          contiguous_dims: how many of the last dimensions of the buffer lie in C order without gaps between them; its rank for a
+          contiguous_dims: how many of the last dimensions of the buffer lie in C order without gaps between them; its
+            rank for a
             C-contiguous one. More of them mean less memory; 0 is always right.
         """
         return self._temp_bytes(box, contiguous_dims) if box_size(box) else 0
@@ -194,9 +200,7 @@ class View(LazyArray):
           out: filled once all is done; this view's dtype, the shape of the box, any strides.
         """
         if out.shape != box_shape(box) or out.dtype != self._dtype:
-            raise ValueError(
-                f"a buffer of shape {out.shape} and dtype {out.dtype} for box {box} (shape {box_shape(box)}) of {self!r}"
-            )
+            raise ValueError(f"a buffer of shape {out.shape} and dtype {out.dtype} for box {box} of {self!r}")
         lowered = Lowered([], [])
         if out.size:
             self._lower(box, out, lowered)
@@ -221,7 +225,8 @@ class View(LazyArray):
         names = [leaf.name for leaf in self.leaves()]
         of = repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "nothing"
         text = self.describe()
-        return f"{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name}, of={of}{', ' + text if text else ''})"
+        extra = f", {text}" if text else ""
+        return f"{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name}, of={of}{extra})"
 
     def __copy__(self) -> Self:
         return self

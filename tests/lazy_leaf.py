@@ -1,0 +1,79 @@
+"""A leaf over a NumPy array that notes what is asked of it, and strategies that several test files share."""
+
+import asyncio
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from orbax_t5x.lazy import Box, Ledger, Part, Request, box_slices
+
+ML_DTYPES = (
+    "bfloat16 float4_e2m1fn float6_e2m3fn float6_e3m2fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
+    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int1 int2 int4 uint1 uint2 uint4"
+).split()
+NUMPY_DTYPES = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+)
+DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in ML_DTYPES] + [np.dtype(name) for name in NUMPY_DTYPES]
+
+
+class ArrayLeaf:
+    """Serves boxes of an array, a few event loop turns later, and counts how often each element was read."""
+
+    chunks = None
+
+    def __init__(self, array: np.ndarray, name: str = "leaf"):
+        self.array = array
+        self.name = name
+        self.path = f"/checkpoints/{name}"
+        self.shape = array.shape
+        self.dtype = array.dtype
+        self.calls: list[list[Box]] = []
+        self.counts = np.zeros(array.shape, np.int64)
+        self.settled = 0
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        self.calls.append([request.box for request in requests])
+        await asyncio.sleep(0)
+        for box, out in requests:
+            assert all(0 <= first < last <= size for (first, last), size in zip(box, self.shape, strict=True)), box
+            assert out.dtype == self.dtype and out.flags.writeable
+            assert out.shape == tuple(last - first for first, last in box)
+            out[...] = self.array[box_slices(box)]
+            self.counts[box_slices(box)] += 1
+            ledger.count(out.nbytes)
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        self.settled += 1
+        return None
+
+
+class GuardedBuffer:
+    """An array of any strides inside a larger one whose other bytes must not change."""
+
+    def __init__(self, draw, shape: Sequence[int], dtype: np.dtype):
+        order = draw(st.permutations(range(len(shape))))
+        steps = draw(st.lists(st.sampled_from([1, 1, -1, 2, -2]), min_size=len(shape), max_size=len(shape)))
+        whole = np.empty(tuple(shape[axis] * abs(steps[axis]) + 2 for axis in order), dtype)
+        self._bytes = whole.reshape(-1).view(np.uint8)
+        self._bytes[...] = 0xA5
+        index = tuple(slice(1, 1 + shape[axis] * abs(steps[axis]), abs(steps[axis])) for axis in order)
+        flips = tuple(slice(None, None, 1 if steps[axis] > 0 else -1) for axis in order)
+        self.array = whole[index][flips].transpose(np.argsort(order)) if len(shape) else whole[...]
+        self._inside = np.zeros(whole.shape, bool)
+        self._inside[index] = True
+
+    def guards_hold(self) -> bool:
+        outside = np.repeat(~self._inside.reshape(-1), self.array.dtype.itemsize)
+        return bool((self._bytes[outside] == 0xA5).all())
+
+
+@st.composite
+def boxes(draw, shape: Sequence[int]) -> Box:
+    box = []
+    for size in shape:
+        first = draw(st.integers(0, size))
+        box.append((first, draw(st.integers(first, size))) if draw(st.booleans()) else (0, size))
+    return tuple(box)
