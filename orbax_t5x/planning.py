@@ -387,6 +387,8 @@ class _Matcher:
             value = self.fallback.leaves[name]
             if self.fallback.traced or isinstance(value, jax.ShapeDtypeStruct):
                 return self._plan_traced(name, leaf, value)
+            if leaf.kind == "key":
+                value = jax.random.key_data(value)
             view = self._fit(name, leaf, as_view(value, name=name), origin="the fallback")
             return PlanEntry(name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", "", "", view, leaf)
         self._missing += 1
