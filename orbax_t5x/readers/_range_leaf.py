@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy._leaf import Ledger, Part, Request
-from orbax_t5x.readers._byte_range import ByteRange
+from orbax_t5x.readers._byte_range import Outcome
+from orbax_t5x.readers._bytes import File
 from orbax_t5x.readers._coverage import cover, uncovered
 from orbax_t5x.readers._jobs import reader_pool
 
@@ -52,12 +54,41 @@ class BlockingLeaf:
         return f"<{type(self).__name__} {self.name!r} {self.dtype} {self.shape} of {self.path!r}>"
 
 
+class StoredRange(Protocol):
+    """An array in a byte range of a file: `ByteRange`, or another encoding with one checksum over it."""
+
+    @property
+    def file(self) -> File: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole range, as stored."""
+        ...
+
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+        """Fills all requests; blocks."""
+        ...
+
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
+        """Reads byte ranges for their checksums alone; blocks."""
+        ...
+
+
 class ByteRangeLeaf(BlockingLeaf):
     """One array in one byte range; `crc` is the crc32c of the bytes as stored, or None where the format keeps none."""
 
     __slots__ = ("crc", "range")
 
-    def __init__(self, name: str, range: ByteRange, crc: int | None = None, error: CheckpointError | None = None):
+    def __init__(self, name: str, range: StoredRange, crc: int | None = None, error: CheckpointError | None = None):
         super().__init__(name, range.file.path, range.shape, range.dtype, error)
         self.range = range
         self.crc = crc
@@ -83,7 +114,7 @@ class ByteRangeLeaf(BlockingLeaf):
         )
 
 
-def settle_range(range: ByteRange, crc: int, parts: Sequence[Part], leaf: str) -> bool:
+def settle_range(range: StoredRange, crc: int, parts: Sequence[Part], leaf: str) -> bool:
     """Whether parts cover a range and every one is verified.
 
     Raises:
@@ -104,7 +135,7 @@ def settle_range(range: ByteRange, crc: int, parts: Sequence[Part], leaf: str) -
     return found.complete
 
 
-def settle_rest(range: ByteRange, crc: int, parts: Sequence[Part], leaf: str, ledger: Ledger) -> bool:
+def settle_rest(range: StoredRange, crc: int, parts: Sequence[Part], leaf: str, ledger: Ledger) -> bool:
     """Reads what no part covers, once, and settles; blocks."""
     holes = uncovered(parts, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
