@@ -15,8 +15,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
+from orbax_t5x import provenance
+from orbax_t5x._dtypes import kind_of
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -28,6 +31,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy._leaf import Leaf
 from orbax_t5x.readers._broken_leaf import BrokenLeaf
 from orbax_t5x.readers._checkpoint import Checkpoint
+from orbax_t5x.readers._empty_leaf import EmptyLeaf
 from orbax_t5x.readers._file_checks import check_tree
 from orbax_t5x.readers._limits import Limits
 from orbax_t5x.readers._orbax_metadata import (
@@ -257,6 +261,7 @@ class _Opening:
                 self._break(place, UnsupportedCheckpointError(_AGGREGATED, path=directory, leaf=place.name))
             else:
                 arrays.append(place)
+        self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         plain = {name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False)}
         self._add_arrays(arrays, _Item(item, directory, ocdbt, metadata, plain), impls)
         return {
@@ -277,6 +282,26 @@ class _Opening:
             )
             return
         self._leaves[place.name] = StringLeaf(place.name, directory, strings[place.node.param], self._flag)
+
+    def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
+        """Adds the arrays without elements that our handler left out, by its record: Orbax stores none."""
+        recorded = custom_metadata if isinstance(custom_metadata, Mapping) else None
+        for name, (shape, dtype_name) in provenance.skipped_from_metadata(recorded, path=directory).items():
+            if 0 not in shape:
+                continue
+            try:
+                dtype = np.dtype(dtype_name)
+            except (TypeError, ValueError, SyntaxError):
+                dtype = np.dtype(object)
+            place = prefix + name
+            if kind_of(dtype) == "object" or len(shape) > self._limits.rank:
+                raise CorruptCheckpointError(
+                    f"the record of skipped leaves has shape {shape} and dtype {dtype_name!r}",
+                    path=directory,
+                    leaf=place,
+                )
+            self._empties.pop(place, None)
+            self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
 
     def _add_arrays(self, places: list[_Place], item: _Item, impls: Mapping[str, str]) -> None:
         """Opens arrays, many at a time."""
