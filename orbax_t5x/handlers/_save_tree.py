@@ -135,9 +135,7 @@ def _why_not(leaf: Any, registry: Any) -> str | None:
     """Why Orbax cannot store a leaf, or None if it can."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "is abstract: it has no values"
-    if leaf is Ellipsis:
-        return "is a placeholder"
-    if isinstance(leaf, str):
+    if leaf is Ellipsis or isinstance(leaf, str):
         return None
     if not isinstance(leaf, LazyArray) and not registry.has(type(leaf)):
         fix = ": make it an array with np.asarray" if isinstance(leaf, np.generic | complex) else ""

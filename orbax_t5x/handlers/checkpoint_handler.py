@@ -8,6 +8,7 @@ stock Orbax.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,6 +140,11 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     # -- restoring
 
+    @property
+    def provenance(self) -> tuple[Mapping[str, Any], ...]:
+        """What was applied to the state that was restored last; saves write it unless they are given another."""
+        return self._records
+
     def restore(self, directory: epath.Path, args: TrainStateRestore | None = None) -> Any:
         """Restores into the target of `args`; without one, as stock Orbax does.
 
@@ -178,9 +184,11 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         return restored
 
     def _stock_restore(self, directory: epath.Path) -> Any:
-        # `StandardCheckpointHandler` looks the shardings up before; the other warns that it must.
+        # `StandardCheckpointHandler` looks the shardings up before; the other one warns that it must. It wants metadata
+        # files, which old checkpoints lack, and cannot read those of placeholders.
         if (directory / _ITEM_METADATA).exists():
-            return ocp.StandardCheckpointHandler().restore(directory, args=ocp.args.StandardRestore())
+            with contextlib.suppress(NotImplementedError):
+                return ocp.StandardCheckpointHandler().restore(directory, args=ocp.args.StandardRestore())
         return self._orbax.restore(directory, args=ocp.args.PyTreeRestore())
 
     # -- the rest
