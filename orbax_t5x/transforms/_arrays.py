@@ -19,6 +19,7 @@ from orbax_t5x.transforms._patterns import (
     Pattern,
     compile_pattern,
     expand,
+    note_bad_group,
     note_unused,
     pattern_text,
     pattern_tuple,
@@ -62,21 +63,19 @@ class _OnePattern(Transform):
         state = NewState(notes)
         used: set[int] = set()
         for name, value in source.items():
-            found = table.first(name)
-            if found is None or value is None:
+            match = table.match(name)
+            if match is None or value is None:
                 state.put(name, value, name)
                 continue
             used.add(0)
             view = view_of(name, value, notes)
-            made = None if view is None else self._make(found[1], view, notes)
+            made = None if view is None else self._make(match, view, notes)
             if made is None:
                 state.put(name, value, name)
                 continue
             for new, result in made:
                 state.put(new, result, name, self._rule())
-        note_unused(
-            table, used, list(source), type(self).__name__, notes, required=self.require_match, what="the state dict"
-        )
+        note_unused(table, used, source, type(self).__name__, notes, required=self.require_match, what="the state dict")
         return state.finish()
 
     def _in_place(
@@ -228,7 +227,7 @@ class Split(_OnePattern):
         made = []
         start = 0
         for template, part in zip(self.into, sizes, strict=True):
-            new = expand(match, template, self._rule(), notes, name)
+            new = expand(match, template, self._rule(), notes)
             if new is None:
                 return None
             made.append((new, view[(slice(None),) * axis + (slice(start, start + part),)]))
@@ -269,10 +268,12 @@ class Concat(Transform):
             if found is None:
                 state.put(name, value, name)
                 continue
-            index, match = found
+            index = found[0]
             used.add(index)
-            new = expand(match, self.into, f"Concat {pattern_text(self.patterns[index])!r}", notes, name)
-            if new is None:
+            try:
+                new = table.expand(found, name, self.into)
+            except ValueError as error:
+                note_bad_group(f"Concat {pattern_text(self.patterns[index])!r}", error, name, notes)
                 continue
             parts = groups.setdefault(new, {})
             if index in parts:
@@ -284,7 +285,7 @@ class Concat(Transform):
             joined = self._join(new, parts, notes)
             if joined is not None:
                 state.put(new, joined, parts[min(parts)][0], f"Concat of {len(parts)} into {self.into!r}")
-        note_unused(table, used, list(source), "Concat", notes, required=self.require_match, what="the state dict")
+        note_unused(table, used, source, "Concat", notes, required=self.require_match, what="the state dict")
         return state.finish()
 
     def _join(self, new: str, parts: Mapping[int, tuple[str, Any]], notes: Notes) -> View | None:

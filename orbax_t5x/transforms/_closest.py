@@ -7,11 +7,13 @@ their path are compared.
 from __future__ import annotations
 
 import difflib
+import functools
+import heapq
 import re
 from collections.abc import Iterable
 
-# difflib compares this many at most; more candidates have never changed the best three in practice, and cost linearly.
-_COMPARED = 48
+# difflib compares this many at most; more have never changed the best three, and cost linearly.
+_COMPARED = 32
 # Names looked at for shared parts; beyond it the first ones stand for all.
 _LOOKED_AT = 20_000
 _CUTOFF = 0.5
@@ -23,24 +25,36 @@ def _parts(name: str) -> frozenset[str]:
     return frozenset(_PART.findall(name))
 
 
-def closest_names(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The names most like `name`, best first; `name` may also be a pattern.
+class ClosestNames:
+    """Looks up close names among many; what is shared between look-ups is worked out at the first one."""
 
-    Args:
-      name: what is missing.
-      candidates: the names there are.
-      count: how many at most.
-    """
-    # A pattern's escapes and quantifiers are no part of a name; \d+ stands for some number.
-    plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
-    plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)
-    wanted = _parts(plain)
-    ranked = []
-    for index, candidate in enumerate(candidates):
-        if index >= _LOOKED_AT:
-            break
-        has = _parts(candidate)
-        shared = len(wanted & has)
-        ranked.append((-shared, len(has) - shared, abs(len(candidate) - len(plain)), index, candidate))
-    ranked.sort()
-    return difflib.get_close_matches(plain, [entry[-1] for entry in ranked[:_COMPARED]], n=count, cutoff=_CUTOFF)
+    def __init__(self, names: Iterable[str]):
+        self._names = names
+
+    @functools.cached_property
+    def _candidates(self) -> list[tuple[str, frozenset[str]]]:
+        return [(name, _parts(name)) for _, name in zip(range(_LOOKED_AT), self._names, strict=False)]
+
+    def to(self, name: str, count: int = 3) -> list[str]:
+        """The names most like `name`, best first.
+
+        Args:
+          name: what is missing; it may also be a pattern.
+          count: how many at most.
+        """
+        # A pattern's escapes and quantifiers are no part of a name; \d+ stands for some number.
+        plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
+        plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)
+        wanted = _parts(plain)
+
+        def rank(candidate: tuple[str, frozenset[str]]) -> tuple[int, int, int]:
+            shared = len(wanted & candidate[1])
+            return -shared, len(candidate[1]) - shared, abs(len(candidate[0]) - len(plain))
+
+        likely = heapq.nsmallest(_COMPARED, self._candidates, key=rank)
+        return difflib.get_close_matches(plain, [name for name, _ in likely], n=count, cutoff=_CUTOFF)
+
+
+def closest_names(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """The names most like `name` among candidates, best first."""
+    return ClosestNames(candidates).to(name, count)

@@ -121,17 +121,17 @@ class StackLayers(Transform):
     def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         """See `Transform.apply`."""
         table = rule_table((self.pattern,))
-        matches = {name: found[1] for name in source if (found := table.first(name)) is not None}
+        matches = {name: match for name in source if (match := table.match(name)) is not None}
         note_unused(
             table,
             {0} if matches else set(),
-            list(source),
+            source,
             "StackLayers",
             notes,
             required=self.require_match,
             what="the state dict",
         )
-        group = layer_group(table.regexes[0], list(matches.values()), notes) if matches else None
+        group = layer_group(table.regex(0), list(matches.values()), notes) if matches else None
         if group is None:
             return dict(source)
         stacks = self._collect(matches, group, notes)
@@ -153,7 +153,7 @@ class StackLayers(Transform):
         """New name -> layer number -> match."""
         stacks: dict[str, dict[int, re.Match[str]]] = {}
         for name, match in matches.items():
-            new = expand(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", notes, name)
+            new = expand(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", notes)
             text = match[group]
             if new is None:
                 continue
@@ -263,7 +263,7 @@ def numbered_names(match: re.Match[str], into: str, count: int, rule: str, notes
         pieces.append(into[at : field.start()])
         formats.append(field["format"] or "")
         at = field.end()
-    texts = [expand(match, piece, rule, notes, match.string) for piece in (*pieces, into[at:])]
+    texts = [expand(match, piece, rule, notes) for piece in (*pieces, into[at:])]
     if any(text is None for text in texts):
         return None
     *heads, tail = texts

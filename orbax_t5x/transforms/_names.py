@@ -11,12 +11,12 @@ import numpy as np
 
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.transforms._base import Notes, Transform
-from orbax_t5x.transforms._closest import closest_names
+from orbax_t5x.transforms._closest import ClosestNames
 from orbax_t5x.transforms._flat import NameClashError, flatten
 from orbax_t5x.transforms._patterns import (
     Pattern,
-    compile_pattern,
-    expand,
+    check_pattern,
+    note_bad_group,
     note_unused,
     pattern_text,
     pattern_tuple,
@@ -29,7 +29,7 @@ Rule = tuple[Pattern, str | None]
 # T5X lists every name of the checkpoint. Up to here so do we; beyond it the text would hide the rest of the error.
 _LISTED_NAMES = 200
 # Looking for close names scans the checkpoint, so only the first missing ones get it.
-_EXPLAINED_NAMES = 20
+_EXPLAINED_NAMES = 10
 
 
 def _rule_tuple(rules: Iterable[Sequence[Any]], owner: str) -> tuple[Rule, ...]:
@@ -38,7 +38,7 @@ def _rule_tuple(rules: Iterable[Sequence[Any]], owner: str) -> tuple[Rule, ...]:
         if isinstance(rule, (str, re.Pattern)) or len(rule) != 2:
             raise ValueError(f"{owner}: a rule is a pair (pattern, replacement), not {rule!r}")
         pattern, replacement = rule
-        compile_pattern(pattern, owner)
+        check_pattern(pattern, owner)
         if replacement is not None and not isinstance(replacement, str):
             raise TypeError(
                 f"{owner}: the replacement of {pattern_text(pattern)!r} is text or None, not {replacement!r}"
@@ -85,6 +85,7 @@ class AssignmentMap(Transform):
         self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes, *, rules_win: bool
     ) -> dict[str, Any]:
         table = rule_table(tuple(pattern for pattern, _ in self.rules))
+        texts = [_rule_text("AssignmentMap", rule) for rule in self.rules]
         used: set[int] = set()
         left_out: set[str] = set()
         taken: set[str] = set()
@@ -97,17 +98,19 @@ class AssignmentMap(Transform):
                     state.put(name, source[name], name)
                     taken.add(name)
                 continue
-            index, match = found
-            used.add(index)
-            rule = self.rules[index]
+            used.add(found[0])
+            rule = self.rules[found[0]]
             if rule[1] is None:
                 left_out.add(name)
                 continue
-            wanted = expand(match, rule[1], _rule_text("AssignmentMap", rule), notes, name)
-            if wanted is None:
+            try:
+                wanted = table.expand(found, name, rule[1])
+            except ValueError as error:
+                note_bad_group(texts[found[0]], error, name, notes)
                 notes.explained.add(name)
-            elif wanted in source:
-                state.put(name, source[wanted], wanted, _rule_text("AssignmentMap", rule))
+                continue
+            if wanted in source:
+                state.put(name, source[wanted], wanted, texts[found[0]])
                 taken.add(wanted)
             else:
                 missing.append((name, wanted, rule))
@@ -127,9 +130,10 @@ class AssignmentMap(Transform):
         if not missing:
             return
         names = sorted(source)
+        closest = ClosestNames(names)
         shown = names if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
         for count, (name, wanted, rule) in enumerate(missing):
-            near = closest_names(wanted, names) if count < _EXPLAINED_NAMES else []
+            near = closest.to(wanted) if count < _EXPLAINED_NAMES else []
             listed = f"Must be one of: {shown}" if count == 0 or len(names) <= _LISTED_NAMES else f"Closest: {near}"
             mended = f"({re.escape(name)!r}, {near[0]!r})" if near else f"({re.escape(name)!r}, None)"
             notes.explained.add(name)
@@ -146,7 +150,8 @@ class AssignmentMap(Transform):
         used_patterns = {patterns[index] for index in used}
         unused = list(dict.fromkeys(pattern_text(pattern) for pattern in patterns if pattern not in used_patterns))
         if unused and self.require_all_rules_match:
-            near = [f"{text!r}: {found}" for text in unused[:_EXPLAINED_NAMES] if (found := closest_names(text, names))]
+            closest = ClosestNames(names)
+            near = [f"{text!r}: {found}" for text in unused[:_EXPLAINED_NAMES] if (found := closest.to(text))]
             notes.problem(
                 "unused_rule",
                 None,
@@ -265,6 +270,7 @@ class Rename(Transform):
     def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         """See `Transform.apply`."""
         table = rule_table(tuple(pattern for pattern, _ in self.rules))
+        texts = [_rule_text("Rename", rule) for rule in self.rules]
         used: set[int] = set()
         state = NewState(notes)
         for name, value in source.items():
@@ -272,17 +278,16 @@ class Rename(Transform):
             if found is None:
                 state.put(name, value, name)
                 continue
-            index, match = found
-            used.add(index)
-            pattern, replacement = self.rules[index]
+            used.add(found[0])
+            replacement = self.rules[found[0]][1]
             if replacement is None:
                 notes.drop([name])
                 continue
-            text = _rule_text("Rename", (pattern, replacement))
-            new = expand(match, replacement, text, notes, name)
-            if new is not None:
-                state.put(new, value, name, text)
-        note_unused(table, used, list(source), "Rename", notes, required=self.require_match, what="the state dict")
+            try:
+                state.put(table.expand(found, name, replacement), value, name, texts[found[0]])
+            except ValueError as error:
+                note_bad_group(texts[found[0]], error, name, notes)
+        note_unused(table, used, source, "Rename", notes, required=self.require_match, what="the state dict")
         return state.finish()
 
 
@@ -340,5 +345,5 @@ def _sift(
             flat[name] = value
         else:
             notes.drop([name])
-    note_unused(table, used, list(source), owner, notes, required=required, what="the state dict")
+    note_unused(table, used, source, owner, notes, required=required, what="the state dict")
     return flat

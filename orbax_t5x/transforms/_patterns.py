@@ -1,27 +1,31 @@
 """Rules as tables: which of many patterns is the first to match a whole name, in time linear in the names.
 
-A restore asks this for every leaf and every rule. Rules without special characters are looked up in a dict; the
-others are tried together, as one alternation that tells by a marker group which rule matched; rules that cannot
-stand in an alternation (named groups, references to groups, flags of their own) are tried one by one.
-`first_slowly` is what all this must equal.
+A restore asks this for every leaf and every rule. Rules without special characters are looked up in a dict. Of the
+others most are ruled out without the regex engine: each name that a pattern matches must hold the text that the
+pattern demands literally, and looking for text is some twenty times as fast as failing to match. `first_slowly` is
+what the table must equal.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 from collections.abc import Iterable, Sequence
 
 from orbax_t5x.transforms._base import Notes
-from orbax_t5x.transforms._closest import closest_names
+from orbax_t5x.transforms._closest import ClosestNames
 
 Pattern = str | re.Pattern[str]
 
 # Every other character may mean something in a pattern.
 _LITERAL = re.compile(r"[A-Za-z0-9_/\- ]*")
-# What would mean something else inside an alternation: references, conditions, names, atomic and possessive parts,
-# inline flags.
-_NOT_COMBINABLE = re.compile(r"\\[1-9]|\(\?[P(>]|\(\?[aiLmsux-]+[):]|[*+?}]\+")
+# One item of a pattern: a literal character, plain or escaped; an escape or a character that stands for others or
+# for none; a class.
+_ITEM = re.compile(
+    r"\\(?P<escaped>[^A-Za-z0-9])|(?P<other>\\[dDwWsSbBAZ]|[.^$]|\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<plain>[^\\()\[|*+?{])"
+)
+_QUANTIFIER = re.compile(r"(?P<some>\+)|[*?]|\{(?P<least>\d*)(?:,\d*)?\}")
 
 
 def pattern_text(pattern: Pattern) -> str:
@@ -44,12 +48,66 @@ def compile_pattern(pattern: Pattern, owner: str) -> re.Pattern[str]:
         raise ValueError(f"{owner}: {pattern_text(pattern)!r} is no regular expression: {error}") from error
 
 
+def check_pattern(pattern: Pattern, owner: str) -> None:
+    """As `compile_pattern`, without the cost for what cannot be wrong."""
+    if not isinstance(pattern, str) or not _LITERAL.fullmatch(pattern):
+        compile_pattern(pattern, owner)
+
+
 def pattern_tuple(patterns: Pattern | Iterable[Pattern], owner: str) -> tuple[Pattern, ...]:
     """One pattern, or several, as a tuple of valid ones."""
     listed = (patterns,) if isinstance(patterns, (str, re.Pattern)) else tuple(patterns)
     for pattern in listed:
-        compile_pattern(pattern, owner)
+        check_pattern(pattern, owner)
     return listed
+
+
+def demanded_texts(regex: re.Pattern[str]) -> list[str]:
+    """Texts that every name that the pattern matches holds; empty where that is not plain to see.
+
+    Only what stands outside groups and classes counts, and only where no flag and no alternative changes what it means.
+    """
+    if regex.flags != re.UNICODE:
+        return []
+    pattern, at = regex.pattern, 0
+    texts, run = [], ""
+    while at < len(pattern):
+        end = _group_end(pattern, at) if pattern[at] == "(" else None
+        item = None if end is not None else _ITEM.match(pattern, at)
+        if end is None and item is None:
+            return []  # an alternative, or an escape that is not worth understanding
+        literal = "" if item is None else item["escaped"] or item["plain"] or ""
+        at = item.end() if item is not None else end or 0
+        quantifier = _QUANTIFIER.match(pattern, at)
+        once = quantifier is None or quantifier["some"] is not None or int(quantifier["least"] or 0) > 0
+        run += literal if once else ""
+        if quantifier is not None or not literal:
+            texts.append(run)
+            run = ""
+            # A second one makes the first lazy or possessive.
+            at = (
+                at
+                if quantifier is None
+                else quantifier.end() + (pattern[quantifier.end() : quantifier.end() + 1] in ("?", "+"))
+            )
+    return [text for text in (*texts, run) if text]
+
+
+def _group_end(pattern: str, at: int) -> int | None:
+    """Where the group that opens at `at` has ended; None for one that sets flags."""
+    if re.match(r"\(\?[aiLmsux-]+\)", pattern[at:]):
+        return None
+    depth = 0
+    while at < len(pattern):
+        item = _ITEM.match(pattern, at)
+        if item is not None:
+            at = item.end()
+            continue
+        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
+        at += 2 if pattern[at] == "\\" else 1
+        if not depth:
+            return at
+    return None
 
 
 class RuleTable:
@@ -57,61 +115,108 @@ class RuleTable:
 
     def __init__(self, patterns: Sequence[Pattern]):
         self.patterns = tuple(patterns)
-        self.regexes = tuple(re.compile(pattern) for pattern in patterns)
         self._literals: dict[str, int] = {}
-        self._alone: list[int] = []
-        combined: list[int] = []
-        for index, regex in enumerate(self.regexes):
-            if regex.flags != re.UNICODE or _NOT_COMBINABLE.search(regex.pattern):
-                self._alone.append(index)
-            elif _LITERAL.fullmatch(regex.pattern):
-                self._literals.setdefault(regex.pattern, index)
+        demanded: dict[int, list[str]] = {}
+        for index, pattern in enumerate(patterns):
+            if isinstance(pattern, str) and _LITERAL.fullmatch(pattern):
+                self._literals.setdefault(pattern, index)
             else:
-                combined.append(index)
-        self._any, self._index_of_marker = self._combine(combined)
+                demanded[index] = demanded_texts(self.regex(index))
+        # The text that the fewest patterns demand rules out the most.
+        common = collections.Counter(text for texts in demanded.values() for text in set(texts))
+        self._filters = [
+            (min(texts, key=lambda text: (common[text], -len(text)), default=""), index)
+            for index, texts in demanded.items()
+        ]
 
-    def _combine(self, indices: list[int]) -> tuple[re.Pattern[str] | None, dict[int, int]]:
-        markers: dict[int, int] = {}
-        groups = 0
-        for index in indices:
-            groups += self.regexes[index].groups + 1
-            markers[groups] = index
-        if not indices:
-            return None, markers
-        return re.compile("|".join(f"(?:{self.regexes[index].pattern})()" for index in indices)), markers
+    def regex(self, index: int) -> re.Pattern[str]:
+        """The compiled pattern."""
+        return _compiled(self.patterns[index])
 
-    def first(self, name: str) -> tuple[int, re.Match[str]] | None:
-        """The index of the first rule that matches the whole name, and its match."""
-        best = self._literals.get(name, -1)
-        if self._any is not None:
-            found = self._any.fullmatch(name)
-            if found is not None:
-                assert found.lastindex is not None
-                index = self._index_of_marker[found.lastindex]
-                best = index if best < 0 else min(best, index)
-        for index in self._alone:
-            if 0 <= best < index:
+    def first(self, name: str) -> tuple[int, re.Match[str] | None] | None:
+        """The index of the first rule that matches the whole name, and its match; None for the match of a literal
+        rule.
+        """
+        literal = self._literals.get(name)
+        for index in [index for text, index in self._filters if text in name]:
+            if literal is not None and index > literal:
                 break
-            match = self.regexes[index].fullmatch(name)
+            match = self.regex(index).fullmatch(name)
             if match is not None:
                 return index, match
-        if best < 0:
-            return None
-        match = self.regexes[best].fullmatch(name)
-        assert match is not None
-        return best, match
+        return None if literal is None else (literal, None)
+
+    def match(self, name: str) -> re.Match[str] | None:
+        """The match of the first rule that matches the whole name."""
+        found = self.first(name)
+        return None if found is None else found[1] or self.regex(found[0]).fullmatch(name)
 
     def first_slowly(self, name: str) -> tuple[int, re.Match[str]] | None:
         """The same as `first`, by definition."""
-        for index, regex in enumerate(self.regexes):
-            match = regex.fullmatch(name)
+        for index, pattern in enumerate(self.patterns):
+            match = re.fullmatch(pattern, name)
             if match is not None:
                 return index, match
         return None
 
-    def indices_of(self, pattern: Pattern) -> list[int]:
-        """Where a pattern stands in the table."""
-        return [index for index, other in enumerate(self.patterns) if other == pattern]
+    def expand(self, found: tuple[int, re.Match[str] | None], name: str, template: str) -> str:
+        """A replacement with its groups filled in.
+
+        Raises:
+          ValueError: it names a group that the pattern does not have, or has a bad escape.
+        """
+        index, match = found
+        if "\\" not in template:
+            return template
+        match = match or self.regex(index).fullmatch(name)
+        assert match is not None
+        return expand_match(match, template)
+
+
+# Python 3.11 parses a replacement anew for every match; what only joins text and groups is parsed once here.
+_TEMPLATE_PART = re.compile(
+    r"(?P<text>[^\\]+)|\\(?P<digit>[1-9])(?![0-9])|\\g<(?P<group>[A-Za-z_]\w*|[0-9]{1,2})>", re.ASCII
+)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _template_parts(template: str) -> tuple[str | int | tuple[str], ...] | None:
+    """Text, numbers of groups and (name,) of groups; None for a template that needs the regex engine."""
+    parts: list[str | int | tuple[str]] = []
+    at = 0
+    while at < len(template):
+        part = _TEMPLATE_PART.match(template, at)
+        if part is None:
+            return None
+        at = part.end()
+        group = part["digit"] or part["group"]
+        parts.append(part["text"] if group is None else int(group) if group.isdecimal() else (group,))
+    return tuple(parts)
+
+
+def expand_match(match: re.Match[str], template: str) -> str:
+    """`match.expand(template)`, parsed once.
+
+    Raises:
+      ValueError: it names a group that the pattern does not have, or has a bad escape.
+    """
+    parts = _template_parts(template)
+    try:
+        if parts is not None:
+            return "".join(
+                part if isinstance(part, str) else match[part if isinstance(part, int) else part[0]] or ""
+                for part in parts
+            )
+    except IndexError:
+        pass  # the engine's own text says more
+    try:
+        return match.expand(template)
+    except (re.error, IndexError) as error:
+        raise ValueError(str(error)) from error
+
+
+# Patterns repeat over transforms and plans; `re` itself remembers only some hundred.
+_compiled = functools.lru_cache(maxsize=1 << 14)(re.compile)
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,49 +225,56 @@ def rule_table(patterns: tuple[Pattern, ...]) -> RuleTable:
     return RuleTable(patterns)
 
 
-def expand(match: re.Match[str], template: str, rule: str, notes: Notes, leaf: str | None) -> str | None:
+def expand(match: re.Match[str], template: str, rule: str, notes: Notes) -> str | None:
     """A replacement with its groups filled in; None, and a problem, where it names a group that is not there."""
     try:
-        return match.expand(template)
-    except (re.error, IndexError) as error:
-        notes.problem("rule", leaf, f"{rule}: {error}", "name only groups that the pattern has")
+        return expand_match(match, template)
+    except ValueError as error:
+        note_bad_group(rule, error, match.string, notes)
         return None
 
 
+def note_bad_group(rule: str, error: Exception, name: str, notes: Notes) -> None:
+    """Notes a replacement that its pattern cannot fill in."""
+    notes.problem("rule", name, f"{rule}: {error}", "name only groups that the pattern has")
+
+
 # A table of hundreds of forgotten rules is scanned for the cause of the first few only.
-_EXPLAINED_RULES = 20
+_EXPLAINED_RULES = 10
 
 
 def note_unused(
-    table: RuleTable, used: set[int], names: Sequence[str], owner: str, notes: Notes, *, required: bool, what: str
+    table: RuleTable, used: set[int], names: Iterable[str], owner: str, notes: Notes, *, required: bool, what: str
 ) -> None:
     """Notes rules that decided nothing: a problem where they matched nothing and had to, else a warning.
 
     A rule that matches names which earlier rules decide is shadowed: a warning. A pattern given twice counts once.
     """
-    used_patterns = {table.patterns[index] for index in used}
-    explained: set[Pattern] = set()
+    if len(used) == len(table.patterns):
+        return
+    names = list(names)
+    closest = ClosestNames(names)
+    first_of: dict[Pattern, int] = {}
+    explained = 0
     for index, pattern in enumerate(table.patterns):
         text = pattern_text(pattern)
-        if index in used or pattern in explained:
-            continue
-        if table.patterns.index(pattern) < index:
+        if first_of.setdefault(pattern, index) < index:
             notes.warnings.append(f"{owner}: pattern {text!r} is given twice; only the first counts")
-        elif pattern not in used_patterns:
-            explained.add(pattern)
-            scan = len(explained) <= _EXPLAINED_RULES
-            seen = next((name for name in names if table.regexes[index].fullmatch(name)), None) if scan else None
-            if seen is not None:
-                by = table.first(seen)
-                earlier = "" if by is None else f": {pattern_text(table.patterns[by[0]])!r} decides {seen!r}"
-                notes.warnings.append(f"{owner}: pattern {text!r} is shadowed{earlier}")
-            elif required:
-                near = closest_names(text, names) if scan else []
-                notes.problem(
-                    "unused_rule",
-                    None,
-                    f"{owner}: pattern {text!r} matches no name in {what}" + (f"; closest: {near}" if near else ""),
-                    "a pattern must match a whole name; remove the rule or pass require_match=False",
-                )
-            else:
-                notes.warnings.append(f"{owner}: pattern {text!r} matches no name in {what}")
+            continue
+        if index in used:
+            continue
+        explained += 1
+        regex = table.regex(index) if explained <= _EXPLAINED_RULES else None
+        seen = None if regex is None else next((name for name in names if regex.fullmatch(name)), None)
+        by = None if seen is None else table.first(seen)
+        if by is not None:
+            deciding = pattern_text(table.patterns[by[0]])
+            notes.warnings.append(f"{owner}: pattern {text!r} is shadowed: {deciding!r} decides {seen!r}")
+            continue
+        message = f"{owner}: pattern {text!r} matches no name in {what}"
+        if not required:
+            notes.warnings.append(message)
+            continue
+        near = closest.to(text) if regex is not None else []
+        message += f"; closest: {near}" if near else ""
+        notes.problem("unused_rule", None, message, "mend or remove it (a pattern must match a whole name)")
