@@ -38,9 +38,11 @@ from orbax_t5x.readers._sighting import (
 )
 from orbax_t5x.readers.orbax import open_orbax
 from orbax_t5x.readers.safetensors import open_safetensors
+from orbax_t5x.readers.tf_bundle import open_tf_bundle
 
 __all__ = ["Checkpoint", "Limits", "latest_step", "open_checkpoint"]
 
+_SHARD_NAME = re.compile(r"(?P<prefix>.+)\.data-[0-9]{5}-of-[0-9]{5}", re.ASCII | re.DOTALL)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 # Names of a directory that an error shows.
 _SHOWN_NAMES = 8
@@ -63,18 +65,23 @@ class _Format(NamedTuple):
 
 
 def _is_tf_bundle(seen: Sighting) -> bool:
+    """By names, so that a bundle whose index is damaged is still one."""
     if seen.kind == "directory":
-        return (MSGPACK_FILE in seen.names and is_bundle_state(seen.inside(MSGPACK_FILE))) or any(
+        if MSGPACK_FILE in seen.names and is_bundle_state(seen.inside(MSGPACK_FILE)):
+            return True
+        prefixes = {match["prefix"] for name in seen.names if (match := _SHARD_NAME.fullmatch(name))}
+        return any(f"{prefix}.index" in seen.names for prefix in prefixes) or any(
             is_sstable(seen.inside(name)) for name in seen.with_suffix(".index")
         )
     if seen.kind == "file" and (seen.path.endswith(".index") or is_bundle_state(seen)):
         return True
-    return os.path.isfile(f"{seen.path}.index")
+    match = _SHARD_NAME.fullmatch(seen.path)
+    return os.path.isfile(f"{match['prefix'] if match else seen.path}.index")
 
 
 def _open_tf_bundle(path: str, limits: Limits, item: str | None) -> Checkpoint:
     _refuse_item("tf_bundle", path, item)
-    raise UnsupportedCheckpointError("this is a TensorFlow bundle, whose reader is not built yet", path=path)
+    return open_tf_bundle(path, limits=limits)
 
 
 def _is_orbax(seen: Sighting) -> bool:

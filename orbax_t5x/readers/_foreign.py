@@ -26,7 +26,6 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(tf_model|model)\.h5"), f"Keras weights: {_CONVERT}"),
     (re.compile(r"saved_model\.pb"), "a TensorFlow SavedModel: open its variables/variables, which is a bundle"),
 )
-_SHARD_NAME = re.compile(r"(?P<prefix>.*)\.data-\d{5}-of-\d{5}")
 
 
 def foreign_format(seen: Sighting) -> str | None:
@@ -52,6 +51,4 @@ def _foreign_file(seen: Sighting) -> str | None:
             "this is a TensorFlow 1 (V1) checkpoint file: restore it with tf.compat.v1.train.Saver and save it again "
             "with write_version=tf.compat.v1.train.SaverDef.V2"
         )
-    if match := _SHARD_NAME.fullmatch(seen.path):
-        return f"this is a data shard of a TensorFlow bundle: open {match['prefix']!r}"
     return None

@@ -1,0 +1,251 @@
+"""One suite for the readers of all formats: a subclass says how stock software writes arrays in its format.
+
+class TestSomeFormat(ReaderSuite):
+    dtypes = (...)
+
+    def write(self, directory, arrays): ...   # by the format's own writer; returns the path to open
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.lazy import as_view
+from orbax_t5x.lazy._leaf import Box, Leaf, Ledger, Request, box_shape, box_size, box_slices, full_box
+
+NUMBERS = tuple(
+    np.dtype(dtype)
+    for dtype in (
+        np.bool_,
+        np.int8,
+        np.int16,
+        np.int32,
+        np.int64,
+        np.uint8,
+        np.uint16,
+        np.uint32,
+        np.uint64,
+        np.float16,
+        np.float32,
+        np.float64,
+        np.complex64,
+        ml_dtypes.bfloat16,
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+    )
+)
+"""The dtypes that every format stores."""
+
+_BIG = "big/matrix"
+_BIG_BYTES = 1024 * 2048 * 4
+# What a process reads besides: small index files, and what the interpreter does meanwhile.
+_OPENING_BYTES = 1 << 20
+
+
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Values over the whole range of small dtypes, without NaN (whose bits a writer may change)."""
+    return np.asarray(rng.integers(0 if dtype.kind in "ub" else -7, 8, shape)).astype(dtype).reshape(shape)
+
+
+def sample_arrays(dtypes: tuple[np.dtype, ...]) -> dict[str, np.ndarray]:
+    """Arrays of every dtype, of ranks 0 to 5, and a large one."""
+    rng = np.random.default_rng(7)
+    shapes = [(), (5,), (3, 7), (2, 3, 4), (1, 4, 1, 3), (2, 1, 3, 2, 2)]
+    arrays = {
+        f"dtypes/{dtype.name}": random_array(rng, shapes[index % len(shapes)], dtype)
+        for index, dtype in enumerate(dtypes)
+    }
+    arrays |= {f"ranks/{len(shape)}": random_array(rng, shape, np.dtype(np.float32)) for shape in shapes}
+    # Incompressible, so that bytes read say something in every format.
+    arrays[_BIG] = rng.random((1024, 2048), np.float32)
+    return arrays
+
+
+def random_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Box:
+    """A box, empty in some dimensions now and then."""
+    box = []
+    for size in shape:
+        start = int(rng.integers(0, size + 1))
+        box.append((start, int(rng.integers(start, size + 1))))
+    return tuple(box)
+
+
+def random_buffer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A buffer of random strides: contiguous, transposed, strided, or reversed in some dimensions; filled with rubbish."""
+    if not shape:
+        return np.empty((), dtype)
+    order = rng.permutation(len(shape))
+    steps = [int(rng.choice([1, 1, 2, -1, -2])) for _ in shape]
+    base = np.empty([shape[axis] * abs(steps[axis]) for axis in order], dtype)
+    base.fill(1)
+    buffer = base.transpose(np.argsort(order))[tuple(slice(None, None, step) for step in steps)]
+    assert buffer.shape == shape
+    return buffer
+
+
+def leaf_of(checkpoint: ot.Checkpoint, name: str) -> Leaf:
+    """The stored leaf behind a name."""
+    (leaf,) = as_view(checkpoint.leaves[name]).leaves()
+    return leaf
+
+
+def read(leaf: Leaf, requests: list[Request], ledger: Ledger | None = None) -> Ledger:
+    """Reads as the executor does, and settles."""
+    ledger = ledger if ledger is not None else Ledger()
+
+    async def run() -> None:
+        await leaf.read_into(requests, ledger)
+        await leaf.settle(ledger, ledger.parts(leaf))
+
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+    return ledger
+
+
+def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Equal in dtype, shape and every bit."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert np.ascontiguousarray(actual).tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+def bytes_read_by_process() -> int:
+    """Bytes that this process has read from files so far, by the kernel's count."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+class ReaderSuite:
+    """What every reader promises."""
+
+    dtypes: tuple[np.dtype, ...] = NUMBERS
+    # How a name of `sample_arrays` stands in the opened checkpoint.
+    separator = "/"
+
+    def write(self, directory: Path, arrays: Mapping[str, np.ndarray]) -> Path:
+        """Writes arrays with the format's own writer; returns the path to open."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def written(cls, tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+        arrays = sample_arrays(cls.dtypes)
+        path = cls().write(tmp_path_factory.mktemp("suite"), arrays)
+        return path, {name.replace("/", cls.separator): value for name, value in arrays.items()}
+
+    @pytest.fixture
+    def opened(self, written) -> Iterator[ot.Checkpoint]:
+        with ot.open_checkpoint(written[0]) as checkpoint:
+            yield checkpoint
+
+    @pytest.fixture
+    def arrays(self, written) -> dict[str, np.ndarray]:
+        return written[1]
+
+    def test_names_are_sorted_and_complete(self, opened, arrays):
+        assert list(opened.leaves) == sorted(arrays)
+
+    def test_shapes_and_dtypes_are_known(self, opened, arrays):
+        for name, expected in arrays.items():
+            lazy = opened.leaves[name]
+            assert (lazy.shape, lazy.dtype) == (expected.shape, expected.dtype), name
+            assert lazy.nbytes == expected.nbytes
+            chunks = leaf_of(opened, name).chunks
+            assert chunks is None or len(chunks) == expected.ndim
+
+    def test_opening_reads_no_array(self, written):
+        ot.open_checkpoint(written[0]).close()  # imports and caches
+        before = bytes_read_by_process()
+        with ot.open_checkpoint(written[0]) as checkpoint:
+            assert bytes_read_by_process() - before < _OPENING_BYTES
+            assert 0 < checkpoint.index_bytes < _OPENING_BYTES
+
+    def test_whole_leaves(self, opened, arrays):
+        for name, expected in arrays.items():
+            assert_same(opened.leaves[name].get(), expected)
+
+    def test_random_boxes_into_random_buffers(self, opened, arrays):
+        rng = np.random.default_rng(11)
+        for name, expected in arrays.items():
+            boxes = [random_box(rng, expected.shape) for _ in range(6)] + [full_box(expected.shape)]
+            boxes += boxes[:2]  # the same box for two buffers
+            requests = [Request(box, random_buffer(rng, box_shape(box), expected.dtype)) for box in boxes]
+            read(leaf_of(opened, name), requests)
+            for box, out in requests:
+                assert_same(out, expected[box_slices(box)])
+
+    def test_an_unaligned_buffer(self, opened, arrays):
+        name = f"ranks{self.separator}2"
+        expected = arrays[name]
+        raw = np.zeros(expected.nbytes + 1, np.uint8)
+        out = raw[1:].view(expected.dtype).reshape(expected.shape)
+        assert not out.flags.aligned
+        read(leaf_of(opened, name), [Request(full_box(expected.shape), out)])
+        assert_same(out.copy(), expected)
+
+    def test_bytes_are_counted_and_few(self, opened, arrays):
+        name = _BIG.replace("/", self.separator)
+        leaf = leaf_of(opened, name)
+        rows = ((256, 512), (0, 2048))
+        out = np.empty(box_shape(rows), np.float32)
+        read(leaf, [Request(((0, 1), (0, 1)), np.empty((1, 1), np.float32))])  # files are open
+        before = bytes_read_by_process()
+        ledger = read(leaf, [Request(rows, out), Request(rows, np.empty_like(out))])
+        assert ledger.bytes_read == out.nbytes, "a box that is asked for twice is read once"
+        assert ledger.gap_bytes == 0
+        unit = math.prod(leaf.chunks) * 4 if leaf.chunks is not None else 0
+        assert bytes_read_by_process() - before < out.nbytes + 2 * unit + _OPENING_BYTES
+        assert box_size(full_box(leaf.shape)) * 4 == _BIG_BYTES
+
+    def test_threads_read_at_once(self, opened, arrays):
+        names = list(arrays) * 4
+
+        def one(name: str) -> tuple[str, np.ndarray]:
+            return name, opened.leaves[name].get()
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for name, value in pool.map(one, names):
+                assert_same(value, arrays[name])
+
+    def test_threads_open_at_once(self, written):
+        path, arrays = written
+
+        def one(_: int) -> list[str]:
+            with ot.open_checkpoint(path) as checkpoint:
+                return list(checkpoint.leaves)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for names in pool.map(one, range(8)):
+                assert names == sorted(arrays)
+
+    def test_reading_after_close_is_a_value_error(self, written):
+        checkpoint = ot.open_checkpoint(written[0])
+        views = list(checkpoint.leaves.values())
+        checkpoint.close()
+        checkpoint.close()
+        for view in views:
+            with pytest.raises(ValueError, match="closed"):
+                view.get()
+
+    def test_the_tree_has_the_leaves(self, opened):
+        def walk(node, prefix: str) -> Iterator[tuple[str, object]]:
+            if isinstance(node, dict) and node:
+                for key, value in node.items():
+                    yield from walk(value, f"{prefix}/{key}")
+            else:
+                yield prefix.removeprefix("/"), node
+
+        found = dict(walk(opened.tree(), ""))
+        assert {name for name, value in found.items() if isinstance(value, ot.LazyArray)} == set(opened.leaves)

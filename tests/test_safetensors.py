@@ -1,0 +1,200 @@
+"""Safetensors checkpoints, written by the format's own library and by Transformers (goldens)."""
+
+import json
+from pathlib import Path
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import strategies as st
+from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, bytes_read_by_process, leaf_of, read
+
+import orbax_t5x as ot
+from orbax_t5x.lazy._leaf import Request
+
+
+def save(path: Path, arrays, metadata=None) -> None:
+    """Writes with the library's own serializer, which knows dtypes that its NumPy layer refuses."""
+    kept = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    safetensors.serialize_file(
+        {
+            name: safetensors.TensorSpec(
+                dtype=array.dtype.name, shape=arrays[name].shape, data_ptr=array.ctypes.data, data_len=array.nbytes
+            )
+            for name, array in kept.items()
+        },
+        path,
+        metadata,
+    )
+
+
+class TestOneFile(ReaderSuite):
+    dtypes = NUMBERS
+
+    def write(self, directory, arrays):
+        path = directory / "model.safetensors"
+        save(path, arrays)
+        return path
+
+
+class TestDirectoryWithIndex(ReaderSuite):
+    def write(self, directory, arrays):
+        weight_map = {}
+        for k in range(3):
+            file = f"model-0000{k + 1}-of-00003.safetensors"
+            part = dict(list(arrays.items())[k::3])
+            save(directory / file, part)
+            weight_map |= dict.fromkeys(part, file)
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        return directory
+
+
+class TestFilesWithoutIndex(ReaderSuite):
+    def write(self, directory, arrays):
+        for k in range(2):
+            save(directory / f"part{k}.safetensors", dict(list(arrays.items())[k::2]))
+        return directory
+
+
+def test_a_model_saved_by_transformers(goldens):
+    directory = goldens / "safetensors" / "t5_1_1"
+    with (
+        ot.open_checkpoint(directory) as checkpoint,
+        np.load(goldens / "safetensors" / "t5_1_1_expected.npz") as expected,
+    ):
+        assert checkpoint.format == "safetensors"
+        assert checkpoint.step is None
+        # The tied names are one tensor in the checkpoint.
+        assert set(expected.files) - set(checkpoint.leaves) == {
+            "encoder.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+            "lm_head.weight",
+        }
+        for name, lazy in checkpoint.leaves.items():
+            assert_same(lazy.get(), expected[name])
+        config = json.loads((directory / "config.json").read_text())
+        assert checkpoint.metadata["config"] == config
+        assert {"tie_word_embeddings", "d_model"} <= set(config)
+        assert checkpoint.metadata["index"]["total_size"] == 339328
+        assert len(checkpoint.metadata["files"]) == 6
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model-00002-of-00006.safetensors"])
+def test_an_index_or_a_shard_by_its_own_path(goldens, name):
+    with (
+        ot.open_checkpoint(goldens / "safetensors" / "t5_1_1" / name) as checkpoint,
+        np.load(goldens / "safetensors" / "t5_1_1_expected.npz") as expected,
+    ):
+        assert len(checkpoint.leaves) == (65 if name.endswith("json") else 12)
+        for leaf, lazy in checkpoint.leaves.items():
+            assert_same(lazy.get(), expected[leaf])
+
+
+@hypothesis.given(
+    arrays=st.dictionaries(
+        st.text('ab./\\"é\u2028\n😀 ', max_size=8),
+        hnp.arrays(
+            st.sampled_from([np.float32, np.int64, np.uint8, np.float16, np.complex64]),
+            hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5),
+        ),
+        max_size=6,
+    ),
+    # An empty one, without tensors, is written as invalid JSON.
+    metadata=st.none() | st.dictionaries(st.text("ab", max_size=5), st.text('é"', max_size=5), min_size=1, max_size=3),
+)
+@hypothesis.settings(max_examples=40)
+def test_what_the_library_writes_is_read(tmp_path_factory, arrays, metadata):
+    path = tmp_path_factory.mktemp("written") / "model.safetensors"
+    safetensors.numpy.save_file(arrays, path, metadata)
+    with ot.open_checkpoint(path) as checkpoint:
+        assert dict(checkpoint.leaves).keys() == arrays.keys()
+        for name, expected in arrays.items():
+            assert_same(checkpoint.leaves[name].get(), expected)
+        assert checkpoint.metadata["file_metadata"] == {"model.safetensors": metadata or {}}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ml_dtype"),
+    [
+        ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("F8_E5M2", ml_dtypes.float8_e5m2),
+        ("F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
+        ("F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz),
+        ("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+    ],
+)
+def test_float8(tmp_path, dtype, ml_dtype):
+    data = bytes(range(256))
+    header = json.dumps({"x": {"dtype": dtype, "shape": [256], "data_offsets": [0, 256]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert_same(checkpoint.leaves["x"].get(), np.frombuffer(data, ml_dtype))
+
+
+def test_only_the_asked_ranges_are_read(tmp_path):
+    array = np.random.default_rng(0).random((1 << 12, 1 << 10), np.float32)
+    save(tmp_path / "model.safetensors", {"w": array, "other": array})
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        leaf = leaf_of(checkpoint, "w")
+        out = np.empty((8, 1 << 10), np.float32)
+        before = bytes_read_by_process()
+        ledger = read(leaf, [Request(((100, 108), (0, 1 << 10)), out)])
+        assert bytes_read_by_process() - before < out.nbytes + 4096
+        assert ledger.bytes_read == out.nbytes
+        assert_same(out, array[100:108])
+
+
+def test_a_single_model_file_goes_before_an_index(tmp_path):
+    save(tmp_path / "model.safetensors", {"a": np.ones(2, np.float32)})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "other.safetensors"}}))
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert list(checkpoint.leaves) == ["a"]
+
+
+def test_the_trainers_step(tmp_path):
+    directory = tmp_path / "checkpoint-500"
+    directory.mkdir()
+    save(directory / "model.safetensors", {"a": np.ones(2, np.float32)})
+    with ot.open_checkpoint(directory) as checkpoint:
+        assert checkpoint.step == 500
+
+
+def test_a_snapshot_of_the_hub_cache(tmp_path):
+    """Files of a snapshot are links to blobs of the same model; everything else stays inside the directory."""
+    model = tmp_path / "models--google--t5"
+    snapshot = model / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (model / "blobs").mkdir()
+    blob = "a" * 64
+    save(model / "blobs" / blob, {"w": np.arange(3, dtype=np.float32)})
+    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{blob}")
+    (model / "blobs" / ("b" * 40)).write_text('{"tie_word_embeddings": false}')
+    (snapshot / "config.json").symlink_to(f"../../blobs/{'b' * 40}")
+    for path in (snapshot, snapshot / "model.safetensors"):
+        with ot.open_checkpoint(path) as checkpoint:
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), [0, 1, 2])
+            assert checkpoint.metadata["config"] == {"tie_word_embeddings": False}
+
+
+def test_a_file_behind_a_link_that_the_caller_named(tmp_path):
+    save(tmp_path / "real.safetensors", {"w": np.arange(3, dtype=np.float32)})
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "model.safetensors"
+    link.symlink_to(tmp_path / "real.safetensors")
+    with ot.open_checkpoint(link) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), [0, 1, 2])
+    with pytest.raises(ot.errors.UnsafeCheckpointError, match="leads out"):
+        ot.open_checkpoint(tmp_path / "links")
+
+
+def test_a_config_that_cannot_be_read_does_not_hide_the_tensors(tmp_path):
+    save(tmp_path / "model.safetensors", {"w": np.arange(3, dtype=np.float32)})
+    (tmp_path / "config.json").write_text("{")
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.metadata["config"] is None
+        assert "config.json" in checkpoint.metadata["config_error"]
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), [0, 1, 2])
