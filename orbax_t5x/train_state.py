@@ -9,6 +9,7 @@ What does not fit is a ValueError that names it; nothing is filled in or left ou
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -24,8 +25,18 @@ from orbax_t5x.optimizers import Optimizer, OptimizerDef
 EMPTY_DICT: FrozenDict[str, Any] = FrozenDict({})
 
 
+class _LooksWithoutCalling(type(Protocol)):
+    """`isinstance` by the names of members: Python 3.11 would call properties, and one of `InferenceState`'s raises."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if cls is not TrainState:
+            return super().__instancecheck__(instance)
+        missing = object()
+        return all(inspect.getattr_static(instance, name, missing) is not missing for name in _TRAIN_STATE_MEMBERS)
+
+
 @runtime_checkable
-class TrainState(Protocol):
+class TrainState(Protocol, metaclass=_LooksWithoutCalling):
     """What training, evaluation and checkpointing need to know of a state."""
 
     @property
@@ -75,6 +86,9 @@ class TrainState(Protocol):
     def as_logical_axes(self) -> TrainState:
         """The state with `PartitionSpec`s of logical axis names, or None, in place of its leaves."""
         ...
+
+
+_TRAIN_STATE_MEMBERS = tuple(name for name in vars(TrainState) if not name.startswith("_"))
 
 
 class FlaxOptimTrainState(flax.struct.PyTreeNode):

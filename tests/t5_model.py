@@ -14,6 +14,7 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import partitioning
 
 _MASKED = -1e9
@@ -253,7 +254,18 @@ def batch(seed: int, config: T5Config = T5Config(), *, size: int = 8, length: in
 
 
 def init(config: T5Config = T5Config(), seed: int = 0):
-    """The model and its variables: `params` and `params_axes`."""
+    """The model and its variables: `params` and `params_axes`.
+
+    Values come from NumPy: compiling the initializers takes longer than most tests.
+    """
     model = T5(config)
     ids = jnp.ones((1, 4), jnp.int32)
-    return model, model.init(jax.random.key(seed), ids, ids)
+    variables = jax.eval_shape(model.init, jax.random.key(seed), ids, ids)
+    rng = np.random.default_rng(seed)
+
+    def value(path, leaf):
+        if path[-1].key == "scale":
+            return jnp.asarray(1 + 0.1 * rng.standard_normal(leaf.shape), leaf.dtype)
+        return jnp.asarray(0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return model, {**variables, "params": jax.tree_util.tree_map_with_path(value, variables["params"])}
