@@ -91,7 +91,7 @@ def runs(numbers: Sequence[str]) -> str | None:
             return None
         stop = start + 1
         step = values[stop] - values[start] if stop < len(values) else 0
-        while step and stop < len(values) and values[stop] - values[stop - 1] == step:
+        while step and stop < len(values) and _follows(numbers, values, stop, step):
             stop += 1
         if stop - start < 3 or step == 0:
             parts.append(numbers[start])
@@ -101,6 +101,13 @@ def runs(numbers: Sequence[str]) -> str | None:
         parts.append(f"{first}…{numbers[stop - 1]}")
         start = stop
     return "{" + ",".join(parts) + "}"
+
+
+def _follows(numbers: Sequence[str], values: Sequence[int], at: int, step: int) -> bool:
+    """Whether a number goes on from the one before by a step, padded with zeros alike."""
+    before, number = numbers[at - 1], numbers[at]
+    padded = any(one.startswith("0") and len(one) > 1 for one in (before, number))
+    return values[at] - values[at - 1] == step and (len(before) == len(number) or not padded)
 
 
 def _fold_once(items: list[_Item], least: int) -> list[_Item]:
@@ -115,12 +122,11 @@ def _fold_once(items: list[_Item], least: int) -> list[_Item]:
 
 
 def _fold_group(group: list[_Item], least: int) -> list[_Item]:
-    """Folds rows of one template along the number of the leading text that varies most."""
+    """Folds rows of one template along the first number of the leading text that takes enough values: the layer's."""
     places = range(1, len(group[0].tokens[0]), 2)
-    variety = {place: len({item.tokens[0][place] for item in group}) for place in places}
-    if not variety or max(variety.values()) < least:
+    place = next((one for one in places if len({item.tokens[0][one] for item in group}) >= least), None)
+    if place is None:
         return group
-    place = max(variety, key=lambda one: variety[one])
     buckets: dict[Hashable, list[_Item]] = {}
     for item in group:
         lead = item.tokens[0]

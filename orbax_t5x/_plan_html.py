@@ -18,6 +18,7 @@ _STYLE = """
 .orbax-t5x-plan table {border-collapse: collapse; margin: 8px 0}
 .orbax-t5x-plan th, .orbax-t5x-plan td {text-align: left; vertical-align: top; padding: 2px 12px 2px 0;
   border-bottom: 1px solid color-mix(in srgb, currentColor 15%, transparent); background: none}
+.orbax-t5x-plan th {font-size: 13px}
 .orbax-t5x-plan td {font-family: ui-monospace, monospace; font-size: 12px; white-space: nowrap}
 .orbax-t5x-plan .right {text-align: right}
 .orbax-t5x-plan .how {opacity: .65}

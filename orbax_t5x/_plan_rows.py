@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orbax_t5x._fold import fold, fold_names, times_text
-from orbax_t5x._wording import array_bytes, array_text, counted, leaves_text, mesh_text, sharding_text, size_text
+from orbax_t5x._wording import array_bytes, array_text, counted, leaves_text, mesh_text, plain, sharding_text, size_text
 from orbax_t5x.lazy._leaf import box_size
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def plan_rows(plan: RestorePlan) -> tuple[list[Row], int]:
     folded = fold([(entry.name, entry_source(entry), entry_how(entry)) for entry in entries], told)
     rows: list[Row] = []
     for row in folded[:SHOWN_ROWS]:
-        name, source, how = row.texts
+        name, source, how = map(plain, row.texts)
         array, sharding, action = told[row.members[0]]
         size = size_text(sum(entry_bytes(entries[member]) for member in row.members)) if action == "read" else ""
         same = action == "read" and source == name
@@ -128,19 +128,22 @@ def heading(plan: RestorePlan) -> list[str]:
     """What the plan is, in up to three lines."""
     sources = [
         (f"{name}: " if name else "")
-        + f"{checkpoint.path} ({checkpoint.format}"
+        + f"{plain(checkpoint.path)} ({checkpoint.format}"
         + (f", step {checkpoint.step}" if checkpoint.step is not None else "")
         + ")"
         for name, checkpoint in plan.checkpoints.items()
     ]
     lines = [f"Restore plan: {leaves_text(len(plan.entries))} from {', '.join(sources)}"]
     counts = {word: sum(entry.action == action for entry in plan.entries) for action, word in _WORDS.items()}
-    counts |= {"unused": len(plan.unused), "dropped": len(plan.dropped), "warnings": len(plan.warnings)}
-    lines.append(" · ".join(f"{count:,} {word}" for word, count in counts.items() if count) or "nothing to do")
+    counts |= {"unused": len(plan.unused), "dropped": len(plan.dropped)}
+    facts = [f"{count:,} {word}" for word, count in counts.items() if count]
+    facts += [counted(len(plan.warnings), "warning")] if plan.warnings else []
+    lines.append(" · ".join(facts) or "nothing to do")
     stored = {id(leaf): leaf for entry in plan.entries if entry.view is not None for leaf in entry.view.leaves()}
     whole = sum(array_bytes(leaf.dtype, leaf.shape) for leaf in stored.values() if not hasattr(leaf, "value"))
     reads = f"This process reads {size_text(plan.bytes_to_read)}"
-    reads += f" of the {size_text(whole)} that these leaves take." if plan.bytes_to_read != whole else "."
+    # Where two leaves want one source in other cuts, parts of it are read twice, and this says nothing worth comparing.
+    reads += f" of the {size_text(whole)} that these leaves take." if plan.bytes_to_read < whole else "."
     meshes = dict.fromkeys(text for text in (mesh_text(entry.sharding) for entry in plan.entries) if text)
     if meshes:
         reads += f" Mesh: {'; '.join(meshes)}."
@@ -182,7 +185,7 @@ def name_sections(plan: RestorePlan) -> list[tuple[str, list[str], str]]:
 def shown_names(names: Sequence[str], where: str) -> tuple[list[str], str]:
     """Folded names, and a sentence for those that are not shown."""
     folded = fold_names(names)
-    shown = [row.label for row in folded[:SHOWN_NAMES]]
+    shown = [plain(row.label) for row in folded[:SHOWN_NAMES]]
     left = sum(len(row.members) for row in folded[SHOWN_NAMES:])
     return shown, f"… and {left:,} more in `{where}`" if left else ""
 

@@ -104,6 +104,7 @@ def _narrow(rows: Sequence[Row], width: int) -> list[str]:
         else:
             lines += [row.label, right.rjust(edge)]
         arrow = "← " if row.action == "read" else "· "
-        details = " · ".join(part for part in (row.source, row.how, row.sharding) if part)
-        lines += _wrapped(details, width, "    " + arrow, "      ")
+        # A no-break space keeps `P('data', None)` in one piece; textwrap knows it, terminals would copy it.
+        details = " · ".join(part for part in (row.source, row.how, row.sharding.replace(" ", "\xa0")) if part)
+        lines += [line.replace("\xa0", " ") for line in _wrapped(details, width, "    " + arrow, "      ")]
     return lines

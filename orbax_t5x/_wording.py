@@ -75,3 +75,10 @@ def mesh_text(sharding: Any) -> str:
         return ""
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"{axes} ({counted(math.prod(mesh.shape.values()), 'device')})"
+
+
+def plain(text: str) -> str:
+    """Text from a file without control characters: what a name holds must not move a terminal's cursor."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -24,7 +24,7 @@ from orbax_t5x._plan_rows import (
     entry_source,
 )
 from orbax_t5x._plan_table import table
-from orbax_t5x._wording import array_bytes, array_text, counted, dtype_text, mesh_text, size_text
+from orbax_t5x._wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
 from orbax_t5x.transforms._closest import closest_names
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def explain(plan: RestorePlan, leaf: str) -> str:
     parts = [_explain_entry(entry, plan) for entry in plan.entries if entry.name == leaf]
     parts += _explain_stored(plan, leaf)
     if parts:
-        return "\n\n".join(parts)
+        return "\n\n".join("\n".join(plain(line) for line in part) for part in parts)
     names = dict.fromkeys([*(entry.name for entry in plan.entries), *_stored(plan)])
     closest = closest_names(leaf, names)
     hint = f"; closest: {', '.join(closest)}" if closest else ""
@@ -70,7 +70,7 @@ def diff(plan: RestorePlan, other: RestorePlan) -> str:
         lines[SHOWN_ROWS:] = [f"… and {counted(len(lines) - SHOWN_ROWS, 'line')} more: compare `plan.to_json()`"]
     if lines and plan.bytes_to_read != other.bytes_to_read:
         lines.append(f"this process reads {size_text(plan.bytes_to_read)} -> {size_text(other.bytes_to_read)}")
-    return "\n".join(lines)
+    return "\n".join(plain(line) for line in lines)
 
 
 def to_json(plan: RestorePlan) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _line(label: str, text: str) -> str:
     return f"  {label:<{_LABEL_WIDTH}}{text}"
 
 
-def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> str:
+def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> list[str]:
     lines = [f"{entry.name}: a leaf of the target, {_WHAT[entry.action]}"]
     if entry.dtype is not None:
         lines.append(_line("becomes", f"{entry_array(entry)}, {size_text(array_bytes(entry.dtype, entry.shape))}"))
@@ -147,7 +147,7 @@ def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> str:
     if entry_sharding(entry):
         mesh = f" over {mesh_text(entry.sharding)}" if mesh_text(entry.sharding) else ""
         lines.append(_line("sharding", entry_sharding(entry) + mesh))
-    return "\n".join([*lines, *_read_lines(entry)])
+    return [*lines, *_read_lines(entry)]
 
 
 _WHAT = {
@@ -205,7 +205,7 @@ def _path_of(plan: RestorePlan, name: str) -> str:
     return ""
 
 
-def _explain_stored(plan: RestorePlan, leaf: str) -> list[str]:
+def _explain_stored(plan: RestorePlan, leaf: str) -> list[list[str]]:
     view = _stored(plan).get(leaf)
     if view is None:
         return []
@@ -220,7 +220,7 @@ def _explain_stored(plan: RestorePlan, leaf: str) -> list[str]:
         lines.append(_line("unused", "no place in the target, and strict=False leaves it unread"))
     if leaf in plan.dropped:
         lines.append(_line("dropped", "taken out by a transform, a `...` in the target or an InferenceState; not read"))
-    return ["\n".join(lines)]
+    return [lines]
 
 
 # -- two plans
@@ -240,11 +240,11 @@ _COMPARED: tuple[tuple[str, Callable[[PlanEntry], str]], ...] = (
 
 
 def _change(entry: PlanEntry, other: PlanEntry) -> str:
-    hidden = entry.sources != other.sources and entry_source(entry) == entry_source(other)
-    if hidden:
-        return "from other sources, named alike in short"
-    return "; ".join(
+    changes = [
         f"{word} {told(entry) or 'nothing'} -> {told(other) or 'nothing'}"
         for word, told in _COMPARED
         if told(entry) != told(other)
-    )
+    ]
+    if entry.sources != other.sources and entry_source(entry) == entry_source(other):
+        changes.append(f"other sources behind {entry_source(entry)}")
+    return "; ".join(changes)
