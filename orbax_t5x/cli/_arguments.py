@@ -1,0 +1,66 @@
+"""What commands share in reading their arguments; a `UsageError` is exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+
+
+class UsageError(Exception):
+    """The command was called wrongly; the text says how it is called rightly."""
+
+
+def size_argument(text: str) -> int:
+    """Bytes from `268435456`, `256M`, `256MiB` or `1.5G`; all units are powers of 1024.
+
+    Raises:
+      ValueError: argparse reports it.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    count = int(float(match[1]) * _UNITS[match[2].upper()])
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
+def read_rules(path: str) -> list[tuple[str, str | None]]:
+    """Assignment rules from a JSON file: a list of [pattern, replacement], null for a leaf that is left out.
+
+    Raises:
+      UsageError: the file cannot be read, or does not hold such a list.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            rules = json.load(file)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--map {path}: {error.strerror if isinstance(error, OSError) else error}") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--map {path}: not JSON: {error}") from error
+    if not isinstance(rules, list):
+        raise UsageError(f"--map {path}: a JSON list of [pattern, replacement] is wanted, not {_kind(rules)}")
+    for number, rule in enumerate(rules):
+        _check_rule(path, number, rule)
+    return [(pattern, replacement) for pattern, replacement in rules]
+
+
+def _check_rule(path: str, number: int, rule: Any) -> None:
+    right = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
+    if not right or not isinstance(rule[0], str) or not isinstance(rule[1], str | None):
+        wanted = '["pattern", "replacement" or null]'
+        raise UsageError(f"--map {path}: rule {number} is {json.dumps(rule)}; wanted is {wanted}")
+    try:
+        re.compile(rule[0])
+    except re.error as error:
+        raise UsageError(f"--map {path}: rule {number}: {rule[0]!r} is no regular expression: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", str: "a string", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,60 @@
+"""`convert`: a checkpoint of any format that is read becomes a plain Orbax one. `orbax_t5x.convert` does the work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import numpy as np
+
+from orbax_t5x._convert import convert
+from orbax_t5x._wording import leaves_text, size_text
+from orbax_t5x.cli._arguments import UsageError
+from orbax_t5x.cli._output import emit, emit_json
+from orbax_t5x.cli._progress import ProgressBar
+from orbax_t5x.cli.plan_command import translation
+from orbax_t5x.readers import open_checkpoint
+
+
+def run(options: argparse.Namespace) -> int:
+    """Converts, and says what was written."""
+    dtype = _dtype(options.dtype)
+    started = time.monotonic()
+    with open_checkpoint(options.source, item=options.item) as source, ProgressBar("converting") as bar:
+        chain = translation(source, options.translate)
+        convert(
+            source,
+            options.destination,
+            chain,
+            dtype=dtype,
+            overwrite=options.overwrite,
+            memory_limit_bytes=options.memory_limit,
+            progress=bar,
+            on_unsupported=options.on_unsupported,
+        )
+    seconds = time.monotonic() - started
+    with open_checkpoint(options.destination) as written:
+        count, size = len(written.leaves), sum(view.nbytes for view in written.leaves.values())
+    if options.json:
+        emit_json(
+            {
+                "source": source.path,
+                "destination": os.path.abspath(options.destination),
+                "translated": bool(chain),
+                "leaves": count,
+                "bytes": size,
+                "seconds": seconds,
+            }
+        )
+    else:
+        names = "under T5X's names" if chain else "under their own names"
+        emit(f"{leaves_text(count)} ({size_text(size)}) {names} in {options.destination}, in {seconds:.1f} s")
+    return 0
+
+
+def _dtype(name: str | None) -> np.dtype | None:
+    try:
+        return None if name is None else np.dtype(name)
+    except TypeError as error:
+        raise UsageError(f"--dtype {name}: no such dtype; bfloat16, float32 and float16 are usual") from error

@@ -1,0 +1,160 @@
+"""`orbax-t5x`: reads the arguments, runs one command, and turns what goes wrong into one line and an exit code.
+
+Exit codes: 0 ok; 1 a difference, damage or a problem; 2 usage; 3 nothing there that can be verified; 130 interrupted;
+141 whoever read the output stopped. A command's module is imported when it runs, so that `inspect` need not wait for
+JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from orbax_t5x import __version__
+from orbax_t5x._wording import plain
+from orbax_t5x.cli._arguments import UsageError, size_argument
+from orbax_t5x.errors import CheckpointError
+
+_PROGRAM = "orbax-t5x"
+_OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      arguments: without the program's name; None for those of the process.
+
+    Returns:
+      The exit code.
+    """
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has said what it has to say
+        return int(stop.code or 0)
+    try:
+        code = importlib.import_module(options.module).run(options)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        return _complain(str(error), _USAGE)
+    except CheckpointError as error:
+        return _complain(str(error), _PROBLEM)
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    except KeyboardInterrupt:
+        return _complain("interrupted", _INTERRUPTED)
+
+
+def _complain(text: str, code: int) -> int:
+    lines = "\n".join(plain(line) for line in text.splitlines())
+    print(f"{_PROGRAM}: {lines}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert them to Orbax."
+    )
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_inspect(commands)
+    _add_plan(commands)
+    _add_convert(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add(commands, name: str, module: str, summary: str, more: str = "") -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {more}".strip())
+    parser.set_defaults(module=f"orbax_t5x.cli.{module}")
+    return parser
+
+
+def _add_source(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(
+        name, help="a TensorFlow bundle (prefix, .index or directory), an Orbax item, step or root, or safetensors"
+    )
+    parser.add_argument("--item", help="which item of an Orbax step")
+
+
+def _add_translate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--translate",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Mesh TensorFlow's names become T5X's (default: for bundles)",
+    )
+
+
+def _add_inspect(commands) -> None:
+    parser = _add(commands, "inspect", "inspect_command", "list what a checkpoint holds", "No array is read.")
+    _add_source(parser, "path")
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    parser.add_argument("--all", action="store_true", help="every leaf on a line of its own, repeated layers included")
+
+
+def _add_plan(commands) -> None:
+    parser = _add(
+        commands,
+        "plan",
+        "plan_command",
+        "say what a restore would read from where, and what is wrong with it",
+        "No array is read. Exit code 1 when something is wrong.",
+    )
+    _add_source(parser, "source")
+    parser.add_argument(
+        "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
+    )
+    parser.add_argument("--target-item", help="which item of the target's Orbax step")
+    parser.add_argument(
+        "--map", metavar="FILE", help="assignment rules: a JSON list of [pattern of target names, source or null]"
+    )
+    _add_translate(parser)
+    parser.add_argument("--no-strict", dest="strict", action="store_false", help="leaves without a place stay unread")
+    parser.add_argument("--allow-lossy-cast", action="store_true", help="permit conversions that may lose values")
+    parser.add_argument("--explain", metavar="LEAF", help="all about one leaf of the target or of the source")
+    parser.add_argument("--json", action="store_true", help="the plan, or its problems, for programs")
+
+
+def _add_convert(commands) -> None:
+    parser = _add(
+        commands,
+        "convert",
+        "convert_command",
+        "write a checkpoint as a plain Orbax one",
+        "Leaf by leaf, in bounded memory; what Orbax cannot store is named before anything is written.",
+    )
+    _add_source(parser, "source")
+    parser.add_argument("destination", help="a directory that does not exist yet")
+    _add_translate(parser)
+    parser.add_argument("--dtype", help="for the floating-point model parameters, such as bfloat16")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there, once the new one is complete")
+    parser.add_argument(
+        "--on-unsupported",
+        choices=("error", "skip"),
+        default="error",
+        help="what to do with leaves that Orbax cannot store (default: error)",
+    )
+    parser.add_argument(
+        "--memory-limit", type=size_argument, metavar="SIZE", help="host buffers in flight, such as 256M"
+    )
+    parser.add_argument("--json", action="store_true", help="what was done, for programs")
+
+
+def _add_demo(commands) -> None:
+    parser = _add(
+        commands,
+        "demo",
+        "demo",
+        "do the whole job once, on a small checkpoint that comes along",
+        "Restores sharded over eight CPU devices, saves through Orbax, restores again and compares every bit.",
+    )
+    parser.add_argument(
+        "--keep", metavar="DIR", help="leave what is written in this new directory (default: nothing is left)"
+    )
