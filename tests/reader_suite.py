@@ -80,7 +80,7 @@ def random_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Box:
 
 
 def random_buffer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A buffer of random strides: contiguous, transposed, strided, or reversed in some dimensions; filled with rubbish."""
+    """A buffer of random strides: contiguous, transposed, strided, or reversed in some dimensions; not empty."""
     if not shape:
         return np.empty((), dtype)
     order = rng.permutation(len(shape))

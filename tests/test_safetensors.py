@@ -11,10 +11,10 @@ import pytest
 import safetensors
 import safetensors.numpy
 from hypothesis import strategies as st
-from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, bytes_read_by_process, leaf_of, read
 
 import orbax_t5x as ot
 from orbax_t5x.lazy._leaf import Request
+from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, bytes_read_by_process, leaf_of, read
 
 
 def save(path: Path, arrays, metadata=None) -> None:

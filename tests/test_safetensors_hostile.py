@@ -1,4 +1,4 @@
-"""What damaged and hostile safetensors files may do: a typed error that names the file, at once, and never a wrong value."""
+"""Damaged and hostile safetensors files: a typed error that names the file, at once, and never a wrong value."""
 
 import json
 import os
@@ -60,7 +60,7 @@ CORRUPT = {
     "the same key twice": container(
         '{"a": {"dtype": "F32", "dtype": "I32", "shape": [], "data_offsets": [0, 4]}}', bytes(4)
     ),
-    "half a character": container('{"\\ud800": %s}' % json.dumps(tensor(0, 4, [])), bytes(4)),
+    "half a character": container(json.dumps({"\ud800": tensor(0, 4, [])}), bytes(4)),
     "metadata of numbers": container({"__metadata__": {"a": 1}}),
     "metadata is a list": container({"__metadata__": []}),
     "trailing bytes": container(GOOD, DATA + b"x"),
@@ -201,7 +201,7 @@ def test_an_index_that_is_wrong_about_its_tensors(tmp_path):
     with pytest.raises(CorruptCheckpointError, match="and it is in 'one"):
         ot.open_checkpoint(tmp_path)
     write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}, one=one, two=one | {"b": tensor(4, 8, [])})
-    with pytest.raises(CorruptCheckpointError, match="is in 'one.safetensors' and in 'two.safetensors'"):
+    with pytest.raises(CorruptCheckpointError, match=r"is in 'one\.safetensors' and in 'two\.safetensors'"):
         ot.open_checkpoint(tmp_path)
 
 

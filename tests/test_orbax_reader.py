@@ -1,0 +1,461 @@
+"""Checkpoints that stock Orbax wrote, of every layout, against stock Orbax reading them; and T5X's (goldens)."""
+
+import collections
+import json
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from orbax.checkpoint import type_handlers
+
+import orbax_t5x as ot
+from orbax_t5x.lazy._leaf import Request
+from orbax_t5x.readers._tensorstore_leaf import array_spec
+from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, leaf_of, read
+
+LAYOUTS = [(ocdbt, zarr3) for ocdbt in (True, False) for zarr3 in (False, True)]
+Pair = collections.namedtuple("Pair", "mu nu")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Orbax warns in its log about layouts that it does not prefer."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def nest(flat):
+    """A nested dict of '/'-joined names."""
+    root = {}
+    for name, value in flat.items():
+        node = root
+        *parents, last = name.split("/")
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return root
+
+
+def save(path, tree, *, ocdbt=True, zarr3=False, **args):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, **args))
+    return path
+
+
+def rows_and_columns(array):
+    """An array over eight devices, two by four."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")))
+
+
+class OrbaxSuite(ReaderSuite):
+    dtypes = (*NUMBERS, np.dtype(jnp.int4))
+    ocdbt = True
+    zarr3 = False
+
+    def write(self, directory, arrays):
+        return save(directory / "item", nest(arrays), ocdbt=self.ocdbt, zarr3=self.zarr3)
+
+
+class TestOcdbt(OrbaxSuite):
+    pass
+
+
+class TestOcdbtZarr3(OrbaxSuite):
+    zarr3 = True
+
+
+class TestDirectories(OrbaxSuite):
+    ocdbt = False
+
+
+class TestDirectoriesZarr3(OrbaxSuite):
+    ocdbt = False
+    zarr3 = True
+
+
+class TestSharded(OrbaxSuite):
+    """Written by eight devices: eight chunks."""
+
+    dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+
+    def write(self, directory, arrays):
+        sharded = {
+            name: rows_and_columns(array) if array.shape == (1024, 2048) else array for name, array in arrays.items()
+        }
+        return save(directory / "item", nest(sharded))
+
+    def test_chunks_are_shards(self, opened):
+        assert leaf_of(opened, "big/matrix").chunks == (512, 512)
+
+
+class TestManagerStep(OrbaxSuite):
+    """The newest step of a root that a CheckpointManager wrote."""
+
+    def write(self, directory, arrays):
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, step_prefix="run")
+        with ocp.CheckpointManager(directory / "root", options=options) as manager:
+            manager.save(0, args=ocp.args.StandardSave({"w": np.zeros(2)}))
+            manager.save(12, args=ocp.args.StandardSave(nest(arrays)))
+        return directory / "root"
+
+    def test_the_step(self, opened):
+        assert opened.step == 12
+        assert opened.metadata["item_names"] == ["default"]
+
+
+TREE = {
+    "dict": {"w": np.arange(6.0).reshape(2, 3), "empty": {}},
+    "list": [1, 2.5, np.float32(3)],
+    "tuple": (np.int8(1), None),
+    "named": Pair(np.zeros(2, np.float32), {}),
+    "empty_list": [],
+    "empty_tuple": (),
+    "none": None,
+    "scalar": np.int64(7),
+    "flag": True,
+    "text": "grüße",
+    "a/b": np.ones(3),
+    "x.y": np.ones(2),
+    "%2e%2e": np.ones(1),
+}
+
+
+@pytest.mark.parametrize(("ocdbt", "zarr3"), LAYOUTS)
+def test_kinds_of_nodes(tmp_path, ocdbt, zarr3):
+    path = save(tmp_path / "item", TREE, ocdbt=ocdbt, zarr3=zarr3, custom_metadata={"by": ["us"]})
+    stock = ocp.PyTreeCheckpointer().restore(path)
+    with ot.open_checkpoint(path) as checkpoint:
+        assert checkpoint.format == "orbax"
+        assert list(checkpoint.leaves) == [
+            "%2e%2e",
+            "a/b",
+            "dict/w",
+            "flag",
+            "list/0",
+            "list/1",
+            "list/2",
+            "named/mu",
+            "scalar",
+            "text",
+            "tuple/0",
+            "x.y",
+        ]
+        for name, value in {
+            "dict/w": stock["dict"]["w"],
+            "list/0": stock["list"][0],
+            "list/1": stock["list"][1],
+            "list/2": stock["list"][2],
+            "tuple/0": stock["tuple"][0],
+            "named/mu": stock["named"]["mu"],
+            "a/b": stock["a/b"],
+            "x.y": stock["x.y"],
+            "%2e%2e": stock["%2e%2e"],
+        }.items():
+            np.testing.assert_array_equal(checkpoint.leaves[name].get(), value)
+        assert checkpoint.leaves["scalar"].get() == 7
+        assert checkpoint.leaves["scalar"].shape == ()
+        assert checkpoint.leaves["flag"].get()
+        text = checkpoint.leaves["text"]
+        assert (text.shape, text.dtype) == ((), object)
+        assert text.get()[()] == "grüße".encode()
+        tree = checkpoint.tree()
+        assert tree["none"] is None
+        assert tree["dict"]["empty"] == {}
+        assert tree["empty_list"] == []
+        assert tree["empty_tuple"] == ()
+        assert tree["tuple"]["1"] is None
+        assert tree["named"]["nu"] == {}
+        assert checkpoint.metadata["custom_metadata"] == {"by": ["us"]}
+        item = checkpoint.metadata["items"][""]
+        assert (item["use_ocdbt"], item["use_zarr3"]) == (ocdbt, zarr3)
+        assert item["value_types"]["text"] == "string"
+        assert item["value_types"]["named/nu"] == "Dict"
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_typed_keys(tmp_path, ocdbt):
+    keys = {
+        "one": jax.random.key(3),
+        "many": {"k": jax.random.split(jax.random.key(5, impl="rbg"), (2, 3))},
+        "w": jnp.ones(3),
+    }
+    path = save(tmp_path / "item", keys, ocdbt=ocdbt)
+    with ot.open_checkpoint(path) as checkpoint:
+        assert checkpoint.metadata["items"][""]["prng_impls"] == {"one": "threefry2x32", "many/k": "rbg"}
+        for name, key in {"one": keys["one"], "many/k": keys["many"]["k"]}.items():
+            leaf = leaf_of(checkpoint, name)
+            assert leaf.prng_impl == str(jax.random.key_impl(key))
+            assert_same(checkpoint.leaves[name].get(), np.asarray(jax.random.key_data(key)))
+        assert leaf_of(checkpoint, "w").prng_impl is None
+
+
+def test_a_tree_that_is_one_array(tmp_path):
+    for ocdbt in (True, False):
+        path = save(tmp_path / f"{ocdbt}", np.arange(3), ocdbt=ocdbt)
+        with ot.open_checkpoint(path) as checkpoint:
+            np.testing.assert_array_equal(checkpoint.leaves[""].get(), np.arange(3))
+
+
+def test_a_list_of_arrays(tmp_path):
+    path = save(tmp_path / "item", [np.ones(1), np.zeros(2)])
+    with ot.open_checkpoint(path) as checkpoint:
+        assert {name: view.shape for name, view in checkpoint.leaves.items()} == {"0": (1,), "1": (2,)}
+
+
+def test_a_standard_checkpointer(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "3", {"w": rows_and_columns(jnp.arange(64.0).reshape(8, 8))})
+        checkpointer.wait_until_finished()
+    for path in (tmp_path / "3", tmp_path):
+        with ot.open_checkpoint(path) as checkpoint:
+            assert checkpoint.step == 3
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(64.0).reshape(8, 8))
+
+
+@pytest.fixture(scope="module")
+def several_items(tmp_path_factory):
+    root = tmp_path_factory.mktemp("several")
+    options = ocp.CheckpointManagerOptions(
+        enable_async_checkpointing=False, step_prefix="ckpt", step_format_fixed_length=8
+    )
+    with ocp.CheckpointManager(root, options=options) as manager:
+        manager.save(
+            40,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave({"w": np.ones(2)}),
+                opt=ocp.args.PyTreeSave({"m": {"w": np.zeros(2)}, "count": None}, custom_metadata={"x": 1}),
+                array=ocp.args.ArraySave(np.arange(3)),
+                config=ocp.args.JsonSave({"lr": 0.1}),
+            ),
+            metrics={"loss": 1.0},
+        )
+    return root
+
+
+def test_several_items(several_items):
+    for path in (several_items, several_items / "ckpt_00000040"):
+        with ot.open_checkpoint(path) as checkpoint:
+            assert checkpoint.step == 40
+            assert list(checkpoint.leaves) == ["array/checkpoint", "opt/m/w", "params/w"]
+            np.testing.assert_array_equal(checkpoint.leaves["params/w"].get(), np.ones(2))
+            np.testing.assert_array_equal(checkpoint.leaves["array/checkpoint"].get(), np.arange(3))
+            assert checkpoint.tree()["opt"]["count"] is None
+            assert checkpoint.metadata["item_names"] == ["array", "opt", "params"]
+            assert checkpoint.metadata["custom_metadata"] is None
+            assert checkpoint.metadata["items"]["opt"]["custom_metadata"] == {"x": 1}
+            handlers = checkpoint.metadata["step_metadata"]["item_handlers"]
+            assert set(handlers) == {"array", "config", "opt", "params"} | ({"metrics"} & set(handlers))
+
+
+def test_one_item_of_several(several_items):
+    step = several_items / "ckpt_00000040"
+    for path, item in ((several_items, "opt"), (step, "opt"), (step / "opt", None), (step / "opt", "opt")):
+        with ot.open_checkpoint(path, item=item) as checkpoint:
+            assert checkpoint.step == 40
+            assert list(checkpoint.leaves) == ["m/w"]
+            assert checkpoint.metadata["custom_metadata"] == {"x": 1}
+    for path in (several_items, step):
+        for item in ("config", "nothing", ".."):
+            with pytest.raises(ot.errors.CheckpointNotFoundError, match="'array', 'opt', 'params'"):
+                ot.open_checkpoint(path, item=item)
+    with pytest.raises(ot.errors.CheckpointNotFoundError, match="'params'"):
+        ot.open_checkpoint(step / "opt", item="params")
+
+
+def test_orbax_v1(tmp_path):
+    v1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
+    tree = {"a": {"w": np.arange(6.0).reshape(2, 3)}, "b": [np.ones(3), None, "text"], "k": jax.random.key(0)}
+    v1.save(tmp_path / "one", tree)
+    with ot.open_checkpoint(tmp_path / "one") as checkpoint:
+        assert list(checkpoint.leaves) == ["a/w", "b/0", "b/2", "k"]
+        assert_same(checkpoint.leaves["a/w"].get(), tree["a"]["w"])
+        assert leaf_of(checkpoint, "k").prng_impl == "threefry2x32"
+        assert checkpoint.tree()["b"]["1"] is None
+
+
+def test_a_partial_save_over_an_empty_container(tmp_path):
+    """The container stands in `_METADATA` beside what was put into it later."""
+    path = save(tmp_path / "item", {"a": {"w": np.ones(2)}, "b": {}})
+    metadata = json.loads((path / "_METADATA").read_text())
+    metadata["tree_metadata"]["('a',)"] = {
+        "key_metadata": [{"key": "a", "key_type": 2}],
+        "value_metadata": {"value_type": "Dict", "skip_deserialize": True},
+    }
+    (path / "_METADATA").write_text(json.dumps(metadata))
+    with ot.open_checkpoint(path) as checkpoint:
+        assert list(checkpoint.leaves) == ["a/w"]
+        assert checkpoint.tree()["b"] == {}
+
+
+@pytest.mark.parametrize("writer", ["d8_adafactor", "d1_adamw_oldjax"])
+def test_t5x_through_orbax(goldens, writer):
+    root = goldens / "t5x_orbax" / writer
+    truth = json.loads((root / "expected_meta.json").read_text())["leaves"]
+    with np.load(root / "expected.npz") as expected:
+        for path in (root, root / "checkpoint_3", root / "checkpoint_3" / "state"):
+            with ot.open_checkpoint(path) as checkpoint:
+                assert (checkpoint.format, checkpoint.step) == ("orbax", 3)
+                assert set(checkpoint.leaves) == {name for name, said in truth.items() if said.get("shape") is not None}
+                assert all(name.split("/")[0] in ("target", "state") for name in checkpoint.leaves)
+                if path != root:
+                    continue
+                for name, lazy in checkpoint.leaves.items():
+                    assert lazy.dtype.name == truth[name]["dtype"]
+                    assert_same(lazy.get().astype(expected[name].dtype), expected[name])
+    assert ot.latest_step(root, validated=True) == 3
+
+
+def test_a_multi_optimizers_none_leaves(tmp_path):
+    """T5X's layout of a MultiOptimizer: parameters without an optimizer have None."""
+    state = {
+        "target": {"a": np.ones(2), "b": np.ones(3)},
+        "state": {"step": np.int32(3), "param_states": {"a": {"m": np.zeros(2)}, "b": None}},
+        "flax_mutables": {},
+    }
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, step_prefix="checkpoint")
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        manager.save(3, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state)))
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert "state/param_states/b" not in checkpoint.leaves
+        assert checkpoint.tree()["state"]["param_states"]["b"] is None
+        assert checkpoint.empties["flax_mutables"] == {}
+        assert checkpoint.leaves["state/step"].dtype == np.int32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("ocdbt", "zarr3"), LAYOUTS)
+def test_our_spec_is_orbaxs(tmp_path, ocdbt, zarr3):
+    """Driver, place and name of each array, as Orbax's own (deprecated) function gives them."""
+    path = save(tmp_path / "item", {"a": {"w": np.ones((2, 3))}}, ocdbt=ocdbt, zarr3=zarr3)
+    info = type_handlers.ParamInfo(
+        name="a.w",
+        path=path / "a.w",
+        parent_dir=path,
+        is_ocdbt_checkpoint=ocdbt,
+        use_zarr3=zarr3,
+        raise_array_data_missing_error=True,
+    )
+    theirs = type_handlers.get_json_tspec_read(info, use_ocdbt=ocdbt)
+    ours = array_spec(str(path), "a.w", ocdbt=ocdbt, zarr3=zarr3)
+    opened = [ts.Spec({**spec, "kvstore": {**spec["kvstore"]}}).to_json() for spec in (theirs, ours)]
+    places = []
+    for spec in opened:
+        kvstore = spec["kvstore"]
+        base = kvstore.get("base", {})
+        base = base if isinstance(base, dict) else ts.KvStore.Spec(base).to_json()
+        places.append(
+            (
+                spec["driver"],
+                kvstore["driver"],
+                kvstore["path"].strip("/"),
+                str(base.get("path", "")).strip("/"),
+                spec.get("fill_missing_data_reads", True),
+            )
+        )
+    assert places[0] == places[1]
+
+
+def test_absent_chunks_of_an_early_zarr3_writer_are_the_fill_value(tmp_path):
+    """Early writers left out zarr v3 chunks of zeros; their metadata does not say that every chunk is stored."""
+    path = save(tmp_path / "item", {"w": rows_and_columns(jnp.ones((8, 8)))}, ocdbt=False, zarr3=True)
+    (path / "w" / "c" / "1" / "2").unlink()
+    with ot.open_checkpoint(path) as checkpoint, pytest.raises(ot.errors.CorruptCheckpointError, match="missing"):
+        checkpoint.leaves["w"].get()
+    metadata = json.loads((path / "_METADATA").read_text())
+    del metadata["store_array_data_equal_to_fill_value"]
+    (path / "_METADATA").write_text(json.dumps(metadata))
+    expected = np.ones((8, 8), np.float32)
+    expected[4:, 4:6] = 0
+    with ot.open_checkpoint(path) as checkpoint:
+        assert_same(checkpoint.leaves["w"].get(), expected)
+
+
+def test_many_boxes_of_one_chunk(tmp_path):
+    """Columns of an array that is one chunk, all in one call."""
+    array = np.random.default_rng(0).random((64, 256), np.float32)
+    path = save(tmp_path / "item", {"w": array})
+    with ot.open_checkpoint(path) as checkpoint:
+        whole = np.empty_like(array)
+        requests = [Request(((0, 64), (k, k + 1)), whole[:, k : k + 1]) for k in range(256)]
+        ledger = read(leaf_of(checkpoint, "w"), requests)
+        assert_same(whole, array)
+        assert ledger.bytes_read == array.nbytes
+
+
+def test_thousands_of_leaves(tmp_path):
+    tree = {f"layer_{k}": {"kernel": np.full((2, 2), k, np.float32), "bias": np.float32(k)} for k in range(400)}
+    path = save(tmp_path / "item", tree)
+    with ot.open_checkpoint(path) as checkpoint:
+        assert len(checkpoint.leaves) == 800
+        for k in (0, 17, 399):
+            assert checkpoint.leaves[f"layer_{k}/bias"].get() == k
+            np.testing.assert_array_equal(checkpoint.leaves[f"layer_{k}/kernel"].get(), np.full((2, 2), k))
+
+
+def touch_step(root: Path, name: str) -> Path:
+    (root / name / "state").mkdir(parents=True)
+    (root / name / "state" / "_METADATA").write_text("{}")
+    return root / name
+
+
+def test_latest_step_of_names(tmp_path):
+    assert ot.latest_step(tmp_path / "nowhere") is None
+    assert ot.latest_step(tmp_path) is None
+    touch_step(tmp_path, "checkpoint_0")
+    assert ot.latest_step(tmp_path) == 0
+    for name in ("checkpoint_9", "checkpoint_10", "00000007", "dataset_8"):
+        touch_step(tmp_path, name)
+    assert ot.latest_step(str(tmp_path)) == 10
+    (tmp_path / "checkpoint_12").mkdir()  # empty
+    (tmp_path / "checkpoint_13" / "state" / "d").mkdir(parents=True)  # half deleted
+    (tmp_path / "checkpoint_14").write_text("a file")
+    touch_step(tmp_path, "checkpoint_15.orbax-checkpoint-tmp-1700000000")
+    touch_step(tmp_path, "16.orbax-checkpoint-tmp")
+    touch_step(tmp_path, "checkpoint_17.tmp-1700000000")
+    touch_step(tmp_path, "checkpoint_x18y")
+    touch_step(tmp_path, "checkpoint_\u0661\u0669")
+    (tmp_path / "checkpoint_20" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "checkpoint_20" / "state.orbax-checkpoint-tmp" / "_METADATA").write_text("{}")
+    (tmp_path / "checkpoint_21").symlink_to("checkpoint_21")
+    assert ot.latest_step(tmp_path) == 10
+
+
+def test_latest_step_counts_native_t5x_steps(tmp_path):
+    touch_step(tmp_path, "checkpoint_5")
+    (tmp_path / "checkpoint_8").mkdir()
+    (tmp_path / "checkpoint_8" / "checkpoint").write_bytes(b"\x82\xa7version\x03\xa9optimizer\x80")
+    assert ot.latest_step(tmp_path) == 8
+
+
+def test_latest_step_agrees_with_orbax(several_items, tmp_path):
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in (0, 2, 11):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(2)}))
+        assert ot.latest_step(tmp_path) == manager.latest_step() == 11
+    for root in (several_items, tmp_path):
+        assert ot.latest_step(root) == max(ocp.path.step.checkpoint_steps(root))
+
+
+def test_validated_skips_what_does_not_open(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path / f"{step}" / "state", {"w": np.ones(2), "v": np.ones(2)}, ocdbt=False)
+    (tmp_path / "4" / "state" / "_METADATA").write_text("{")
+    (tmp_path / "3" / "state" / "w" / ".zarray").unlink()
+    assert ot.latest_step(tmp_path) == 4
+    with pytest.warns(UserWarning, match="is skipped") as caught:
+        assert ot.latest_step(tmp_path, validated=True) == 2
+    assert len(caught) == 2
+
+
+def test_two_directories_of_one_step(tmp_path):
+    touch_step(tmp_path, "3")
+    touch_step(tmp_path, "checkpoint_3")
+    assert ot.latest_step(tmp_path) == 3
+    with pytest.raises(ot.errors.UnsupportedCheckpointError, match="'3', 'checkpoint_3'"):
+        ot.open_checkpoint(tmp_path)
