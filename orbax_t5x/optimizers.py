@@ -1,0 +1,187 @@
+"""T5X's optimizers: any Optax optimizer, and several over parts of the parameters, under T5X's names and layouts.
+
+`adam(learning_rate=1e-3).create(params)` is a pytree to train, shard, save and restore. Learning rates and schedules of
+Optax
+optimizers live in Optax: a `learning_rate` given to `apply_gradient` (T5X's trainer gives one to every optimizer) is
+ignored there. State dicts hold no empty entries; on the way back they are put in again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.struct
+import optax
+import optax.contrib
+
+from orbax_t5x._multi_optimizer import MultiOptimizer
+from orbax_t5x._optax_axes import align_axes, state_axes
+from orbax_t5x._optax_state import to_state_dict
+from orbax_t5x._optimizer_base import Optimizer, OptimizerDef, OptimizerState, first_step
+
+__all__ = [
+    "MultiOptimizer",
+    "OptaxStatePartitionRules",
+    "OptaxWrapper",
+    "Optimizer",
+    "OptimizerDef",
+    "OptimizerDefType",
+    "OptimizerState",
+    "OptimizerStateType",
+    "OptimizerType",
+    "adabelief",
+    "adagrad",
+    "adam",
+    "adamw",
+    "chain",
+    "dpsgd",
+    "fromage",
+    "lamb",
+    "lars",
+    "lion",
+    "noisy_sgd",
+    "radam",
+    "rmsprop",
+    "sgd",
+    "wrap_optax_optimizer",
+    "yogi",
+]
+
+OptimizerType = Optimizer
+OptimizerStateType = OptimizerState | Mapping[str, Any]
+OptimizerDefType = OptimizerDef
+
+
+@flax.struct.dataclass
+class _OptaxHyperParams:
+    """What may be given to one step of an Optax optimizer.
+
+    Attributes:
+      learning_rate: accepted and ignored; Optax has its own schedules.
+      extra_args: keyword arguments for the update of optimizers that take some, such as `value`.
+    """
+
+    learning_rate: Any = None
+    extra_args: Any = flax.struct.field(default_factory=dict)
+
+
+class OptaxStatePartitionRules:
+    """Logical axes of Optax states, from those of the parameters."""
+
+    @classmethod
+    def derive_params_axes(cls, params: Any, params_axes: Any) -> Any:
+        """The axes of a tree like the parameters, of which parts may be masked: those stay `MaskedNode`s."""
+        return state_axes(params, params_axes)
+
+    @classmethod
+    def derive_optax_logical_axes(cls, optax_state: Any, params_axes: Any, params: Any = None) -> Any:
+        """The state with partition specs for leaves, or None where a leaf has no logical axes.
+
+        Args:
+          optax_state: the state of any Optax optimizer; leaves may be abstract.
+          params_axes: a tree like the parameters whose leaves are `PartitionSpec`s.
+          params: the parameters. Their shapes are needed for the moments of factored optimizers, which get None without
+          them.
+        """
+        return state_axes(optax_state, params_axes, params)
+
+
+class OptaxWrapper(OptimizerDef):
+    """Any Optax gradient transformation as a T5X optimizer definition.
+
+    Two wrappers of the same transformation are equal, so that a state made anew does not compile a step again.
+    """
+
+    keeps_param_tree = False
+
+    def __init__(self, optax_optimizer: optax.GradientTransformation):
+        super().__init__(hyper_params=_OptaxHyperParams())
+        self.optax_optimizer = optax_optimizer
+        self._update = optax.with_extra_args_support(optax_optimizer).update
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.optax_optimizer == other.optax_optimizer  # pyright: ignore
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.optax_optimizer))
+
+    def init_state(self, params: Any) -> OptimizerState:
+        """A new state, whose `param_states` is Optax's."""
+        return OptimizerState(step=first_step(), param_states=self.optax_optimizer.init(params))
+
+    def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
+        """Takes `learning_rate`, which has no effect, and keyword arguments for the transformation's own update."""
+        hyper_params = hyper_param_overrides.pop("hyper_params", None) or self.hyper_params
+        learning_rate = hyper_param_overrides.pop("learning_rate", hyper_params.learning_rate)
+        extra_args = {**hyper_params.extra_args, **hyper_param_overrides}
+        return hyper_params.replace(learning_rate=learning_rate, extra_args=extra_args)
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
+    ) -> tuple[Any, OptimizerState]:
+        """One step; see the base class."""
+        extra_args = {} if hyper_params is None else hyper_params.extra_args
+        updates, param_states = self._update(grads, state.param_states, params, **extra_args)
+        return optax.apply_updates(params, updates), OptimizerState(step=state.step + 1, param_states=param_states)
+
+    def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
+        """As in the base class, but `state` holds no empty dicts."""
+        return {"target": to_state_dict(target), "state": to_state_dict(state, keep_empty=False)}
+
+    def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
+        """See the base class; works for any Optax state."""
+        param_states = state_axes(
+            optimizer.state.param_states, param_logical_axes, optimizer.target, self.optax_optimizer
+        )
+        target = align_axes(optimizer.target, param_logical_axes)
+        return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
+
+
+def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransformation]) -> Callable[..., OptaxWrapper]:
+    """A factory of optimizer definitions from one of gradient transformations, with the same arguments."""
+
+    @functools.wraps(optax_optimizer)
+    def wrapped_optimizer(*args: Any, **kwargs: Any) -> OptaxWrapper:
+        return OptaxWrapper(optax_optimizer(*args, **kwargs))
+
+    return wrapped_optimizer
+
+
+def _chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
+    """Applies gradient transformations one after the other.
+
+    Args:
+      transformations: in order, as one list.
+    """
+    return optax.chain(*transformations)
+
+
+chain = wrap_optax_optimizer(_chain)
+adabelief = wrap_optax_optimizer(optax.adabelief)
+adagrad = wrap_optax_optimizer(optax.adagrad)
+adam = wrap_optax_optimizer(optax.adam)
+adamw = wrap_optax_optimizer(optax.adamw)
+dpsgd = wrap_optax_optimizer(optax.contrib.dpsgd)
+fromage = wrap_optax_optimizer(optax.fromage)
+lamb = wrap_optax_optimizer(optax.lamb)
+lars = wrap_optax_optimizer(optax.lars)
+lion = wrap_optax_optimizer(optax.lion)
+noisy_sgd = wrap_optax_optimizer(optax.noisy_sgd)
+radam = wrap_optax_optimizer(optax.radam)
+rmsprop = wrap_optax_optimizer(optax.rmsprop)
+sgd = wrap_optax_optimizer(optax.sgd)
+yogi = wrap_optax_optimizer(optax.yogi)
+
+
+def __getattr__(name: str) -> Any:
+    # Amos is no part of Optax; T5X takes it from this package.
+    if name == "amos":
+        try:
+            module = importlib.import_module("jestimator.amos")
+        except ImportError:
+            raise AttributeError("orbax_t5x.optimizers.amos needs the package `jestimator`") from None
+        return wrap_optax_optimizer(module.amos)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
