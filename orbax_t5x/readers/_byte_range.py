@@ -21,11 +21,11 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError
-from orbax_t5x.lazy._leaf import Part, Request, box_shape, box_size
+from orbax_t5x.lazy._leaf import Part, Request, box_size
 from orbax_t5x.readers import _crc
 from orbax_t5x.readers._bytes import File
 from orbax_t5x.readers._jobs import run_jobs
-from orbax_t5x.readers._runs import Window, WindowGrid, byte_span, split_ends, union_runs
+from orbax_t5x.readers._runs import Window, WindowGrid, byte_strides, place_box, split_ends, union_runs
 
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096
@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A buffer that is a byte range of the array."""
+    """A contiguous buffer that is a byte range of the array."""
 
     start: int
     stop: int
@@ -125,16 +125,28 @@ class ByteRange:
           CorruptCheckpointError, CheckpointIOError, CheckpointGoneError: naming the file and `leaf`.
           ValueError: the checkpoint was closed, or a buffer does not fit its box.
         """
-        for box, out in requests:
-            if out.shape != box_shape(box) or out.dtype != self.dtype:
+        itemsize = self.dtype.itemsize
+        strides = byte_strides(self.shape, itemsize)
+        direct = not (self.swap or self.dtype == _BOOL or self.dtype in _LOW_BITS)
+        spans: list[_Span] = []
+        wanted: list[Request] = []
+        for request in requests:
+            box, out = request
+            placed = place_box(box, out.shape, self.shape, strides)
+            if placed is None or out.dtype != self.dtype:
                 raise ValueError(
-                    f"{leaf}: a buffer of {out.dtype} {out.shape} for the box {box} of a {self.dtype} array"
+                    f"{leaf}: a buffer of {out.dtype} {out.shape} for {box} of an array of {self.dtype} {self.shape}"
                 )
-        requests = [request for request in requests if request.out.size]
-        spans = self._spans(requests)
-        if spans is not None:
+            if not out.size:
+                continue
+            wanted.append(request)
+            start, contiguous = placed
+            if direct:
+                direct = contiguous and out.flags.c_contiguous
+                spans.append(_Span(start, start + out.nbytes, out))
+        if direct and _disjoint(spans):
             return self._read_spans(spans, checksum, leaf)
-        return self._read_windows(requests, checksum, leaf)
+        return self._read_windows(wanted, checksum, leaf)
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
         """Reads byte ranges of the array for their checksums alone; blocks."""
@@ -151,36 +163,26 @@ class ByteRange:
 
     # -- straight into the buffers
 
-    def _spans(self, requests: Sequence[Request]) -> list[_Span] | None:
-        """The requests as disjoint byte ranges in file order; None where they are not, or their bytes need work."""
-        if self.swap or self.dtype == _BOOL or self.dtype in _LOW_BITS:
-            return None
-        spans: list[_Span] = []
-        for box, out in requests:
-            found = byte_span(self.shape, self.dtype.itemsize, box) if out.flags.c_contiguous else None
-            if found is None:
-                return None
-            spans.append(_Span(*found, out.reshape(-1).view(np.uint8)))
-        spans.sort(key=lambda span: span.start)
-        if any(after.start < before.stop for before, after in itertools.pairwise(spans)):
-            return None
-        return spans
-
     def _read_spans(self, spans: list[_Span], checksum: bool, leaf: str) -> Outcome:
-        jobs = _grouped(_batches(spans), lambda batch: sum(buffer.nbytes for buffer in batch.buffers))
-        done = run_jobs(partial(self._read_batches, batches, checksum, leaf) for batches in jobs)
-        wanted = sum(span.stop - span.start for span in spans)
+        wanted = sum([span.stop - span.start for span in spans])
+        batches = _batches(spans)
+        if wanted <= _JOB_BYTES:
+            parts, read, _ = self._read_batches(batches, checksum, leaf)
+            return Outcome(parts, wanted, read - wanted)
+        jobs = _grouped(batches, lambda batch: batch.size)
+        done = run_jobs(partial(self._read_batches, group, checksum, leaf) for group in jobs)
         read = sum(outcome.wanted for outcome in done)
         return Outcome([part for outcome in done for part in outcome.parts], wanted, read - wanted)
 
-    def _read_batches(self, batches: list[_Batch], checksum: bool, leaf: str) -> Outcome:
+    def _read_batches(self, batches: Iterable[_Batch], checksum: bool, leaf: str) -> Outcome:
         checksums = _Checksums(checksum)
         size = 0
         for batch in batches:
             self.file.read_into(self.offset + batch.start, batch.buffers, leaf=leaf)
-            size += sum(buffer.nbytes for buffer in batch.buffers)
-            for start, buffer in batch.wanted:
-                checksums.add(start, buffer)
+            size += batch.size
+            if checksum:
+                for start, buffer in batch.wanted:
+                    checksums.add(start, buffer)
         return Outcome(checksums.flush(), size, 0)
 
     # -- through a staging buffer
@@ -219,39 +221,56 @@ class ByteRange:
 
 
 class _Batch(NamedTuple):
-    """One read: buffers to fill from byte `start` on, and those of them that are wanted, with their first bytes."""
+    """One read of `size` bytes from byte `start` on: the buffers to fill, and the wanted ones with their first bytes."""
 
     start: int
+    size: int
     buffers: list[np.ndarray]
     wanted: list[tuple[int, np.ndarray]]
 
 
+def _disjoint(spans: list[_Span]) -> bool:
+    """Sorts spans into file order; whether no two of them share a byte."""
+    stop = 0
+    for span in spans:
+        if span.start < stop:
+            break
+        stop = span.stop
+    else:
+        return True
+    spans.sort(key=lambda span: span.start)
+    return all(before.stop <= after.start for before, after in itertools.pairwise(spans))
+
+
 def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
     """Reads of about a window each; gaps that are read over fill a scrap buffer."""
-    batch = _Batch(0, [], [])
-    size = stop = 0
-    for span in spans:
-        gap = span.start - stop
-        if batch.buffers and gap < MAX_GAP_BYTES:
-            if gap:
-                batch.buffers.append(np.empty(gap, np.uint8))
-        else:
-            if batch.buffers:
-                yield batch
-            batch, size = _Batch(span.start, [], []), 0
-        at = 0
-        while at < span.out.nbytes:
-            if size >= _WINDOW_BYTES:
-                yield batch
-                batch, size = _Batch(span.start + at, [], []), 0
-            piece = span.out[at : at + _WINDOW_BYTES - size]
-            batch.buffers.append(piece)
-            batch.wanted.append((span.start + at, piece))
-            at += piece.nbytes
-            size += piece.nbytes
-        stop = span.stop
-    if batch.buffers:
-        yield batch
+    buffers: list[np.ndarray] = []
+    wanted: list[tuple[int, np.ndarray]] = []
+    first = at = 0  # of the batch: its first byte, the byte behind it
+    for start, stop, out in spans:
+        if buffers and (start - at >= MAX_GAP_BYTES or at - first >= _WINDOW_BYTES):
+            yield _Batch(first, at - first, buffers, wanted)
+            buffers, wanted = [], []
+        if not buffers:
+            first = at = start
+        elif start > at:
+            buffers.append(np.empty(start - at, np.uint8))
+        if stop - start > _WINDOW_BYTES:
+            # Summed window by window, each while it is in the cache.
+            data = out.reshape(-1).view(np.uint8)
+            while stop - start > _WINDOW_BYTES:
+                buffers.append(data[:_WINDOW_BYTES])
+                wanted.append((start, data[:_WINDOW_BYTES]))
+                start += _WINDOW_BYTES
+                data = data[_WINDOW_BYTES:]
+                yield _Batch(first, start - first, buffers, wanted)
+                buffers, wanted, first = [], [], start
+            out = data
+        buffers.append(out)
+        wanted.append((start, out))
+        at = stop
+    if buffers:
+        yield _Batch(first, at - first, buffers, wanted)
 
 
 def _grouped(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:

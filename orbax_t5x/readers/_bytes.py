@@ -50,7 +50,7 @@ class File:
         self.size = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills byte buffers (uint8, contiguous), one after the other, from `offset`.
+        """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`.
 
         Raises:
           CorruptCheckpointError: the file ends first.
@@ -59,13 +59,16 @@ class File:
         """
         fd = self._files.acquire(self, leaf)
         try:
+            if len(buffers) <= _MAX_BUFFERS:
+                self._fill(fd, offset, buffers, leaf)
+                return
             for first in range(0, len(buffers), _MAX_BUFFERS):
                 offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
         finally:
             self._files.release(self)
 
     def _fill(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
-        missing = sum(buffer.nbytes for buffer in buffers)
+        missing = sum([buffer.nbytes for buffer in buffers])
         while missing:
             got = self._preadv(fd, offset, buffers, leaf)
             if not got:
@@ -123,7 +126,7 @@ def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
     rest: list[np.ndarray] = []
     for buffer in buffers:
         if done < buffer.nbytes:
-            rest.append(buffer[done:])
+            rest.append(buffer.reshape(-1).view(np.uint8)[done:] if done else buffer)
             done = 0
         else:
             done -= buffer.nbytes

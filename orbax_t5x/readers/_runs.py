@@ -31,21 +31,38 @@ class Run(NamedTuple):
             yield start, start + self.length
 
 
-def byte_span(shape: Sequence[int], itemsize: int, box: Box) -> tuple[int, int] | None:
-    """The byte range [start, stop) that is exactly this box of a row-major array, or None where it is not one range."""
+def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Bytes from one index to the next, for each dimension of a row-major array."""
+    strides: list[int] = []
+    stride = itemsize
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    strides.reverse()
+    return strides
+
+
+def place_box(
+    box: Box, extents: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+) -> tuple[int, bool] | None:
+    """Where a box of a row-major array begins, in bytes, and whether it is one byte range.
+
+    None where the box is not of these extents, or not inside the array.
+    """
+    if not len(box) == len(extents) == len(shape):
+        return None
     start = 0
-    inner = itemsize
-    length = itemsize
-    whole = True  # all dimensions after this one are taken whole
-    for size, (low, high) in zip(reversed(shape), reversed(box), strict=True):
-        extent = high - low
-        if not whole and extent != 1:
+    one_range = True
+    narrowed = False  # a dimension with several indices: those after it must be whole
+    for (low, high), extent, size, stride in zip(box, extents, shape, strides, strict=True):
+        if high - low != extent or not 0 <= low <= high <= size:
             return None
-        length *= extent
-        start += low * inner
-        inner *= size
-        whole = whole and extent == size
-    return start, start + length
+        start += low * stride
+        if narrowed and extent != size:
+            one_range = False
+        if extent != 1:
+            narrowed = True
+    return start, one_range
 
 
 def union_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Box], max_gap: int) -> tuple[list[Run], int]:
