@@ -7,6 +7,8 @@ thread made, before a value is asked for.
 """
 
 from orbax_t5x.lazy._array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
+from orbax_t5x.lazy._assemble import Concat, Stack
+from orbax_t5x.lazy._cast import Cast, CheckedCast
 from orbax_t5x.lazy._combine import AllEqual, Average
 from orbax_t5x.lazy._compose import as_view, broadcast_to, concatenate, repeat, stack
 from orbax_t5x.lazy._leaf import (
@@ -22,8 +24,9 @@ from orbax_t5x.lazy._leaf import (
     box_slices,
     full_box,
 )
-from orbax_t5x.lazy._nodes import LeafView
+from orbax_t5x.lazy._nodes import LeafView, Strided
 from orbax_t5x.lazy._read import group_reads, read_leaves, read_views, run_on_read_thread
+from orbax_t5x.lazy._reshape import Join, Split
 from orbax_t5x.lazy._values import OpaqueLeaf, ValueLeaf
 from orbax_t5x.lazy._view import Lowered, View
 
@@ -31,6 +34,10 @@ __all__ = [
     "AllEqual",
     "Average",
     "Box",
+    "Cast",
+    "CheckedCast",
+    "Concat",
+    "Join",
     "LazyArray",
     "LazyAwaitableArray",
     "LazyThreadPoolArray",
@@ -42,6 +49,9 @@ __all__ = [
     "Part",
     "ReadThread",
     "Request",
+    "Split",
+    "Stack",
+    "Strided",
     "ValueLeaf",
     "Verify",
     "View",

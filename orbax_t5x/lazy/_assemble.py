@@ -12,7 +12,7 @@ import numpy as np
 
 from orbax_t5x.lazy._geometry import Walk
 from orbax_t5x.lazy._leaf import Box, Leaf
-from orbax_t5x.lazy._view import Lowered, View
+from orbax_t5x.lazy._view import Lowered, View, freeze
 
 
 class Stack(View):
@@ -25,7 +25,7 @@ class Stack(View):
     def __init__(self, inputs: tuple[View, ...], axis: int):
         shape = inputs[0].shape
         super().__init__((*shape[:axis], len(inputs), *shape[axis:]), inputs[0].dtype, inputs)
-        self._freeze(axis=axis)
+        freeze(self, "axis", axis)
 
     def _describe(self) -> str:
         return f"stack of {len(self.inputs)} on axis {self.axis}"
@@ -77,7 +77,8 @@ class Concat(View):
         ends = tuple(itertools.accumulate(view.shape[axis] for view in inputs))
         shape = inputs[0].shape
         super().__init__((*shape[:axis], ends[-1], *shape[axis + 1 :]), inputs[0].dtype, inputs)
-        self._freeze(axis=axis, _ends=ends)
+        freeze(self, "axis", axis)
+        freeze(self, "_ends", ends)
 
     def _describe(self) -> str:
         return f"concatenation of {len(self.inputs)} on axis {self.axis}"

@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 
 from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.lazy._cast import cast_into
 from orbax_t5x.lazy._leaf import Box, Leaf, box_size
-from orbax_t5x.lazy._nodes import cast_into
-from orbax_t5x.lazy._view import Lowered, View
+from orbax_t5x.lazy._view import Lowered, View, freeze
 
 
 class _Combine(View):
@@ -67,7 +67,8 @@ class Average(_Combine):
         wide = any(view.dtype in _WIDE or view.dtype.kind in "iu" for view in inputs)
         is_complex = any(view.dtype.kind == "c" for view in inputs)
         name = ("complex128" if wide else "complex64") if is_complex else ("float64" if wide else "float32")
-        self._freeze(weights=tuple(float(weight) / total for weight in weights), _sum_dtype=np.dtype(name))
+        freeze(self, "weights", tuple(float(weight) / total for weight in weights))
+        freeze(self, "_sum_dtype", np.dtype(name))
 
     def _describe(self) -> str:
         return f"average of {len(self.inputs)}"

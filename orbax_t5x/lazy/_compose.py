@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.lazy import _assemble, _nodes, _reshape
+from orbax_t5x.lazy import _assemble, _cast, _nodes, _reshape
 from orbax_t5x.lazy._array import LazyArray
 from orbax_t5x.lazy._geometry import Walk, index_walk, normalize_axis, reshape_groups, reshape_target
 from orbax_t5x.lazy._values import OpaqueLeaf, ValueLeaf
@@ -60,15 +60,19 @@ def reshape(view: View, shape: Any) -> View:
     if 0 in new:
         # No element, so any walk will do; this one keeps the leaf known.
         return walked(view, Walk((0,) * view.ndim, ((-1, 0),) * len(new), new))
-    kept = tuple(axis for axis, size in enumerate(view.shape) if size > 1)
-    core = walked(
-        view, Walk((0,) * view.ndim, tuple((axis, 1) for axis in kept), tuple(view.shape[axis] for axis in kept))
-    )
+    core = view
+    if 1 in view.shape:
+        kept = [(axis, size) for axis, size in enumerate(view.shape) if size > 1]
+        core = walked(
+            view, Walk((0,) * view.ndim, tuple((axis, 1) for axis, _ in kept), tuple(size for _, size in kept))
+        )
     groups = reshape_groups(core.shape, [size for size in new if size > 1])
     if any(len(old) > 1 for old, _ in groups):
         core = _reshape.Join(core, tuple(old for old, _ in groups))
     if any(len(parts) > 1 for _, parts in groups):
         core = _reshape.Split(core, tuple(parts for _, parts in groups))
+    if 1 not in new:
+        return core
     position = iter(range(core.ndim))
     maps = tuple((next(position), 1) if size > 1 else (-1, 0) for size in new)
     return walked(core, Walk((0,) * core.ndim, maps, new))
@@ -86,13 +90,13 @@ def _before_reshapes(view: View) -> View:
 def astype(view: View, dtype: Any) -> View:
     """The elements in another dtype."""
     wanted = np.dtype(dtype)
-    return view if wanted == view.dtype else _nodes.Cast(view, wanted)
+    return view if wanted == view.dtype else _cast.Cast(view, wanted)
 
 
 def cast_checked(view: View, dtype: Any) -> View:
     """The elements in another dtype, checked as they are read."""
     wanted = np.dtype(dtype)
-    return view if wanted == view.dtype else _nodes.CheckedCast(view, wanted)
+    return view if wanted == view.dtype else _cast.CheckedCast(view, wanted)
 
 
 def _same_dtype(kind: str, views: Sequence[View]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.lazy._leaf import Box
@@ -32,11 +32,6 @@ class Walk(NamedTuple):
     start: tuple[int, ...]
     maps: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
-
-
-def identity(shape: Sequence[int]) -> Walk:
-    """The walk that changes nothing."""
-    return Walk((0,) * len(shape), tuple((dim, 1) for dim in range(len(shape))), tuple(shape))
 
 
 def compose(inner: Walk, outer: Walk) -> Walk:
@@ -204,7 +199,7 @@ class Run(NamedTuple):
     exact: bool
 
 
-def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> Iterator[Run]:
+def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[Run]:
     """Covers a non-empty box of an array of `sizes` by flat intervals, over gaps below `GAP_BYTES` only.
 
     Args:
@@ -212,18 +207,22 @@ def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> Iterator[Run]:
       sizes: of the array.
       row_bytes: the bytes that one element stands for (more than an item where further dimensions follow).
     """
-    weights = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    start = sum(first * weight for (first, _), weight in zip(box, weights, strict=True))
-    stop = 1 + sum((last - 1) * weight for (_, last), weight in zip(box, weights, strict=True))
-    span, widest, outer = 1, 0, -1
-    for dim in reversed(range(len(sizes))):
+    if len(sizes) == 1:
+        return [Run(*box[0], box, True)]
+    start = stop = 0
+    # What lies between the first and the last element of the dimensions behind, and the widest gap within it.
+    weight, span, widest, outer = 1, 1, 0, -1
+    for dim in range(len(sizes) - 1, -1, -1):
         first, last = box[dim]
+        start += first * weight
+        stop += (last - 1) * weight
         if last - first > 1:
-            widest, outer = max(widest, weights[dim] - span), dim
-            span += (last - first - 1) * weights[dim]
-    if widest and widest * row_bytes >= GAP_BYTES:
-        first, last = box[outer]
-        for index in range(first, last):
-            yield from box_runs((*box[:outer], (index, index + 1), *box[outer + 1 :]), sizes, row_bytes)
-    else:
-        yield Run(start, stop, box, widest == 0)
+            widest, outer = max(widest, weight - span), dim
+            span += (last - first - 1) * weight
+        weight *= sizes[dim]
+    if not widest or widest * row_bytes < GAP_BYTES:
+        return [Run(start, stop + 1, box, not widest)]
+    runs: list[Run] = []
+    for index in range(*box[outer]):
+        runs += box_runs((*box[:outer], (index, index + 1), *box[outer + 1 :]), sizes, row_bytes)
+    return runs

@@ -28,12 +28,12 @@ def full_box(shape: Sequence[int]) -> Box:
 
 def box_shape(box: Box) -> tuple[int, ...]:
     """The shape of the array that a box cuts out."""
-    return tuple(stop - start for start, stop in box)
+    return tuple([stop - start for start, stop in box])
 
 
 def box_size(box: Box) -> int:
     """The number of elements in a box."""
-    return math.prod(stop - start for start, stop in box)
+    return math.prod([stop - start for start, stop in box])
 
 
 def box_slices(box: Box) -> tuple[slice, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from orbax_t5x.lazy import _geometry
 from orbax_t5x.lazy._geometry import Run, box_runs, interval_boxes
 from orbax_t5x.lazy._leaf import Box, Leaf, box_size
-from orbax_t5x.lazy._view import Lowered, View
+from orbax_t5x.lazy._view import Lowered, View, freeze
 
 _Groups = tuple[tuple[int, ...], ...]
 
@@ -36,7 +36,7 @@ class Join(View):
           groups: for every dimension of the result, the sizes of the input's dimensions that it joins.
         """
         super().__init__(tuple(math.prod(sizes) for sizes in groups), source.dtype, (source,))
-        self._freeze(groups=groups)
+        freeze(self, "groups", groups)
 
     def _describe(self) -> str:
         return f"reshape {self.shape}"
@@ -87,7 +87,7 @@ class Split(View):
           groups: for every dimension of the input, the sizes of the result's dimensions that it becomes.
         """
         super().__init__(tuple(itertools.chain.from_iterable(groups)), source.dtype, (source,))
-        self._freeze(groups=groups)
+        freeze(self, "groups", groups)
 
     def _describe(self) -> str:
         return f"reshape {self.shape}"
@@ -99,7 +99,7 @@ class Split(View):
         row_bytes = self._dtype.itemsize
         for sizes in reversed(self.groups):
             part = box[at - len(sizes) : at]
-            runs.append(list(box_runs(part, sizes, row_bytes)))
+            runs.append(box_runs(part, sizes, row_bytes))
             row_bytes *= box_size(part)
             at -= len(sizes)
         return itertools.product(*reversed(runs))

@@ -87,13 +87,14 @@ class OpaqueLeaf:
     """
 
     path = ""
-    chunks: tuple[int, ...] | None = None
 
     def __init__(self, array: LazyArray, name: str | None = None):
         self.array = array
         self.name = "<function>" if name is None else name
         self.shape = array.shape
         self.dtype = array.dtype
+        # It can only be read whole: whoever cuts reads to size must not call the function once per piece.
+        self.chunks: tuple[int, ...] | None = array.shape
 
     async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
         """Reads the whole array.

@@ -17,8 +17,11 @@ import numpy as np
 
 from orbax_t5x.lazy._array import LazyArray
 from orbax_t5x.lazy._geometry import Walk
-from orbax_t5x.lazy._leaf import Box, Leaf, Request, box_shape, box_size, full_box
+from orbax_t5x.lazy._leaf import Box, Leaf, Request, box_shape, full_box
 from orbax_t5x.lazy._read import read_views
+
+# What the constructors of views write their fields with: views refuse it otherwise.
+freeze = object.__setattr__
 
 _Reads = list[tuple[Leaf, Request]]
 
@@ -36,6 +39,13 @@ class Lowered(NamedTuple):
     finish: list[Callable[[], None]]
 
 
+def _is_empty(box: Box) -> bool:
+    for first, last in box:  # Called for every leaf of a plan: any() costs three times as much.
+        if first >= last:
+            return True
+    return False
+
+
 class View(LazyArray):
     """A lazy array that composes: indexing, transposing, reshaping and casting give views, `get()` reads."""
 
@@ -44,11 +54,9 @@ class View(LazyArray):
     inputs: tuple[View, ...]
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, inputs: tuple[View, ...] = ()):
-        self._freeze(_shape=shape, _dtype=dtype, inputs=inputs)
-
-    def _freeze(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        freeze(self, "_shape", shape)
+        freeze(self, "_dtype", dtype)
+        freeze(self, "inputs", inputs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen: {name!r} cannot be set")
@@ -177,7 +185,7 @@ class View(LazyArray):
         `lower` asks for the same elements; it may cut one of these boxes into several where its buffer is scattered.
         """
         found: list[tuple[Leaf, Box]] = []
-        if box_size(box):
+        if not _is_empty(box):
             self._requests(box, found)
         return found
 
@@ -190,7 +198,7 @@ class View(LazyArray):
             rank for a
             C-contiguous one. More of them mean less memory; 0 is always right.
         """
-        return self._temp_bytes(box, contiguous_dims) if box_size(box) else 0
+        return 0 if _is_empty(box) else self._temp_bytes(box, contiguous_dims)
 
     def lower(self, box: Box, out: np.ndarray) -> Lowered:
         """Turns reading a box into requests on leaves and steps after them.
@@ -199,7 +207,7 @@ class View(LazyArray):
           box: within the shape.
           out: filled once all is done; this view's dtype, the shape of the box, any strides.
         """
-        if out.shape != box_shape(box) or out.dtype != self._dtype:
+        if out.shape != box_shape(box) or (out.dtype is not self._dtype and out.dtype != self._dtype):
             raise ValueError(f"a buffer of shape {out.shape} and dtype {out.dtype} for box {box} of {self!r}")
         lowered = Lowered([], [])
         if out.size:
