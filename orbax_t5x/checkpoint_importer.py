@@ -83,6 +83,7 @@ class _Kept:
         self.shape = leaf.shape
         self.dtype = leaf.dtype
         self.chunks = leaf.chunks
+        self.error = getattr(leaf, "error", None)
 
     async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
         await self._leaf.read_into(requests, ledger)
