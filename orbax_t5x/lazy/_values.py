@@ -44,10 +44,17 @@ class ValueLeaf:
     async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
         """Copies boxes of the value."""
         if isinstance(self._array, np.ndarray):
+            self.read_blocking(requests, ledger)
+        else:
+            await asyncio.to_thread(self._copy_shards, requests)
+
+    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """`read_into` for a caller that has a thread of its own."""
+        if isinstance(self._array, np.ndarray):
             for box, out in requests:
                 out[...] = self._array[box_slices(box)]
         else:
-            await asyncio.to_thread(self._copy_shards, requests)
+            self._copy_shards(requests)
 
     def _copy_shards(self, requests: Sequence[Request]) -> None:
         wanted = [box_size(box) for box, _ in requests]
@@ -100,12 +107,14 @@ class OpaqueLeaf:
         """Reads the whole array.
 
         Raises:
-          LeafMismatchError: the function returned another shape than it was declared with.
+          LeafMismatchError: the function returned another shape or dtype than it was declared with.
         """
         value = np.asarray(await self.array.get_async())
-        if value.shape != self.shape:
+        if value.shape != self.shape or value.dtype != self.dtype:
             raise LeafMismatchError(
-                f"declared with shape {self.shape}, but the function gave {value.shape}", leaf=self.name
+                f"declared as {self.dtype.name} of shape {self.shape}, but the function gave {value.dtype.name} of shape "
+                f"{value.shape}",
+                leaf=self.name,
             )
         ledger.count(value.nbytes)
         for box, out in requests:
@@ -128,6 +137,8 @@ def _to_numpy(value: Any) -> np.ndarray:
     array = np.asarray(value, dtype=object) if isinstance(value, str | bytes) else np.asarray(value)
     if array.dtype.kind in "SU":
         return array.astype(object)
+    if array.dtype == object and not isinstance(value, np.ndarray | str | bytes):
+        raise TypeError(f"{value!r} of type {type(value).__name__} is no array")
     return array
 
 
