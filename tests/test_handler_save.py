@@ -1,5 +1,6 @@
 """What the handler writes: plain Orbax, checked before a byte is written; and nothing, where a save fails."""
 
+import gc
 import json
 import os
 import subprocess
@@ -253,6 +254,7 @@ def test_stock_orbax_fails_on_each_of_those_too(tmp_path):
         except (ValueError, NotImplementedError, TypeError):
             code = "failed"
         assert code == "failed", leaf
+    gc.collect()
 
 
 NUMPY = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128 >f4"

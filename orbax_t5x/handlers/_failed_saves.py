@@ -42,7 +42,7 @@ _ERRNO_TEXTS = {
 }
 
 
-def as_checkpoint_error(error: BaseException, directory: Any) -> BaseException:
+def as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | None = None) -> BaseException:
     """An error of writing as `CheckpointIOError` with its `errno`; ours, and interrupts, stay as they are."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
@@ -50,7 +50,7 @@ def as_checkpoint_error(error: BaseException, directory: Any) -> BaseException:
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         number = next((number for part, number in _ERRNO_TEXTS.items() if part in text), None)
-    typed = CheckpointIOError(f"the save failed: {text}", path=os.fspath(directory))
+    typed = CheckpointIOError(f"could not be written: {text}", path=os.fspath(directory), leaf=leaf)
     typed.errno = number
     return typed
 

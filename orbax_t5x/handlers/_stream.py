@@ -20,8 +20,9 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.errors import CheckpointError
 from orbax_t5x.executor import _Budget
+from orbax_t5x.handlers._failed_saves import as_checkpoint_error
 from orbax_t5x.lazy import Box, Ledger, View
 from orbax_t5x.lazy._leaf import box_shape, box_size, box_slices
 from orbax_t5x.lazy._read import group_reads
@@ -133,15 +134,18 @@ class ChunkWriter:
           CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
         """
         run = _Run(self._limit, self._progress, sum(job.view.nbytes for job in jobs))
+        targets = [_Target(job, self.chunk_of(job.view)) for job in jobs]
         try:
             async with asyncio.TaskGroup() as group:
-                for turn, job in enumerate(jobs):
-                    target = _Target(job, self.chunk_of(job.view))
+                for turn, (job, target) in enumerate(zip(jobs, targets, strict=True)):
                     for index, box in enumerate(pieces(job.view.shape, target.chunk)):
                         if (turn + index) % jax.process_count() == jax.process_index():
                             group.create_task(run.move(target, box, await run.admit(target, box)))
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
+        finally:
+            for target in targets:
+                await target.settled()
         for leaf in {id(leaf): leaf for job in jobs for leaf in job.view.leaves()}.values():
             await leaf.settle(run.ledger, run.ledger.parts(leaf))
 
@@ -165,6 +169,11 @@ class _Target:
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
         return await asyncio.shield(self._opening)
+
+    async def settled(self) -> None:
+        """Waits until nothing is being opened any more, whatever came of it."""
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
 
     async def _open(self) -> ts.TensorStore:
         spec = ts.Spec(self.job.spec(self.chunk))
@@ -205,7 +214,7 @@ class _Run:
                 store = await target.store()
                 await _finished(store[box_slices(box)].write(out, can_reference_source_data_indefinitely=True))
             except Exception as error:
-                raise CheckpointIOError(f"could not be written: {error}", path=job.path, leaf=job.name) from error
+                raise as_checkpoint_error(error, job.path, leaf=job.name) from error
             self._done += out.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total, job.name)

@@ -1,0 +1,461 @@
+"""convert: any checkpoint becomes a plain Orbax item, in bounded memory, and nothing half-made is ever seen."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import orbax_t5x as ot
+from orbax_t5x import provenance
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    CorruptCheckpointError,
+    RestorePlanError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.handlers import _stream
+from orbax_t5x.handlers._stream import choose_chunk, pieces
+from orbax_t5x.lazy import LazyThreadPoolArray
+from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
+
+GOLDENS = Path(__file__).parent / "goldens"
+MIB = 1 << 20
+
+
+def stock(directory):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(directory)
+
+
+def flat(tree):
+    return ot.state_utils.flatten_state_dict(tree)
+
+
+def assert_equals(restored, expected):
+    assert restored.keys() == expected.keys()
+    for name, array in expected.items():
+        assert restored[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(np.asarray(restored[name]), array, err_msg=name)
+
+
+def record_of(directory):
+    return json.loads((directory / "_METADATA").read_text())["custom_metadata"]
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+BUNDLES = ["t5_1_1_f32", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_perlayer_rel", "lm_transformer"]
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles_keep_every_value_and_dtype(tmp_path, name):
+    source = GOLDENS / "tf_bundle" / name
+    ot.convert(source, tmp_path / "out")
+    with ot.open_checkpoint(source) as opened:
+        expected = {leaf: view.get() for leaf, view in opened.leaves.items()}
+    restored = flat(stock(tmp_path / "out"))
+    assert_equals(restored, expected)
+    with np.load(source / "expected.npz") as values:
+        for leaf, array in restored.items():
+            np.testing.assert_array_equal(np.asarray(array, values[leaf].dtype), values[leaf])
+    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
+    assert record["format"] == "tf_bundle" and record["transforms"] is None
+    assert record["source"].startswith(str(source))
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles_translate_on_the_way(tmp_path, name):
+    """T5X's own importer says what the names and values are."""
+    translate = ot.transforms.Translate()
+    ot.convert(GOLDENS / "tf_bundle" / name, tmp_path / "out", translate)
+    restored = flat(stock(tmp_path / "out"))
+    types = json.loads((GOLDENS / "importer" / f"{name}.json").read_text())
+    with np.load(GOLDENS / "importer" / f"{name}.npz") as values:
+        expected = {leaf: values[leaf] for leaf in values.files}
+    # T5X invents these without a state to look at; here they exist only where a target has them.
+    expected = {leaf: array for leaf, array in expected.items() if leaf in restored or array.shape != (1,)}
+    assert restored.keys() == expected.keys(), types
+    for leaf, array in expected.items():
+        np.testing.assert_array_equal(np.asarray(restored[leaf], array.dtype), array, err_msg=leaf)
+    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
+    assert record["transforms"] == provenance.transforms_digest(translate)
+    # Once is enough: the same chain on what it made changes nothing.
+    ot.convert(tmp_path / "out", tmp_path / "again", translate)
+    assert flat(stock(tmp_path / "again")).keys() == restored.keys()
+    assert record_of(tmp_path / "again") == record_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["dtype_zoo", "partitioned"])
+def test_leaves_that_orbax_cannot_store_are_named_before_anything_is_written(tmp_path, name):
+    source = GOLDENS / "tf_bundle" / name
+    with pytest.raises(UnsupportedCheckpointError) as raised:
+        ot.convert(source, tmp_path / "out")
+    with ot.open_checkpoint(source) as opened:
+        leaves = dict(opened.leaves)
+        bad = [
+            name
+            for name, view in leaves.items()
+            if 0 in view.shape or view.dtype.hasobject or view.dtype == ml_dtypes.uint4
+        ]
+        assert bad and any(name in str(raised.value) for name in bad)
+        assert names_in(tmp_path) == []
+        ot.convert(source, tmp_path / "out", on_unsupported="skip")
+        assert_equals(
+            flat(stock(tmp_path / "out")), {name: view.get() for name, view in leaves.items() if name not in bad}
+        )
+        skipped = provenance.skipped_from_metadata(record_of(tmp_path / "out"))
+        assert skipped == {name: (leaves[name].shape, str(leaves[name].dtype)) for name in bad}
+
+
+def test_safetensors_and_orbax_sources(tmp_path):
+    ot.convert(GOLDENS / "safetensors" / "t5_1_1", tmp_path / "hf")
+    with ot.open_checkpoint(GOLDENS / "safetensors" / "t5_1_1") as opened:
+        expected = {name: view.get() for name, view in opened.leaves.items()}
+    assert_equals(flat(stock(tmp_path / "hf")), expected)
+
+    ot.convert(GOLDENS / "t5x_orbax" / "d8_adafactor", tmp_path / "t5x", dtype="bfloat16")
+    with np.load(GOLDENS / "t5x_orbax" / "d8_adafactor" / "expected.npz") as values:
+        for name, array in flat(stock(tmp_path / "t5x")).items():
+            wanted = values[name]
+            if name.startswith("target/"):
+                assert array.dtype == jnp.bfloat16
+                wanted = wanted.astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(np.asarray(array, np.float32), np.asarray(wanted, np.float32))
+
+
+def test_none_and_empty_nodes_stay(tmp_path):
+    source = checkpoint({"a/w": np.ones(2)}, empties={"a/none": None, "b": {}, "c": []})
+    ot.convert(source, tmp_path / "out")
+    restored = stock(tmp_path / "out")
+    assert restored["a"]["none"] is None and restored["b"] == {} and restored["c"] == []
+
+
+def test_a_name_that_is_also_a_prefix_keeps_its_leaves(tmp_path):
+    source = checkpoint({"a": np.ones(2), "a/b": np.zeros(3), "a/c/d": np.ones(1)}, format="tf_bundle")
+    ot.convert(source, tmp_path / "out")
+    with ot.open_checkpoint(tmp_path / "out") as opened:
+        assert {name: view.shape for name, view in opened.leaves.items()} == {"a": (2,), "a/b": (3,), "a/c/d": (1,)}
+
+
+def test_several_sources_and_a_function_that_computes(tmp_path):
+    def average(state, target, *, is_resuming=False):
+        return {"w": ot.stack([state["one"]["w"], state["two"]["w"]], 0), "kept": state["one"]["k"]}
+
+    one = checkpoint({"w": np.arange(6.0).reshape(2, 3), "k": np.ones(1)})
+    two = checkpoint({"w": np.zeros((2, 3)), "k": np.ones(1)}, format="tf_bundle")
+    ot.convert({"one": one, "two": two}, tmp_path / "out", average)
+    restored = stock(tmp_path / "out")
+    np.testing.assert_array_equal(restored["w"], np.stack([np.arange(6.0).reshape(2, 3), np.zeros((2, 3))]))
+    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
+    assert record["format"] == {"one": "orbax", "two": "tf_bundle"}
+
+
+def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path):
+    calls = []
+    array = np.arange(50_000, dtype=np.int32).reshape(100, 500)
+
+    def get():
+        calls.append(1)
+        return array
+
+    def lazy(state, target):
+        return {"w": LazyThreadPoolArray(array.shape, array.dtype, get)}
+
+    ot.convert(checkpoint({"w": np.ones(1)}), tmp_path / "out", lazy, memory_limit_bytes=1024)
+    np.testing.assert_array_equal(stock(tmp_path / "out")["w"], array)
+    assert len(calls) == 1
+
+
+# -- the destination
+
+
+def test_an_existing_destination_is_left_alone_unless_told(tmp_path):
+    old, new = checkpoint({"a": np.zeros(3)}), checkpoint({"b": np.ones(3)})
+    ot.convert(old, tmp_path / "out")
+    with pytest.raises(CheckpointIOError, match="overwrite=True"):
+        ot.convert(new, tmp_path / "out")
+    assert stock(tmp_path / "out").keys() == {"a"}
+    ot.convert(new, tmp_path / "out", overwrite=True)
+    assert stock(tmp_path / "out").keys() == {"b"}
+    ot.convert(tmp_path / "out", tmp_path / "out", overwrite=True)
+    assert stock(tmp_path / "out").keys() == {"b"}
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_what_is_no_orbax_checkpoint_is_never_replaced(tmp_path):
+    source = checkpoint({"a": np.zeros(3)})
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    for name in ("dir", "file"):
+        with pytest.raises(CheckpointIOError, match="remove it yourself"):
+            ot.convert(source, tmp_path / name, overwrite=True)
+    assert (tmp_path / "dir" / "thesis.txt").read_text() == "years of work"
+    ot.convert(source, tmp_path / "root" / "step")
+    (tmp_path / "root" / "_METADATA").write_text("{}")
+    with pytest.raises(CheckpointIOError, match="holds the source"):
+        ot.convert(tmp_path / "root" / "step", tmp_path / "root", overwrite=True)
+    assert stock(tmp_path / "root" / "step").keys() == {"a"}
+
+
+def test_parents_are_made_and_taken_back(tmp_path):
+    ot.convert(checkpoint({"a": np.zeros(3)}), tmp_path / "x" / "y" / "out")
+    assert stock(tmp_path / "x" / "y" / "out").keys() == {"a"}
+    broken = checkpoint({"a": FailingLeaf("a", np.zeros(3), CorruptCheckpointError("damaged", path="/p", leaf="a"))})
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        ot.convert(broken, tmp_path / "p" / "q" / "out")
+    assert names_in(tmp_path) == ["x"]
+
+
+def test_usage_errors(tmp_path):
+    source = checkpoint({"a": np.zeros(3)})
+    with pytest.raises(UnsupportedCheckpointError, match="safetensors"):
+        ot.convert(source, tmp_path / "out", format="safetensors")
+    with pytest.raises(UnsupportedCheckpointError, match="local"):
+        ot.convert(source, "gs://bucket/out")
+    with pytest.raises(RestorePlanError, match="Cast"):
+        ot.convert(source, tmp_path / "out", dtype="bfloat16")
+    with pytest.raises(RestorePlanError):
+        ot.convert(source, tmp_path / "out", ot.transforms.Rename([("nothing", "b")]))
+    with pytest.raises(ValueError, match="memory_limit_bytes"):
+        ot.convert(source, tmp_path / "out", memory_limit_bytes=0)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        ot.convert(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(RestorePlanError, match="duplicate"):
+        ot.convert(checkpoint({"a/b": np.ones(2), "a.b": np.ones(2)}), tmp_path / "out")
+    assert names_in(tmp_path) == []
+
+
+# -- failures
+
+
+@pytest.mark.parametrize("byte", [100, 3000, -3])
+def test_a_damaged_source_leaves_nothing(tmp_path, byte):
+    for path in (GOLDENS / "tf_bundle" / "t5_1_1_f32").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shard = max(tmp_path.glob("*.data-*"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(shard.read_bytes())
+    damaged[byte] ^= 4
+    shard.write_bytes(damaged)
+    before = names_in(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="leaf"):
+        ot.convert(tmp_path, tmp_path / "out")
+    assert names_in(tmp_path) == before
+
+
+def test_an_error_in_the_middle_stops_the_other_leaves(tmp_path):
+    leaves = {f"w{i:03}": np.ones((64, 128)) for i in range(300)}
+    leaves["w003"] = FailingLeaf("w003", np.ones((64, 128)), CheckpointIOError("gone", path="/p", leaf="w003"))
+    source = checkpoint(leaves, AwaitedLeaf)
+    with pytest.raises(CheckpointIOError, match="w003"):
+        ot.convert(source, tmp_path / "out", memory_limit_bytes=MIB)
+    assert names_in(tmp_path) == []
+    assert not source.made["w299"].boxes
+
+
+def test_progress_counts_every_byte_and_may_stop_the_conversion(tmp_path):
+    source = checkpoint({f"w{i}": np.ones((8, 1024), np.float32) for i in range(8)})
+    seen = []
+    ot.convert(source, tmp_path / "out", progress=lambda done, total, leaf: seen.append((done, total, leaf)))
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert seen[-1][0] == 8 * 8 * 1024 * 4 and {total for _, total, _ in seen} == {8 * 8 * 1024 * 4}
+    assert {leaf for _, _, leaf in seen} == {f"w{i}" for i in range(8)}
+
+    def enough(done, total, leaf):
+        raise RuntimeError("enough")
+
+    with pytest.raises(CheckpointIOError, match="enough"):
+        ot.convert(source, tmp_path / "other", progress=enough)
+    assert names_in(tmp_path) == ["out"]
+
+
+def write_sparse(path, shape, dtype="F32", name="w"):
+    """A safetensors file whose data is one hole."""
+    size = int(np.prod(shape)) * {"F32": 4, "U8": 1}[dtype]
+    header = json.dumps({name: {"dtype": dtype, "shape": list(shape), "data_offsets": [0, size]}}).encode()
+    header += b" " * (-len(header) % 8)
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+
+
+def start(code):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def test_a_leaf_larger_than_the_limit_takes_bounded_memory(tmp_path):
+    write_sparse(tmp_path / "big.safetensors", (512, 1024, 1024))
+    limit = 128 * MIB
+    process = start(f"""
+        import resource, orbax_t5x as ot, jax, orbax.checkpoint
+        from orbax_t5x.handlers import checkpoint_handler
+        jax.devices()
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        before = peak()
+        ot.convert({str(tmp_path / "big.safetensors")!r}, {str(tmp_path / "out")!r}, memory_limit_bytes={limit})
+        print(peak() - before)
+    """)
+    output, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error[-2000:]
+    growth = int(output)
+    assert growth < limit + 64 * MIB, f"{growth / MIB:.0f} MiB for 2 GiB under a limit of {limit / MIB:.0f} MiB"
+    with ot.open_checkpoint(tmp_path / "out") as opened:
+        view = opened.leaves["w"]
+        assert view.shape == (512, 1024, 1024)
+        assert not view[511, 1000:].get().any()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_an_interrupt_leaves_nothing_behind(tmp_path, delay):
+    write_sparse(tmp_path / "big.safetensors", (2048, 1024, 1024))
+    (tmp_path / "out").mkdir()
+    process = start(f"""
+        import sys, threading, orbax_t5x as ot
+        ot.TrainStateHandler()
+        def progress(done, total, leaf):
+            print("started", flush=True)
+        try:
+            ot.convert({str(tmp_path / "big.safetensors")!r}, {str(tmp_path / "out" / "c")!r}, progress=progress)
+        except KeyboardInterrupt:
+            names = [thread.name for thread in threading.enumerate()]
+            print("interrupted", any("write" in name for name in names), flush=True)
+    """)
+    assert process.stdout.readline() == "started\n"
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert output.splitlines()[-1] == "interrupted False", error[-2000:]
+    assert names_in(tmp_path / "out") == []
+
+
+def test_a_full_disk_is_one_typed_error_and_leaves_nothing(tmp_path):
+    write_sparse(tmp_path / "noise.safetensors", (64,), "U8")
+    size = 16 * MIB
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    data = np.random.default_rng(0).integers(0, 255, size, np.uint8).tobytes()
+    (tmp_path / "noise.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    (tmp_path / "out").mkdir()
+    process = start(f"""
+        import errno, resource, signal, orbax_t5x as ot
+        ot.TrainStateHandler()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        try:
+            ot.convert({str(tmp_path / "noise.safetensors")!r}, {str(tmp_path / "out" / "c")!r})
+        except ot.errors.CheckpointIOError as error:
+            print(errno.errorcode[error.errno], error.leaf)
+    """)
+    output, error = process.communicate(timeout=60)
+    assert output.splitlines() == ["EFBIG w"], error[-2000:]
+    assert names_in(tmp_path / "out") == []
+
+
+# -- geometry
+
+
+@given(
+    st.lists(st.integers(1, 300), max_size=4),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 1 << 16),
+    st.lists(st.integers(1, 40), min_size=4, max_size=4),
+    st.booleans(),
+)
+def test_chunks_tile_the_array_and_respect_limit_and_source(shape, itemsize, limit, unit, chunked):
+    unit = [min(size, part) for size, part in zip(shape, unit, strict=False)] if chunked else None
+    chunk = choose_chunk(shape, itemsize, limit, unit)
+    assert len(chunk) == len(shape) and all(part >= 1 for part in chunk)
+    least = int(np.prod(unit or [1] * len(shape), dtype=np.int64)) * itemsize
+    assert int(np.prod(chunk, dtype=np.int64)) * itemsize <= max(limit, least)
+    for size, part, source in zip(shape, chunk, unit or [1] * len(shape), strict=True):
+        assert part == size or part % source == 0
+    if int(np.prod(shape, dtype=np.int64)) < 20_000:
+        covered = np.zeros(shape, int)
+        for box in pieces(shape, chunk):
+            covered[tuple(slice(*bounds) for bounds in box)] += 1
+        assert (covered == 1).all()
+
+
+def test_chunks_are_rows_cut_evenly():
+    assert choose_chunk((32128, 4096), 4, 64 * MIB) == (4016, 4096)
+    assert choose_chunk((1024, 1024, 1024), 4, 64 * MIB) == (16, 1024, 1024)
+    assert choose_chunk((1 << 30,), 1, 64 * MIB) == (64 * MIB,)
+    assert choose_chunk((100, 100), 4, 64 * MIB) == (100, 100)
+    assert choose_chunk((), 8, 1) == ()
+    # Source chunks are joined, never cut.
+    assert choose_chunk((64, 1000), 4, 40_000, (8, 250)) == (8, 1000)
+    assert choose_chunk((64, 1000), 4, 100, (8, 250)) == (8, 250)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
+    dtype = data.draw(
+        st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(bool), np.dtype(ml_dtypes.int4)])
+    )
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), max_size=3)))
+    chunks = tuple(data.draw(st.integers(1, size)) for size in shape) if data.draw(st.booleans()) else None
+    array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    leaf = AwaitedLeaf("w", array, chunks)
+    directory = tmp_path_factory.mktemp("c") / "out"
+    ot.convert(
+        checkpoint({"w": leaf, "v": array[..., None]}), directory, memory_limit_bytes=data.draw(st.integers(1, 4000))
+    )
+    restored = stock(directory)
+    assert restored["w"].dtype == dtype
+    np.testing.assert_array_equal(restored["w"], array)
+    np.testing.assert_array_equal(restored["v"], array[..., None])
+    assert sum(int(np.prod([b - a for a, b in box])) for box in leaf.boxes) == array.size
+
+
+def test_lazy_leaves_save_through_a_manager_in_the_background(tmp_path):
+    source = checkpoint({"w": np.arange(4096.0).reshape(64, 64), "v": np.ones(3, np.float32)}, AwaitedLeaf)
+    state = {"params": {**source.tree(), "here": jnp.ones(2)}}
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(state, dtype="float32", memory_limit_bytes=4096))
+        manager.wait_until_finished()
+        restored = manager.restore(0)["params"]
+    assert restored["w"].dtype == np.float32
+    np.testing.assert_array_equal(restored["w"], np.arange(4096).reshape(64, 64))
+    assert restored["here"].sum() == 2
+
+
+# Orbax cancels its other work on event loops that are closed already.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lazy_leaf_that_fails_in_the_background_leaves_nothing(tmp_path):
+    failing = FailingLeaf("w", np.ones(3), CorruptCheckpointError("damaged", path="/p", leaf="w"))
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            manager.save(0, args=ot.args.TrainStateSave(checkpoint({"w": failing, "v": np.ones(2)}).tree()))
+            manager.wait_until_finished()
+        assert names_in(tmp_path) == []
+        manager.save(0, args=ot.args.TrainStateSave({"v": np.ones(2)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0]
+
+
+def test_the_budget_is_not_decoration():
+    assert _stream.MEMORY_LIMIT_BYTES == 256 * MIB
+    assert jax.process_count() == 1
