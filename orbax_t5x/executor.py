@@ -16,11 +16,12 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +30,7 @@ from orbax_t5x._exchange import gather_parts
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import Box, Ledger, Request, View
 from orbax_t5x.lazy._leaf import Leaf, ReadThread, Verify, box_shape, box_size
-from orbax_t5x.plan import PlanEntry, Progress, RestorePlan, RestoreReport, box_of_index
+from orbax_t5x.plan import PlanEntry, Progress, RestorePlan, RestoreReport, addressable_boxes, box_of_index
 
 _MIB = 1 << 20
 # In flight at once. Below about eight chunks of a chunked format in flight, chunks that several shards need are decoded twice.
@@ -69,14 +70,60 @@ def execute_plan(
     return _Execution(plan, verify, limit, progress).run()
 
 
-def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array at a 64-byte boundary."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if dtype.hasobject:
-        return np.empty(shape, dtype)
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """The boxes of one array on this process, and where their buffers lie in one allocation.
+
+    Attributes:
+      boxes, shapes: of the unique shards.
+      starts, stops: bytes within the allocation; each buffer begins at a 64-byte boundary.
+      size: bytes of the allocation.
+      place_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
+    """
+
+    boxes: tuple[Box, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    size: int
+    place_of: Mapping[Any, int]
+
+    def allocate(self, dtype: np.dtype) -> list[np.ndarray]:
+        """Uninitialised buffers of all boxes: one allocation, which lives as long as the array that adopts it."""
+        if dtype.hasobject:
+            return [np.empty(shape, dtype) for shape in self.shapes]
+        memory = np.empty(self.size + _ALIGNMENT, np.uint8)
+        first = -memory.ctypes.data % _ALIGNMENT
+        return [
+            memory[first + start : first + stop].view(dtype).reshape(shape)
+            for start, stop, shape in zip(self.starts, self.stops, self.shapes, strict=True)
+        ]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], itemsize: int) -> _Pieces:
+    boxes = addressable_boxes(sharding, shape)
+    starts, stops, end = [], [], 0
+    for box in boxes:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + box_size(box) * itemsize
+        starts.append(start)
+        stops.append(end)
+    places = {box: place for place, box in enumerate(boxes)}
+    indices = () if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    place_of = {_raw_index(index): places[box_of_index(index or (), shape)] for index in indices}
+    return _Pieces(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, place_of)
+
+
+def _raw_index(index: Sequence[slice] | None) -> tuple[tuple[int | None, int | None], ...]:
+    """A shard's index in a form that is hashable on Python 3.11, too."""
+    return tuple([(part.start, part.stop) for part in index or ()])
+
+
+def pieces_of(entry: PlanEntry) -> _Pieces:
+    """Where the shards of one entry lie."""
+    assert entry.leaf is not None and entry.view is not None
+    return _pieces(entry.leaf.sharding, entry.leaf.shape, entry.view.dtype.itemsize)
 
 
 class _Interrupted(Exception):
@@ -111,8 +158,7 @@ class _Budget:
         return self._used == 0 or self._used + size <= self._limit
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shard:
+class _Shard(NamedTuple):
     """One box of one entry, and the buffer that becomes it."""
 
     view: View
@@ -240,10 +286,9 @@ class _Execution:
         buffers: dict[str, list[_Shard]] = {}
         for entry in group.entries:
             assert entry.view is not None
-            dtype = np.dtype(entry.view.dtype)
-            buffers[entry.name] = [
-                _Shard(entry.view, box, aligned_empty(box_shape(box), dtype)) for box in entry.boxes()
-            ]
+            pieces = pieces_of(entry)
+            outs = pieces.allocate(np.dtype(entry.view.dtype))
+            buffers[entry.name] = [_Shard(entry.view, box, out) for box, out in zip(pieces.boxes, outs, strict=True)]
         return buffers
 
     # -- checksums
@@ -374,9 +419,13 @@ def _as_group(entries: list[PlanEntry], limit: int) -> _Group:
 def _host_bytes(entry: PlanEntry) -> int:
     """Buffers of all boxes, and the scratch of the one that needs most."""
     assert entry.view is not None
-    boxes = entry.boxes()
-    scratch = max((min(entry.view.temp_bytes(box), _SCRATCH_BYTES) for box in boxes), default=0)
-    return sum(box_size(box) for box in boxes) * np.dtype(entry.view.dtype).itemsize + scratch
+    pieces = pieces_of(entry)
+    return pieces.size + sum(min(_scratch(entry.view, box), _SCRATCH_BYTES) for box in pieces.boxes)
+
+
+def _scratch(view: View, box: Box) -> int:
+    """Scratch that reading a box of a view into a contiguous buffer needs; most views need none."""
+    return view.temp_bytes(box, len(box)) if view.inputs else 0
 
 
 def _read_bytes(entry: PlanEntry) -> int:
@@ -438,7 +487,7 @@ def _slabs(buffers: Mapping[str, list[_Shard]]) -> Iterable[list[_Shard]]:
     heavy: list[_Shard] = []
     for shards in buffers.values():
         for shard in shards:
-            (heavy if shard.view.temp_bytes(shard.box) > _SCRATCH_BYTES else light).append(shard)
+            (heavy if _scratch(shard.view, shard.box) > _SCRATCH_BYTES else light).append(shard)
     if light:
         yield light
     for shard in heavy:
@@ -447,7 +496,7 @@ def _slabs(buffers: Mapping[str, list[_Shard]]) -> Iterable[list[_Shard]]:
 
 
 def _split(shard: _Shard) -> Iterable[_Shard]:
-    scratch = shard.view.temp_bytes(shard.box)
+    scratch = _scratch(shard.view, shard.box)
     if not shard.box:
         yield shard
         return
@@ -469,8 +518,8 @@ def _lower(shards: Sequence[_Shard]) -> tuple[list[tuple[Leaf, list[Request]]], 
     reads: dict[int, tuple[Leaf, dict[Box, Request]]] = {}
     copies: list[Callable[[], None]] = []
     finish: list[Callable[[], None]] = []
-    for shard in shards:
-        lowered = shard.view.lower(shard.box, shard.out)
+    for view, box, out in shards:
+        lowered = view.lower(box, out)
         finish.extend(lowered.finish)
         for leaf, request in lowered.reads:
             _, requests = reads.setdefault(id(leaf), (leaf, {}))
@@ -501,11 +550,11 @@ def _make(entry: PlanEntry, shards: list[_Shard]) -> Any:
     if leaf.sharding is None:
         array = jax.device_put(shards[0].out)
     else:
-        buffers = {shard.box: shard.out for shard in shards}
+        place_of = pieces_of(entry).place_of
         array = jax.make_array_from_callback(
             leaf.shape,
             leaf.layout if leaf.layout is not None else leaf.sharding,
-            lambda index: buffers[box_of_index(index or (), leaf.shape)],
+            lambda index: shards[place_of[_raw_index(index)]].out,
         )
     return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
 

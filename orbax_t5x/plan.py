@@ -63,7 +63,7 @@ def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, 
     return (full_box(shape),) if sharding is None else _boxes_of(sharding, shape)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1 << 14)
 def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
     indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(dict.fromkeys(box_of_index(index or (), shape) for index in indices))
