@@ -59,7 +59,9 @@ class Row:
 
 def plan_rows(plan: RestorePlan) -> tuple[list[Row], int]:
     """The rows to show, and how many leaves are not among them."""
-    entries = plan.entries
+    # Without a target leaves come in the checkpoint's order, which scatters what belongs together.
+    unordered = plan.target.kind == "everything"
+    entries = sorted(plan.entries, key=lambda entry: entry.name) if unordered else plan.entries
     told = [(entry_array(entry), entry_sharding(entry), entry.action) for entry in entries]
     folded = fold([(entry.name, entry_source(entry), entry_how(entry)) for entry in entries], told)
     rows: list[Row] = []

@@ -90,7 +90,7 @@ def _wide(rows: Sequence[Row], width: int) -> list[str]:
 
 
 def _narrow(rows: Sequence[Row], width: int) -> list[str]:
-    """A row on two lines or three: the name with array and bytes at the right edge, then where it comes from."""
+    """A row on two lines, rarely more: the name, where it comes from, array and bytes at the right edge of either."""
     size_width = max((len(row.size) for row in rows), default=0)
     lines: list[str] = []
     for row in rows:
@@ -99,12 +99,13 @@ def _narrow(rows: Sequence[Row], width: int) -> list[str]:
             edge = width
         else:
             edge = width - size_width - _GAP
-        if len(row.label) + _GAP + len(right) <= edge:
-            lines.append(row.label + right.rjust(edge - len(row.label)))
-        else:
-            lines += [row.label, right.rjust(edge)]
         arrow = "← " if row.action == "read" else "· "
         # A no-break space keeps `P('data', None)` in one piece; textwrap knows it, terminals would copy it.
         details = " · ".join(part for part in (row.source, row.how, row.sharding.replace(" ", "\xa0")) if part)
-        lines += [line.replace("\xa0", " ") for line in _wrapped(details, width, "    " + arrow, "      ")]
+        block = [row.label, *(line.replace("\xa0", " ") for line in _wrapped(details, width, "    " + arrow, "      "))]
+        place = next((at for at, line in enumerate(block) if len(line) + _GAP + len(right) <= edge), len(block))
+        if place == len(block):
+            block.append("")
+        block[place] += right.rjust(edge - len(block[place]))
+        lines += block
     return lines
