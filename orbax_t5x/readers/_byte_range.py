@@ -52,7 +52,7 @@ _thread = threading.local()
 def _staging() -> np.ndarray:
     """This thread's staging buffer. It is kept: a fresh one would cost a page fault per 4 KiB of every window."""
     buffer = getattr(_thread, "buffer", None)
-    if buffer is None:
+    if buffer is None or buffer.size < _WINDOW_BYTES:
         buffer = _thread.buffer = np.zeros(_WINDOW_BYTES, np.uint8)
     return buffer
 
@@ -144,6 +144,8 @@ class ByteRange:
             if direct:
                 direct = contiguous and out.flags.c_contiguous
                 spans.append(_Span(start, start + out.nbytes, out))
+        if not wanted:
+            return Outcome([], 0, 0)
         if direct and _disjoint(spans):
             return self._read_spans(spans, checksum, leaf)
         return self._read_windows(wanted, checksum, leaf)
@@ -221,7 +223,7 @@ class ByteRange:
 
 
 class _Batch(NamedTuple):
-    """One read of `size` bytes from byte `start` on: the buffers to fill, and the wanted ones with their first bytes."""
+    """One read of `size` bytes from byte `start` on: buffers to fill, and the wanted ones with their first bytes."""
 
     start: int
     size: int

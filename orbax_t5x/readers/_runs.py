@@ -179,7 +179,7 @@ class Window(NamedTuple):
 
 
 class WindowGrid:
-    """Cuts a row-major array into windows of at most `max_bytes` (one element at least).
+    """Cuts a row-major array that has elements into windows of at most `max_bytes` (one element at least).
 
     Attributes:
       depth: how many leading dimensions a window fixes to one index; the one at `depth` is cut, those after are whole.
