@@ -13,7 +13,18 @@ from orbax_t5x.errors import CheckpointGoneError, CorruptCheckpointError
 from orbax_t5x.readers._paths import Root, io_error
 
 
-def check_tree(root: Root, name: str, *, leaf: str | None = None, recurse: bool = True) -> dict[str, os.DirEntry[str]]:
+def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
+    """What stands in a directory, by name; a directory that is not there has vanished."""
+    try:
+        with os.scandir(path) as entries:
+            return {entry.name: entry for entry in entries}
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointGoneError("the directory vanished while it was listed", path=path, leaf=leaf) from None
+    except OSError as error:
+        raise io_error(error, "listing it", path=path, leaf=leaf) from error
+
+
+def check_tree(root: Root, name: str, *, leaf: str | None = None, recurse: bool = True) -> list[str]:
     """Checks what lies under a directory inside the root.
 
     Args:
@@ -23,42 +34,32 @@ def check_tree(root: Root, name: str, *, leaf: str | None = None, recurse: bool 
       recurse: look into subdirectories too.
 
     Returns:
-      What stands in the directory itself, by name.
+      The names in the directory itself, sorted.
 
     Raises:
       UnsafeCheckpointError: a symlink leads out of the root.
       CorruptCheckpointError: a FIFO, a socket, a device, a dangling symlink, or symlinks in a circle.
       CheckpointGoneError, CheckpointIOError: a directory vanished, or cannot be listed.
     """
-    top: dict[str, os.DirEntry[str]] = {}
+    top: list[str] | None = None
     pending = [name]
     seen: set[str] = set()
     while pending:
         directory = pending.pop()
-        path = root.join(directory) if directory else root.path
-        try:
-            with os.scandir(path) as entries:
-                found = list(entries)
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointGoneError("the directory vanished while it was listed", path=path, leaf=leaf) from None
-        except OSError as error:
-            raise io_error(error, "listing it", path=path, leaf=leaf) from error
-        if directory == name:
-            top = {entry.name: entry for entry in found}
-        for entry in found:
-            inner = f"{directory}/{entry.name}" if directory else entry.name
+        found = list_directory(root.join(directory) if directory else root.path, leaf=leaf)
+        top = sorted(found) if top is None else top
+        for entry in found.values():
+            path = f"{directory}/{entry.name}" if directory else entry.name
+            inner: str | None = path
             if entry.is_symlink():
-                inner = _follow(root, inner, leaf, seen)
-                is_directory = inner is not None
+                inner = _follow(root, path, leaf, seen)
             elif entry.is_file(follow_symlinks=False):
-                continue
-            else:
-                is_directory = entry.is_dir(follow_symlinks=False)
-                if not is_directory:
-                    raise CorruptCheckpointError("not a regular file", path=entry.path, leaf=leaf)
-            if is_directory and recurse and inner is not None:
+                inner = None
+            elif not entry.is_dir(follow_symlinks=False):
+                raise CorruptCheckpointError("not a regular file", path=entry.path, leaf=leaf)
+            if inner is not None and recurse:
                 pending.append(inner)
-    return top
+    return top or []
 
 
 def _follow(root: Root, name: str, leaf: str | None, seen: set[str]) -> str | None:

@@ -10,6 +10,7 @@ TensorStore raises leaves here as a typed error that names the leaf.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from orbax_t5x.errors import (
     CheckpointGoneError,
     CheckpointIOError,
     CorruptCheckpointError,
+    LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
@@ -32,6 +34,8 @@ from orbax_t5x.lazy._leaf import Ledger, Part, Request, box_size, box_slices, fu
 _FILE_IO_CONCURRENCY = 16
 # B-tree nodes of an OCDBT database, read once instead of once per leaf.
 _OCDBT_CACHE_BYTES = 100_000_000
+# A chunk is decoded as a whole, and TensorStore ends the process where memory for what a header claims cannot be had.
+_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 # Where TensorStore's message goes on with the whole spec, which says nothing that the error does not.
 _SPEC_TAIL = re.compile(r" \[(tensorstore_spec|source locations)=.*", re.DOTALL)
 _STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
@@ -65,12 +69,7 @@ def array_spec(directory: str, name: str, *, ocdbt: bool, zarr3: bool, absent_is
     """
     inner = f"{name}/" if name else ""
     if ocdbt:
-        kvstore = {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{directory}/"},
-            "path": inner,
-            "cache_pool": "cache_pool#ocdbt",
-        }
+        kvstore = {**_database(directory), "path": inner}
     else:
         kvstore = {"driver": "file", "path": f"{directory}/{inner}"}
     return {
@@ -80,6 +79,24 @@ def array_spec(directory: str, name: str, *, ocdbt: bool, zarr3: bool, absent_is
         "recheck_cached_data": False,
         "fill_missing_data_reads": absent_is_fill,
     }
+
+
+def _database(directory: str) -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{directory}/"}
+    return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
+
+
+def check_database(directory: str, context: ts.Context) -> None:
+    """Reads the manifest and the root node of an OCDBT database, which every array of it needs.
+
+    Raises:
+      CorruptCheckpointError, UnsafeCheckpointError, CheckpointIOError: naming the directory.
+    """
+    spec = {**_database(directory), "path": ""}
+    try:
+        ts.KvStore.open(spec, context=context).result().read("/").result()
+    except (ValueError, NotImplementedError) as error:
+        raise typed_error(error, path=directory, leaf=None, doing="opening its OCDBT database") from error
 
 
 def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
@@ -178,6 +195,7 @@ class TensorStoreLeaf:
     async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
         """Fills the buffers; see `Leaf`. Counts decoded bytes of the distinct boxes."""
         self._open.check(self.path, self.name)
+        self._refuse_huge_chunks()
         if self._check_files is not None:
             await asyncio.to_thread(self._check_files)
             self._check_files = None
@@ -213,6 +231,15 @@ class TensorStoreLeaf:
         for out, buffer in copies:
             out[...] = buffer
         ledger.count(nbytes)
+
+    def _refuse_huge_chunks(self) -> None:
+        nbytes = math.prod(self.chunks or ()) * self.dtype.itemsize
+        if nbytes > _MEMORY_BYTES:
+            raise LimitExceededError(
+                f"a chunk of shape {self.chunks} takes {nbytes} bytes, and this machine has {_MEMORY_BYTES}",
+                path=self.path,
+                leaf=self.name,
+            )
 
     async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
         """None: these formats keep no checksum of the data."""

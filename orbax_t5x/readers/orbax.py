@@ -32,7 +32,7 @@ from orbax_t5x.lazy._leaf import Leaf
 from orbax_t5x.readers._broken_leaf import BrokenLeaf
 from orbax_t5x.readers._checkpoint import Checkpoint
 from orbax_t5x.readers._empty_leaf import EmptyLeaf
-from orbax_t5x.readers._file_checks import check_tree
+from orbax_t5x.readers._file_checks import check_tree, list_directory
 from orbax_t5x.readers._limits import Limits
 from orbax_t5x.readers._orbax_metadata import (
     METADATA_FILE,
@@ -61,6 +61,7 @@ from orbax_t5x.readers._tensorstore_leaf import (
     StringLeaf,
     TensorStoreLeaf,
     array_spec,
+    check_database,
     make_context,
     typed_error,
 )
@@ -87,7 +88,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
         raise CheckpointNotFoundError(
             "an unfinished save: Orbax renames this directory when it is done", path=directory
         )
-    if is_item(directory) or _is_headless_item(directory):
+    if is_item(directory) or _has_manifest(directory):
         return _open_single_item(directory, limits, item)
     if not is_step_directory(directory):
         steps = finished_steps(directory)
@@ -101,8 +102,8 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
     return _open_step(Root(directory), limits, item)
 
 
-def _is_headless_item(directory: str) -> bool:
-    """Whether arrays lie here whose list of names is gone."""
+def _has_manifest(directory: str) -> bool:
+    """Whether an OCDBT database lies here; without `_METADATA`, one whose list of names is gone."""
     return os.path.isfile(os.path.join(directory, MANIFEST_FILE))
 
 
@@ -142,7 +143,7 @@ def _listed(names: list[str]) -> str:
 def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
     """Why a directory with a step's metadata has nothing to read."""
     for entry in sorted(os.listdir(root.path)):
-        if _is_headless_item(os.path.join(root.path, entry)):
+        if _has_manifest(os.path.join(root.path, entry)):
             return CorruptCheckpointError(
                 f"{METADATA_FILE} is missing, so nothing says which leaves there are", path=root.join(entry)
             )
@@ -239,16 +240,18 @@ class _Opening:
         metadata = read_item_metadata(self._root, item, self._limits)
         self._bytes += metadata.nbytes
         directory = self._root.locate(item) if item else self._root.path
-        entries = check_tree(self._root, item, recurse=False)
-        ocdbt = MANIFEST_FILE in entries if metadata.use_ocdbt is None else metadata.use_ocdbt
-        if ocdbt and MANIFEST_FILE not in entries:
+        entries = list_directory(directory)
+        manifest = _has_manifest(directory)
+        ocdbt = manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
+        if ocdbt and not manifest:
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
         if ocdbt:
             check_tree(self._root, item)
+            check_database(directory, self._context)
         impls: dict[str, str] = {}
         if _ARRAY_METADATAS in entries:
             names = check_tree(self._root, _inside(item, _ARRAY_METADATAS))
-            impls = read_prng_impls(self._root, item, sorted(names), self._limits)
+            impls = read_prng_impls(self._root, item, names, self._limits)
         strings = read_strings(self._root, item, self._limits) if "_strings.json" in entries else {}
         arrays = []
         for node in metadata.nodes:
@@ -338,11 +341,9 @@ class _Opening:
     def _check_array_files(self, place: _Place, item: _Item) -> None:
         """Proves that the array has a directory of its own with plain files in it, as far as opening it goes."""
         param = place.node.param
-        if not param:
-            return  # a tree that is one array: its files are the item's own, which have been looked at
-        inner = _inside(item.name, param)
+        inner = _inside(item.name, param)  # of a tree that is one array, the item itself
         try:
-            if param not in item.plain_directories:
+            if param and param not in item.plain_directories:
                 self._root.locate(inner, leaf=place.name)
             check_tree(self._root, inner, leaf=place.name, recurse=False)
         except (CheckpointNotFoundError, CheckpointGoneError):
