@@ -11,6 +11,7 @@ from orbax_t5x.lazy._assemble import Concat, Stack
 from orbax_t5x.lazy._cast import Cast, CheckedCast
 from orbax_t5x.lazy._combine import AllEqual, Average
 from orbax_t5x.lazy._compose import as_view, broadcast_to, concatenate, repeat, stack
+from orbax_t5x.lazy._geometry import contiguous_dims
 from orbax_t5x.lazy._leaf import (
     Box,
     Leaf,
@@ -61,6 +62,7 @@ __all__ = [
     "box_slices",
     "broadcast_to",
     "concatenate",
+    "contiguous_dims",
     "full_box",
     "group_reads",
     "read_leaves",

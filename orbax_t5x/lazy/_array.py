@@ -7,6 +7,7 @@ wanted: a function is opaque. Views (`_view.py`) are the kind that reads boxes. 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import functools
@@ -25,7 +26,7 @@ from orbax_t5x.lazy._read import run_on_read_thread
 _POOL_THREADS = 16
 
 
-class LazyArray:
+class LazyArray(abc.ABC):
     """An array that is not read yet: shape and dtype are known, the value comes from `get()`.
 
     Subclass it and implement `get` and `get_async`, or use one of its kinds.
@@ -77,13 +78,13 @@ class LazyArray:
         """The same array in another dtype; nothing is read."""
         return type(self)(self._shape, dtype, self._get_fn)
 
+    @abc.abstractmethod
     def get(self) -> Any:
         """Reads the array."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement get()")
 
+    @abc.abstractmethod
     async def get_async(self) -> Any:
         """Reads the array without blocking the event loop."""
-        raise NotImplementedError(f"{type(self).__name__} does not implement get_async()")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})"

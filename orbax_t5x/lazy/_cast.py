@@ -63,7 +63,7 @@ class CheckedCast(Cast):
 
     def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
         # The way back, and the comparison with its parts.
-        checks = box_size(box) * (self.inputs[0].dtype.itemsize + 4)
+        checks = box_size(box) * (self.inputs[0].dtype.itemsize + 8)
         back = cast_carrier(self._dtype, self.inputs[0].dtype)
         return super()._temp_bytes(box, contiguous_dims) + checks + (box_size(box) * back.itemsize if back else 0)
 
@@ -76,6 +76,9 @@ class CheckedCast(Cast):
         cast_into(back, out)
         same = back == temp
         same |= (back != back) & (temp != temp)
+        if _is_integer(temp.dtype) and _is_integer(out.dtype):
+            # -1 becomes the largest unsigned integer, and -1 again on the way back.
+            same &= (temp < temp.dtype.type(0)) == (out < out.dtype.type(0))
         if not same.all():
             lost = temp[~same][0]
             leaf = self.leaves()[0]
@@ -114,8 +117,12 @@ def _casts(source: np.dtype, target: np.dtype) -> bool:
     return np.can_cast(source, target, casting="unsafe")
 
 
+def _is_integer(dtype: np.dtype) -> bool:
+    return dtype.name.lstrip("u").startswith("int")
+
+
 def _is_small_int(dtype: np.dtype) -> bool:
-    return dtype.name.lstrip("u").startswith("int") and dtype.itemsize == 1
+    return _is_integer(dtype) and dtype.itemsize == 1
 
 
 def cast_into(out: np.ndarray, source: np.ndarray) -> None:

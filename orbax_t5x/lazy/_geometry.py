@@ -1,8 +1,8 @@
-"""Index arithmetic of views, on integers alone: what a NumPy index, a reshape or a run of elements means for boxes.
+"""Index arithmetic of views, on integers: what a NumPy index, a reshape or a run of elements means for boxes.
 
-Nothing here knows views, leaves or buffers. The one bound, `GAP_BYTES`, decides in one place when elements that are not
-wanted are read: less than that between two wanted runs is read over, as readers of byte ranges do anyway; more never
-is.
+Nothing here knows views or leaves, or touches an element. The one bound, `GAP_BYTES`, decides in one place when
+elements that are not wanted are read: less than that between two wanted runs is read over, as readers of byte ranges do
+anyway; more never is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from orbax_t5x.lazy._leaf import Box
 
@@ -226,3 +228,13 @@ def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[Run]:
     for index in range(*box[outer]):
         runs += box_runs((*box[:outer], (index, index + 1), *box[outer + 1 :]), sizes, row_bytes)
     return runs
+
+
+def contiguous_dims(array: np.ndarray) -> int:
+    """How many of the last dimensions of a buffer lie in C order without gaps between them."""
+    expected = array.itemsize
+    for count, (size, stride) in enumerate(zip(reversed(array.shape), reversed(array.strides), strict=True)):
+        if size != 1 and stride != expected:
+            return count
+        expected *= size
+    return array.ndim

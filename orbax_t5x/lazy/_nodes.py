@@ -45,6 +45,10 @@ class LeafView(View):
         """The constant as it was given where the leaf is one, else what reading gives."""
         return getattr(self.leaf, "value", None) if self.is_value else self.get()
 
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaf."""
+        return (self.leaf,)
+
     def _add_leaves(self, found: dict[int, Leaf]) -> None:
         found.setdefault(id(self.leaf), self.leaf)
 

@@ -112,8 +112,8 @@ class OpaqueLeaf:
         value = np.asarray(await self.array.get_async())
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LeafMismatchError(
-                f"declared as {self.dtype.name} of shape {self.shape}, but the function gave {value.dtype.name} of shape "
-                f"{value.shape}",
+                f"declared as {self.dtype.name} of shape {self.shape}, but the function gave {value.dtype.name} of "
+                f"shape {value.shape}",
                 leaf=self.name,
             )
         ledger.count(value.nbytes)
