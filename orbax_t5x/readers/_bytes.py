@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -133,16 +134,26 @@ def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
     return rest
 
 
+def _close_all(descriptors: OrderedDict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
 class FileSet:
-    """The open files of one checkpoint: at most `max_open` descriptors beyond those in use at the moment."""
+    """The open files of one checkpoint: at most `max_open` descriptors beyond those in use at the moment.
+
+    They are closed by `close`, or when neither the set nor one of its files is referred to any more.
+    """
 
     def __init__(self, root: Root, *, max_open: int = _MAX_OPEN_FILES):
         self.root = root
         self._max_open = max_open
         self._lock = threading.Lock()
-        self._open: OrderedDict[File, int] = OrderedDict()
-        self._users: dict[File, int] = {}
+        # By name: a file refers to its set, and a cycle would keep descriptors until a garbage collection.
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[str, int] = {}
         self._closed = False
+        weakref.finalize(self, _close_all, self._open).atexit = False
 
     def file(self, name: str, *, leaf: str | None = None) -> File:
         """Checks and measures a file without reading it; errors as `Root.open`."""
@@ -153,12 +164,12 @@ class FileSet:
         with self._lock:
             if self._closed:
                 raise ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
-            fd = self._open.get(file)
+            fd = self._open.get(file.name)
             if fd is None:
-                fd = self._open[file] = self._open_file(file, leaf)
+                fd = self._open[file.name] = self._open_file(file, leaf)
             else:
-                self._open.move_to_end(file)
-            self._users[file] = self._users.get(file, 0) + 1
+                self._open.move_to_end(file.name)
+            self._users[file.name] = self._users.get(file.name, 0) + 1
             if len(self._open) > self._max_open:
                 self._close_idle(keep=self._max_open)
             return fd
@@ -166,13 +177,13 @@ class FileSet:
     def release(self, file: File) -> None:
         """Ends one use of a descriptor."""
         with self._lock:
-            users = self._users[file] - 1
+            users = self._users[file.name] - 1
             if users:
-                self._users[file] = users
+                self._users[file.name] = users
                 return
-            del self._users[file]
+            del self._users[file.name]
             if self._closed:
-                os.close(self._open.pop(file))
+                os.close(self._open.pop(file.name))
 
     def _open_file(self, file: File, leaf: str | None) -> int:
         try:
@@ -186,9 +197,14 @@ class FileSet:
 
     def _close_idle(self, keep: int) -> None:
         """Closes the files unused for longest, until at most `keep` are open or all the others are in use."""
-        idle = [file for file in self._open if file not in self._users]
-        for file in idle[: max(0, len(self._open) - keep)]:
-            os.close(self._open.pop(file))
+        idle = [name for name in self._open if name not in self._users]
+        for name in idle[: max(0, len(self._open) - keep)]:
+            os.close(self._open.pop(name))
+
+    def __del__(self) -> None:
+        # Nobody reads any more: a read holds its file, and a file this object.
+        for fd in getattr(self, "_open", {}).values():
+            os.close(fd)
 
     def close(self) -> None:
         """Closes what is not being read now, and the rest as soon as it is read; later reads are a ValueError."""

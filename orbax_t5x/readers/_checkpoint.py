@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -27,8 +26,8 @@ def _insert(root: dict[str, Any], name: str, value: Any) -> None:
 class Checkpoint:
     """Metadata of a checkpoint of any format; made by `orbax_t5x.open_checkpoint`.
 
-    A context manager; garbage collection closes it too. Opening and reading are thread-safe. Reading a leaf after `close()` is a
-    ValueError.
+    A context manager; garbage collection closes it too, once its leaves are gone as well: a leaf can be read for as long as somebody
+    has it. Opening and reading are thread-safe. Reading a leaf after `close()` is a ValueError.
 
     Attributes:
       path: what was opened, resolved.
@@ -55,7 +54,8 @@ class Checkpoint:
         Args:
           leaves: by '/'-joined name.
           empties: names of nodes without leaves: None, or an empty container, as `tree()` shows them.
-          close: releases files; called once. It must not refer to this object.
+          close: releases files and makes later reads a ValueError; may be called again. What it releases must also release itself
+            when neither this object nor a leaf refers to it any more.
         """
         self.path = path
         self.format = format
@@ -63,8 +63,10 @@ class Checkpoint:
         self.metadata = dict(metadata or {})
         self.index_bytes = index_bytes
         self._empties = dict(empties or {})
-        self._leaves: Mapping[str, LazyArray] = MappingProxyType({name: as_view(leaves[name]) for name in sorted(leaves)})
-        self._finalizer = weakref.finalize(self, close) if close is not None else None
+        self._leaves: Mapping[str, LazyArray] = MappingProxyType(
+            {name: as_view(leaves[name]) for name in sorted(leaves)}
+        )
+        self._close = close
 
     @property
     def leaves(self) -> Mapping[str, LazyArray]:
@@ -87,8 +89,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Releases files; leaves can no longer be read."""
-        if self._finalizer is not None:
-            self._finalizer()
+        if self._close is not None:
+            self._close()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -112,9 +112,11 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
     parent, name = os.path.split(directory)
     if item is not None and item != name:
         raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
-    in_step = os.path.isfile(os.path.join(parent, STEP_METADATA_FILE))
+    step_name = os.path.basename(parent)
+    # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
+    in_step = os.path.isfile(os.path.join(parent, STEP_METADATA_FILE)) or step_name.isdecimal()
     opened = _Opening(Root(directory), limits)
-    return opened.checkpoint({"": ""}, step=step_of_name(os.path.basename(parent)) if in_step else step_of_name(name))
+    return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
 def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
