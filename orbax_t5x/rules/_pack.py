@@ -38,8 +38,12 @@ class RulePack(Chain):
 
     def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         """See `Transform.apply`."""
-        before = len(notes.problems)
-        result = super().apply(source, target, notes)
+        before, outside = len(notes.problems), notes.in_pack
+        notes.in_pack = True
+        try:
+            result = super().apply(source, target, notes)
+        finally:
+            notes.in_pack = outside
         same = result.keys() == source.keys() and all(result[name] is value for name, value in source.items())
         if self.steps and same and len(notes.problems) == before:
             near = ClosestNames(source).to(self.example)

@@ -177,3 +177,18 @@ def _filled(pattern: str, match: re.Match[str]) -> str:
 def _depth(layers: re.Pattern[str], names: Iterable[str]) -> int:
     numbers = [int(match[1]) for name in names if (match := layers.fullmatch(name)) is not None]
     return max(numbers, default=-1) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutTarget(Transform):
+    """Runs a transform as if there were no target: what comes after it makes the target's names.
+
+    Attributes:
+      transform: what runs.
+    """
+
+    transform: Transform
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        return self.transform.apply(source, {}, notes)

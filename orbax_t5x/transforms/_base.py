@@ -37,6 +37,7 @@ class Notes:
       rule_for: name -> the rules that produced it, in order, as text.
       classes: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
       explained: target names whose absence a problem here already explains.
+      in_pack: whether a rule pack runs, whose single rules need not match anything.
     """
 
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -45,6 +46,7 @@ class Notes:
     rule_for: dict[str, str] = dataclasses.field(default_factory=dict)
     classes: dict[str, str] = dataclasses.field(default_factory=dict)
     explained: set[str] = dataclasses.field(default_factory=set)
+    in_pack: bool = False
 
     def problem(self, kind: str, leaf: str | None, message: str, fix: str = "") -> None:
         """Notes one problem."""

@@ -250,7 +250,7 @@ def note_unused(
 
     A rule that matches names which earlier rules decide is shadowed: a warning. A pattern given twice counts once.
     """
-    if len(used) == len(table.patterns):
+    if len(used) == len(table.patterns) or (notes.in_pack and not required):
         return
     names = list(names)
     closest = ClosestNames(names)
