@@ -1,0 +1,393 @@
+"""T5X's get_fn kinds, values in memory as leaves, and reading: with loops, threads, forks and failures about."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import orbax_t5x as ot
+from orbax_t5x import lazy
+from orbax_t5x.errors import CorruptCheckpointError, LeafMismatchError
+from orbax_t5x.lazy import as_view, full_box
+from tests.lazy_leaf import ArrayLeaf
+
+# T5X's kinds.
+
+
+class Counter:
+    """A get_fn that counts its calls and the threads that made them."""
+
+    def __init__(self, value):
+        self.value = value
+        self.threads = []
+
+    def __call__(self):
+        self.threads.append(threading.current_thread())
+        return self.value
+
+
+class Awaited(Counter):
+    async def __call__(self):
+        await asyncio.sleep(0)
+        return super().__call__()
+
+
+def test_the_base_class_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        ot.LazyArray((2,), np.float32, lambda: None)
+
+
+@pytest.mark.parametrize("kind, fn", [(ot.LazyThreadPoolArray, Counter), (ot.LazyAwaitableArray, Awaited)])
+def test_get_fn_kinds_know_their_shape_and_call_only_when_asked(kind, fn):
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)
+    call = fn(value)
+    array = kind((2, 3), np.float32, call)
+    assert (array.shape, array.dtype, array.ndim, array.size, array.nbytes) == ((2, 3), np.float32, 2, 6, 24)
+    assert repr(array) == f"{kind.__name__}(shape=(2, 3), dtype=float32)"
+    half = array.astype(jnp.bfloat16)
+    assert type(half) is kind and half.dtype == ml_dtypes.bfloat16 and half.nbytes == 12 and array.dtype == np.float32
+    assert kind((), np.int64, call).nbytes == 8 and kind((0, 3), np.int64, call).size == 0
+    assert not call.threads
+    assert array.get() is value
+    got = half.get()
+    assert got.dtype == ml_dtypes.bfloat16 and got.tolist() == value.tolist()
+    assert len(call.threads) == 2
+
+    async def both():
+        return await asyncio.gather(array.get_async(), half.get_async())
+
+    first, second = asyncio.run(both())
+    assert first is value and second.dtype == ml_dtypes.bfloat16 and len(call.threads) == 4
+
+
+def test_a_blocking_function_does_not_block_the_loop():
+    gate = threading.Event()
+    array = ot.LazyThreadPoolArray((), np.float32, lambda: gate.wait(30) and np.float32(5))
+
+    async def read():
+        task = asyncio.ensure_future(array.get_async())
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        gate.set()
+        return float(await task)
+
+    assert asyncio.run(read()) == 5.0
+
+
+def test_an_awaitable_array_reads_inside_a_running_loop_and_from_within_another_read():
+    inner = ot.LazyAwaitableArray((2,), np.float32, Awaited(np.ones(2, np.float32)))
+
+    async def outer_fn():
+        return inner.get() + as_view(np.ones(2, np.float32)).get()
+
+    outer = ot.LazyAwaitableArray((2,), np.float32, outer_fn)
+
+    async def main():
+        return outer.get().tolist()
+
+    assert asyncio.run(main()) == outer.get().tolist() == [2.0, 2.0]
+
+
+def test_from_array_takes_shape_and_dtype():
+    array = ot.LazyAwaitableArray.from_array(np.zeros((3, 1), np.int8), Awaited(np.ones((3, 1))))
+    assert (array.shape, array.dtype, array.get().dtype) == ((3, 1), np.int8, np.int8)
+
+
+@pytest.mark.parametrize(
+    "metadata, shape, dtype",
+    [
+        ({"shape": [4, 2], "dtype": "<f4"}, (4, 2), "float32"),
+        ({"shape": [4], "dtype": "bfloat16"}, (4,), "bfloat16"),
+        ({"shape": [], "dtype": "|b1"}, (), "bool"),
+        ({"shape": [3], "dtype": "<u2"}, (3,), "uint16"),
+        ({"shape": [3], "data_type": "int4"}, (3,), "int4"),
+        ({"dimensions": [5], "dataType": "float64"}, (5,), "float64"),
+    ],
+)
+def test_a_spec_gives_shape_and_dtype_and_uint16_stays_itself(metadata, shape, dtype):
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": "/nowhere"}, "metadata": metadata}
+    for make in (ot.LazyAwaitableArray.from_tensor_store_spec, ot.LazyAwaitableArray.from_tensor_store_spec_or_array):
+        array = make(spec, Awaited(None))
+        assert (array.shape, array.dtype) == (shape, np.dtype(getattr(ml_dtypes, dtype, dtype)))
+
+
+def test_a_tensorstore_spec_object_is_read_through_its_future(tmp_path):
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/x/"}}
+    store = ts.open(spec, create=True, dtype=ts.bfloat16, shape=[2, 3]).result()
+    store[...] = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)
+    array = ot.LazyAwaitableArray.from_tensor_store_spec(store.spec(), store.read)
+    assert (array.shape, array.dtype) == ((2, 3), ml_dtypes.bfloat16)
+    assert array.get().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert ot.LazyAwaitableArray.from_tensor_store_spec_or_array(store.spec(), store.read).shape == (2, 3)
+    assert ot.LazyAwaitableArray.from_tensor_store_spec_or_array(np.zeros(7), store.read).shape == (7,)
+
+
+def test_bits_of_bfloat16_in_uint16_are_reinterpreted_only_when_said():
+    stored = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+    spec = {"driver": "zarr", "kvstore": {"driver": "memory"}, "metadata": {"shape": [2], "dtype": "<u2"}}
+    bits = Awaited(stored.view(np.uint16))
+    array = ot.LazyAwaitableArray.from_tensor_store_spec(spec, bits, bfloat16_as_uint16=True)
+    assert array.dtype == ml_dtypes.bfloat16 and array.get().tolist() == [1.5, -2.0]
+    assert array.astype(np.float32).get().tolist() == [1.5, -2.0]
+    assert ot.LazyAwaitableArray.from_tensor_store_spec(spec, bits).get().tolist() == stored.view(np.uint16).tolist()
+
+
+@pytest.mark.parametrize("metadata", [{}, {"shape": [2]}, {"dtype": "<f4"}])
+def test_a_spec_without_shape_or_dtype_is_an_error(metadata):
+    with pytest.raises(ValueError, match="records no"):
+        ot.LazyAwaitableArray.from_tensor_store_spec({"driver": "zarr", "metadata": metadata}, Awaited(None))
+
+
+# As views.
+
+
+def test_a_get_fn_array_becomes_a_view_that_reads_whole_once():
+    call = Counter(np.arange(6, dtype=np.float32).reshape(2, 3))
+    view = as_view(ot.LazyThreadPoolArray((2, 3), np.float32, call), "kernel")
+    assert view.shape == (2, 3) and not view.is_value and view.leaves()[0].name == "kernel"
+    both = lazy.stack([view[1], view[0]]).T
+    assert not call.threads
+    assert both.get().tolist() == [[3, 0], [4, 1], [5, 2]]
+    assert len(call.threads) == 1
+    awaited = as_view(ot.LazyAwaitableArray((2, 3), np.float32, Awaited(call.value)))
+    assert awaited[:, ::-1].get().tolist() == [[2, 1, 0], [5, 4, 3]]
+
+
+def test_a_function_that_gives_another_shape_or_dtype_is_found_out():
+    view = as_view(ot.LazyThreadPoolArray((2, 3), np.float32, lambda: np.zeros((3, 2), np.float32)), "kernel")
+    with pytest.raises(LeafMismatchError, match=r"leaf 'kernel': declared as float32 of shape \(2, 3\).*\(3, 2\)"):
+        view.get()
+
+    class Own(ot.LazyArray):
+        def get(self):
+            return self._get_fn()
+
+        async def get_async(self):
+            return self._get_fn()
+
+    with pytest.raises(LeafMismatchError, match="float64"):
+        as_view(Own((2,), np.float32, lambda: np.zeros(2))).get()
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, 1 + 2j, np.int8(4), np.float32(0.5), np.arange(6).reshape(2, 3)])
+def test_values_are_views_that_know_that_they_are_constant(value):
+    view = as_view(value, "x")
+    assert view.is_value and view.value is value and view.leaves()[0].name == "x"
+    assert view.dtype == np.asarray(value).dtype
+    np.testing.assert_array_equal(view.get(), value)
+    doubled = lazy.stack([view, view])
+    assert doubled.is_value
+    np.testing.assert_array_equal(doubled.value, np.stack([value, value]))
+    leaf = as_view(ArrayLeaf(np.asarray(value)))
+    assert not leaf.is_value and not lazy.stack([view, leaf]).is_value
+
+
+def test_text_is_an_object_leaf_of_bytes_or_str():
+    for text in (b"ab\x00", "ab"):
+        assert as_view(text).dtype == object and as_view(text).get()[()] == text
+    assert as_view(np.array(["a", "bc"])).get().tolist() == ["a", "bc"]
+
+
+def test_what_is_no_array_is_refused():
+    for value in (None, ..., {"a": 1}, object()):
+        with pytest.raises(TypeError, match="is no array"):
+            as_view(value)
+    with pytest.raises(TypeError, match="key_data"):
+        as_view(jax.random.key(0))
+
+
+@pytest.mark.parametrize("spec", [("x", "y"), ("y",), (None, "x"), (("x", "y"),), ()])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "bool"])
+def test_sharded_arrays_are_read_box_by_box(spec, dtype):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    array = np.arange(64).reshape(8, 8).astype(getattr(ml_dtypes, dtype, dtype))
+    value = jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+    view = as_view(value)
+    assert view.dtype == array.dtype and view.is_value and view.value is value
+    assert view.get().tobytes() == array.tobytes()
+    out = np.zeros((3, 5), array.dtype)
+    lazy.read_views([(view.T, ((2, 5), (1, 6)), out)])
+    assert out.tobytes() == array.T[2:5, 1:6].tobytes()
+    assert as_view(jnp.ones(())).get() == 1.0 and as_view(jnp.zeros((0, 3)))[:, 1].get().shape == (0,)
+
+
+def test_a_sharded_value_keeps_no_copy_on_the_host_of_shards_that_no_box_touches():
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    value = jax.device_put(np.arange(16.0), NamedSharding(mesh, PartitionSpec("x")))
+    touched = []
+
+    class Watched:
+        shape, dtype = value.shape, value.dtype
+
+        @property
+        def addressable_shards(self):
+            class Shard:
+                def __init__(self, shard):
+                    self.index = shard.index
+                    self._shard = shard
+
+                @property
+                def data(self):
+                    touched.append(self.index)
+                    return self._shard.data
+
+            return [Shard(shard) for shard in value.addressable_shards]
+
+    assert as_view(Watched())[5:8].get().tolist() == [5, 6, 7]
+    assert touched == [(slice(4, 6, None),), (slice(6, 8, None),)]
+
+    class Partial(Watched):
+        @property
+        def addressable_shards(self):
+            return value.addressable_shards[:2]
+
+    assert as_view(Partial())[:3].get().tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="other processes"):
+        as_view(Partial())[3:6].get()
+
+
+# NumPy and JAX ask for arrays in their own ways.
+
+
+def test_numpy_and_jax_take_views_for_arrays():
+    view = as_view(ArrayLeaf(np.arange(6, dtype=np.int32).reshape(2, 3)))
+    assert np.asarray(view).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert np.asarray(view[1], dtype=np.float32).dtype == np.float32
+    assert np.array(view.T, copy=True).shape == (3, 2)
+    with pytest.raises(ValueError, match="new array"):
+        np.asarray(view, copy=False)
+    assert jnp.asarray(np.asarray(view)).sum() == 15
+    np.testing.assert_array_equal(np.add(view, 1), view.get() + 1)
+    assert jax.tree.leaves({"a": view}) == [view]
+
+
+# Reading.
+
+
+class Failing(ArrayLeaf):
+    async def read_into(self, requests, ledger):
+        raise CorruptCheckpointError("checksum does not hold", path=self.path, leaf=self.name)
+
+
+class Waiting(ArrayLeaf):
+    cancelled = False
+
+    async def read_into(self, requests, ledger):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+def test_a_failure_is_raised_as_it_is_and_ends_the_other_reads():
+    waiting = Waiting(np.zeros(3), "b")
+    both = lazy.stack([as_view(Failing(np.zeros(3), "a")), as_view(waiting)])
+    start = time.monotonic()
+    with pytest.raises(CorruptCheckpointError, match="leaf 'a'"):
+        both.get()
+    assert time.monotonic() - start < 10 and waiting.cancelled
+    # The thread still serves.
+    assert as_view(1).get() == 1
+
+
+def test_several_views_are_read_in_one_go_and_each_leaf_once():
+    leaves = [ArrayLeaf(np.arange(12.0).reshape(3, 4), f"leaf{i}") for i in range(3)]
+    views = [as_view(leaf) for leaf in leaves]
+    outs = [np.empty((3, 4)), np.empty((4, 3)), np.empty((2, 2))]
+    ledger = lazy.read_views(
+        [
+            (views[0], full_box((3, 4)), outs[0]),
+            (views[0].T, full_box((4, 3)), outs[1]),
+            (lazy.concatenate(views), ((2, 4), (1, 3)), outs[2]),
+        ]
+    )
+    np.testing.assert_array_equal(outs[0], leaves[0].array)
+    np.testing.assert_array_equal(outs[1], leaves[0].array.T)
+    np.testing.assert_array_equal(outs[2], np.concatenate([leaf.array for leaf in leaves])[2:4, 1:3])
+    assert [len(leaf.calls) for leaf in leaves] == [1, 1, 0] and [leaf.settled for leaf in leaves] == [1, 1, 0]
+    assert ledger.bytes_read == (12 + 12 + 4) * 8 and ledger.verify == "touched"
+
+
+def test_an_empty_box_reads_nothing():
+    leaf = ArrayLeaf(np.zeros((3, 4)))
+    assert as_view(leaf)[1:1].get().shape == (0, 4)
+    assert as_view(leaf).requests(((1, 1), (0, 4))) == [] and as_view(leaf).temp_bytes(((1, 1), (0, 4))) == 0
+    assert leaf.calls == [] and leaf.settled == 0
+
+
+def test_reading_works_where_a_loop_is_running_and_from_many_threads():
+    leaf = ArrayLeaf(np.arange(1000.0).reshape(10, 100))
+    view = lazy.stack([as_view(leaf)] * 3, 1)[:, 1].T
+
+    async def main():
+        blocking = view.get()
+        awaited = await asyncio.gather(*(view[i].get_async() for i in range(5)))
+        return blocking, awaited
+
+    blocking, awaited = asyncio.run(main())
+    np.testing.assert_array_equal(blocking, leaf.array.T)
+    for i, row in enumerate(awaited):
+        np.testing.assert_array_equal(row, leaf.array.T[i])
+
+    wrong = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(20):
+            i = int(rng.integers(100))
+            if view[i].get().tolist() != leaf.array.T[i].tolist():
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+_FORK = """
+import os, sys, threading
+import numpy as np
+from orbax_t5x.lazy import LazyThreadPoolArray, as_view
+array = LazyThreadPoolArray((), "float32", lambda: np.float32(2))
+view = as_view(array)
+import asyncio
+assert view.get() == 2 and asyncio.run(array.get_async()) == 2
+child = os.fork()
+if child == 0:
+    ok = view.get() == 2 and asyncio.run(array.get_async()) == 2
+    os._exit(0 if ok else 1)
+_, status = os.waitpid(child, 0)
+assert view.get() == 2
+print("child", os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_reading_goes_on_in_a_forked_child():
+    # In a process of its own, without JAX: forking one with JAX in it is not what is tested here.
+    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "child 0\n", done.stderr
+
+
+_LIGHT = """
+import sys, threading
+import orbax_t5x.lazy
+heavy = {"jax", "flax", "optax", "tensorstore", "orbax"} & set(sys.modules)
+print(sorted(heavy), threading.active_count())
+"""
+
+
+def test_importing_makes_no_thread_and_imports_no_framework():
+    done = subprocess.run([sys.executable, "-c", _LIGHT], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[] 1\n"
