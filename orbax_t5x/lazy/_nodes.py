@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_t5x.lazy import _geometry
-from orbax_t5x.lazy._cast import Cast as Cast
 from orbax_t5x.lazy._geometry import Walk, compose
 from orbax_t5x.lazy._leaf import Box, Leaf, Request, box_shape, box_size
 from orbax_t5x.lazy._view import Lowered, View, freeze

@@ -15,10 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.lazy import AllEqual, Average, LeafView, Ledger, Part, Request, View, as_view, concatenate, repeat, stack
-from orbax_t5x.lazy._assemble import Concat, Stack
-from orbax_t5x.lazy._nodes import Cast, Strided
-from orbax_t5x.lazy._reshape import Join, Split
+from orbax_t5x.lazy import (
+    AllEqual,
+    Average,
+    Cast,
+    Concat,
+    Join,
+    LeafView,
+    Ledger,
+    Part,
+    Request,
+    Split,
+    Stack,
+    Strided,
+    View,
+    as_view,
+    concatenate,
+    repeat,
+    stack,
+)
 
 Kept = frozenset[int]
 """The dimensions of an array that were not averaged away."""
