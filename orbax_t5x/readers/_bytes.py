@@ -201,11 +201,6 @@ class FileSet:
         for name in idle[: max(0, len(self._open) - keep)]:
             os.close(self._open.pop(name))
 
-    def __del__(self) -> None:
-        # Nobody reads any more: a read holds its file, and a file this object.
-        for fd in getattr(self, "_open", {}).values():
-            os.close(fd)
-
     def close(self) -> None:
         """Closes what is not being read now, and the rest as soon as it is read; later reads are a ValueError."""
         with self._lock:
