@@ -43,14 +43,15 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
     Args:
       state: any optimizer state; leaves may be abstract.
       params_axes: a tree like the parameters whose leaves are `PartitionSpec`s or None.
-      params: the parameters, abstract or not. Without them, the moments of a factored state get None.
+      params: the parameters, abstract or not. Without them the rank has to do for the shape, and leaves of another rank
+        than their parameter's, such as factored moments, get None.
       initable: the gradient transformation that made the state, if at hand.
     """
     slots = jax.tree_util.tree_map_with_path(
         lambda path, leaf: _Slot(tuple(map(key_text, path)), np.shape(leaf)),
         state,
     )
-    marked = _ask_optax(initable, slots)
+    marked = _ask_optax(initable, slots, params_axes)
     if marked is None:
         return _search(slots, params_axes, params)
     return jax.tree.map(
@@ -59,9 +60,10 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
     )
 
 
-def _ask_optax(initable: Any, slots: Any) -> Any:
+def _ask_optax(initable: Any, slots: Any, params_axes: Any) -> Any:
     """The slots with every tree like the parameters wrapped in a `_Root`, or None where Optax cannot tell."""
-    if initable is None:
+    if initable is None or isinstance(params_axes, optax.LookaheadParams):
+        # A lookahead optimizer logs that it got no lookahead parameters when it meets the placeholder.
         return None
     try:
         return optax.tree_utils.tree_map_params(initable, _Root, slots, is_leaf=lambda _: True)
@@ -73,7 +75,8 @@ def _ask_optax(initable: Any, slots: Any) -> Any:
 def _search(node: Any, axes: Any, params: Any) -> Any:
     """Finds trees like the parameters by their structure, outermost first."""
     for candidate, shapes in _candidates(axes, params):
-        if _fits(node, candidate, allow_records=isinstance(candidate, Mapping)):
+        allow_records = isinstance(candidate, Mapping)
+        if _has_slots(node) and _fits(node, candidate, allow_records=allow_records):
             return _assign(node, candidate, shapes)
     opened = open_node(node)
     if opened is None:
@@ -91,7 +94,7 @@ def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
 
 
 def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
-    """Whether a node of a state has the structure of the parameters; masked parts fit anything, but not alone.
+    """Whether a node of a state has the structure of the parameters; masked parts fit anything.
 
     Args:
       node: of a tree of slots.
@@ -108,12 +111,14 @@ def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
     if isinstance(axes, Mapping) != isinstance(node, Mapping) or set(opened.names) != set(wanted.names):
         return False
     wanted_children = dict(zip(wanted.names, wanted.children, strict=True))
-    if not any(isinstance(leaf, _Slot) for leaf in jax.tree.leaves(node)):
-        return False
     return all(
         _is_masked(child) or _fits(child, wanted_children[name], allow_records=allow_records)
         for name, child in zip(opened.names, opened.children, strict=True)
     )
+
+
+def _has_slots(node: Any) -> bool:
+    return any(isinstance(leaf, _Slot) for leaf in jax.tree.leaves(node))
 
 
 def _is_masked(node: Any) -> bool:
@@ -158,7 +163,7 @@ def _spec(slot: _Slot, axes: Any, param_shape: tuple[int, ...] | None) -> Partit
     if all(size == 1 for size in shape):
         return None
     if param_shape is None:
-        return axes if len(axes) <= len(shape) else None
+        return axes if len(axes) == len(shape) else None
     names = (*axes, *[None] * (len(param_shape) - len(axes)))
     history = len(shape) - len(param_shape)
     if history > 0:

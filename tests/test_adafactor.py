@@ -106,12 +106,9 @@ def test_restored_state_goes_on_with_t5xs_numbers(goldens, case):
 
 
 def _big_params(seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    return {
-        "kernel": jax.random.normal(keys[0], (16, 32)),
-        "scale": jax.random.normal(keys[1], (16,)),
-        "qkv": jax.random.normal(keys[2], (16, 2, 8, 4)),
-    }
+    random = np.random.default_rng(seed)
+    shapes = {"kernel": (16, 32), "scale": (16,), "qkv": (16, 2, 8, 4)}
+    return {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
 
 def _logical_definition(**options):
