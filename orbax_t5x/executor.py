@@ -199,7 +199,7 @@ class _Execution:
         for group in groups:
             for key in group.leaves:
                 self._pending[key] = self._pending.get(key, 0) + 1
-        if groups:
+        if groups or self._several:
             self._read(groups)
         self._values.update(self._computed())
         self._plan.report = self._report(time.monotonic() - started)
@@ -214,17 +214,29 @@ class _Execution:
         thread = ReadThread()
         try:
             with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore") as pool:
+                error: BaseException | None = None
                 try:
                     thread.run(self._read_all(groups, pool))
-                except _Interrupted as interrupted:
-                    raise interrupted.args[0] from None
+                except BaseException as caught:  # the other processes must hear of it before it goes on
+                    error = caught.args[0] if isinstance(caught, _Interrupted) else caught
                 finally:
                     self._stop.set()
-                if self._several:
-                    parts = gather_parts(self._ledger, self._leaves_in_order())
-                    thread.run(self._settle_all(parts))
+                if self._several and (error is None or isinstance(error, Exception)):
+                    self._settle_together(thread, error)
+                if error is not None:
+                    raise error
         finally:
             thread.close()
+
+    def _settle_together(self, thread: ReadThread, error: Exception | None) -> None:
+        """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
+        try:
+            parts = gather_parts(self._ledger, self._leaves_in_order(), failed=error is not None)
+        except CheckpointIOError:
+            if error is None:
+                raise
+            return
+        thread.run(self._settle_all(parts))
 
     async def _read_all(self, groups: list[_Group], pool: concurrent.futures.Executor) -> None:
         loop = asyncio.get_running_loop()

@@ -363,8 +363,9 @@ class _Matcher:
             return
         try:
             leaf.sharding.shard_shape(leaf.shape)
-        except ValueError as error:
-            self._problem("sharding", name, " ".join(str(error).split()), "choose a PartitionSpec that divides the shape")
+        except (ValueError, IndexError) as error:  # JAX raises IndexError for a spec longer than the rank
+            message = f"{leaf.sharding} does not fit shape {leaf.shape}: {' '.join(str(error).split())}"
+            self._problem("sharding", name, message, "choose a PartitionSpec that divides the shape")
 
     # -- what is missing
 

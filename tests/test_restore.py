@@ -285,6 +285,7 @@ def test_all_problems_come_at_once():
     assert set(problems) == {"shape", "dtype", "missing", "sharding", "leftover"}
     assert "(3,)" in problems["shape"].message and "(4,)" in problems["shape"].message
     assert "left" in problems["leftover"].message and "strict=False" in problems["leftover"].fix
+    assert "(7,)" in problems["sharding"].message
     assert all(problem.fix for problem in problems.values())
     assert not any(leaf.boxes for leaf in source.made.values())
 

@@ -1,0 +1,96 @@
+"""One of several processes of a job: `python -m tests.multiprocess_worker JOB COORDINATOR COUNT INDEX ARGUMENTS…`.
+
+Prints one JSON line. Run by test_multiprocess.py under a timeout: a peer that dies takes the others with it.
+"""
+
+import json
+import os
+import sys
+
+_DEVICES_EACH = 2
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES_EACH}"
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import orbax_t5x as ot
+
+
+def state_target(path, spec):
+    """Everything of the translated bundle, sharded over all devices of all processes where the shape allows."""
+    mesh = Mesh(np.asarray(jax.devices()), ("x",))
+    with ot.open_checkpoint(path) as opened:
+        translated = ot.transforms.Translate()(opened.tree(), {})
+
+    def place(leaf):
+        dtype = np.int32 if leaf.dtype == np.int64 else leaf.dtype
+        for sharding in (NamedSharding(mesh, spec), NamedSharding(mesh, PartitionSpec())):
+            try:
+                sharding.shard_shape(leaf.shape)
+                return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+            except (ValueError, IndexError):
+                pass
+        raise AssertionError(leaf)
+
+    return jax.tree.map(place, translated, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+
+
+def local_digest(state):
+    """Names and sums of all shards of this process, to compare with NumPy outside."""
+    flat = ot.state_utils.flatten_state_dict(state)
+    return {
+        name: [
+            [[part.start or 0, part.stop] for part in shard.index] + [float(np.sum(np.asarray(shard.data, np.float64)))]
+            for shard in array.addressable_shards
+        ]
+        for name, array in flat.items()
+    }
+
+
+def restore(path, spec):
+    """Restores a bundle; tells what was read and verified."""
+    spec = {"rows": PartitionSpec("x"), "columns": PartitionSpec(None, "x")}[spec]
+    plan = ot.plan_restore(path, state_target(path, spec), [ot.transforms.Translate()])
+    state = plan.execute()
+    report = plan.report
+    return {
+        "planned": plan.bytes_to_read,
+        "read": report.bytes_read,
+        "verified": len(report.verified),
+        "unverified": list(report.unverified),
+        "shards": local_digest(state),
+    }
+
+
+def save_and_restore(path, root):
+    """Through a CheckpointManager with our handler, and back."""
+    target = state_target(path, PartitionSpec("x"))
+    transforms = [ot.transforms.Translate()]
+    state = ot.restore(path, target, transforms)
+    with ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(3, args=ot.args.TrainStateSave(state))
+        manager.wait_until_finished()
+        again = manager.restore(3, args=ot.args.TrainStateRestore(target))
+    same = jax.tree.all(jax.tree.map(lambda a, b: local_digest({"a": a}) == local_digest({"a": b}), state, again))
+    return {"same": bool(same)}
+
+
+def main():
+    job, coordinator, count, index, *arguments = sys.argv[1:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, int(count), int(index))
+    try:
+        result = globals()[job](*arguments)
+    except ot.errors.CheckpointError as error:
+        result = {"error": type(error).__name__, "leaf": error.leaf, "text": str(error)}
+    print(json.dumps(result), flush=True)
+    multihost_utils.sync_global_devices("done")
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Several real processes, two devices each: each reads only what its own shards need, and together they verify it."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+
+# A hang is a failure; starting four processes on two busy cores takes its time.
+_TIMEOUT_SECS = 240
+_REPOSITORY = Path(__file__).parents[1]
+
+
+def run_processes(count, job, *arguments):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.multiprocess_worker", job, coordinator, str(count)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(index), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=_REPOSITORY,
+        )
+        for index in range(count)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=_TIMEOUT_SECS) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (_, errors) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, errors[-4000:]
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.fixture
+def bundle(goldens):
+    return goldens / "tf_bundle" / "t5_1_1_f32"
+
+
+@pytest.mark.parametrize(("count", "spec"), [(2, "rows"), (4, "columns")])
+def test_each_process_reads_its_part_and_all_is_verified(bundle, count, spec):
+    results = run_processes(count, "restore", bundle, spec)
+    whole = ot.state_utils.flatten_state_dict(ot.restore(bundle, None, [ot.transforms.Translate()]))
+    for result in results:
+        assert result["read"] == result["planned"]
+        assert result["unverified"] == []
+        for name, shards in result["shards"].items():
+            for *index, total in shards:
+                part = whole[name][tuple(slice(start, stop) for start, stop in index)]
+                assert total == pytest.approx(float(np.sum(part, dtype=np.float64)), rel=1e-12, abs=1e-12)
+    assert len({result["verified"] for result in results}) == 1
+    with ot.open_checkpoint(bundle) as opened:
+        stored = sum(leaf.nbytes for leaf in opened.leaves.values())
+    # Matrices are split, vectors replicated.
+    assert all(result["read"] < 0.6 * stored for result in results)
+
+
+def test_damage_that_only_all_processes_together_can_see(bundle, tmp_path):
+    """A flipped bit in the rows of one process is an error in every process."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle, damaged)
+    shard = sorted(damaged.glob("*.data-*"), key=lambda path: path.stat().st_size)[-1]
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    results = run_processes(2, "restore", damaged, "rows")
+    assert [result.get("error") for result in results] == ["CorruptCheckpointError"] * 2
+    assert len({result["leaf"] for result in results}) == 1
+
+
+def test_save_and_restore_through_a_manager(bundle, tmp_path):
+    assert run_processes(2, "save_and_restore", bundle, tmp_path / "root") == [{"same": True}] * 2
+    expected = ot.restore(bundle, None, [ot.transforms.Translate()])
+    got = ot.restore(tmp_path / "root" / "3", None)
+    np.testing.assert_array_equal(
+        got["target"]["decoder"]["layers_0"]["mlp"]["wo"]["kernel"], expected["target"]["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+    )
