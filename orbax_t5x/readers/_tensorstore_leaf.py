@@ -123,7 +123,7 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
             return typed
     elif status in _IO_STATUSES:
         return CheckpointIOError(message, path=path, leaf=leaf)
-    if "Invalid key" in text or "Invalid file path" in text:
+    if "Invalid key: " in text or "Invalid file path: " in text:
         return UnsafeCheckpointError(message, path=path, leaf=leaf)
     if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
         return UnsupportedCheckpointError(message, path=path, leaf=leaf)
