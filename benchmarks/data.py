@@ -79,6 +79,14 @@ def orbax_layers(folder: Path, layers: int = 24) -> Path:
     return path
 
 
+def orbax_small(folder: Path, count: int = 3000) -> Path:
+    """An Orbax checkpoint of many small leaves."""
+    path = folder / f"orbax_{count}_small"
+    if not path.exists():
+        subprocess.run([sys.executable, "-m", "benchmarks.jobs", "write_small", str(path), str(count)], check=True)
+    return path
+
+
 def orbax_state(folder: Path) -> Path:
     """The bundle's translated values, with Adafactor's placeholders, as stock Orbax saves them."""
     path = folder / "orbax_state"

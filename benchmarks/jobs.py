@@ -137,6 +137,125 @@ def orbax_ours(clock, path, layout):
     clock.stop(result_MiB=_result_mib(state))
 
 
+# -- transforms
+
+
+def rename_ours(clock, path, layout):
+    """Every leaf under another name, by one rule."""
+    import jax
+
+    import orbax_t5x as ot
+
+    restore = ot.restore
+    target = abstract({"renamed/" + name: leaf for name, leaf in read_shapes(path).items()}, layout)
+    transforms = [ot.transforms.AssignmentMap([(r"renamed/(.*)", r"\1")])]
+    clock.start()
+    state = restore(path, target, transforms)
+    jax.block_until_ready(state)
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def rename_orbax_transforms(clock, path, layout):
+    """The same through Orbax's own `transforms`."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    target = abstract({"renamed/" + name: leaf for name, leaf in read_shapes(path).items()}, layout)
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    arguments = ocp.args.PyTreeRestore(
+        item=target,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+        transforms={r"renamed/(.*)": ocp.Transform(original_key=r"\1")},
+    )
+    clock.start()
+    state = checkpointer.restore(path, args=arguments)
+    jax.block_until_ready(state)
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def stack_ours(clock, path, layout):
+    """Layers stacked on axis 1 while they are read."""
+    import jax
+    import numpy as np
+
+    import orbax_t5x as ot
+
+    restore = ot.restore
+    choose = shardings(layout)
+    groups = _layer_groups(read_shapes(path))
+    target = nested(
+        {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=choose(shape)) for name, (shape, _) in groups.items()}
+    )
+    transforms = [ot.transforms.StackLayers(r"decoder/layers_(?P<i>\d+)/(.*)", r"decoder/\2", 1)]
+    clock.start()
+    state = restore(path, target, transforms)
+    jax.block_until_ready(state)
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def stack_plain(clock, path, layout):
+    """Plain Orbax restore, then `jnp.stack` under `jit`, group by group, layers freed as they are used."""
+    import jax
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    target = abstract(read_shapes(path), layout)
+    choose = shardings(layout)
+    groups = _layer_groups(read_shapes(path))
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    arguments = ocp.args.PyTreeRestore(item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    clock.start()
+    layers = flattened(checkpointer.restore(path, args=arguments))
+    state = {}
+    for name, (shape, members) in groups.items():
+        stack = jax.jit(lambda parts: jnp.stack(parts, 1), out_shardings=choose(shape))
+        state[name] = jax.block_until_ready(stack([layers.pop(member) for member in members]))
+    clock.stop(result_MiB=_result_mib(state))
+
+
+def _layer_groups(shapes):
+    """Stacked name -> (stacked shape, the layers' names in order)."""
+    groups = {}
+    for name, (shape, _) in shapes.items():
+        _, layer, rest = name.split("/", 2)
+        members = groups.setdefault("decoder/" + rest, ([], {}))
+        members[0][:] = shape
+        members[1][int(layer.removeprefix("layers_"))] = name
+    return {
+        name: ((shape[0], len(members), *shape[1:]), [members[layer] for layer in sorted(members)])
+        for name, (shape, members) in groups.items()
+    }
+
+
+def flattened(tree, prefix=""):
+    """Nested dicts as '/'-joined names."""
+    flat = {}
+    for key, value in tree.items():
+        name = f"{prefix}/{key}" if prefix else key
+        flat.update(flattened(value, name) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def plan_many(clock, count):
+    """Plans a restore of `count` leaves through 100 rules; reads nothing."""
+    import jax
+    import numpy as np
+
+    import orbax_t5x as ot
+    from tests.memory_checkpoint import checkpoint
+
+    count, array = int(count), np.zeros((8, 8), np.float32)
+    source = checkpoint({f"old_{index % 100}/layer_{index}/kernel": array for index in range(count)})
+    sharding = shardings("rows")((8, 8))
+    leaf = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)
+    target = nested({f"new_{index % 100}/layer_{index}/kernel": leaf for index in range(count)})
+    rules = [ot.transforms.AssignmentMap([(rf"new_{rule}/(.*)", rf"old_{rule}/\1") for rule in range(100)])]
+    plan_restore = ot.plan_restore
+    clock.start()
+    plan = plan_restore(source, target, rules)
+    clock.stop(entries=len(plan.entries), bytes_to_read=plan.bytes_to_read)
+
+
 def _result_mib(state):
     """Host memory that the result occupies; replicas on CPU devices share one buffer where they were adopted from one."""
     import jax
@@ -200,6 +319,19 @@ def write_layers(_, path, layers):
     flat = {
         name: jax.device_put(random.standard_normal(shape, np.float32), choose(shape))
         for name, shape in layer_shapes(int(layers)).items()
+    }
+    ocp.PyTreeCheckpointer().save(path, nested(flat))
+    _note_shapes(path, flat)
+
+
+def write_small(_, path, count):
+    """Many small leaves, as stock Orbax saves them."""
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    random = np.random.default_rng(0)
+    flat = {
+        f"block_{index % 30}/layer_{index}/scale": random.standard_normal(64, np.float32) for index in range(int(count))
     }
     ocp.PyTreeCheckpointer().save(path, nested(flat))
     _note_shapes(path, flat)

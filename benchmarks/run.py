@@ -45,7 +45,55 @@ def orbax(folder: Path, runs: int) -> None:
         )
 
 
-ALL: dict[str, Callable[[Path, int], None]] = {"imports": imports, "bundle": bundle, "orbax": orbax}
+def rename(folder: Path, runs: int) -> None:
+    """A full rename while restoring: large leaves against plain Orbax, many small ones against Orbax's own transforms, too."""
+    large, small = str(data.orbax_layers(folder)), str(data.orbax_small(folder))
+    compare(
+        "0.96 GB Orbax checkpoint, every leaf renamed, 8 devices, rows",
+        {
+            "orbax_t5x, renamed": ("rename_ours", (large, "rows")),
+            "plain Orbax, not renamed": ("orbax_plain", (large, "rows")),
+        },
+        runs,
+    )
+    compare(
+        "3,000 small leaves, every leaf renamed, 8 devices, replicated",
+        {
+            "orbax_t5x, renamed": ("rename_ours", (small, "replicated")),
+            "plain Orbax, not renamed": ("orbax_plain", (small, "replicated")),
+            "Orbax transforms": ("rename_orbax_transforms", (small, "replicated")),
+        },
+        max(1, runs // 2),
+    )
+
+
+def stack(folder: Path, runs: int) -> None:
+    """Stacking 24 layers while restoring, against restoring and `jnp.stack`."""
+    path = str(data.orbax_layers(folder))
+    compare(
+        "24 layers of 0.96 GB stacked on axis 1, 8 devices, rows",
+        {
+            "orbax_t5x StackLayers": ("stack_ours", (path, "rows")),
+            "plain Orbax + jnp.stack": ("stack_plain", (path, "rows")),
+        },
+        runs,
+    )
+
+
+def planning(_: Path, runs: int) -> None:
+    """Planning is linear in leaves."""
+    for count in (10_000, 100_000):
+        compare(f"planning {count:,} leaves with 100 rules", {"orbax_t5x": ("plan_many", (str(count),))}, runs)
+
+
+ALL: dict[str, Callable[[Path, int], None]] = {
+    "imports": imports,
+    "bundle": bundle,
+    "orbax": orbax,
+    "rename": rename,
+    "stack": stack,
+    "planning": planning,
+}
 
 
 def main() -> None:
