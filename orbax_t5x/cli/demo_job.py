@@ -146,7 +146,7 @@ class _Job:
         command = [sys.executable, "-P", str(reader), str(self._root / str(_STEP) / "default"), str(out)]
         with _Clock() as clock:
             finished = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECS, check=False)
-        _say("Share", f"stock Orbax reads it in a process that never imports orbax_t5x, in {clock}")
+        _say("Share", f"stock Orbax reads it, in a process without orbax_t5x, in {clock}")
         if finished.returncode:
             self._verdict("stock Orbax reads it", False)
             emit(finished.stderr)

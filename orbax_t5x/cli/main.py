@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from orbax_t5x import __version__
-from orbax_t5x._wording import plain
 from orbax_t5x.cli._arguments import UsageError, size_argument
+from orbax_t5x.cli._complaints import complaint
 from orbax_t5x.errors import CheckpointError
 
 _PROGRAM = "orbax-t5x"
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _complain(str(error), _USAGE)
     except CheckpointError as error:
-        return _complain(str(error), _PROBLEM)
+        return _complain(complaint(error), _PROBLEM)
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    lines = "\n".join(plain(line) for line in text.splitlines())
-    print(f"{_PROGRAM}: {lines}", file=sys.stderr)
+    print(f"{_PROGRAM}: {text}", file=sys.stderr)
     return code
 
 
