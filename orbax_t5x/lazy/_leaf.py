@@ -106,6 +106,8 @@ class Leaf(Protocol):
       shape, dtype: of the whole array; dtype is a NumPy dtype (ml_dtypes' included), object for strings (elements are
         `bytes`).
       chunks: the shape of the unit in which the format can be read, or None where any byte range can be.
+
+    A leaf may have `read_blocking(requests, ledger)`, too: `read_into` for a caller that has a thread of its own.
     """
 
     name: str

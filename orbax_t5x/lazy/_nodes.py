@@ -106,23 +106,21 @@ class Strided(View):
     def _describe(self) -> str:
         if self.only_reshapes:
             return f"reshape {self.shape}"
-        source, walk = self.inputs[0], self.walk
-        walked = [dim for dim, _ in walk.maps if dim >= 0]
+        start, maps, shape = self.walk
+        axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
+        cuts = [str(first) for first in start]
+        for dim, axis in axis_of.items():
+            cuts[dim] = _cut_text(start[dim], maps[axis][1], shape[axis], self.inputs[0].shape[dim])
         texts = []
-        sizes = {dim: size for (dim, _), size in zip(walk.maps, walk.shape, strict=True)}
-        steps = dict(walk.maps)
-        ones = all(source.shape[dim] == 1 for dim in range(source.ndim) if dim not in sizes)
-        cuts = [_cut_text(walk.start[d], steps.get(d), sizes.get(d, 1), source.shape[d]) for d in range(source.ndim)]
-        if any(cut != ":" for dim, cut in enumerate(cuts) if not (dim not in sizes and source.shape[dim] == 1)):
+        # A dimension of size 1 that is dropped is no choice among elements.
+        if any(cut != ":" and size != 1 for cut, size in zip(cuts, self.inputs[0].shape, strict=True)):
             texts.append(f"[{', '.join(cuts)}]")
-            ones = True
-        if walked != sorted(walked):
-            order = sorted(walked)
-            texts.append(f"transpose {tuple(order.index(dim) for dim in walked)}")
-        repeats = [(axis, walk.shape[axis]) for axis in self._repeats if walk.shape[axis] != 1]
-        texts += [f"repeat {times} on axis {axis}" for axis, times in repeats]
-        if not texts or (not repeats and len(self._repeats) > 0) or not ones:
-            texts.append(f"reshape {self.shape}")
+        order = sorted(axis_of)
+        if order != list(axis_of):
+            texts.append(f"transpose {tuple(order.index(dim) for dim in axis_of)}")
+        texts += [f"repeat {shape[axis]} on axis {axis}" for axis in self._repeats if shape[axis] != 1]
+        if not texts or any(shape[axis] == 1 for axis in self._repeats):
+            texts.append(f"reshape {shape}")
         return ", ".join(texts)
 
     def _cut(self, box: Box) -> _Cut:
@@ -262,9 +260,8 @@ def _in_order(rank: int) -> tuple[tuple[int, int], ...]:
     return tuple((dim, 1) for dim in range(rank))
 
 
-def _cut_text(start: int, step: int | None, size: int, full: int) -> str:
-    if step is None:
-        return str(start)
+def _cut_text(start: int, step: int, size: int, full: int) -> str:
+    """A slice as one writes it."""
     if step == 1:
         return ":" if size == full else f"{start}:{start + size}"
     last = start + step * (size - 1)

@@ -93,7 +93,11 @@ def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "
     ledger = Ledger(verify)
     lowered = [view.lower(box, out) for view, box, out in items]
     groups = group_reads(read for one in lowered for read in one.reads)
-    if groups:
+    if all(getattr(leaf, "is_value", False) for leaf, _ in groups):
+        # Constants are in memory: nothing to wait for, nothing to check.
+        for leaf, requests in groups:
+            leaf.read_blocking(requests, ledger)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
         run_on_read_thread(read_leaves(groups, ledger))
     for one in lowered:
         for finish in one.finish:

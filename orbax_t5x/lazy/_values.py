@@ -41,20 +41,16 @@ class ValueLeaf:
                 f"{self.name}: {self._array.dtype} is no NumPy dtype; for typed keys pass `jax.random.key_data(keys)`"
             ) from None
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
-        """Copies boxes of the value."""
-        if isinstance(self._array, np.ndarray):
-            self.read_blocking(requests, ledger)
-        else:
-            await asyncio.to_thread(self._copy_shards, requests)
-
     def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
-        """`read_into` for a caller that has a thread of its own."""
+        """Copies boxes of the value; no byte of a checkpoint is read."""
         if isinstance(self._array, np.ndarray):
-            for box, out in requests:
-                out[...] = self._array[box_slices(box)]
+            _copy_boxes(self._array, requests)
         else:
             self._copy_shards(requests)
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """The same, in a thread."""
+        await asyncio.to_thread(self.read_blocking, requests, ledger)
 
     def _copy_shards(self, requests: Sequence[Request]) -> None:
         wanted = [box_size(box) for box, _ in requests]
@@ -103,13 +99,20 @@ class OpaqueLeaf:
         # It can only be read whole: whoever cuts reads to size must not call the function once per piece.
         self.chunks: tuple[int, ...] | None = array.shape
 
+    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """See `read_into`."""
+        self._fill(self.array.get(), requests, ledger)
+
     async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
-        """Reads the whole array.
+        """Reads the whole array and copies the boxes out of it.
 
         Raises:
           LeafMismatchError: the function returned another shape or dtype than it was declared with.
         """
-        value = np.asarray(await self.array.get_async())
+        await asyncio.to_thread(self._fill, await self.array.get_async(), requests, ledger)
+
+    def _fill(self, value: Any, requests: Sequence[Request], ledger: Ledger) -> None:
+        value = np.asarray(value)
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LeafMismatchError(
                 f"declared as {self.dtype.name} of shape {self.shape}, but the function gave {value.dtype.name} of "
@@ -117,8 +120,7 @@ class OpaqueLeaf:
                 leaf=self.name,
             )
         ledger.count(value.nbytes)
-        for box, out in requests:
-            out[...] = value[box_slices(box)]
+        _copy_boxes(value, requests)
 
     async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
         """A function keeps no checksum."""
@@ -131,6 +133,11 @@ class OpaqueLeaf:
 def is_jax_array(value: Any) -> bool:
     """Whether this is a `jax.Array`, told without importing JAX: where one exists, it has this attribute."""
     return hasattr(value, "addressable_shards")
+
+
+def _copy_boxes(array: np.ndarray, requests: Sequence[Request]) -> None:
+    for box, out in requests:
+        out[...] = array[box_slices(box)]
 
 
 def _to_numpy(value: Any) -> np.ndarray:
