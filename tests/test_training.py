@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import orbax_t5x as ot
 from tests import training
@@ -25,12 +26,30 @@ def bundle(goldens):
 
 
 @pytest.fixture(scope="module")
-def killed(bundle, tmp_path_factory):
+def compiled(tmp_path_factory):
+    """A directory in which both processes keep what they compiled: each step is compiled once."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield {name.upper(): str(value) for name, value in settings.items()}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def killed(bundle, compiled, tmp_path_factory):
     root = tmp_path_factory.mktemp("killed")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.training", str(bundle), str(root)],
         cwd=Path(__file__).parent.parent,
-        env={**os.environ},
+        env={**os.environ, **compiled},
         capture_output=True,
         text=True,
         timeout=250,

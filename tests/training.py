@@ -29,6 +29,8 @@ from tests import t5_model
 
 LEARNING_RATE = 0.01
 STEPS_BEFORE_THE_END = 2
+# Compiling takes most of the time of a run this small.
+_COMPILE_FAST = {"xla_backend_optimization_level": 0}
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
 
 
@@ -68,13 +70,17 @@ def start(name: str, bundle: Path) -> FlaxOptimTrainState:
 
 @cache
 def _gradients():
-    return jax.jit(jax.value_and_grad(partial(t5_model.loss, t5_model.T5())))
+    return jax.jit(jax.value_and_grad(partial(t5_model.loss, t5_model.T5())), compiler_options=_COMPILE_FAST)
 
 
 @cache
 def _update(name: str):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract(name))
-    return jax.jit(lambda state, grads: state.apply_gradient(grads, LEARNING_RATE), out_shardings=shardings)
+    return jax.jit(
+        lambda state, grads: state.apply_gradient(grads, LEARNING_RATE),
+        out_shardings=shardings,
+        compiler_options=_COMPILE_FAST,
+    )
 
 
 def step(name: str, state: FlaxOptimTrainState) -> tuple[FlaxOptimTrainState, float]:
