@@ -31,7 +31,9 @@ def nested(flat):
 
 
 def shardings(layout):
-    """shape -> NamedSharding over 8 devices: "rows" splits the first axis, "columns" the last of matrices, where 8 divides it."""
+    """shape -> NamedSharding over 8 devices: "rows" splits the first axis, "columns" the last of matrices, where 8
+    divides it.
+    """
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -87,7 +89,9 @@ def bundle_ours(clock, prefix, state_path, layout, *options):
 
 
 def bundle_tensorflow(clock, prefix, state_path, layout):
-    """TensorFlow's reader and `jax.device_put`: whole tensors, as T5X restores them; Adafactor's placeholders from zeros."""
+    """TensorFlow's reader and `jax.device_put`: whole tensors, as T5X restores them; Adafactor's placeholders from
+    zeros.
+    """
     import jax
     import numpy as np
     import tensorflow as tf
@@ -257,7 +261,9 @@ def plan_many(clock, count):
 
 
 def _result_mib(state):
-    """Host memory that the result occupies; replicas on CPU devices share one buffer where they were adopted from one."""
+    """Host memory that the result occupies; replicas on CPU devices share one buffer where they were adopted from
+    one.
+    """
     import jax
 
     buffers = {}

@@ -1,8 +1,9 @@
-"""Runs two or more ways to do one job in turn, each in a process of its own, and prints medians, ratios and peak memory.
+"""Runs two or more ways to do one job in turn, each in a process of its own, and prints medians, ratios and peak
+memory.
 
-A job is a function in `benchmarks.jobs` that returns nothing; it calls `Clock.start()` when its imports are done. Times are given with
-and without imports. Peak memory is the growth of the resident set over what stood before the job began (imports and devices included),
-read from the kernel's high-water mark, which is reset at that moment.
+A job is a function in `benchmarks.jobs` that returns nothing; it calls `Clock.start()` when its imports are done. Times
+are given with and without imports. Peak memory is the growth of the resident set over what stood before the job began
+(imports and devices included), read from the kernel's high-water mark, which is reset at that moment.
 """
 
 from __future__ import annotations
@@ -118,9 +119,16 @@ def _print(title: str, results: dict[str, Result], measured: dict[str, list[dict
     for label, result in results.items():
         times = [run["seconds"] for run in measured[label]]
         extra = ", ".join(f"{key} {value:,.0f}" for key, value in result.extra.items())
-        print(
-            f"| {label} | {result.seconds:.2f} | {min(times):.2f}–{max(times):.2f} | {ours.seconds / result.seconds:.2f} "
-            f"| {result.with_import_seconds:.2f} | {ours.with_import_seconds / result.with_import_seconds:.2f} "
-            f"| {result.peak_growth_bytes / _MIB:,.0f} | {ours.peak_growth_bytes / max(1, result.peak_growth_bytes):.2f} | {extra} |"
-        )
+        cells = [
+            label,
+            f"{result.seconds:.2f}",
+            f"{min(times):.2f}–{max(times):.2f}",
+            f"{ours.seconds / result.seconds:.2f}",
+            f"{result.with_import_seconds:.2f}",
+            f"{ours.with_import_seconds / result.with_import_seconds:.2f}",
+            f"{result.peak_growth_bytes / _MIB:,.0f}",
+            f"{ours.peak_growth_bytes / max(1, result.peak_growth_bytes):.2f}",
+            extra,
+        ]
+        print("| " + " | ".join(cells) + " |")
     sys.stdout.flush()

@@ -46,7 +46,9 @@ def orbax(folder: Path, runs: int) -> None:
 
 
 def rename(folder: Path, runs: int) -> None:
-    """A full rename while restoring: large leaves against plain Orbax, many small ones against Orbax's own transforms, too."""
+    """A full rename while restoring: large leaves against plain Orbax, many small ones against Orbax's own transforms,
+    too.
+    """
     large, small = str(data.orbax_layers(folder)), str(data.orbax_small(folder))
     compare(
         "0.96 GB Orbax checkpoint, every leaf renamed, 8 devices, rows",

@@ -1,4 +1,5 @@
-"""Any checkpoint of the T5 family restores straight into your sharded JAX train state through Orbax, remapped on the way.
+"""Any checkpoint of the T5 family restores straight into your sharded JAX train state through Orbax, remapped on the
+way.
 
 `import orbax_t5x as ot` does no work: each public name loads its module on first use.
 """
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         transforms,
     )
     from orbax_t5x._convert import convert
+    from orbax_t5x._restore import plan_restore, restore
     from orbax_t5x.errors import Problem, RestorePlanError
     from orbax_t5x.handlers import args
     from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES, with_shardings
     from orbax_t5x.plan import PlanEntry, RestorePlan
     from orbax_t5x.readers import Checkpoint, Limits, latest_step, open_checkpoint
-    from orbax_t5x._restore import plan_restore, restore
 
 __version__ = "0.1.0"
 
@@ -117,7 +118,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'orbax_t5x' has no attribute {name!r}") from None
     if not module:
         return importlib.import_module(f"orbax_t5x.{name}")
-    value = importlib.import_module(f"{module}.args") if name == "args" else getattr(importlib.import_module(module), name)
+    value = (
+        importlib.import_module(f"{module}.args") if name == "args" else getattr(importlib.import_module(module), name)
+    )
     globals()[name] = value
     return value
 

@@ -11,12 +11,21 @@ import numpy as np
 Conversion = Literal["same", "lossless", "lossy", "forbidden"]
 
 # Kinds that NumPy's own table does not give ml_dtypes' types ('V' for all of them).
-_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex", "O": "object", "S": "object", "U": "object"}
+_KINDS = {
+    "b": "bool",
+    "i": "int",
+    "u": "int",
+    "f": "float",
+    "c": "complex",
+    "O": "object",
+    "S": "object",
+    "U": "object",
+}
 
 
 @functools.cache
 def kind_of(dtype: np.dtype) -> str:
-    """ "bool", "int", "float", "complex" or "object", for ml_dtypes' types too."""
+    """One of "bool", "int", "float", "complex" and "object", for ml_dtypes' types too."""
     if dtype.kind in _KINDS and dtype.kind != "V":
         return _KINDS[dtype.kind]
     try:
@@ -35,8 +44,8 @@ def conversion(source: np.dtype, target: np.dtype) -> Conversion:
     """What converting from one dtype to another would do to values.
 
     Returns:
-      "same"; "lossless": every value survives; "lossy": some may not; "forbidden": the kinds differ so that only an explicit `Cast`
-      may do it (float to integer, complex to real, number to bool, and anything to or from text).
+      "same"; "lossless": every value survives; "lossy": some may not; "forbidden": the kinds differ so that only an
+      explicit `Cast` may do it (float to integer, complex to real, number to bool, and anything to or from text).
     """
     if source == target:
         return "same"
@@ -58,7 +67,9 @@ def conversion(source: np.dtype, target: np.dtype) -> Conversion:
 
 
 def _real(dtype: np.dtype) -> np.dtype:
-    return {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}.get(dtype, dtype)
+    return {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}.get(
+        dtype, dtype
+    )
 
 
 def _int_fits(source: np.dtype, target: np.dtype) -> bool:

@@ -1,6 +1,8 @@
-"""What processes tell each other during one restore: whether they read what they had to, and checksums of the parts that they read.
+"""What processes tell each other during one restore: whether they read what they had to, and checksums of the parts
+that they read.
 
-Four bytes of crc and two offsets per part, in one small all-gather. Every process must call it, with the same leaves in the same order,
+Four bytes of crc and two offsets per part, in one small all-gather. Every process must call it, with the same leaves in
+the same order,
 also one whose reading failed: the others would wait for it.
 """
 

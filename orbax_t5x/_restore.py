@@ -67,13 +67,15 @@ def restore(
     """Restores a checkpoint of any format into a target, each process reading only what its own shards need.
 
     Args:
-      source: a path, an open `Checkpoint`, or a mapping name -> path or `Checkpoint` (leaf names then start with `name/`).
-      target: any pytree of `jax.ShapeDtypeStruct` or `jax.Array` (sharding, memory kind and layout are used), `np.ndarray`, scalars,
-        typed PRNG keys, or `...` (stays); a T5X train state, an `nnx.State`; or None: everything, as NumPy.
+      source: a path, an open `Checkpoint`, or a mapping name -> path or `Checkpoint` (leaf names then start with
+        `name/`).
+      target: any pytree of `jax.ShapeDtypeStruct` or `jax.Array` (sharding, memory kind and layout are used),
+        `np.ndarray`, scalars, typed PRNG keys, or `...` (stays); a T5X train state, an `nnx.State`; or None:
+        everything, as NumPy.
       transforms: called in order on the lazy state dict; see `orbax_t5x.transforms`. Plain T5X functions work too.
       item: which item of an Orbax step.
-      fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a function that
-        returns one, of which only the missing leaves are computed.
+      fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a
+        function that returns one, of which only the missing leaves are computed.
       is_resuming: whether transforms were applied already; None decides by the record in the checkpoint.
       strict: a leaf of the checkpoint without a place in the target is a problem.
       dtype: replaces the target's dtype for floating-point model parameters alone.

@@ -1,7 +1,7 @@
 """Every exception that leaves a public call, and the `Problem` records that are gathered before one is raised.
 
-Each class also is the builtin that callers catch by habit (`FileNotFoundError`, `ValueError`, `OSError`). An error carries the
-`path` of the file or directory and the name of the `leaf` it is about, and its text begins with both.
+Each class also is the builtin that callers catch by habit (`FileNotFoundError`, `ValueError`, `OSError`). An error
+carries the `path` of the file or directory and the name of the `leaf` it is about, and its text begins with both.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Problem:
     """One thing that is wrong with a restore, found before anything is read.
 
     Attributes:
-      kind: a stable short word for programs, such as "missing", "leftover", "shape", "dtype", "sharding", "unused_rule",
-        "duplicate", "rule", "provenance".
+      kind: a stable short word for programs, such as "missing", "leftover", "shape", "dtype", "sharding",
+        "unused_rule", "duplicate", "rule", "provenance".
       leaf: the '/'-joined name concerned, or None where the problem is not about one leaf.
       message: what is wrong, with both values.
       fix: what to do about it, as a call or an argument; may be empty.

@@ -1,13 +1,14 @@
-"""All I/O of a restore: reads exactly the boxes that a plan names, straight into the buffers that become the arrays' shards.
+"""All I/O of a restore: reads the boxes that a plan names straight into the buffers that become the arrays' shards.
 
-An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its share of one byte budget (first in,
-first out; a group larger than the budget goes alone), allocates 64-byte aligned buffers (which `jax` takes over without a copy on CPU),
-has its leaves read into them, runs what views left to do (casts, averages, reshapes), and makes its arrays. Leaves that are read by
-blocking calls do all that in worker threads, a group per hop; leaves of asynchronous formats are awaited. Leaves that share stored
-bytes are in one group, so that each box is read once.
+An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its share of one byte
+budget (first in, first out; a group larger than the budget goes alone), allocates 64-byte aligned buffers (which `jax`
+takes over without a copy on CPU), has its leaves read into them, runs what views left to do (casts, averages,
+reshapes), and makes its arrays. Leaves that are read by blocking calls do all that in worker threads, a group per hop;
+leaves of asynchronous formats are awaited. Leaves that share stored bytes are in one group, so that each box is read
+once.
 
-Host memory: results that stay on the host, plus at most the budget in flight. On accelerators a group's share is given back when its
-arrays have arrived there.
+Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's share
+is given back when its arrays have arrived there.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from orbax_t5x.lazy._leaf import Leaf, ReadThread, Verify, box_shape, box_size
 from orbax_t5x.plan import PlanEntry, Progress, RestorePlan, RestoreReport, addressable_boxes, box_of_index
 
 _MIB = 1 << 20
-# In flight at once. Below about eight chunks of a chunked format in flight, chunks that several shards need are decoded twice.
+# In flight at once. Below about eight chunks of a chunked format in flight, chunks that several shards need are decoded
+# twice.
 _MEMORY_LIMIT_BYTES = 256 * _MIB
-# Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first bytes.
+# Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first
+# bytes.
 _GROUP_BYTES = 4 * _MIB
 _GROUP_ENTRIES = 64
 # Scratch that one lowering may need; a view that needs more is read in slabs of its leading dimension.
@@ -127,7 +130,7 @@ def pieces_of(entry: PlanEntry) -> _Pieces:
 
 
 class _Interrupted(Exception):
-    """Carries a KeyboardInterrupt or SystemExit of a callback out of the event loop, which would end on meeting it raw."""
+    """Carries a KeyboardInterrupt or SystemExit of a callback out of the event loop, which would end on meeting one."""
 
 
 class _Budget:
@@ -284,7 +287,9 @@ class _Execution:
                 step()
         self._place(group, buffers)
 
-    async def _run_async(self, group: _Group, loop: asyncio.AbstractEventLoop, pool: concurrent.futures.Executor) -> None:
+    async def _run_async(
+        self, group: _Group, loop: asyncio.AbstractEventLoop, pool: concurrent.futures.Executor
+    ) -> None:
         """Awaits one group's reads; what computes is done in a worker thread."""
         buffers = self._allocate(group)
         for shards in _slabs(buffers):
@@ -306,7 +311,9 @@ class _Execution:
     # -- checksums
 
     async def _settle(self, group: _Group) -> None:
-        """Compares the checksums of the leaves whose last read this was; over several processes that waits for the others."""
+        """Compares the checksums of the leaves whose last read this was; over several processes that waits for the
+        others.
+        """
         if self._several:
             return
         for key, leaf in group.leaves.items():
@@ -494,7 +501,9 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def _slabs(buffers: Mapping[str, list[_Shard]]) -> Iterable[list[_Shard]]:
-    """The shards to read together: all that need little scratch, then each other one in slabs of its leading dimension."""
+    """The shards to read together: all that need little scratch, then each other one in slabs of its leading
+    dimension.
+    """
     light: list[_Shard] = []
     heavy: list[_Shard] = []
     for shards in buffers.values():
@@ -515,7 +524,9 @@ def _split(shard: _Shard) -> Iterable[_Shard]:
     start, stop = shard.box[0]
     rows = max(1, (stop - start) * _SCRATCH_BYTES // scratch)
     leading = [
-        leaf.chunks[0] for leaf in shard.view.leaves() if leaf.chunks and len(leaf.shape) and leaf.shape[0] == shard.view.shape[0]
+        leaf.chunks[0]
+        for leaf in shard.view.leaves()
+        if leaf.chunks and len(leaf.shape) and leaf.shape[0] == shard.view.shape[0]
     ]
     if leading:
         # A slab that ends inside a chunk has the chunk decoded again for the next slab.

@@ -1,7 +1,8 @@
 """A restore plan: for each leaf of the target, what will be read from where, decided before a byte of an array is read.
 
-A plan is data. It holds views (what to read), target leaves (what to make) and everything a person wants to know first: what comes from
-where, what stays unread and why, how many bytes this process will read. `execute` hands it to the executor, which does all I/O.
+A plan is data. It holds views (what to read), target leaves (what to make) and everything a person wants to know first:
+what comes from where, what stays unread and why, how many bytes this process will read. `execute` hands it to the
+executor, which does all I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from orbax_t5x import plan_text
-from orbax_t5x.lazy import Box, View
+from orbax_t5x.lazy import Box, LeafView, View
 from orbax_t5x.lazy._leaf import Verify, box_size, full_box
 from orbax_t5x.targets import Target, TargetLeaf
 
@@ -71,7 +72,9 @@ def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[
 
 def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """A shard's index, as JAX gives it, as a box."""
-    bounds = [(part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=False)]
+    bounds = [
+        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=False)
+    ]
     return (*bounds, *((0, size) for size in shape[len(bounds) :]))
 
 
@@ -101,6 +104,7 @@ class RestoreReport:
 
 
 Execute = Callable[..., Any]
+Compute = Callable[[Sequence[str], Sequence[Any], Sequence[Any]], tuple[Any, ...]]
 
 
 class RestorePlan:
@@ -125,7 +129,7 @@ class RestorePlan:
         dropped: Sequence[str],
         warnings: Sequence[str],
         provenance: Sequence[Mapping[str, Any]],
-        fallback: Callable[[], Any] | None,
+        fallback: Compute | None,
         execute: Execute,
     ):
         """Made by the planner: it has checked everything."""
@@ -160,6 +164,12 @@ class RestorePlan:
         for entry in self.entries:
             if entry.view is None or entry.action != "read":
                 continue
+            if isinstance(entry.view, LeafView):
+                # The common case, without a call per box: the boxes of a bare leaf are the boxes that it is asked for.
+                key, itemsize = id(entry.view.leaf), entry.view.dtype.itemsize
+                for box in entry.boxes():
+                    seen[key, box] = box_size(box) * itemsize
+                continue
             for box in entry.boxes():
                 for leaf, leaf_box in entry.view.requests(box):
                     if not hasattr(leaf, "value"):
@@ -193,7 +203,10 @@ class RestorePlan:
         return plan_text.html(self)
 
     def __repr__(self) -> str:
-        counts = {action: sum(entry.action == action for entry in self.entries) for action in ("read", "value", "fallback", "keep")}
+        counts = {
+            action: sum(entry.action == action for entry in self.entries)
+            for action in ("read", "value", "fallback", "keep")
+        }
         told = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
         return f"<RestorePlan: {told or 'nothing to do'}; {len(self.unused)} unused, {len(self.dropped)} dropped>"
 

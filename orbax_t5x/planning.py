@@ -1,6 +1,7 @@
 """Source leaves, transforms and a target become a plan, or one error that says everything that is wrong.
 
-Pure: opening the checkpoints was the last I/O. Every step gathers `Problem`s; only the end raises. The cost is linear in the number of
+Pure: opening the checkpoints was the last I/O. Every step gathers `Problem`s; only the end raises. The cost is linear
+  in the number of
 leaves (closest names are looked for only for the first few that are missing).
 """
 
@@ -30,6 +31,7 @@ _CLOSEST = 3
 _LOOKUPS = 20
 # Leftover names shown in the one problem that counts them.
 _SHOWN_LEFTOVERS = 5
+_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 _STEP_NAMES = frozenset({"step", "global_step"})
 _MESH_TF_NAME = re.compile(r"(encoder|decoder|transformer)/block_\d+/.*|shared/embedding.*|global_step")
 _SAVED_WHOLE = "_optimizer/"
@@ -218,7 +220,7 @@ class _Matcher:
         self._stored_names = stored_names
         self._taken: set[str] = set()
         self._missing = 0
-        self._x64 = bool(jax.config.jax_enable_x64)
+        self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.dtype(np.int64)
         self._one_process = jax.process_count() == 1
         self.fallback = self._open_fallback()
 
@@ -269,8 +271,8 @@ class _Matcher:
             self._problem(
                 "dtype",
                 None,
-                f"dtype={wanted.name} applies to the floating-point model parameters (under target/ or params/, or nnx.Param), "
-                "and the target has none",
+                f"dtype={wanted.name} applies to the floating-point model parameters (under target/ or params/, or "
+                "nnx.Param), and the target has none",
                 "use transforms=[..., ot.transforms.Cast(pattern, dtype)] and give the target that dtype",
             )
         return {**leaves, **changed}
@@ -323,7 +325,7 @@ class _Matcher:
                 "shape",
                 name,
                 f"{origin} has shape {tuple(view.shape)}, the target {tuple(leaf.shape)} ({_described_source(view)})",
-                "give the target the checkpoint's shape, or map it with a transform such as Reshape, Transpose or Split",
+                "give the target the checkpoint's shape, or map it with Reshape, Transpose, Split or another transform",
             )
             return view
         source, wanted = np.dtype(view.dtype), np.dtype(leaf.dtype)
@@ -344,13 +346,15 @@ class _Matcher:
         if change == "lossy":
             fix += ", dtype= for model parameters, or allow_lossy_cast=True"
         lost = "would lose values" if change == "lossy" else "is not done without being asked for"
-        self._problem("dtype", name, f"{origin} has dtype {source.name}, the target {wanted.name}: the conversion {lost}", fix)
+        self._problem(
+            "dtype", name, f"{origin} has dtype {source.name}, the target {wanted.name}: the conversion {lost}", fix
+        )
         return view
 
     def _check_placing(self, name: str, leaf: TargetLeaf) -> None:
         if leaf.kind not in ("jax", "key"):
             return
-        if leaf.dtype.itemsize == 8 and leaf.dtype.kind in "iuf" and not self._x64 or leaf.dtype == np.complex128 and not self._x64:
+        if leaf.dtype.name in _WIDE and not self._x64:
             self._problem(
                 "dtype",
                 name,
@@ -359,7 +363,9 @@ class _Matcher:
             )
         if leaf.sharding is None:
             if not self._one_process:
-                self._problem("sharding", name, "the target has no sharding, and there are several processes", "give it one")
+                self._problem(
+                    "sharding", name, "the target has no sharding, and there are several processes", "give it one"
+                )
             return
         try:
             leaf.sharding.shard_shape(leaf.shape)
@@ -374,7 +380,7 @@ class _Matcher:
             return None
         try:
             return _Fallback(self._options.fallback)
-        except Exception as error:  # noqa: BLE001 - whatever the caller's function raises under tracing
+        except Exception as error:  # whatever the caller's function raises under tracing
             self._problem(
                 "fallback",
                 None,
@@ -396,20 +402,32 @@ class _Matcher:
         closest = self._closest(name) if self._missing <= _LOOKUPS else []
         reason = "the checkpoint has None there" if is_none else "the checkpoint has no such leaf"
         message = reason + (f"; closest: {', '.join(closest)}" if closest else "")
-        fix = f"map it with ot.transforms.AssignmentMap([({re.escape(name)!r}, {closest[0]!r})]), or " if closest else ""
+        fix = (
+            f"map it with ot.transforms.AssignmentMap([({re.escape(name)!r}, {closest[0]!r})]), or " if closest else ""
+        )
         self._problem("missing", name, message, fix + "give fallback= values, or put ... in the target to leave it out")
         return None
 
     def _plan_traced(self, name: str, leaf: TargetLeaf, value: Any) -> PlanEntry | None:
         assert self.fallback is not None
         if not self.fallback.traced:
-            self._problem("fallback", name, "the fallback's leaf is abstract", "pass values, or a function that returns them")
+            self._problem(
+                "fallback", name, "the fallback's leaf is abstract", "pass values, or a function that returns them"
+            )
         elif leaf.kind != "key" and tuple(value.shape) != tuple(leaf.shape):
-            self._problem("shape", name, f"the fallback has shape {tuple(value.shape)}, the target {leaf.shape}", "mend the fallback")
+            self._problem(
+                "shape",
+                name,
+                f"the fallback has shape {tuple(value.shape)}, the target {leaf.shape}",
+                "mend the fallback",
+            )
         elif leaf.kind != "key" and conversion(np.dtype(value.dtype), leaf.dtype) in ("lossy", "forbidden"):
             if not (self._options.allow_lossy_cast or (self._options.dtype is not None and leaf.is_param)):
                 self._problem(
-                    "dtype", name, f"the fallback has dtype {value.dtype}, the target {leaf.dtype}", "mend the fallback's dtype"
+                    "dtype",
+                    name,
+                    f"the fallback has dtype {value.dtype}, the target {leaf.dtype}",
+                    "mend the fallback's dtype",
                 )
         return PlanEntry(name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", leaf=leaf)
 
@@ -448,7 +466,8 @@ class _Matcher:
         self._problem(
             "leftover",
             left[0] if len(left) == 1 else None,
-            f"{len(left)} {'leaf' if len(left) == 1 else 'leaves'} of the checkpoint without a place in the target: {shown}",
+            f"{len(left)} {'leaf' if len(left) == 1 else 'leaves'} of the checkpoint without a place in the target: "
+            + shown,
             "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules",
         )
 
@@ -463,9 +482,14 @@ def _described_source(view: View) -> str:
 
 
 def _everything(
-    checkpoints: Mapping[str, Checkpoint], state: Mapping[str, Any], entries: Sequence[PlanEntry], transforms: Sequence[Any]
+    checkpoints: Mapping[str, Checkpoint],
+    state: Mapping[str, Any],
+    entries: Sequence[PlanEntry],
+    transforms: Sequence[Any],
 ) -> Target:
-    """The target of a restore without one: all leaves as NumPy, None and (untransformed) empty containers in their places."""
+    """The target of a restore without one: all leaves as NumPy, None and (untransformed) empty containers in their
+    places.
+    """
     empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
     if not transforms:
         for prefix, checkpoint in checkpoints.items():

@@ -1,6 +1,7 @@
 """A target, flattened: what each leaf must become, under which name, and how the whole is put together again.
 
-Any pytree is a target; T5X's train states and `nnx.State` name their own leaves. Nothing here touches array bytes, and nothing imports
+Any pytree is a target; T5X's train states and `nnx.State` name their own leaves. Nothing here touches array bytes, and
+nothing imports
 Flax: a train state is known by its methods, and `nnx.State` can only be met where `flax.nnx` is loaded already.
 """
 
@@ -30,8 +31,8 @@ class TargetLeaf:
     """What one leaf of the target must become.
 
     Attributes:
-      kind: "jax" (a `jax.Array`), "key" (a typed PRNG key), "numpy", "scalar" (of `scalar_type`), "keep" (a placeholder, stays as
-        it is) or "none" (no leaf, only a name).
+      kind: "jax" (a `jax.Array`), "key" (a typed PRNG key), "numpy", "scalar" (of `scalar_type`), "keep" (a
+        placeholder, stays as it is) or "none" (no leaf, only a name).
       shape, dtype: as stored; for a typed key those of its uint32 key data.
       sharding: of the array to make; None for what stays on the host, and for "one device".
       layout: a `jax.experimental.layout.Format` where the target asks for a layout that is not the default, else None.
@@ -76,7 +77,9 @@ def flatten_target(target: Any) -> Target:
     nnx_adapter = _nnx_adapter(target)
     if nnx_adapter is not None:
         named, rebuild = nnx_adapter.flatten_target(target)
-        return _build([(name, leaf) for name, leaf, _ in named], rebuild, "nnx", {name for name, _, param in named if param})
+        return _build(
+            [(name, leaf) for name, leaf, _ in named], rebuild, "nnx", {name for name, _, param in named if param}
+        )
     if is_train_state(target):
         flat = flatten(target.state_dict())
         kind = "t5x" if _has_optimizer(target) else "inference"
@@ -127,7 +130,10 @@ def _key_text(key: Any) -> str:
 
 
 def _build(
-    named: Iterable[tuple[str, Any]], rebuild: Callable[[Mapping[str, Any]], Any], kind: Any, params: set[str] | None = None
+    named: Iterable[tuple[str, Any]],
+    rebuild: Callable[[Mapping[str, Any]], Any],
+    kind: Any,
+    params: set[str] | None = None,
 ) -> Target:
     leaves: dict[str, TargetLeaf] = {}
     original: dict[str, Any] = {}
@@ -168,7 +174,7 @@ def _describe(leaf: Any, is_param: bool) -> TargetLeaf | None:
     if shape is None or dtype is None:
         return None
     sharding = getattr(leaf, "sharding", None)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return TargetLeaf("key", data.shape, np.dtype(data.dtype), sharding, key_impl=_key_impl(leaf))
     if not isinstance(sharding, jax.sharding.Sharding):
@@ -198,7 +204,9 @@ def _key_dtype(impl: str) -> Any:
 
 
 def _special_layout(leaf: Any) -> Any:
-    """The leaf's Format where its layout is not row-major, else None (asking costs microseconds; passing it on would cost more)."""
+    """The leaf's Format where its layout is not row-major, else None (asking costs microseconds; passing it on would
+    cost more).
+    """
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         format_ = getattr(leaf, "format", None)
         layout = getattr(format_, "layout", None)

@@ -1,4 +1,5 @@
-"""Checkpoints in memory whose leaves record what is read from them; one kind is read by blocking calls, the other awaited."""
+"""Checkpoints in memory whose leaves record what is read from them; one kind is read by blocking calls, the other
+awaited."""
 
 import asyncio
 import threading
@@ -61,7 +62,10 @@ class FailingLeaf(AwaitedLeaf):
 
 def checkpoint(arrays, kind=BlockingLeaf, *, format="orbax", empties=None, metadata=None, **leaves):
     """A Checkpoint over arrays by name; `leaves` adds ready-made ones."""
-    made = {name: value if isinstance(value, AwaitedLeaf) else kind(name, np.asarray(value)) for name, value in arrays.items()}
+    made = {
+        name: value if isinstance(value, AwaitedLeaf) else kind(name, np.asarray(value))
+        for name, value in arrays.items()
+    }
     opened = Checkpoint(path="/memory", format=format, step=None, leaves=made, empties=empties, metadata=metadata)
     opened.made = made
     return opened

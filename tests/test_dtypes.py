@@ -8,7 +8,18 @@ import pytest
 
 from orbax_t5x._dtypes import conversion, kind_of
 
-INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64, ml_dtypes.int4, ml_dtypes.uint4]
+INTS = [
+    np.int8,
+    np.int16,
+    np.int32,
+    np.int64,
+    np.uint8,
+    np.uint16,
+    np.uint32,
+    np.uint64,
+    ml_dtypes.int4,
+    ml_dtypes.uint4,
+]
 FLOATS = [
     np.float16,
     np.float32,

@@ -45,7 +45,8 @@ PUBLIC = {
     "with_shardings",
 }
 
-# A room may import from its own rank and from lower ones. Modules that stand alone in the package's root are rooms, too.
+# A room may import from its own rank and from lower ones. Modules that stand alone in the package's root are rooms,
+# too.
 RANKS = {
     "errors": 0,
     "_dtypes": 0,
@@ -141,7 +142,8 @@ def test_import_brings_in_nothing():
     code = """
 import sys
 import orbax_t5x
-print(sorted({name.split('.')[0] for name in sys.modules} & {'tensorflow', 'flax', 'jax', 'orbax', 'optax', 'tensorstore'}))
+print(sorted({name.split('.')[0] for name in sys.modules} & {'tensorflow', 'flax', 'jax', 'orbax', 'optax',
+'tensorstore'}))
 """
     assert run_python(code).strip() == "[]"
 

@@ -83,5 +83,6 @@ def test_save_and_restore_through_a_manager(bundle, tmp_path):
     expected = ot.restore(bundle, None, [ot.transforms.Translate()])
     got = ot.restore(tmp_path / "root" / "3", None)
     np.testing.assert_array_equal(
-        got["target"]["decoder"]["layers_0"]["mlp"]["wo"]["kernel"], expected["target"]["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+        got["target"]["decoder"]["layers_0"]["mlp"]["wo"]["kernel"],
+        expected["target"]["decoder"]["layers_0"]["mlp"]["wo"]["kernel"],
     )

@@ -125,14 +125,15 @@ def test_a_linen_t5x_checkpoint_into_an_nnx_model():
     kernels = [np.random.default_rng(layer).standard_normal((8, 8)).astype(np.float32) for layer in range(2)]
     source = checkpoint(
         {
-            **{f"target/decoder/layers_{layer}/self_attention/query/kernel": kernel for layer, kernel in enumerate(kernels)},
+            **{
+                f"target/decoder/layers_{layer}/self_attention/query/kernel": kernel
+                for layer, kernel in enumerate(kernels)
+            },
             "target/decoder/decoder_norm/scale": np.arange(8, dtype=np.float32),
             "state/step": np.int32(3),
         }
     )
-    target = nnx.filter_state(
-        other_state(), lambda path, _: path[-1] == "kernel" or path == ("scale",)
-    )
+    target = nnx.filter_state(other_state(), lambda path, _: path[-1] == "kernel" or path == ("scale",))
     rules = ot.transforms.AssignmentMap(
         [
             (r"layers/(\d+)/query/kernel", r"target/decoder/layers_\1/self_attention/query/kernel"),

@@ -1,4 +1,5 @@
-"""Plans and their execution, over checkpoints in memory: NumPy is the oracle, and leaves record what is read from them."""
+"""Plans and their execution, over checkpoints in memory: NumPy is the oracle, and leaves record what is read from
+them."""
 
 import threading
 
@@ -23,7 +24,10 @@ def mesh(shape=(8,), names=("x",)):
     return Mesh(np.asarray(jax.devices()).reshape(shape), names)
 
 
-def sharded(shape, dtype=np.float32, spec=P(), on=None):
+REPLICATED = P()
+
+
+def sharded(shape, dtype=np.float32, spec=REPLICATED, on=None):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on if on is not None else mesh(), spec))
 
 
@@ -166,7 +170,9 @@ def test_names_are_those_of_state_dicts():
 def test_a_key_that_holds_a_slash_and_a_clash():
     got = ot.restore(checkpoint({"a/b": values((2,))}), {"a/b": np.zeros(2, np.float32)})
     np.testing.assert_array_equal(got["a/b"], values((2,)))
-    problems = failing(checkpoint({"a/b": values((2,))}), {"a/b": np.zeros(2, np.float32), "a": {"b": np.zeros(2, np.float32)}})
+    problems = failing(
+        checkpoint({"a/b": values((2,))}), {"a/b": np.zeros(2, np.float32), "a": {"b": np.zeros(2, np.float32)}}
+    )
     assert [problem.kind for problem in problems] == ["duplicate"]
 
 
@@ -291,7 +297,9 @@ def test_all_problems_come_at_once():
 
 
 def test_a_missing_leaf_names_the_closest_and_the_rule():
-    (problem,) = failing(checkpoint({"encoder/kernel_": values((2,))}), {"encoder": {"kernel": np.zeros(2, np.float32)}}, strict=False)
+    (problem,) = failing(
+        checkpoint({"encoder/kernel_": values((2,))}), {"encoder": {"kernel": np.zeros(2, np.float32)}}, strict=False
+    )
     assert problem.kind == "missing" and "encoder/kernel_" in problem.message
     assert "AssignmentMap" in problem.fix and "encoder/kernel_" in problem.fix
 
@@ -316,7 +324,9 @@ def test_a_read_that_fails_is_the_error_that_comes_out():
         ot.restore(source, target)
     assert caught.value is error
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("orbax_t5x-restore")]
-    np.testing.assert_array_equal(ot.restore(source, {"good7": np.zeros(4, np.float32)}, strict=False)["good7"], values((4,)))
+    np.testing.assert_array_equal(
+        ot.restore(source, {"good7": np.zeros(4, np.float32)}, strict=False)["good7"], values((4,))
+    )
 
 
 def test_arguments_are_checked():
@@ -359,7 +369,9 @@ def test_fallback_problems():
     source, target = checkpoint({}), {"a": sharded((2,))}
     (problem,) = failing(source, target, fallback={"a": jnp.zeros(3)})
     assert problem.kind == "shape" and "fallback" in problem.message
-    kinds = [problem.kind for problem in failing(source, target, fallback=lambda: {"a": np.zeros(int(jnp.ones(())) + 1)})]
+    kinds = [
+        problem.kind for problem in failing(source, target, fallback=lambda: {"a": np.zeros(int(jnp.ones(())) + 1)})
+    ]
     assert "fallback" in kinds
     assert [problem.kind for problem in failing(source, target, fallback={"b": jnp.zeros(3)})] == ["missing"]
 
@@ -376,7 +388,9 @@ def test_plain_functions_with_and_without_the_keyword():
 
     source, target = checkpoint({"a": values((2,))}), {"b": np.zeros(2, np.float32)}
     np.testing.assert_array_equal(ot.restore(source, target, [with_keyword])["b"], values((2,)))
-    np.testing.assert_array_equal(ot.restore(source, target, lambda state, target: {"b": state["a"]})["b"], values((2,)))
+    np.testing.assert_array_equal(
+        ot.restore(source, target, lambda state, target: {"b": state["a"]})["b"], values((2,))
+    )
     assert seen == [False]
 
 
@@ -392,7 +406,9 @@ def test_values_that_a_transform_puts_in():
 
 def test_what_a_transform_takes_out_is_dropped_not_left_over():
     plan = ot.plan_restore(
-        checkpoint({"a": values((2,)), "b": values((2,))}), {"a": sharded((2,))}, lambda state, target: {"a": state["a"]}
+        checkpoint({"a": values((2,)), "b": values((2,))}),
+        {"a": sharded((2,))},
+        lambda state, target: {"a": state["a"]},
     )
     assert plan.dropped == ("b",) and plan.unused == ()
 

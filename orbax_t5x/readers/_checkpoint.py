@@ -11,7 +11,8 @@ from orbax_t5x.lazy._leaf import Leaf
 
 
 def _insert(root: dict[str, Any], name: str, value: Any) -> None:
-    """Puts a leaf under nested dicts; where a leaf stands in the way (a TF bundle may hold `a` and `a/b`), under the joined rest."""
+    """Puts a leaf under nested dicts; where a leaf stands in the way (a TF bundle may hold `a` and `a/b`), under the
+    joined rest."""
     node = root
     parts = name.split("/")
     for depth, part in enumerate(parts[:-1]):
@@ -26,8 +27,8 @@ def _insert(root: dict[str, Any], name: str, value: Any) -> None:
 class Checkpoint:
     """Metadata of a checkpoint of any format; made by `orbax_t5x.open_checkpoint`.
 
-    A context manager; garbage collection closes it too, once its leaves are gone as well: a leaf can be read for as long as somebody
-    has it. Opening and reading are thread-safe. Reading a leaf after `close()` is a ValueError.
+    A context manager; garbage collection closes it too, once its leaves are gone as well: a leaf can be read for as
+    long as somebody has it. Opening and reading are thread-safe. Reading a leaf after `close()` is a ValueError.
 
     Attributes:
       path: what was opened, resolved.
@@ -54,8 +55,8 @@ class Checkpoint:
         Args:
           leaves: by '/'-joined name.
           empties: names of nodes without leaves: None, or an empty container, as `tree()` shows them.
-          close: releases files and makes later reads a ValueError; may be called again. What it releases must also release itself
-            when neither this object nor a leaf refers to it any more.
+          close: releases files and makes later reads a ValueError; may be called again. What it releases must also
+            release itself when neither this object nor a leaf refers to it any more.
         """
         self.path = path
         self.format = format
