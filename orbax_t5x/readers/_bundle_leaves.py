@@ -23,7 +23,15 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy._leaf import Box, Leaf
 from orbax_t5x.readers import _crc
 from orbax_t5x.readers._broken_leaf import BrokenLeaf
-from orbax_t5x.readers._bundle_proto import BadMessage, BundleEntry, BundleHeader, Extent, parse_entry, slice_key
+from orbax_t5x.readers._bundle_proto import (
+    BadMessage,
+    BundleEntry,
+    BundleHeader,
+    Extent,
+    parse_entry,
+    slice_key,
+    variable_of_slice,
+)
 from orbax_t5x.readers._byte_range import ByteRange
 from orbax_t5x.readers._bytes import File, FileSet
 from orbax_t5x.readers._limits import Limits
@@ -122,18 +130,21 @@ class BundleLeaves:
         """
         leaves: dict[str, Leaf] = {}
         unclaimed = set(slices)
-        any_broken = False
+        broken: set[bytes] = set()
         for key, value in entries.items():
             name = self._name(key)
             try:
-                leaves[name] = self._leaf(name, value, slices, unclaimed)
+                leaf = self._leaf(name, value, slices, unclaimed)
             except CheckpointError as error:
-                any_broken = True
-                leaves[name] = BrokenLeaf(name, error)
+                leaf = BrokenLeaf(name, error)
+            if isinstance(leaf, BrokenLeaf):
+                broken.add(key)
+            leaves[name] = leaf
         # A variable whose entry cannot be read does not tell which slices are its own.
-        if unclaimed and not any_broken:
+        orphans = [key for key in unclaimed if variable_of_slice(key) not in broken]
+        if orphans:
             raise CorruptCheckpointError(
-                f"an entry under the key {min(unclaimed)[:80]!r} is no slice of any variable", path=self._index_path
+                f"an entry under the key {min(orphans)[:80]!r} is no slice of any variable", path=self._index_path
             )
         return leaves
 

@@ -201,3 +201,11 @@ def slice_key(name: bytes, extents: tuple[Extent, ...]) -> bytes:
     for extent in extents:
         parts += [_ordered_signed(extent.start), _ordered_signed(extent.length)]
     return b"".join(parts)
+
+
+def variable_of_slice(key: bytes) -> bytes | None:
+    """The name of the variable that a slice's key names, or None where it is no such key."""
+    escaped, end, _ = key[1:].partition(b"\x00\x01")
+    if not end:
+        return None
+    return escaped.replace(b"\xff\x00", b"\xff").replace(b"\x00\xff", b"\x00")
