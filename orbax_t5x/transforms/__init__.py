@@ -15,6 +15,7 @@ from orbax_t5x.transforms._base import (
     unflatten,
 )
 from orbax_t5x.transforms._chain import Chain
+from orbax_t5x.transforms._flat import NameClashError
 from orbax_t5x.transforms._follow import FollowOptimizer
 from orbax_t5x.transforms._layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms._names import AssignmentMap, Drop, Intersect, Keep, Merge, Rename
@@ -32,6 +33,7 @@ __all__ = [
     "Intersect",
     "Keep",
     "Merge",
+    "NameClashError",
     "Notes",
     "Overlay",
     "Rename",

@@ -1,0 +1,525 @@
+"""Each transform equals its oracle and obeys the shared suite; what is wrong becomes a problem that says how to
+mend it."""
+
+import dataclasses
+import re
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from orbax_t5x import transforms as tr
+from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.lazy import ValueLeaf, as_view
+from tests import transform_oracle as oracle
+from tests.transform_suite import Case, TransformSuite, assert_same, run
+
+
+def arrays(**shapes):
+    """Arrays of distinct numbers by name; `__` stands for '/'."""
+    result = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        result[name.replace("__", "/")] = (np.arange(np.prod(shape)) + 100 * seed).reshape(shape).astype(np.float32)
+    return result
+
+
+AB = arrays(a=(2,), b=(2,), c=(2,))
+LAYERS = arrays(
+    enc__layers_0__w=(2, 3),
+    enc__layers_1__w=(2, 3),
+    enc__layers_2__w=(2, 3),
+    dec__layers_0__w=(2, 3),
+    dec__layers_1__w=(2, 3),
+    enc__layers_0__b=(3,),
+    enc__layers_1__b=(3,),
+    enc__layers_2__b=(3,),
+    norm=(3,),
+)
+STACK = (r"(enc|dec)/layers_(?P<i>\d+)/(.*)", r"\1/layers/\3", 1)
+STACKED = arrays(enc__layers__w=(2, 4, 3), dec__layers__w=(2, 2, 3), norm=(3,))
+TWO = arrays(x__w=(2, 3), x__b=(2,), y__w=(2, 3), y__b=(2,), z__w=(1,))
+MERGED = {"n": np.ones(2, np.float32), "a": np.zeros(2, np.float32)}
+FOLLOWED = {
+    **{f"target/{n}": v for n, v in arrays(a=(2, 3), b=(3,)).items()},
+    **{f"state/param_states/0/mu/{n}": v + 1000 for n, v in arrays(a=(2, 3), b=(3,)).items()},
+    "state/param_states/1/a": None,
+    "state/step": np.asarray(3, np.int32),
+}
+
+
+def rules_case(transform, other, source, expected, target=None):
+    return Case(lambda: transform, lambda: other, source, expected, target or {})
+
+
+class TestSuite(TransformSuite):
+    """The shared suite."""
+
+    cases: ClassVar = {
+        "assignment_map": Case(
+            lambda: tr.AssignmentMap([("a", "b"), (re.compile("b"), "a"), ("n/(.)", r"\1"), ("x", None)]),
+            lambda: tr.AssignmentMap([("a", "b"), (re.compile("b"), "a"), ("n/(.)", r"\1"), ("x", None)], False),
+            {**AB, "x": AB["a"]},
+            oracle.assignment_map(
+                {**AB, "x": AB["a"]},
+                dict.fromkeys(("a", "b", "n/b", "x")),
+                [("a", "b"), ("b", "a"), ("n/(.)", r"\1"), ("x", None)],
+            ),
+            dict.fromkeys(("a", "b", "n/b", "x")),
+        ),
+        "intersect": Case(
+            tr.Intersect, lambda: tr.Drop("a"), AB, oracle.intersect(AB, {"a": 0, "q": 0}), {"a": 0, "q": 0}
+        ),
+        "merge": Case(lambda: tr.Merge(MERGED), lambda: tr.Merge({**MERGED, "more": 1}), AB, oracle.merge(AB, MERGED)),
+        "merge_overwrite": Case(
+            lambda: tr.Merge({"n": MERGED["n"].copy(), "a": MERGED["a"].copy()}, overwrite=True),
+            lambda: tr.Merge({"n": MERGED["n"][:1]}, overwrite=True),
+            AB,
+            oracle.merge(AB, MERGED, overwrite=True),
+        ),
+        "rename": Case(
+            lambda: tr.Rename([("a", "b"), ("b", "d/a"), ("(c)", None)]),
+            lambda: tr.Rename([("a", "b"), ("b", "d/a")]),
+            AB,
+            oracle.rename(AB, [("a", "b"), ("b", "d/a"), ("(c)", None)]),
+        ),
+        "drop": Case(lambda: tr.Drop(["a", "[c]"]), lambda: tr.Drop("a"), AB, oracle.drop(AB, ["a", "[c]"])),
+        "keep": Case(lambda: tr.Keep(["a", "[c]"]), lambda: tr.Keep("a"), AB, oracle.keep(AB, ["a", "[c]"])),
+        "stack_layers": Case(
+            lambda: tr.StackLayers(*STACK),
+            lambda: tr.StackLayers(*STACK[:2], 0),
+            LAYERS,
+            oracle.stack_layers(LAYERS, *STACK),
+        ),
+        "unstack_layers": Case(
+            lambda: tr.UnstackLayers(r"(.*)/layers/(.*)", r"\1/layers_{i}/\2", 1),
+            lambda: tr.UnstackLayers(r"(.*)/layers/(.*)", r"\1/layers_{i:02d}/\2", 1),
+            STACKED,
+            oracle.unstack_layers(STACKED, r"(.*)/layers/(.*)", r"\1/layers_{i}/\2", 1),
+        ),
+        "split": Case(
+            lambda: tr.Split(r"(.*)/w", [r"\1/q", r"\1/k"], 1, [1, 2]),
+            lambda: tr.Split(r"(.*)/w", [r"\1/q", r"\1/k"], 1, [2, 1]),
+            {name: value for name, value in TWO.items() if name != "z/w"},
+            oracle.split({n: v for n, v in TWO.items() if n != "z/w"}, r"(.*)/w", [r"\1/q", r"\1/k"], 1, [1, 2]),
+        ),
+        "concat": Case(
+            lambda: tr.Concat(["(x)/w", "(y)/w"], "w", -1),
+            lambda: tr.Concat(["(y)/w", "(x)/w"], "w", -1),
+            TWO,
+            oracle.concat(TWO, ["(x)/w", "(y)/w"], "w", -1),
+        ),
+        "reshape": Case(
+            lambda: tr.Reshape("[xy]/w", (3, -1)),
+            lambda: tr.Reshape("[xy]/w", (-1,)),
+            TWO,
+            oracle.each(TWO, "[xy]/w", lambda value: value.reshape(3, -1)),
+        ),
+        "transpose": Case(
+            lambda: tr.Transpose("./w"),
+            lambda: tr.Transpose("./w", (1, 0)),
+            TWO,
+            oracle.each(TWO, "./w", np.transpose),
+        ),
+        "cast": Case(
+            lambda: tr.Cast(".*", "bfloat16"),
+            lambda: tr.Cast(".*", np.float16),
+            TWO,
+            oracle.each(TWO, ".*", lambda value: value.astype(ml_dtypes.bfloat16)),
+        ),
+        "repeat": Case(
+            lambda: tr.Repeat("./w", 3, -1),
+            lambda: tr.Repeat("./w", 2, -1),
+            TWO,
+            oracle.each(TWO, "./w", lambda value: np.repeat(np.expand_dims(value, -1), 3, -1)),
+        ),
+        "average": Case(
+            lambda: tr.Average({"x": 1, "y": 3}),
+            lambda: tr.Average({"x": 1, "y": 2}),
+            TWO,
+            oracle.average(TWO, {"x": 1, "y": 3}),
+        ),
+        "overlay": Case(
+            lambda: tr.Overlay(("z", "x", "y")),
+            lambda: tr.Overlay(("x", "z", "y")),
+            TWO,
+            oracle.overlay(TWO, ("z", "x", "y")),
+        ),
+        "chain": Case(
+            lambda: tr.Chain([tr.Drop("c"), tr.Rename([("a", "z")])]),
+            lambda: tr.Chain([tr.Rename([("a", "z")]), tr.Drop("c")]),
+            AB,
+            {"z": AB["a"], "b": AB["b"]},
+        ),
+        "follow_optimizer": Case(
+            lambda: tr.FollowOptimizer(tr.Chain([tr.Rename([("target/a", "target/n")]), tr.Transpose("target/n")])),
+            lambda: tr.FollowOptimizer(tr.Rename([("target/a", "target/n")])),
+            FOLLOWED,
+            {
+                "target/n": FOLLOWED["target/a"].T,
+                "target/b": FOLLOWED["target/b"],
+                "state/param_states/0/mu/n": FOLLOWED["state/param_states/0/mu/a"].T,
+                "state/param_states/0/mu/b": FOLLOWED["state/param_states/0/mu/b"],
+                "state/param_states/1/n": None,
+                "state/step": FOLLOWED["state/step"],
+            },
+        ),
+    }
+
+
+def problems(transform, source, target=None):
+    return run(transform, source, target)[1].problems
+
+
+def only_problem(transform, source, target=None):
+    (problem,) = problems(transform, source, target)
+    with pytest.raises(RestorePlanError) as caught:
+        transform(tr.unflatten(source), tr.unflatten(target or {}))
+    assert caught.value.problems == (problem,)
+    return problem
+
+
+# -- names
+
+
+def test_assignment_maps_swap_rotate_and_share():
+    target = dict.fromkeys(("a", "b", "c"))
+    swapped, _ = run(tr.AssignmentMap([("a", "b"), ("b", "a")]), AB, target)
+    assert_same(swapped, {"a": AB["b"], "b": AB["a"], "c": AB["c"]})
+    rotated, _ = run(tr.AssignmentMap([("a", "b"), ("b", "c"), ("c", "a")]), AB, target)
+    assert_same(rotated, {"a": AB["b"], "b": AB["c"], "c": AB["a"]})
+
+
+def test_in_a_restore_a_rule_wins_over_a_leaf_that_nothing_takes():
+    """T5X keeps the checkpoint's `a` and the rule does nothing; the answer by hand stays T5X's."""
+    transform, target = tr.AssignmentMap([("a", "b")]), dict.fromkeys(("a", "b"))
+    result, notes = run(transform, AB, target)
+    assert_same(result, {"a": AB["b"], "b": AB["b"], "c": AB["c"]})
+    assert notes.dropped == ["a"]
+    assert_same(transform(AB, target), AB)
+
+
+def test_a_missing_name_lists_what_there_is_and_the_rule_that_would_mend_it():
+    source = {"decoder/layers_0/query/kernel": AB["a"], "decoder/layers_1/query/kernel": AB["b"]}
+    problem = only_problem(tr.AssignmentMap([("n", "decoder/layer_0/query/kernel")]), source, {"n": 0})
+    assert (problem.kind, problem.leaf) == ("missing", "n")
+    assert "does not exist in restore checkpoint. Must be one of: ['decoder/layers_0/" in problem.message
+    assert "('n', 'decoder/layers_0/query/kernel')" in problem.fix
+
+
+def test_unused_patterns_have_t5x_text_and_the_closest_names():
+    problem = only_problem(tr.AssignmentMap([("encodr/w", "a")]), AB, {"encoder/w": 0})
+    assert problem.kind == "unused_rule"
+    assert "Unused patterns in `assignment_map`: {'encodr/w'}" in problem.message
+    assert "encoder/w" in problem.fix
+
+
+def test_shadowed_and_repeated_rules_are_warnings():
+    rules = [("a|b", "z/\\g<0>"), ("a", "x"), ("a|b", "y")]
+    result, notes = run(tr.Rename(rules), AB)
+    assert sorted(result) == ["c", "z/a", "z/b"] and not notes.problems
+    assert [("shadowed" in text, "given twice" in text) for text in notes.warnings] == [(True, False), (False, True)]
+
+
+def test_bad_groups_are_problems_that_name_the_rule():
+    for transform, target in (
+        (tr.AssignmentMap([("a", r"\1")]), {"a": 0}),
+        (tr.Rename([("a", r"\1")]), {}),
+        (tr.Rename([("(a)", r"\2")]), {}),
+        (tr.Rename([("a", r"\g<name>")]), {}),
+        (tr.Concat(["a", "b"], r"\1", 0), {}),
+        (tr.Split("a", [r"\1", "x"], 0), {}),
+        (tr.UnstackLayers("a", r"\1{i}", 0), {}),
+    ):
+        found = problems(transform, AB, target)
+        assert found and {problem.kind for problem in found} <= {"rule", "missing"}, transform
+        assert (found[0].kind == "rule" and "'a'" in found[0].message) or "'(a)'" in found[0].message
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tr.AssignmentMap([("(", "x")]),
+        lambda: tr.Rename([("[", "x")]),
+        lambda: tr.Drop("*"),
+        lambda: tr.StackLayers("(", "x", 0),
+        lambda: tr.Average({"a": 1}, pattern="("),
+        lambda: tr.Rename(["ab"]),
+        lambda: tr.StackLayers("no group", "x", 0),
+        lambda: tr.StackLayers(r"l(\d+)/m(\d+)", "x", 0),
+        lambda: tr.StackLayers(r"l(\d+)", r"\1", 0),
+        lambda: tr.UnstackLayers("a", "b", 0),
+        lambda: tr.Split("a", [], 0),
+        lambda: tr.Split("a", "bc", 0),
+        lambda: tr.Split("a", ["b"], 0, [1, 2]),
+        lambda: tr.Repeat("a", -1, 0),
+        lambda: tr.Average({"a": 1.0, "b": -1.0}),
+        lambda: tr.Average({}),
+        lambda: tr.FollowOptimizer(tr.Drop("a"), factors=[("a", ("ROW", "ROW"))]),
+    ],
+)
+def test_what_can_never_work_is_an_error_at_once(make):
+    with pytest.raises(ValueError, match=r"\w"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tr.Rename([(b"a", "x")]),
+        lambda: tr.Rename([("a", 1)]),
+        lambda: tr.Drop([1]),
+        lambda: tr.Cast("a", "no dtype"),
+        lambda: tr.Repeat("a", 1.5, 0),
+        lambda: tr.Overlay("ab"),
+    ],
+)
+def test_wrong_types_are_type_errors(make):
+    with pytest.raises(TypeError):
+        make()
+
+
+def test_renames_that_collide_lose_nothing_silently():
+    problem = only_problem(tr.Rename([("a", "b")]), AB)
+    assert problem.kind == "duplicate" and "'a'" in problem.message and "'b'" in problem.message
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        tr.Rename([("q", "r")]),
+        tr.Drop("q"),
+        tr.Keep(["q"]),
+        tr.StackLayers(r"q(\d)", "r", 0),
+        tr.UnstackLayers("q", "r{i}", 0),
+        tr.Split("q", ["r", "s"], 0),
+        tr.Concat(["q"], "r", 0),
+        tr.Reshape("q", (1,)),
+        tr.Transpose("q"),
+        tr.Cast("q", "float32"),
+        tr.Repeat("q", 2, 0),
+        tr.Average({"x": 1, "y": 1}, pattern="q"),
+    ],
+    ids=lambda transform: type(transform).__name__,
+)
+def test_a_pattern_that_matches_nothing_is_a_problem(transform):
+    problem = only_problem(transform, TWO)
+    assert problem.kind == "unused_rule" and "'q" in problem.message
+    if hasattr(transform, "require_match"):
+        allowed = dataclasses.replace(transform, require_match=False)
+        result, notes = run(allowed, TWO)
+        assert notes.problems == [] and len(notes.warnings) == 1
+        if not isinstance(transform, tr.Keep):
+            assert_same(result, TWO)
+
+
+def test_merge_refuses_a_leaf_below_a_leaf():
+    problem = only_problem(tr.Merge({"a": {"b": 2}}), AB)
+    assert problem.kind == "duplicate" and "'a'" in problem.message and "'a/b'" in problem.message
+
+
+def test_merge_is_equal_by_numbers_and_keeps_the_callers_arrays():
+    array = np.arange(3.0)
+    transform = tr.Merge({"x": array})
+    assert transform == tr.Merge({"x": array.copy()}) and transform != tr.Merge({"x": array + 1})
+    assert transform != tr.Merge({"x": array.astype(np.float32)})
+    assert transform({}, {})["x"] is array
+    lazy = as_view(array)
+    assert tr.Merge({"x": lazy}) == tr.Merge({"x": lazy}) and tr.Merge({"x": lazy}) != tr.Merge({"x": as_view(array)})
+
+
+# -- layers
+
+
+def test_towers_may_differ_in_depth_but_layers_may_not_be_missing():
+    problem = only_problem(tr.StackLayers(*STACK), {n: v for n, v in LAYERS.items() if n != "enc/layers_1/b"})
+    assert (problem.kind, problem.leaf) == ("missing", "enc/layers/b") and "layer 1 of 3" in problem.message
+    # The last layer of one leaf only: no gap in its own numbers, but one in the tower.
+    problem = only_problem(tr.StackLayers(*STACK), {n: v for n, v in LAYERS.items() if n != "enc/layers_2/b"})
+    assert (problem.kind, problem.leaf) == ("missing", "enc/layers/b") and "layer 2 of 3" in problem.message
+    no_first = {n: v for n, v in LAYERS.items() if "enc/layers_0" not in n}
+    assert {p.leaf for p in problems(tr.StackLayers(*STACK), no_first)} == {"enc/layers/w", "enc/layers/b"}
+
+
+def test_the_layer_group_is_named_or_the_only_digits():
+    for pattern, into in (
+        (r"(enc|dec)/layers_(\d+)/(.*)", r"\1/layers/\3"),
+        (r"(enc|dec)/layers_([0-9]+)/(.*)", r"\1/layers/\3"),
+        (r"(enc|dec)/layers_([^/]*)/(.*)", r"\1/layers/\3"),  # told by the names
+        (r"(enc|dec)/layers_((?P<i>\d+))/(.*)", r"\1/layers/\4"),
+    ):
+        result, notes = run(tr.StackLayers(pattern, into, 1), LAYERS)
+        assert notes.problems == []
+        assert_same(result, oracle.stack_layers(LAYERS, *STACK))
+    digits_elsewhere = {"0/1": AB["a"], "1/1": AB["b"]}
+    (problem,) = problems(tr.StackLayers(r"(.*)/(.*)", r"x/\2", 0), digits_elsewhere)
+    assert problem.kind == "rule" and "?P<i>" in problem.fix
+    result, _ = run(tr.StackLayers(r"(\d+)/(.*)", r"x/\2", 0), digits_elsewhere)
+    assert_same(result, {"x/1": np.stack([AB["a"], AB["b"]])})
+
+
+def test_layers_of_one_number_or_of_two_shapes_are_problems():
+    (problem,) = problems(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": AB["a"], "l00": AB["b"]})
+    assert problem.kind == "duplicate"
+    (problem,) = problems(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": AB["a"], "l1": AB["b"][:1]})
+    assert problem.kind == "shape" and "(1,)" in problem.message
+    (problem,) = problems(tr.StackLayers(r"l(\d+)", "l", 5), {"l0": AB["a"], "l1": AB["b"]})
+    assert problem.kind == "shape"
+
+
+def test_stacking_nones_gives_none():
+    result, notes = run(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": None, "l1": None})
+    assert result == {"l": None} and not notes.problems
+    assert problems(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": None, "l1": AB["a"]})
+
+
+def test_unstacked_numbers_may_be_padded_and_are_no_group_references():
+    source = {"a1": np.arange(12.0).reshape(12)}
+    result, _ = run(tr.UnstackLayers(r"(a)1", r"\1{i}/{i:03d}", 0), source)
+    assert list(result)[:2] == ["a0/000", "a1/001"] and len(result) == 12
+
+
+# -- arrays
+
+
+def test_shapes_that_do_not_fit_are_problems_and_the_rest_goes_on():
+    for transform in (
+        tr.Reshape("a", (3,)),
+        tr.Transpose("a", (1, 0)),
+        tr.Repeat("a", 2, 4),
+        tr.Split("a", ["x", "y", "z"], 0),
+        tr.Split("a", ["x", "y"], 0, [1, 2]),
+        tr.Split("a", ["x", "y"], 1),
+        tr.UnstackLayers("a", "a{i}", 1),
+        tr.Concat(["a", "b"], "x", 1),
+    ):
+        problem = only_problem(transform, AB)
+        assert problem.kind == "shape" and problem.message, transform
+
+
+def test_concat_names_the_missing_part():
+    found = problems(tr.Concat(["(.)/w", "(.)/b"], r"\1/wb", 0), {"x/w": AB["a"], "x/b": AB["b"], "y/w": AB["c"]})
+    assert [(p.kind, p.leaf) for p in found] == [("missing", "y/wb")] and "(.)/b" in found[0].message
+
+
+def test_none_leaves_and_strings_pass_through_what_cannot_compute_them():
+    result, notes = run(tr.Cast(".*", "float32"), {"n": None, "x": AB["a"]})
+    assert result["n"] is None and not notes.problems
+    strings = {"s": as_view(ValueLeaf(np.array([b"x"], object), "s"))}
+    assert [p.kind for p in problems(tr.Cast(".*", "float32"), strings)] == ["shape"]
+
+
+# -- sources
+
+
+def test_average_reads_each_source_once_and_says_what_it_rounds():
+    source = {
+        "x/f": np.float32([1, 2]),
+        "y/f": np.float32([3, 5]),
+        "x/n": np.int32(10),
+        "y/n": np.int32(13),
+        "x/flag": np.array([True]),
+        "y/flag": np.array([True]),
+        "x/only": np.float32(1),
+        "q": np.float32(7),
+    }
+    result, notes = run(tr.Average([0.5, 0.5], pattern=r"(./)?(f|n|flag)"), source)
+    assert_same(
+        result,
+        {
+            "f": np.float32([2, 3.5]),
+            "n": np.int32(12),
+            "flag": np.array([True]),
+            "x/only": source["x/only"],
+            "q": source["q"],
+        },
+    )
+    assert len(notes.warnings) == 1 and "'n'" in notes.warnings[0] and "rounded" in notes.warnings[0]
+    assert [(p.kind, p.leaf) for p in problems(tr.Average([1, 1]), source)] == [("missing", "only")]
+
+
+def test_average_weights_by_name_or_in_order():
+    by_name, _ = run(tr.Average({"y": 3, "x": 1}, pattern="./[wb]"), TWO)
+    in_order, _ = run(tr.Average((1, 3), pattern="./[wb]"), {n: v for n, v in TWO.items() if n != "z/w"})
+    assert_same({n: by_name[n] for n in "wb"}, in_order)
+    assert problems(tr.Average((1, 3)), TWO)[0].kind == "rule"
+    assert problems(tr.Average({"x": 1, "nope": 3}), TWO)[0].kind == "missing"
+
+
+def test_overlay_prefers_the_first_and_says_what_it_drops():
+    result, notes = run(tr.Overlay(("y", "x")), TWO)
+    assert_same(result, {"w": TWO["y/w"], "b": TWO["y/b"], "z/w": TWO["z/w"]})
+    assert sorted(notes.dropped) == ["x/b", "x/w"]
+    assert problems(tr.Overlay(("y", "nope")), TWO)[0].kind == "missing"
+
+
+# -- chains and plain functions
+
+
+def test_plain_functions_keep_t5x_protocol():
+    calls = []
+
+    def with_keyword(state, target, *, is_resuming=False):
+        calls.append(("with", is_resuming, sorted(target)))
+        return state
+
+    def without_keyword(state, target):
+        calls.append(("without", None, sorted(target)))
+        state["new"] = state.pop("a")
+        return state
+
+    def everything(state, target, **keywords):
+        calls.append(("any", keywords["is_resuming"], sorted(target)))
+        return state
+
+    chain = (with_keyword, without_keyword, everything)
+    notes = tr.Notes()
+    source = dict(AB)
+    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=False, notes=notes)
+    assert sorted(result) == ["b", "c", "new"] and list(source) == ["a", "b", "c"]
+    assert calls == [("with", False, ["t"]), ("without", None, ["t"]), ("any", False, ["t"])]
+    assert "without_keyword" in notes.rule_for["new"] and not notes.dropped
+    calls.clear()
+    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=True, notes=notes)
+    assert result == source and calls == [("with", True, ["t"]), ("any", True, ["t"])]
+
+
+def test_a_function_that_fails_or_returns_no_dict_is_a_problem():
+    def fails(state, target):
+        raise ValueError("no such thing")
+
+    notes = tr.Notes()
+    tr.run_transforms((fails, lambda state, target: None), AB, {}, is_resuming=False, notes=notes)
+    assert [p.kind for p in notes.problems] == ["transform", "transform"]
+    assert "no such thing" in notes.problems[0].message and "NoneType" in notes.problems[1].message
+
+
+def test_dropped_names_and_rules_go_through_a_chain():
+    notes = tr.Notes()
+    tr.run_transforms(
+        (tr.Rename([("a", "b"), ("b", "a")]), lambda s, t: {k: v for k, v in s.items() if k != "c"}, tr.Drop("a")),
+        AB,
+        {},
+        is_resuming=False,
+        notes=notes,
+    )
+    assert notes.dropped == ["c", "a"] and notes.rule_for["b"] == "Rename 'a' -> 'b'"
+
+
+def test_names_that_clash_when_nested_are_told():
+    with pytest.raises(RestorePlanError, match="'a'"):
+        tr.Rename([("b", "a/b")])(AB, {})
+    with pytest.raises(tr.NameClashError):
+        tr.unflatten({"a/b": 1, "a": 2})
+    joined = tr.unflatten({"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}, join_clashes=True)
+    assert tr.flatten(joined) == {"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}
+    with pytest.raises(tr.NameClashError):
+        tr.flatten({"a": {"b": 1}, "a/b": 2})
+
+
+def test_digests_tell_rules_apart_and_not_how_they_were_written():
+    assert tr.Rename([("a", "b")]).digest() == tr.Rename(((re.compile("a"), "b"),)).digest()
+    assert tr.Rename([("a", "b")]).digest() != tr.Rename(((re.compile("a", re.IGNORECASE), "b"),)).digest()
+    assert tr.Cast("a", np.float32).digest() == tr.Cast("a", "float32").digest()
+    assert tr.Merge({"a": np.zeros(2)}).digest() == tr.Merge({"a": np.ones(2)}).digest()
+    assert tr.Merge({"a": np.zeros(2)}).digest() != tr.Merge({"a": np.zeros(3)}).digest()

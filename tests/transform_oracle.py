@@ -1,0 +1,248 @@
+"""What each transform means, written as slowly and as plainly as possible, on NumPy arrays in memory.
+
+Nothing here is shared with the package: rules are tried one by one with `re.fullmatch`, arrays are computed at once.
+"""
+
+import itertools
+import re
+
+import numpy as np
+
+
+class Wrong(Exception):
+    """The transform must find a problem of this kind."""
+
+
+def _matches(pattern, name):
+    return re.fullmatch(pattern, name)
+
+
+def _expand(match, template):
+    try:
+        return match.expand(template)
+    except (re.error, IndexError):
+        raise Wrong("rule") from None
+
+
+def _collect(pairs):
+    result = {}
+    for name, value in pairs:
+        if name in result:
+            raise Wrong("duplicate")
+        result[name] = value
+    return result
+
+
+def _all_used(patterns, names):
+    for pattern in patterns:
+        if not any(_matches(pattern, name) for name in names):
+            raise Wrong("unused_rule")
+
+
+def assignment_map(source, target, rules, require_all_rules_match=True):
+    result, taken, left_out, deciding = {}, set(), set(), set()
+    for name in target:
+        for pattern, replacement in rules:
+            match = _matches(pattern, name)
+            if match:
+                deciding.add(pattern)
+                if replacement is None:
+                    left_out.add(name)
+                else:
+                    wanted = _expand(match, replacement)
+                    if wanted not in source:
+                        raise Wrong("missing")
+                    result[name] = source[wanted]
+                    taken.add(wanted)
+                break
+        else:
+            if name in source:
+                result[name] = source[name]
+    if require_all_rules_match and deciding != {pattern for pattern, _ in rules}:
+        raise Wrong("unused_rule")
+    for name in source:
+        if name not in result and name not in taken and name not in left_out:
+            result[name] = source[name]
+    return result
+
+
+def rename(source, rules):
+    pairs = []
+    for name, value in source.items():
+        for pattern, replacement in rules:
+            match = _matches(pattern, name)
+            if match:
+                if replacement is not None:
+                    pairs.append((_expand(match, replacement), value))
+                break
+        else:
+            pairs.append((name, value))
+    result = _collect(pairs)
+    _all_used([pattern for pattern, _ in rules], source)
+    return result
+
+
+def drop(source, patterns):
+    _all_used(patterns, source)
+    return {name: value for name, value in source.items() if not any(_matches(p, name) for p in patterns)}
+
+
+def keep(source, patterns):
+    _all_used(patterns, source)
+    return {name: value for name, value in source.items() if any(_matches(p, name) for p in patterns)}
+
+
+def intersect(source, target):
+    return {name: value for name, value in source.items() if name in target}
+
+
+def merge(source, other, overwrite=False):
+    result = {**source, **other} if overwrite else {**other, **source}
+    for left, right in itertools.permutations(result, 2):
+        if right.startswith(left + "/"):
+            raise Wrong("duplicate")
+    return result
+
+
+def stack_layers(source, pattern, into, axis, group="i"):
+    layers = {}
+    rest = []
+    for name, value in source.items():
+        match = _matches(pattern, name)
+        if not match:
+            rest.append((name, value))
+            continue
+        key = _expand(match, into)
+        number = int(match[group])
+        if number in layers.setdefault(key, {}):
+            raise Wrong("duplicate")
+        layers[key][number] = (name[: match.start(group)], value)
+    if not layers:
+        raise Wrong("unused_rule")
+    depth = {}
+    for found in layers.values():
+        tower = next(iter(found.values()))[0]
+        depth[tower] = max(depth.get(tower, 0), max(found) + 1)
+    for key, found in layers.items():
+        if sorted(found) != list(range(depth[next(iter(found.values()))[0]])):
+            raise Wrong("missing")
+        values = [found[number][1] for number in sorted(found)]
+        if len({(value.shape, value.dtype) for value in values}) > 1:
+            raise Wrong("shape")
+        try:
+            rest.append((key, np.stack(values, axis)))
+        except ValueError:
+            raise Wrong("shape") from None
+    return _collect(rest)
+
+
+def unstack_layers(source, pattern, into, axis):
+    pairs = []
+    for name, value in source.items():
+        match = _matches(pattern, name)
+        if not match:
+            pairs.append((name, value))
+            continue
+        if not -value.ndim <= axis < value.ndim:
+            raise Wrong("shape")
+        for number in range(value.shape[axis]):
+            pairs.append(
+                (_expand(match, into.replace("{i}", "<>")).replace("<>", str(number)), value.take(number, axis))
+            )
+    _all_used([pattern], source)
+    return _collect(pairs)
+
+
+def split(source, pattern, into, axis, sizes=None):
+    pairs = []
+    for name, value in source.items():
+        match = _matches(pattern, name)
+        if not match:
+            pairs.append((name, value))
+            continue
+        if not -value.ndim <= axis < value.ndim:
+            raise Wrong("shape")
+        if sizes is None:
+            if value.shape[axis] % len(into):
+                raise Wrong("shape")
+            parts = np.split(value, len(into), axis)
+        else:
+            if sum(sizes) != value.shape[axis]:
+                raise Wrong("shape")
+            parts = np.split(value, np.cumsum(sizes)[:-1], axis)
+        pairs += [(_expand(match, template), part) for template, part in zip(into, parts, strict=True)]
+    _all_used([pattern], source)
+    return _collect(pairs)
+
+
+def concat(source, patterns, into, axis):
+    groups, pairs = {}, []
+    for name, value in source.items():
+        for index, pattern in enumerate(patterns):
+            match = _matches(pattern, name)
+            if match:
+                parts = groups.setdefault(_expand(match, into), {})
+                if index in parts:
+                    raise Wrong("duplicate")
+                parts[index] = value
+                break
+        else:
+            pairs.append((name, value))
+    for new, parts in groups.items():
+        if len(parts) != len(patterns):
+            raise Wrong("missing")
+        values = [parts[index] for index in sorted(parts)]
+        try:
+            if len({value.dtype for value in values}) > 1:
+                raise ValueError
+            pairs.append((new, np.concatenate(values, axis)))
+        except ValueError:
+            raise Wrong("shape") from None
+    _all_used(patterns, source)
+    return _collect(pairs)
+
+
+def each(source, pattern, function):
+    """Reshape, Transpose, Cast and Repeat."""
+    _all_used([pattern], source)
+    result = {}
+    for name, value in source.items():
+        if _matches(pattern, name):
+            try:
+                value = function(value)
+            except ValueError:
+                raise Wrong("shape") from None
+        result[name] = value
+    return result
+
+
+def average(source, weights, pattern=".*"):
+    sources = list(dict.fromkeys(name.split("/")[0] for name in source))
+    if not isinstance(weights, dict):
+        weights = dict(zip(sources, weights, strict=True))
+    result, inside = [], {}
+    for name, value in source.items():
+        first, _, rest = name.partition("/")
+        if first in weights and rest:
+            inside.setdefault(rest, {})[first] = value
+        else:
+            result.append((name, value))
+    for rest, values in inside.items():
+        if not any(_matches(pattern, f"{first}/{rest}") for first in values) and not _matches(pattern, rest):
+            result += [(f"{first}/{rest}", value) for first, value in values.items()]
+        elif set(values) != set(weights):
+            raise Wrong("missing")
+        else:
+            mean = np.average(
+                np.stack([np.asarray(values[first], np.float64) for first in weights]), 0, list(weights.values())
+            )
+            dtype = values[next(iter(weights))].dtype
+            result.append((rest, (np.rint(mean) if dtype.kind in "iu" else mean).astype(dtype)))
+    return _collect(result)
+
+
+def overlay(source, sources):
+    result = {name: value for name, value in source.items() if name.split("/")[0] not in sources}
+    for first in reversed(sources):
+        result.update({name.split("/", 1)[1]: value for name, value in source.items() if name.startswith(first + "/")})
+    return result

@@ -1,0 +1,190 @@
+"""What every transform must do, whatever it does: one suite, which a list of cases goes through.
+
+A case is a transform, a flat state dict that it accepts, and what must come out (from `transform_oracle`). New
+transforms get the suite by adding a case.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.lazy import LazyArray, LazyThreadPoolArray, as_view
+from orbax_t5x.transforms import Chain, Keep, Notes, flatten, run_transforms, unflatten
+from tests.lazy_leaf import ArrayLeaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One transform at work.
+
+    Attributes:
+      make: builds the transform; called twice it builds two equal ones.
+      other: builds another one of the same class, which is not equal.
+      source: flat, NumPy leaves.
+      target: flat.
+      result: what must come out.
+    """
+
+    make: Callable[[], Any]
+    other: Callable[[], Any]
+    source: Mapping[str, Any]
+    result: Mapping[str, Any]
+    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def as_numpy(value):
+    """The value of a leaf of any kind."""
+    return value if value is None else as_view(value).get() if isinstance(value, LazyArray) else np.asarray(value)
+
+
+def run(transform, source, target=None):
+    """The result as NumPy, and the notes."""
+    notes = Notes()
+    result = transform.apply(dict(source), dict(target or {}), notes)
+    return {name: as_numpy(value) for name, value in result.items()}, notes
+
+
+def assert_same(result: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Same names, shapes, dtypes and bits."""
+    assert sorted(result) == sorted(expected)
+    for name, value in expected.items():
+        if value is None:
+            assert result[name] is None, name
+            continue
+        found, value = as_numpy(result[name]), np.asarray(value)
+        assert (found.shape, found.dtype) == (value.shape, value.dtype), name
+        assert found.tobytes() == value.tobytes(), name
+
+
+KINDS = {
+    "numpy": lambda name, value: value,
+    "jax": lambda name, value: jnp.asarray(value),
+    "view": lambda name, value: as_view(ArrayLeaf(value, name)),
+    "get_fn": lambda name, value: LazyThreadPoolArray(value.shape, value.dtype, lambda: value),
+}
+
+
+class _Unreadable(ArrayLeaf):
+    async def read_into(self, requests, ledger):
+        raise AssertionError(f"{self.name} was read")
+
+
+class TransformSuite:
+    """Subclass it as `TestX` with a dict of `cases`."""
+
+    cases: ClassVar[Mapping[str, Case]]
+
+    def pytest_generate_tests(self, metafunc):
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.cases.values(), ids=self.cases.keys())
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_equals_the_oracle(self, case, kind):
+        source = {name: None if v is None else KINDS[kind](name, v) for name, v in case.source.items()}
+        result, notes = run(case.make(), source, case.target)
+        assert notes.problems == []
+        if kind == "jax":  # 64-bit leaves are 32-bit there
+            assert sorted(result) == sorted(case.result)
+        else:
+            assert_same(result, case.result)
+
+    def test_changes_no_argument_and_is_deterministic(self, case):
+        transform = case.make()
+        source, target = dict(case.source), dict(case.target)
+        values = {name: value if value is None else value.copy() for name, value in source.items()}
+        first, _ = run(transform, source, target)
+        second, _ = run(transform, source, target)
+        assert_same(first, second)
+        assert list(first) == list(second)
+        assert list(source) == list(case.source) and list(target) == list(case.target)
+        assert all(source[name] is case.source[name] for name in source)
+        assert_same(source, values)
+
+    def test_reads_nothing(self, case):
+        source = {n: None if v is None else as_view(_Unreadable(v, n)) for n, v in case.source.items()}
+        result = case.make().apply(source, dict(case.target), Notes())
+        for name, value in case.result.items():
+            if value is not None:
+                assert (result[name].shape, result[name].dtype) == (value.shape, value.dtype)
+
+    def test_nested_is_flat(self, case):
+        source, target = unflatten(case.source), unflatten(case.target)
+        nested = copy.deepcopy(source)
+        result = case.make()(source, target)
+        assert_same(flatten(result), case.result)
+        assert_same(flatten(source), flatten(nested))
+
+    def test_resuming_leaves_the_state(self, case):
+        state = unflatten(case.source)
+        assert case.make()(state, {}, is_resuming=True) is state
+        flat = run_transforms((case.make(),), case.source, case.target, is_resuming=True, notes=Notes())
+        assert flat == dict(case.source) and all(flat[name] is case.source[name] for name in flat)
+
+    def test_composes(self, case):
+        alone, _ = run(case.make(), case.source, case.target)
+        notes = Notes()
+        chained = run_transforms(
+            (case.make(), lambda state, target: state, Keep((".*",))),
+            case.source,
+            case.target,
+            is_resuming=False,
+            notes=notes,
+        )
+        assert notes.problems == []
+        assert_same(chained, alone)
+        assert_same(run(Chain((case.make(),)), case.source, case.target)[0], alone)
+
+    def test_is_a_frozen_value(self, case):
+        transform, equal, other = case.make(), case.make(), case.other()
+        assert transform == equal and hash(transform) == hash(equal) and transform.digest() == equal.digest()
+        assert transform != other
+        assert len({transform, equal, other}) == 2
+        for field in dataclasses.fields(transform):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(transform, field.name, None)
+
+    def test_describes_itself_in_one_line(self, case):
+        text = case.make().describe()
+        assert text and "\n" not in text and text != case.other().describe()
+
+    def test_credits_what_it_makes(self, case):
+        _, notes = run(case.make(), case.source, case.target)
+        made = [name for name in case.result if name not in case.source]
+        assert set(made) <= set(notes.rule_for)
+        gone = {name for name in notes.dropped if name in case.result and name not in case.target}
+        assert not gone or "Merge" in case.make().describe()
+
+    def test_an_empty_state_raises_nothing_but_problems(self, case):
+        try:
+            case.make()({}, {})
+        except RestorePlanError as error:
+            assert len(error.problems) == 1
+
+    def test_digests_are_the_same_in_every_process(self):
+        script = (
+            "import importlib, json, sys; sys.path.insert(0, sys.argv[1])\n"
+            "suite = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])\n"
+            "print(json.dumps({name: case.make().digest() for name, case in suite.cases.items()}))"
+        )
+        here = {name: case.make().digest() for name, case in self.cases.items()}
+        arguments = [str(Path(__file__).parents[1]), type(self).__module__, type(self).__name__]
+        environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONWARNINGS": "ignore"}
+        there = subprocess.run(
+            [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=True
+        )
+        assert json.loads(there.stdout.splitlines()[-1]) == here
+        assert len(set(here.values())) == len(here)
+        assert all(case.other().digest() != here[name] for name, case in self.cases.items())
