@@ -10,6 +10,7 @@ TensorStore raises leaves here as a typed error that names the leaf.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import re
@@ -36,10 +37,12 @@ _FILE_IO_CONCURRENCY = 16
 _OCDBT_CACHE_BYTES = 100_000_000
 # A chunk is decoded as a whole, and TensorStore ends the process where memory for what a header claims cannot be had.
 _MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-# Where TensorStore's message goes on with the whole spec, which says nothing that the error does not.
-_SPEC_TAIL = re.compile(r" \[(tensorstore_spec|source locations)=.*", re.DOTALL)
+# Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
+_PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
 _STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
-_OS_ERROR = re.compile(r"OS error (?P<errno>\d+)")
+_OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
+# What the operating system says where the files are not as they should be; whatever else it says is its own failure.
+_DAMAGE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
 # Statuses of absl that tell of a store that failed, not of bytes that are wrong.
 _IO_STATUSES = frozenset(
     {"PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNAUTHENTICATED"}
@@ -108,18 +111,17 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
       leaf: the leaf concerned.
       doing: what was being done, for the text.
     """
-    text = _SPEC_TAIL.sub("", str(error))
+    text = _PAYLOADS.sub("", str(error))
     match = _STATUS.match(text)
     status = match["status"] if match else ""
     message = f"{doing}: {text[match.end() if match else 0 :]}"
     if not os.path.isdir(path):
         return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
-    if found := _OS_ERROR.search(text):
-        # A file that is not there is damage, as is a path through a file; whatever else the system says is its own
-        # failure.
-        if int(found["errno"]) not in (2, 20, 21):
+    if found := _OS_ERROR.search(str(error)):
+        number = int(found["errno"])
+        if number not in _DAMAGE_ERRNOS:
             typed = CheckpointIOError(message, path=path, leaf=leaf)
-            typed.errno = int(found["errno"])
+            typed.errno = number
             return typed
     elif status in _IO_STATUSES:
         return CheckpointIOError(message, path=path, leaf=leaf)
@@ -219,8 +221,11 @@ class TensorStoreLeaf:
                 first[box] = buffer
                 source = self._array if box == full_box(self.shape) else self._array[box_slices(box)]
                 writes.append(ts.array(buffer, write=True, copy=False).write(source))
-            for write in writes:
-                await write
+            # Waking the loop costs more than a small read: the last one is waited for first, then most others are done.
+            for write in reversed(writes):
+                if not write.commit.done():
+                    await write.commit
+                write.commit.result()
         except BaseException as error:
             for write in writes:
                 write.copy.cancel()
