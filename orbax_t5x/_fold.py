@@ -41,7 +41,7 @@ class Folded:
 
 def times_text(count: int) -> str:
     """A multiplication sign and the count; empty for one."""
-    return f" ×{count}" if count > 1 else ""  # noqa: RUF001 - the sign is meant
+    return f" ×{count}" if count > 1 else ""
 
 
 @dataclasses.dataclass(slots=True)

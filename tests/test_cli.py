@@ -1,5 +1,5 @@
 """The command line as its users meet it: what it prints, its exit codes, and that nothing is a traceback."""
-# ruff: noqa: RUF001 - the multiplication sign is meant
+
 
 import io
 import json
@@ -83,8 +83,8 @@ def test_inspect_tells_the_tree(run, layers):
         "",
         "8 leaves, 197 elements, 784 B",
         "  float32: 6 leaves, 768 B",
-        "  int64: 1 leaf, 8 B",
         "  bfloat16: 1 leaf, 8 B",
+        "  int64: 1 leaf, 8 B",
     ]
 
 

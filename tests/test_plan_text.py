@@ -1,5 +1,5 @@
 """A plan's texts: rows that fold say exactly what they stand for, nothing is cut, no name is markup or a control."""
-# ruff: noqa: RUF001 - the multiplication sign is meant
+
 
 import html.parser
 import itertools

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -21,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     """Converts, and says what was written."""
     dtype = _dtype(options.dtype)
     started = time.monotonic()
-    with open_checkpoint(options.source, item=options.item) as source, ProgressBar("converting") as bar:
+    with open_checkpoint(options.source, item=options.item) as source, ProgressBar("converting") as bar, _quiet():
         chain = translation(source, options.translate)
         convert(
             source,
@@ -51,6 +54,21 @@ def run(options: argparse.Namespace) -> int:
         names = "under T5X's names" if chain else "under their own names"
         emit(f"{leaves_text(count)} ({size_text(size)}) {names} in {options.destination}, in {seconds:.1f} s")
     return 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax logs the traceback of what it also raises, and of threads whose directory an interrupt took away."""
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(has_no_traceback)
+    try:
+        yield
+    finally:
+        logger.removeFilter(has_no_traceback)
 
 
 def _dtype(name: str | None) -> np.dtype | None:
