@@ -211,8 +211,6 @@ def string_bytes(values: Iterable[bytes]) -> tuple[bytes, int]:
     lengths = b"".join(struct.pack("<I", len(value)) for value in values)
     stored = struct.pack("<I", masked(google_crc32c.value(lengths)))
     text = b"".join(values)
-    if not values:
-        return b"", 0
     return b"".join(varint(len(value)) for value in values) + stored + text, google_crc32c.value(
         lengths + stored + text
     )

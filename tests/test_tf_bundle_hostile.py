@@ -268,7 +268,8 @@ TEXT, TEXT_CRC = string_bytes([b"abc", b"d"])
     [
         (TEXT, [1 << 40], "8 bytes for|10 bytes for|bytes for 1099511627776 strings"),
         (TEXT, [1 << 20, 1 << 20], "bytes for 1099511627776 strings"),
-        (TEXT, [0], "bytes for 0 strings"),
+        (TEXT, [0], "end at byte 4"),
+        (b"", [0], "0 bytes for 0 strings"),
         (b"", [2], "0 bytes for 2 strings"),
         (TEXT[:-1], [2], "end at byte"),
         (TEXT + b"x", [2], "end at byte"),

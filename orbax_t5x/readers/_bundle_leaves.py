@@ -205,8 +205,8 @@ class BundleLeaves:
         """The bytes of an entry, proven to lie in their shard and to be as many as the shape takes."""
         count = math.prod(shape)
         if entry.dtype == _STRING:
-            # Each string takes a byte of length at least, and four bytes of checksum follow the lengths.
-            if entry.size < (count + 4 if count else 0) or (entry.size and not count):
+            # Each string takes a byte of length at least, and four bytes of checksum follow the lengths, even of none.
+            if entry.size < count + 4:
                 raise self._corrupt(leaf, f"{entry.size} bytes for {count} strings")
         elif entry.size != count * dtype.itemsize:
             needed = count * dtype.itemsize

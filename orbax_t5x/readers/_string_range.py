@@ -61,7 +61,7 @@ class StringRange:
         return self._outcome(self._load(leaf), True) if list(ranges) else Outcome([], 0, 0)
 
     def _outcome(self, strings: _Strings, checksum: bool) -> Outcome:
-        return Outcome([Part(0, self.nbytes, strings.crc)] if checksum and self.nbytes else [], self.nbytes, 0)
+        return Outcome([Part(0, self.nbytes, strings.crc)] if checksum else [], self.nbytes, 0)
 
     def _load(self, leaf: str) -> _Strings:
         def corrupt(message: str) -> CorruptCheckpointError:
@@ -69,10 +69,6 @@ class StringRange:
 
         count = math.prod(self.shape)
         data = self.file.read(self.offset, self.nbytes, leaf=leaf)
-        if not count:
-            if data:
-                raise corrupt(f"{len(data)} bytes for no strings")
-            return _Strings(data, np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
         lengths, at = _lengths(np.frombuffer(data, np.uint8), count)
         if lengths is None:
             raise corrupt(f"the {len(data)} bytes do not hold the lengths of {count} strings")
@@ -92,6 +88,8 @@ class StringRange:
 
 def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
     """The `count` varints that the bytes begin with, and the place behind them; None where there are no such."""
+    if not count:
+        return np.zeros(0, np.int64), 0
     if count > data.size:
         return None, 0
     head = data[: min(data.size, count * _MAX_LENGTH_BYTES)]
@@ -111,6 +109,6 @@ def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
 
 def _as_summed(lengths: np.ndarray) -> bytes:
     """The lengths as TensorFlow sums them: 32 bits each, 64 where that is not enough."""
-    if int(lengths.max()) < 1 << 32:
+    if not lengths.size or int(lengths.max()) < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
