@@ -1,0 +1,231 @@
+"""TensorFlow writes bundles and we read them; it reads what the hand-made writer wrote; both parse the same protos.
+
+The one test module that imports TensorFlow (seconds, 0.7 GB), and only once a test needs it.
+"""
+
+import importlib
+import itertools
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orbax_t5x.lazy._leaf import box_slices
+from orbax_t5x.readers._bundle_proto import BadMessage, Extent, parse_entry, parse_header
+from orbax_t5x.readers.tf_bundle import open_tf_bundle
+from tests.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype
+from tests.leaf_reads import read_boxes, read_whole, same_bits
+from tests.test_byte_ranges import values
+from tests.test_tf_bundle import leaf_of, partitions
+
+NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+@pytest.fixture(scope="module")
+def tf() -> ModuleType:
+    with warnings.catch_warnings():
+        # TensorFlow's own import of NumPy's and Python's deprecated names is not ours to mend.
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("tensorflow")
+        importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
+    return module
+
+
+@st.composite
+def arrays(draw) -> np.ndarray:
+    dtype = draw(st.sampled_from([*sorted(DTYPES), "string"]))
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    if dtype != "string":
+        return values(shape, np_dtype(dtype))
+    count = int(np.prod(shape, dtype=int))
+    array = np.empty(shape, object)
+    array.reshape(-1)[:] = draw(st.lists(st.binary(max_size=200), min_size=count, max_size=count))
+    return array
+
+
+class Saved(NamedTuple):
+    """Something to save: the tensor, and which slice of what it is ("" for a whole)."""
+
+    name: str
+    array: np.ndarray
+    place: str = ""
+
+
+def save(tf: ModuleType, directory: Path, shards: list[list[Saved]], name: str = "model.ckpt-7") -> Path:
+    """A bundle that TensorFlow writes, a shard for each list."""
+    prefixes = []
+    for number, items in enumerate(shards):
+        prefixes.append(str(directory / f"part-{number}"))
+        tf.raw_ops.SaveV2(
+            prefix=prefixes[-1],
+            tensor_names=[item.name for item in items],
+            shape_and_slices=[item.place for item in items],
+            tensors=[tf.constant(item.array) for item in items],
+        )
+    prefix = directory / name
+    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=prefixes, destination_prefix=str(prefix), delete_old_dirs=False)
+    return prefix
+
+
+@given(st.dictionaries(NAMES, arrays(), min_size=1, max_size=8), st.integers(1, 4), st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_what_tensorflow_writes_we_read(tf, tmp_path_factory, named: dict[str, np.ndarray], shards: int, data) -> None:
+    saved = [Saved(name, array) for name, array in named.items()]
+    groups = [group for k in range(shards) if (group := saved[k::shards])]
+    prefix = save(tf, tmp_path_factory.mktemp("bundle"), groups)
+    with open_tf_bundle(prefix) as checkpoint:
+        assert checkpoint.step == 7
+        assert checkpoint.metadata["num_shards"] == len(groups)
+        assert sorted(checkpoint.leaves) == sorted(named)
+        for name, array in named.items():
+            leaf = leaf_of(checkpoint, name)
+            assert same_bits(read_whole(leaf), array), name
+            ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in array.shape]
+            box = tuple((low, high) for low, high in ends)
+            (out,) = read_boxes(leaf, [box], "full").arrays
+            expected = np.empty(out.shape, out.dtype)
+            expected[...] = array[box_slices(box)]
+            assert same_bits(out, expected), (name, box)
+
+
+@given(
+    st.sampled_from(["float32", "bfloat16", "int64", "bool", "string"]),
+    st.sampled_from([(3, 1), (1, 2), (3, 2)]),
+    NAMES,
+    st.integers(1, 3),
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_partitioned_variables_of_tensorflow(tf, tmp_path_factory, dtype: str, cuts, name: str, shards: int) -> None:
+    if dtype == "string":
+        whole = np.array([b"%d" % n for n in range(42)], object).reshape(7, 6)
+    else:
+        whole = values((7, 6), np_dtype(dtype))
+    saved = []
+    for extents in partitions(*cuts):
+        told = ":".join("-" if length == -1 else f"{start},{length}" for start, length in extents)
+        index = tuple(slice(start, None if length == -1 else start + length) for start, length in extents)
+        saved.append(Saved(name, whole[index].copy(), f"7 6 {told}"))
+    groups = [group for k in range(shards) if (group := saved[k::shards])]
+    with open_tf_bundle(save(tf, tmp_path_factory.mktemp("bundle"), groups)) as checkpoint:
+        assert list(checkpoint.leaves) == [name]
+        assert same_bits(read_whole(leaf_of(checkpoint, name)), whole)
+
+
+def test_large_extents_of_slices_have_the_keys_that_tensorflow_gives_them(tf, tmp_path: Path) -> None:
+    """OrderedCode takes one byte more at 64, 8192, …; a slice that is not found would show it."""
+    cuts = [0, 63, 64, 65, 8191, 8192, 8193, 20_000]
+    whole = np.arange(20_000, dtype=np.int32)
+    saved = [Saved("w", whole[a:b], f"20000 {a},{b - a}") for a, b in itertools.pairwise(cuts)]
+    with open_tf_bundle(save(tf, tmp_path, [saved])) as checkpoint:
+        assert same_bits(read_whole(leaf_of(checkpoint, "w")), whole)
+
+
+@given(
+    st.dictionaries(NAMES, arrays(), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 400),
+    st.integers(1, 20),
+    st.booleans(),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_the_hand_made_writer_writes_tensorflow_reads(
+    tf, tmp_path_factory, named, shards: int, block_bytes: int, interval: int, snappy: bool
+) -> None:
+    """Hostile bundles are edits of these: the unedited ones must be sound."""
+    bundle = bundle_of(named, shards)
+    directory = tmp_path_factory.mktemp("bundle")
+    prefix = bundle.write(directory, block_bytes=block_bytes, restart_interval=interval, snappy=snappy)
+    theirs = tf.train.load_checkpoint(str(prefix))
+    with open_tf_bundle(prefix) as checkpoint:
+        assert set(theirs.get_variable_to_shape_map()) == set(checkpoint.leaves) == set(named)
+        for name, array in named.items():
+            ours = read_whole(leaf_of(checkpoint, name))
+            assert same_bits(ours, array)
+            (tensor,) = tf.raw_ops.RestoreV2(
+                prefix=str(prefix),
+                tensor_names=[name],
+                shape_and_slices=[""],
+                dtypes=[tf.string if array.dtype == object else tf.as_dtype(array.dtype)],
+            )
+            assert same_bits(np.asarray(tensor.numpy(), array.dtype).reshape(array.shape), ours), name
+
+
+def test_tensorflow_reads_partitioned_variables_of_the_hand_made_writer(tf, tmp_path: Path) -> None:
+    whole = np.arange(42, dtype=np.float32).reshape(7, 6)
+    bundle = Bundle(2)
+    bundle.add_sliced("w", whole, partitions(3, 2))
+    theirs = tf.train.load_checkpoint(str(bundle.write(tmp_path)))
+    assert same_bits(theirs.get_tensor("w"), whole)
+
+
+INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
+INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+@given(
+    INT32,
+    st.lists(INT64, max_size=5) | st.none(),
+    INT32,
+    INT64,
+    INT64,
+    st.integers(0, (1 << 32) - 1),
+    st.lists(st.lists(st.tuples(INT64, INT64 | st.none()), max_size=3), max_size=3),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_entries_parse_as_protobuf_parses_them(tf, dtype, shape, shard, offset, size, crc, slices) -> None:
+    pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
+    proto = pb.BundleEntryProto(dtype=dtype, shard_id=shard, offset=offset, size=size, crc32c=crc)
+    if shape is None:
+        proto.shape.unknown_rank = True
+    else:
+        for dim in shape:
+            proto.shape.dim.add(size=dim)
+    for extents in slices:
+        one = proto.slices.add()
+        for start, length in extents:
+            extent = one.extent.add(start=start)
+            if length is not None:
+                extent.length = length
+    parsed = parse_entry(proto.SerializeToString(), 32)
+    assert parsed == (
+        dtype,
+        None if shape is None else tuple(shape),
+        shard,
+        offset,
+        size,
+        crc,
+        tuple(tuple(Extent(start, -1 if length is None else length) for start, length in one) for one in slices),
+    )
+
+
+@given(INT32, st.integers(0, 1), INT32, INT32)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_headers_parse_as_protobuf_parses_them(tf, shards, endianness, producer, min_consumer) -> None:
+    pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
+    proto = pb.BundleHeaderProto(num_shards=shards, endianness=endianness)
+    proto.version.producer, proto.version.min_consumer = producer, min_consumer
+    proto.version.bad_consumers.extend([1, 2])
+    assert parse_header(proto.SerializeToString()) == (shards, endianness, producer, min_consumer)
+
+
+@given(st.binary(max_size=40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_we_accept_protobuf_accepts(tf, data: bytes) -> None:
+    """Ours is the stricter one: what it takes, protobuf takes, with the same values."""
+    pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
+    try:
+        parsed = parse_entry(data, 32)
+    except BadMessage:
+        return
+    proto = pb.BundleEntryProto.FromString(data)
+    assert (parsed.dtype, parsed.shard, parsed.offset, parsed.size) == (
+        proto.dtype,
+        proto.shard_id,
+        proto.offset,
+        proto.size,
+    )
