@@ -79,9 +79,10 @@ def build_plan(
     names = {id(leaf): name for name, view in stored.items() if view is not None for leaf in view.leaves()}
     matcher = _Matcher(checkpoints, transforms, flattened, state, options, notes, names)
     entries = matcher.entries()
+    # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.
+    _raise_broken(entries)
     if notes.problems:
         raise RestorePlanError(notes.problems, path=_paths(checkpoints))
-    _raise_broken(entries)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     gone = {name for name, value in stored.items() if value is not None} - used - set(unused)

@@ -330,6 +330,18 @@ def test_a_leaf_that_is_only_named(item):
         assert not right_or((), result)
 
 
+def test_a_restore_that_needs_a_broken_leaf_says_what_is_wrong_with_it(item):
+    path = item(ocdbt=False)
+    os.remove(path / "a" / ".zarray")
+    target = {"a": np.zeros((64, 64)), "b": {"c": np.zeros((64, 64)), "small": np.zeros(3, int)}}
+    with pytest.raises(CorruptCheckpointError, match=r"\.zarray") as caught:
+        ot.restore(path, target)
+    assert caught.value.leaf == "a"
+    del target["a"]
+    restored = ot.restore(path, target, strict=False)
+    np.testing.assert_array_equal(restored["b"]["c"], FLAT["b/c"])
+
+
 def test_values_that_are_not_arrays(item):
     path = with_tree(
         item(),
