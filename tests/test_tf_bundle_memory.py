@@ -1,0 +1,111 @@
+"""A bundle of 45 GB of holes: opening and listing costs milliseconds and little memory, and one layer of it reads.
+
+In a process of its own: memory is the growth of its peak over what it had after the imports.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.bundle_writer import np_dtype, write_sparse
+
+MIB = 1 << 20
+
+
+def t5_xxl() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The names and shapes of T5.1.1-XXL as Mesh TensorFlow saves it, with its Adafactor slots."""
+    model, hidden, heads, layers, vocabulary = 4096, 10240, 64 * 64, 24, 32128
+    shapes: dict[str, tuple[int, ...]] = {
+        "shared/embedding": (vocabulary, model),
+        "decoder/logits/kernel": (model, vocabulary),
+    }
+    attention = {"q": (model, heads), "k": (model, heads), "v": (model, heads), "o": (heads, model)}
+    feed_forward = {"wi_0/kernel": (model, hidden), "wi_1/kernel": (model, hidden), "wo/kernel": (hidden, model)}
+    for tower, blocks in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
+        shapes[f"{tower}/block_000/layer_000/SelfAttention/relative_attention_bias"] = (64, 32)
+        shapes[f"{tower}/rms_norm/scale"] = (model,)
+        for layer in range(layers):
+            parts = [(block, attention) for block in blocks] + [("DenseReluDense", feed_forward)]
+            for number, (block, weights) in enumerate(parts):
+                place = f"{tower}/block_{layer:03d}/layer_{number:03d}"
+                shapes[f"{place}/rms_norm/scale"] = (model,)
+                shapes |= {f"{place}/{block}/{name}": shape for name, shape in weights.items()}
+    slots = {}
+    for name, shape in shapes.items():
+        if len(shape) == 2:
+            slots[f"{name}_slot_vr"], slots[f"{name}_slot_vc"] = (shape[0],), (shape[1],)
+        else:
+            slots[f"{name}_slot_v"] = shape
+    return {name: ("float32", shape) for name, shape in {**shapes, **slots}.items()} | {"global_step": ("int64", ())}
+
+
+CHILD = """
+    import asyncio, json, sys, time
+
+    import numpy as np
+
+    from orbax_t5x.lazy._leaf import Ledger, Request
+    from orbax_t5x.readers.tf_bundle import open_tf_bundle
+
+    def memory(field):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    before = memory("VmRSS")
+    started = time.perf_counter()
+    checkpoint = open_tf_bundle(sys.argv[1])
+    total = sum(view.nbytes for view in checkpoint.leaves.values())
+    figures = {"leaves": len(checkpoint.leaves), "bytes": total, "seconds": time.perf_counter() - started}
+    figures["open_growth"] = memory("VmHWM") - before
+
+    ledger = Ledger("touched")
+    settled = []
+    wanted = 0
+    out = np.ones((10240, 4096), np.float32)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = memory("VmRSS")
+    started = time.perf_counter()
+    for name, view in checkpoint.leaves.items():
+        if name.startswith("encoder/block_007/") and view.nbytes < out.nbytes:
+            (leaf,) = view.leaves()
+            part = out.reshape(-1)[: view.size].reshape(view.shape)
+            part.fill(1)
+            asyncio.run(leaf.read_into([Request(tuple((0, n) for n in view.shape), part)], ledger))
+            settled.append(asyncio.run(leaf.settle(ledger, ledger.parts(leaf))))
+            assert not part.any()
+            wanted += view.nbytes
+    figures |= {"layer": settled, "wanted": wanted, "read": ledger.bytes_read}
+    figures["layer_seconds"] = time.perf_counter() - started
+    figures["layer_growth"] = memory("VmHWM") - before
+    print(json.dumps(figures))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_a_bundle_of_45_gb_opens_lists_and_reads_in_little_memory(tmp_path: Path, record_property) -> None:
+    shapes = t5_xxl()
+    prefix = write_sparse(tmp_path, shapes, 8)
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(prefix)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    for name, value in figures.items():
+        record_property(name, value)
+    print(figures)
+    assert figures["leaves"] == len(shapes)
+    expected = sum(math.prod(shape) * np_dtype(dtype).itemsize for dtype, shape in shapes.values())
+    assert figures["bytes"] == expected > 44e9
+    assert figures["open_growth"] < 64 * MIB
+    assert figures["layer"] and set(figures["layer"]) == {True}
+    assert figures["read"] == figures["wanted"] > 200 * MIB
+    assert figures["layer_growth"] < 64 * MIB
+    # A guard against hangs, not a claim: on an idle machine it is a tenth of a second.
+    assert figures["seconds"] < 30
