@@ -19,16 +19,11 @@ from orbax_t5x.lazy import (
     LazyArray,
     LazyAwaitableArray,
     LazyThreadPoolArray,
-    Leaf,
-    Ledger,
-    Part,
-    Request,
     View,
     as_view,
     full_box,
     read_views,
 )
-from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.readers.tf_bundle import open_tf_bundle
 from orbax_t5x.rules._translator import CheckpointTranslator
 from orbax_t5x.rules.mesh_tf import (
@@ -72,29 +67,10 @@ _SLOTS = "state/param_states/"
 _SHOWN_NAMES = 10
 
 
-class _Kept:
-    """A leaf that keeps its checkpoint open for as long as it is wanted."""
-
-    def __init__(self, leaf: Leaf, checkpoint: Checkpoint):
-        self._leaf = leaf
-        self._checkpoint = checkpoint
-        self.name = leaf.name
-        self.path = leaf.path
-        self.shape = leaf.shape
-        self.dtype = leaf.dtype
-        self.chunks = leaf.chunks
-        self.error = getattr(leaf, "error", None)
-
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
-        await self._leaf.read_into(requests, ledger)
-
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        # What was read is noted under the leaf itself.
-        return await self._leaf.settle(ledger, [*parts, *ledger.parts(self._leaf)])
-
-
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """The variables of a TensorFlow V2 checkpoint by name; only its index is read.
+
+    Files stay open for as long as one of the arrays is there.
 
     Args:
       path: the prefix (`…/model.ckpt-1000000`), its `.index` file, or the directory whose `checkpoint` file names it.
@@ -102,8 +78,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     Raises:
       CheckpointError: there is none, or it is damaged.
     """
-    checkpoint = open_tf_bundle(path, limits=Limits())
-    return {name: as_view(_Kept(view.leaves()[0], checkpoint)) for name, view in checkpoint.leaves.items()}
+    return dict(open_tf_bundle(path).leaves)
 
 
 def restore_from_t5_checkpoint(
@@ -143,6 +118,8 @@ def restore_from_t5_checkpoint(
         _logger.warning("%s", warning)
     if target:
         values = _fit(values, target, strict, path)
+    else:
+        _raise_broken(values)
     names = sorted(values, key=lambda name: name.split("/"))
     lazy = {name: None if values[name] is None else _as_lazy(values[name]) for name in names}
     return unflatten(lazy if lazy_parameters else _read(lazy))
@@ -173,6 +150,7 @@ def _fit(
         raise RestorePlanError(problems, path=path)
     if extra:
         _logger.info("left out, because the state lacks them: %s", ", ".join(extra))
+    _raise_broken({name: values[name] for name in wanted})
     shapes = [(name, tuple(values[name].shape), _shape(target[name])) for name in sorted(wanted)]
     wrong = [(name, found, shape) for name, found, shape in shapes if shape is not None and found != shape]
     if wrong:
@@ -181,6 +159,15 @@ def _fit(
         more = f"; and {len(wrong) - _SHOWN_NAMES} more" if len(wrong) > _SHOWN_NAMES else ""
         raise LeafMismatchError(text + more, path=path, leaf=wrong[0][0])
     return {name: None if leaf is None else values[name] for name, leaf in target.items()}
+
+
+def _raise_broken(values: Mapping[str, Any]) -> None:
+    """What its reader could not make sense of has no shape to compare: it fails with the reader's own error."""
+    for value in values.values():
+        for leaf in value.leaves() if isinstance(value, View) else ():
+            error = getattr(leaf, "error", None)
+            if error is not None:
+                raise error
 
 
 def _listed(names: Sequence[str]) -> str:

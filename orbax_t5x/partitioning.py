@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
+from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x._optax_state import key_text
@@ -155,7 +155,7 @@ def _mesh_spec(
     if len(names) != len(shape):
         problems.append(f"{where}: {len(names)} logical axes {tuple(names)} for shape {shape}")
         return PartitionSpec()
-    spec = nn.logical_to_mesh_axes(tuple(names), rules)
+    spec = logical_to_mesh_axes(tuple(names), rules)
     assert spec is not None
     for size, name, mesh_axes in zip(shape, names, spec, strict=True):
         axes = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())

@@ -22,6 +22,8 @@ from orbax_t5x._model_variables import mutables_axis_names, params_axis_names, s
 from orbax_t5x._optax_state import from_state_dict, to_state_dict
 from orbax_t5x.optimizers import Optimizer, OptimizerDef
 
+__all__ = ["EMPTY_DICT", "FlaxOptimTrainState", "InferenceState", "TrainState"]
+
 EMPTY_DICT: FrozenDict[str, Any] = FrozenDict({})
 
 
