@@ -1,0 +1,47 @@
+"""What the README shows runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from orbax_t5x.cli.main import _parser
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_runs(capsys):
+    (example,) = blocks("python")
+    found = {}
+    exec(compile(example, "README.md", "exec"), found)
+    embedding = found["state"]["target"]["token_embedder"]["embedding"]
+    data = Path(str(found["bundle"])).with_name("as_t5x_imports_it.npz")
+    with np.load(data) as values:
+        np.testing.assert_array_equal(np.asarray(embedding), values["target/token_embedder/embedding"])
+    assert len(embedding.sharding.device_set) == jax.device_count() == 8
+    assert "shared/embedding" in capsys.readouterr().out
+
+
+def test_ten_lines_are_about_ten():
+    (example,) = blocks("python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 14
+
+
+def test_the_commands_parse():
+    lines = [line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("orbax-t5x")]
+    assert {command[0] for command in commands} == {"inspect", "plan", "convert"}
+    for command in commands:
+        _parser().parse_args(command)
+
+
+def test_targets_of_make_exist():
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", "\n".join(blocks("sh")), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
