@@ -16,37 +16,29 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-import dataclasses
-import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from orbax_t5x._buffers import make_value, on_host, pieces_of
 from orbax_t5x._exchange import gather_parts
+from orbax_t5x._groups import Group, group_entries
+from orbax_t5x._lowering import Shard, lower_shards, slabs
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import Box, Ledger, Request, View
-from orbax_t5x.lazy._leaf import Leaf, ReadThread, Verify, box_shape, box_size
-from orbax_t5x.plan import PlanEntry, Progress, RestorePlan, RestoreReport, addressable_boxes, box_of_index
+from orbax_t5x.lazy import Leaf, Ledger, ReadThread, Verify, box_size
+from orbax_t5x.plan import PlanEntry, Progress, RestorePlan, RestoreReport
 
 _MIB = 1 << 20
 # In flight at once. Below about eight chunks of a chunked format in flight, chunks that several shards need are decoded
 # twice.
 _MEMORY_LIMIT_BYTES = 256 * _MIB
-# Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first
-# bytes.
-_GROUP_BYTES = 4 * _MIB
-_GROUP_ENTRIES = 64
-# Scratch that one lowering may need; a view that needs more is read in slabs of its leading dimension.
-_SCRATCH_BYTES = 16 * _MIB
 # Blocking reads release the GIL; more threads than cores hide latency, too many thrash the page cache.
 _THREADS = max(4, min(16, 2 * (os.cpu_count() or 1)))
-# XLA's CPU client adopts host buffers with this alignment and copies others.
-_ALIGNMENT = 64
 
 
 def execute_plan(
@@ -71,62 +63,6 @@ def execute_plan(
     if broadcast and jax.process_count() > 1:
         raise ValueError("broadcast=True over several processes is not available in this version; use broadcast=False")
     return _Execution(plan, verify, limit, progress).run()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pieces:
-    """The boxes of one array on this process, and where their buffers lie in one allocation.
-
-    Attributes:
-      boxes, shapes: of the unique shards.
-      starts, stops: bytes within the allocation; each buffer begins at a 64-byte boundary.
-      size: bytes of the allocation.
-      place_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
-    """
-
-    boxes: tuple[Box, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    size: int
-    place_of: Mapping[Any, int]
-
-    def allocate(self, dtype: np.dtype) -> list[np.ndarray]:
-        """Uninitialised buffers of all boxes: one allocation, which lives as long as the array that adopts it."""
-        if dtype.hasobject:
-            return [np.empty(shape, dtype) for shape in self.shapes]
-        memory = np.empty(self.size + _ALIGNMENT, np.uint8)
-        first = -memory.ctypes.data % _ALIGNMENT
-        return [
-            memory[first + start : first + stop].view(dtype).reshape(shape)
-            for start, stop, shape in zip(self.starts, self.stops, self.shapes, strict=True)
-        ]
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], itemsize: int) -> _Pieces:
-    boxes = addressable_boxes(sharding, shape)
-    starts, stops, end = [], [], 0
-    for box in boxes:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + box_size(box) * itemsize
-        starts.append(start)
-        stops.append(end)
-    places = {box: place for place, box in enumerate(boxes)}
-    indices = () if sharding is None else sharding.addressable_devices_indices_map(shape).values()
-    place_of = {_raw_index(index): places[box_of_index(index or (), shape)] for index in indices}
-    return _Pieces(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, place_of)
-
-
-def _raw_index(index: Sequence[slice] | None) -> tuple[tuple[int | None, int | None], ...]:
-    """A shard's index in a form that is hashable on Python 3.11, too."""
-    return tuple([(part.start, part.stop) for part in index or ()])
-
-
-def pieces_of(entry: PlanEntry) -> _Pieces:
-    """Where the shards of one entry lie."""
-    assert entry.leaf is not None and entry.view is not None
-    return _pieces(entry.leaf.sharding, entry.leaf.shape, entry.view.dtype.itemsize)
 
 
 class _Interrupted(Exception):
@@ -161,24 +97,6 @@ class _Budget:
         return self._used == 0 or self._used + size <= self._limit
 
 
-class _Shard(NamedTuple):
-    """One box of one entry, and the buffer that becomes it."""
-
-    view: View
-    box: Box
-    out: np.ndarray
-
-
-@dataclasses.dataclass
-class _Group:
-    """Entries that are read together, because they share stored bytes or because they are small."""
-
-    entries: list[PlanEntry]
-    size: int
-    leaves: dict[int, Leaf]
-    blocking: bool
-
-
 class _Execution:
     """One run of one plan."""
 
@@ -198,7 +116,7 @@ class _Execution:
     def run(self) -> Any:
         started = time.monotonic()
         entries = [entry for entry in self._plan.entries if entry.view is not None]
-        groups = _group(entries, self._limit)
+        groups = group_entries(entries, self._limit)
         for group in groups:
             for key in group.leaves:
                 self._pending[key] = self._pending.get(key, 0) + 1
@@ -213,7 +131,7 @@ class _Execution:
 
     # -- reading
 
-    def _read(self, groups: list[_Group]) -> None:
+    def _read(self, groups: list[Group]) -> None:
         thread = ReadThread()
         try:
             with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore") as pool:
@@ -241,12 +159,12 @@ class _Execution:
             return
         thread.run(self._settle_all(parts))
 
-    async def _read_all(self, groups: list[_Group], pool: concurrent.futures.Executor) -> None:
+    async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
         loop = asyncio.get_running_loop()
         budget = _Budget(self._limit)
         tasks: set[asyncio.Task[None]] = set()
 
-        async def one(group: _Group) -> None:
+        async def one(group: Group) -> None:
             try:
                 if group.blocking:
                     await loop.run_in_executor(pool, self._run_blocking, group)
@@ -274,11 +192,11 @@ class _Execution:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def _run_blocking(self, group: _Group) -> None:
+    def _run_blocking(self, group: Group) -> None:
         """Reads, finishes and places one group in this worker thread."""
         buffers = self._allocate(group)
-        for shards in _slabs(buffers):
-            reads, finish = _lower(shards)
+        for shards in slabs(buffers):
+            reads, finish = lower_shards(shards)
             for leaf, requests in reads:
                 if self._stop.is_set():
                     return
@@ -288,29 +206,29 @@ class _Execution:
         self._place(group, buffers)
 
     async def _run_async(
-        self, group: _Group, loop: asyncio.AbstractEventLoop, pool: concurrent.futures.Executor
+        self, group: Group, loop: asyncio.AbstractEventLoop, pool: concurrent.futures.Executor
     ) -> None:
         """Awaits one group's reads; what computes is done in a worker thread."""
         buffers = self._allocate(group)
-        for shards in _slabs(buffers):
-            reads, finish = _lower(shards)
+        for shards in slabs(buffers):
+            reads, finish = lower_shards(shards)
             await _all(leaf.read_into(requests, self._ledger) for leaf, requests in reads)
             if finish:
                 await loop.run_in_executor(pool, _run_steps, finish)
         self._place(group, buffers)
 
-    def _allocate(self, group: _Group) -> dict[str, list[_Shard]]:
-        buffers: dict[str, list[_Shard]] = {}
+    def _allocate(self, group: Group) -> dict[str, list[Shard]]:
+        buffers: dict[str, list[Shard]] = {}
         for entry in group.entries:
             assert entry.view is not None
             pieces = pieces_of(entry)
             outs = pieces.allocate(np.dtype(entry.view.dtype))
-            buffers[entry.name] = [_Shard(entry.view, box, out) for box, out in zip(pieces.boxes, outs, strict=True)]
+            buffers[entry.name] = [Shard(entry.view, box, out) for box, out in zip(pieces.boxes, outs, strict=True)]
         return buffers
 
     # -- checksums
 
-    async def _settle(self, group: _Group) -> None:
+    async def _settle(self, group: Group) -> None:
         """Compares the checksums of the leaves whose last read this was; over several processes that waits for the
         others.
         """
@@ -332,8 +250,10 @@ class _Execution:
 
     # -- results
 
-    def _place(self, group: _Group, buffers: dict[str, list[_Shard]]) -> None:
-        placed = {entry.name: _make(entry, buffers.pop(entry.name)) for entry in group.entries}
+    def _place(self, group: Group, buffers: dict[str, list[Shard]]) -> None:
+        placed = {
+            entry.name: make_value(entry, [shard.out for shard in buffers.pop(entry.name)]) for entry in group.entries
+        }
         if jax.default_backend() != "cpu":
             # Transfers run on: only when they have arrived may other groups take this share of the host's memory.
             jax.block_until_ready([value for value in placed.values() if isinstance(value, jax.Array)])
@@ -364,7 +284,7 @@ class _Execution:
             [leaf.sharding if leaf is not None else None for leaf in leaves],
             [None if leaf is None or leaf.kind == "key" else leaf.dtype for leaf in leaves],
         )
-        return {entry.name: _on_host(entry, value) for entry, value in zip(entries, values, strict=True)}
+        return {entry.name: on_host(entry, value) for entry, value in zip(entries, values, strict=True)}
 
     def _report(self, seconds: float) -> RestoreReport:
         def named(outcome: bool | None) -> tuple[str, ...]:
@@ -401,198 +321,8 @@ def _run_steps(steps: Sequence[Callable[[], None]]) -> None:
         step()
 
 
-# -- grouping
-
-
-def _group(entries: Sequence[PlanEntry], limit: int) -> list[_Group]:
-    """Entries in plan order, joined where they share stored bytes, small neighbours together."""
-    groups: list[_Group] = []
-    small: _Group | None = None
-    for cluster in _clusters(entries):
-        group = _as_group(cluster, limit)
-        if group.size >= _GROUP_BYTES or len(group.entries) > 1:
-            groups.append(group)
-            continue
-        if (
-            small is None
-            or small.blocking != group.blocking
-            or small.size + group.size > min(_GROUP_BYTES, limit)
-            or len(small.entries) >= _GROUP_ENTRIES
-        ):
-            small = group
-            groups.append(group)
-        else:
-            small.entries.extend(group.entries)
-            small.size += group.size
-            small.leaves.update(group.leaves)
-    return groups
-
-
-def _as_group(entries: list[PlanEntry], limit: int) -> _Group:
-    leaves = {id(leaf): leaf for entry in entries if entry.view is not None for leaf in entry.view.leaves()}
-    size = sum(_host_bytes(entry) for entry in entries)
-    blocking = all(hasattr(leaf, "read_blocking") for leaf in leaves.values())
-    return _Group(entries, max(1, size), leaves, blocking)
-
-
-def _host_bytes(entry: PlanEntry) -> int:
-    """Buffers of all boxes, and the scratch of the one that needs most."""
-    assert entry.view is not None
-    pieces = pieces_of(entry)
-    return pieces.size + sum(min(_scratch(entry.view, box), _SCRATCH_BYTES) for box in pieces.boxes)
-
-
-def _scratch(view: View, box: Box) -> int:
-    """Scratch that reading a box of a view into a contiguous buffer needs; most views need none."""
-    return view.temp_bytes(box, len(box)) if view.inputs else 0
-
-
 def _read_bytes(entry: PlanEntry) -> int:
     if entry.view is None or entry.action != "read":
         return 0
     requests = {(id(leaf), box): leaf for part in entry.boxes() for leaf, box in entry.view.requests(part)}
     return sum(box_size(box) * leaf.dtype.itemsize for (_, box), leaf in requests.items())
-
-
-def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:
-    """Entries joined where they read the same leaf: from a chunked format always, else where their boxes overlap."""
-    by_leaf: dict[int, list[int]] = {}
-    for index, entry in enumerate(entries):
-        assert entry.view is not None
-        for leaf in entry.view.leaves():
-            by_leaf.setdefault(id(leaf), []).append(index)
-    parent = list(range(len(entries)))
-
-    def root(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
-
-    for key, users in by_leaf.items():
-        if len(users) > 1 and _share_bytes([entries[index] for index in users], key):
-            for index in users[1:]:
-                low, high = sorted((root(users[0]), root(index)))
-                parent[high] = low
-    clusters: dict[int, list[PlanEntry]] = {}
-    for index, entry in enumerate(entries):
-        clusters.setdefault(root(index), []).append(entry)
-    return list(clusters.values())
-
-
-def _share_bytes(users: Sequence[PlanEntry], key: int) -> bool:
-    boxes: list[Box] = []
-    for entry in users:
-        assert entry.view is not None
-        mine = {box for part in entry.boxes() for leaf, box in entry.view.requests(part) if id(leaf) == key}
-        if any(leaf.chunks is not None for leaf in entry.view.leaves() if id(leaf) == key):
-            return True
-        if any(_overlap(box, other) for box in mine for other in boxes):
-            return True
-        boxes.extend(mine)
-    return False
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-# -- lowering
-
-
-def _slabs(buffers: Mapping[str, list[_Shard]]) -> Iterable[list[_Shard]]:
-    """The shards to read together: all that need little scratch, then each other one in slabs of its leading
-    dimension.
-    """
-    light: list[_Shard] = []
-    heavy: list[_Shard] = []
-    for shards in buffers.values():
-        for shard in shards:
-            (heavy if _scratch(shard.view, shard.box) > _SCRATCH_BYTES else light).append(shard)
-    if light:
-        yield light
-    for shard in heavy:
-        for part in _split(shard):
-            yield [part]
-
-
-def _split(shard: _Shard) -> Iterable[_Shard]:
-    scratch = _scratch(shard.view, shard.box)
-    if not shard.box:
-        yield shard
-        return
-    start, stop = shard.box[0]
-    rows = max(1, (stop - start) * _SCRATCH_BYTES // scratch)
-    leading = [
-        leaf.chunks[0]
-        for leaf in shard.view.leaves()
-        if leaf.chunks and len(leaf.shape) and leaf.shape[0] == shard.view.shape[0]
-    ]
-    if leading:
-        # A slab that ends inside a chunk has the chunk decoded again for the next slab.
-        rows = max(leading) * max(1, rows // max(leading))
-    for low in range(start, stop, rows):
-        high = min(stop, low + rows)
-        yield _Shard(shard.view, ((low, high), *shard.box[1:]), shard.out[low - start : high - start])
-
-
-def _lower(shards: Sequence[_Shard]) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
-    """Reads by leaf, each distinct box once, and what to do after them, in order."""
-    reads: dict[int, tuple[Leaf, dict[Box, Request]]] = {}
-    copies: list[Callable[[], None]] = []
-    finish: list[Callable[[], None]] = []
-    for view, box, out in shards:
-        lowered = view.lower(box, out)
-        finish.extend(lowered.finish)
-        for leaf, request in lowered.reads:
-            _, requests = reads.setdefault(id(leaf), (leaf, {}))
-            first = requests.setdefault(request.box, request)
-            if first is not request:
-                copies.append(_Copy(first.out, request.out))
-    return [(leaf, list(requests.values())) for leaf, requests in reads.values()], [*copies, *finish]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    source: np.ndarray
-    out: np.ndarray
-
-    def __call__(self) -> None:
-        self.out[...] = self.source
-
-
-# -- placing
-
-
-def _make(entry: PlanEntry, shards: list[_Shard]) -> Any:
-    """The value of one leaf from the buffers of its boxes."""
-    leaf = entry.leaf
-    assert leaf is not None
-    if leaf.kind in ("numpy", "scalar"):
-        return _on_host(entry, shards[0].out)
-    if leaf.sharding is None:
-        array = jax.device_put(shards[0].out)
-    else:
-        place_of = pieces_of(entry).place_of
-        array = jax.make_array_from_callback(
-            leaf.shape,
-            leaf.layout if leaf.layout is not None else leaf.sharding,
-            lambda index: shards[place_of[_raw_index(index)]].out,
-        )
-    return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
-
-
-def _on_host(entry: PlanEntry, value: Any) -> Any:
-    leaf = entry.leaf
-    if leaf is None or leaf.kind in ("jax", "key"):
-        return value
-    array = np.asarray(value)
-    if leaf.kind == "numpy":
-        return array
-    scalar_type = leaf.scalar_type
-    item = array[()]
-    if scalar_type is str:
-        return item.decode() if isinstance(item, bytes) else str(item)
-    if scalar_type in (int, float, complex, bool, bytes):
-        return scalar_type(item)
-    return array.astype(leaf.dtype)[()]
