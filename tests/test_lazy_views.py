@@ -62,6 +62,7 @@ class Program:
             "broadcast",
             "newaxis",
             "flip",
+            "equal",
         ]
         if self.casts:
             kinds += ["cast", "cast"]
@@ -167,6 +168,10 @@ class Program:
                 *(3 if size == 1 else size for size in self.shape),
             )
             self.each(f"broadcast {shape}", lambda v: lazy.broadcast_to(v, shape), lambda a: np.broadcast_to(a, shape))
+
+    def equal(self) -> None:
+        self.linear = False
+        self.each("equal", lambda v: lazy.AllEqual([v, v]), lambda a: a)
 
     def cast(self) -> None:
         dtype = self.draw(st.sampled_from(DTYPES))
