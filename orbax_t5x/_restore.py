@@ -7,10 +7,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x._matching import PlanOptions
 from orbax_t5x.executor import execute_plan
 from orbax_t5x.lazy._leaf import Verify
 from orbax_t5x.plan import Progress, RestorePlan
-from orbax_t5x.planning import PlanOptions, build_plan
+from orbax_t5x.planning import build_plan
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
 
 Path = str | os.PathLike[str]

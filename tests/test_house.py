@@ -66,6 +66,8 @@ RANKS = {
     "plan_text": 4,
     "plan": 4,
     "planning": 4,
+    "_matching": 4,
+    "_fallback": 4,
     "_exchange": 5,
     "_buffers": 5,
     "_groups": 5,
