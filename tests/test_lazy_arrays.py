@@ -268,6 +268,8 @@ def test_numpy_and_jax_take_views_for_arrays():
     assert jnp.asarray(np.asarray(view)).sum() == 15
     np.testing.assert_array_equal(np.add(view, 1), view.get() + 1)
     assert jax.tree.leaves({"a": view}) == [view]
+    function = ot.LazyThreadPoolArray((2, 3), np.int32, view.get)
+    assert np.asarray(function, dtype=np.float32).tolist() == view.get().tolist()
 
 
 # Reading.

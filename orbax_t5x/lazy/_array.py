@@ -86,6 +86,12 @@ class LazyArray(abc.ABC):
     async def get_async(self) -> Any:
         """Reads the array without blocking the event loop."""
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """What `np.asarray(array)` calls: reads the array."""
+        if copy is False:
+            raise ValueError("a lazy array has no memory to share: reading it always makes a new array")
+        return np.asarray((self if dtype is None else self.astype(dtype)).get())
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})"
 

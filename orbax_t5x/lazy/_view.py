@@ -115,12 +115,6 @@ class View(LazyArray):
         """Reads the whole view without blocking the event loop."""
         return await asyncio.to_thread(self.get)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """What `np.asarray(view)` calls."""
-        if copy is False:
-            raise ValueError("a lazy array has no memory to share: reading it always makes a new array")
-        return self.get() if dtype is None else self.astype(dtype).get()
-
     def item(self) -> Any:
         """The one element as a Python scalar; reads it."""
         if self.size != 1:
