@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.core
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -66,27 +65,24 @@ def factor_name_to_factordim(name: Any) -> Any:
         raise KeyError(f"{name!r} is no factor dimension; use one of {sorted(_FACTOR_NAMES)}") from None
 
 
-def standard_logical_factor_rules() -> flax.core.FrozenDict:
-    """T5X's logical axis names and the part of each."""
-    return flax.core.freeze(
-        {
-            "vocab": FactorDim.COLUMN,
-            "embed": FactorDim.ROW,
-            "mlp": FactorDim.COLUMN,
-            "heads": FactorDim.COLUMN,
-            "kv": FactorDim.COLUMN,
-            "joined_kv": FactorDim.COLUMN,
-            "relpos_buckets": FactorDim.NONE,
-            "layers": FactorDim.BATCH,
-            "stack": FactorDim.BATCH,
-            "q_wi_fused": FactorDim.COLUMN,
-            "o_wo_fused": FactorDim.COLUMN,
-            "multiquery_heads": FactorDim.COLUMN,
-            "kv_fused": FactorDim.COLUMN,
-            "layer_norm_scale": FactorDim.NONE,
-            "mlp_activations": FactorDim.COLUMN,
-        }
-    )
+STANDARD_LOGICAL_FACTOR_RULES: LogicalFactorRules = {
+    "vocab": FactorDim.COLUMN,
+    "embed": FactorDim.ROW,
+    "mlp": FactorDim.COLUMN,
+    "heads": FactorDim.COLUMN,
+    "kv": FactorDim.COLUMN,
+    "joined_kv": FactorDim.COLUMN,
+    "relpos_buckets": FactorDim.NONE,
+    "layers": FactorDim.BATCH,
+    "stack": FactorDim.BATCH,
+    "q_wi_fused": FactorDim.COLUMN,
+    "o_wo_fused": FactorDim.COLUMN,
+    "multiquery_heads": FactorDim.COLUMN,
+    "kv_fused": FactorDim.COLUMN,
+    "layer_norm_scale": FactorDim.NONE,
+    "mlp_activations": FactorDim.COLUMN,
+}
+"""T5X's logical axis names and the part of each."""
 
 
 class HParamMap:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from orbax_t5x._factor_rules import (
     HEURISTIC_RULE,
+    STANDARD_LOGICAL_FACTOR_RULES,
     FactorDim,
     FactorDims,
     FactorRule,
@@ -27,7 +28,6 @@ from orbax_t5x._factor_rules import (
     factor_name_to_factordim,
     resolve_rule,
     rules_from_axes,
-    standard_logical_factor_rules,
 )
 from orbax_t5x._optax_axes import align_axes
 from orbax_t5x._optax_state import named_leaves
@@ -44,6 +44,11 @@ __all__ = [
     "factor_name_to_factordim",
     "standard_logical_factor_rules",
 ]
+
+
+def standard_logical_factor_rules() -> flax.core.FrozenDict:
+    """T5X's logical axis names and the part of each in the factored second moment."""
+    return flax.core.freeze(dict(STANDARD_LOGICAL_FACTOR_RULES))
 
 
 class _AdafactorHyperParams(flax.struct.PyTreeNode):
