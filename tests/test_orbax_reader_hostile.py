@@ -613,3 +613,18 @@ def test_any_metadata_is_an_error_or_a_checkpoint(saved, tmp_path, data):
         for lazy in checkpoint.leaves.values():
             with contextlib.suppress(CheckpointError):
                 lazy.get()
+
+
+def test_a_step_linked_from_outside(item, tmp_path):
+    """A root is what the caller named; its newest step is not."""
+    outside = item(to="elsewhere/state").parent
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "3").symlink_to(outside)
+    with pytest.raises(UnsafeCheckpointError, match="leads out"):
+        ot.open_checkpoint(root)
+    assert not right_or((), outcome(root / "3")), "by its own path it is what the caller named"
+    shutil.move(outside, root / "kept")
+    (root / "3").unlink()
+    (root / "3").symlink_to("kept")
+    assert not right_or((), outcome(root)), "a link that stays inside"

@@ -25,7 +25,7 @@ from orbax_t5x.readers._orbax_steps import (
     finished_steps,
     is_item,
     is_step_directory,
-    newest,
+    newest_directory,
 )
 from orbax_t5x.readers._sighting import (
     Sighting,
@@ -114,8 +114,11 @@ def _is_flax_msgpack(seen: Sighting) -> bool:
 
 
 def _open_flax_msgpack(path: str, limits: Limits, item: str | None) -> NoReturn:
+    what = (
+        "an item of an early Orbax, whose tree is a Flax msgpack file" if os.path.isdir(path) else "a Flax msgpack file"
+    )
     raise UnsupportedCheckpointError(
-        "this is a Flax msgpack checkpoint (format 'flax_msgpack'), whose reader is not built yet", path=path
+        f"this is {what} (format 'flax_msgpack'); the reader of Flax msgpack files is not built yet", path=path
     )
 
 
@@ -189,7 +192,7 @@ def open_checkpoint(
         if row.recognise(seen):
             return row.open(text if row.name == "tf_bundle" else seen.path, limits, item)
     if seen.kind == "directory" and (steps := finished_steps(seen.path)):
-        return open_checkpoint(os.path.join(seen.path, newest(seen.path, steps).name), item=item, limits=limits)
+        return open_checkpoint(newest_directory(seen.path, steps), item=item, limits=limits)
     raise _unknown(seen)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointGoneError, UnsupportedCheckpointError
 from orbax_t5x.readers._orbax_metadata import METADATA_FILE
-from orbax_t5x.readers._paths import io_error
+from orbax_t5x.readers._paths import Root, io_error
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 MANIFEST_FILE = "manifest.ocdbt"
@@ -105,11 +105,12 @@ def finished_steps(root: str) -> list[Step]:
     return sorted(step for step in named if is_step(os.path.join(root, step.name)))
 
 
-def newest(root: str, steps: list[Step]) -> Step:
-    """The last of some finished steps.
+def newest_directory(root: str, steps: list[Step]) -> str:
+    """The directory of the last of some finished steps.
 
     Raises:
       UnsupportedCheckpointError: two directories have that number.
+      UnsafeCheckpointError: it is a symlink that leads out of the root.
     """
     same = [step.name for step in steps if step.step == steps[-1].step]
     if len(same) > 1:
@@ -118,4 +119,4 @@ def newest(root: str, steps: list[Step]) -> Step:
             "open one of them by its own path",
             path=root,
         )
-    return steps[-1]
+    return Root(root).locate(steps[-1].name)

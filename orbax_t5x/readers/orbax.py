@@ -9,23 +9,18 @@ its error; the others can be read.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
 from orbax_t5x import provenance
 from orbax_t5x._dtypes import kind_of
 from orbax_t5x.errors import (
     CheckpointError,
-    CheckpointGoneError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    LimitExceededError,
     UnsupportedCheckpointError,
 )
 from orbax_t5x.lazy._leaf import Leaf
@@ -34,10 +29,9 @@ from orbax_t5x.readers._checkpoint import Checkpoint
 from orbax_t5x.readers._empty_leaf import EmptyLeaf
 from orbax_t5x.readers._file_checks import check_tree, list_directory
 from orbax_t5x.readers._limits import Limits
+from orbax_t5x.readers._orbax_arrays import ItemArrays, Place, inside
 from orbax_t5x.readers._orbax_metadata import (
     METADATA_FILE,
-    ItemMetadata,
-    Node,
     read_item_metadata,
     read_prng_impls,
     read_strings,
@@ -51,7 +45,7 @@ from orbax_t5x.readers._orbax_steps import (
     is_step_directory,
     is_temporary,
     item_names,
-    newest,
+    newest_directory,
     step_of_name,
 )
 from orbax_t5x.readers._paths import Root
@@ -59,15 +53,10 @@ from orbax_t5x.readers._strict_json import parse_object, read_small
 from orbax_t5x.readers._tensorstore_leaf import (
     OpenFlag,
     StringLeaf,
-    TensorStoreLeaf,
-    array_spec,
     check_database,
     make_context,
-    typed_error,
 )
 
-# Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
-_OPENING_AT_ONCE = 4096
 _ARRAY_METADATAS = "array_metadatas"
 
 
@@ -96,7 +85,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
             raise CheckpointNotFoundError(
                 "neither an Orbax item, nor a step, nor a root with a finished step", path=directory
             )
-        directory = os.path.join(directory, newest(directory, steps).name)
+        directory = newest_directory(directory, steps)
         if is_item(directory):
             return _open_single_item(directory, limits, item)
     return _open_step(Root(directory), limits, item)
@@ -167,30 +156,6 @@ def read_step_metadata(root: Root, limits: Limits) -> dict[str, Any]:
     return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
 
 
-class _Place(NamedTuple):
-    """The name under which a node of an item becomes a leaf."""
-
-    name: str
-    node: Node
-
-
-@dataclasses.dataclass(frozen=True)
-class _Item:
-    """An item whose arrays are being opened.
-
-    Attributes:
-      name: its directory, relative to the root; "" for the root itself.
-      directory: the same, resolved.
-      plain_directories: names of its subdirectories that are no symlinks.
-    """
-
-    name: str
-    directory: str
-    ocdbt: bool
-    metadata: ItemMetadata
-    plain_directories: set[str]
-
-
 class _Opening:
     """One checkpoint while it is being opened."""
 
@@ -252,12 +217,12 @@ class _Opening:
             check_database(directory, self._context)
         impls: dict[str, str] = {}
         if _ARRAY_METADATAS in entries:
-            names = check_tree(self._root, _inside(item, _ARRAY_METADATAS))
+            names = check_tree(self._root, inside(item, _ARRAY_METADATAS))
             impls = read_prng_impls(self._root, item, names, self._limits)
         strings = read_strings(self._root, item, self._limits) if "_strings.json" in entries else {}
         arrays = []
         for node in metadata.nodes:
-            place = _Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
+            place = Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
             if node.is_empty:
                 self._empties[place.name] = node.empty_value
             elif node.value_type == "string":
@@ -267,8 +232,10 @@ class _Opening:
             else:
                 arrays.append(place)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
-        plain = {name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False)}
-        self._add_arrays(arrays, _Item(item, directory, ocdbt, metadata, plain), impls)
+        plain = frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False))
+        opener = ItemArrays(self._root, item, directory, ocdbt, metadata, impls, plain)
+        for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
+            self._leaves[leaf.name] = leaf
         return {
             "custom_metadata": metadata.custom_metadata,
             "use_ocdbt": ocdbt,
@@ -277,10 +244,10 @@ class _Opening:
             "prng_impls": {node.name: impls[node.param] for node in metadata.nodes if node.param in impls},
         }
 
-    def _break(self, place: _Place, error: CheckpointError) -> None:
+    def _break(self, place: Place, error: CheckpointError) -> None:
         self._leaves[place.name] = BrokenLeaf(place.name, error)
 
-    def _add_string(self, place: _Place, strings: Mapping[str, bytes], directory: str) -> None:
+    def _add_string(self, place: Place, strings: Mapping[str, bytes], directory: str) -> None:
         if place.node.param not in strings:
             self._break(
                 place, CorruptCheckpointError("the string is missing in _strings.json", path=directory, leaf=place.name)
@@ -308,74 +275,8 @@ class _Opening:
             self._empties.pop(place, None)
             self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
 
-    def _add_arrays(self, places: list[_Place], item: _Item, impls: Mapping[str, str]) -> None:
-        """Opens arrays, many at a time."""
-        for start in range(0, len(places), _OPENING_AT_ONCE):
-            opening = [
-                (place, future)
-                for place in places[start : start + _OPENING_AT_ONCE]
-                if (future := self._start(place, item)) is not None
-            ]
-            for place, future in opening:
-                self._finish(place, future, item, impls.get(place.node.param))
-
-    def _start(self, place: _Place, item: _Item) -> ts.Future[ts.TensorStore] | None:
-        """Begins to open an array, or breaks the leaf."""
-        metadata = item.metadata
-        try:
-            if not item.ocdbt:
-                self._check_array_files(place, item)
-            spec = array_spec(
-                item.directory,
-                place.node.param,
-                ocdbt=item.ocdbt,
-                zarr3=metadata.use_zarr3,
-                # Zarr v2 arrays of Orbax have no fill value, so TensorStore stored every chunk.
-                absent_is_fill=metadata.absent_is_fill and metadata.use_zarr3,
-            )
-            return ts.open(spec, open=True, read=True, context=self._context)
-        except CheckpointError as error:
-            self._break(place, error)
-        except ValueError as error:
-            self._break(place, typed_error(error, path=item.directory, leaf=place.name, doing="opening it"))
-        return None
-
-    def _check_array_files(self, place: _Place, item: _Item) -> None:
-        """Proves that the array has a directory of its own with plain files in it, as far as opening it goes."""
-        param = place.node.param
-        inner = _inside(item.name, param)  # of a tree that is one array, the item itself
-        try:
-            if param and param not in item.plain_directories:
-                self._root.locate(inner, leaf=place.name)
-            check_tree(self._root, inner, leaf=place.name, recurse=False)
-        except (CheckpointNotFoundError, CheckpointGoneError):
-            raise CorruptCheckpointError(
-                "the directory of its array is missing", path=self._root.join(inner), leaf=place.name
-            ) from None
-
-    def _finish(self, place: _Place, future: ts.Future[ts.TensorStore], item: _Item, prng_impl: str | None) -> None:
-        try:
-            array = future.result()
-        except (ValueError, NotImplementedError) as error:
-            self._break(place, typed_error(error, path=item.directory, leaf=place.name, doing="opening it"))
-            return
-        if array.rank > self._limits.rank:
-            message = f"{array.rank} dimensions, more than Limits.rank = {self._limits.rank}"
-            self._break(place, LimitExceededError(message, path=item.directory, leaf=place.name))
-            return
-        check = None
-        if not item.ocdbt and item.metadata.use_zarr3:  # chunks lie in directories of their own
-            check = partial(check_tree, self._root, _inside(item.name, place.node.param), leaf=place.name)
-        self._leaves[place.name] = TensorStoreLeaf(
-            place.name, item.directory, array, self._flag, prng_impl=prng_impl, check_files=check
-        )
-
 
 _AGGREGATED = (
     f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, whose reader is not built yet; "
     "restore it with Orbax and save it again"
 )
-
-
-def _inside(item: str, name: str) -> str:
-    return f"{item}/{name}" if item and name else item or name
