@@ -54,6 +54,7 @@ def tree(tmp_path: Path) -> Path:
         "d\\..\\..\\secret",
         "%2e%2e/secret",
         ".%2E/x",
+        "a\ud800b",
     ],
 )
 def test_names_that_lead_out_are_unsafe(tree: Path, name: str) -> None:

@@ -232,6 +232,11 @@ def test_a_checkpoint_file_of_another_kind_is_not_ours(bundle: Path) -> None:
         open_tf_bundle(bundle.parent)
 
 
+def test_a_directory_beside_a_bundle_of_the_same_name(bundle: Path) -> None:
+    bundle.mkdir()
+    assert open_tf_bundle(bundle).path == str(bundle)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path / "nothing.index", tmp_path):
         with pytest.raises(CheckpointNotFoundError, match="no TensorFlow bundle"):

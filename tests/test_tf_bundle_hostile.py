@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from orbax_t5x.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
@@ -283,6 +284,12 @@ TEXT, TEXT_CRC = string_bytes([b"abc", b"d"])
 )
 def test_strings(tmp_path: Path, data: bytes, shape: list[int], text: str) -> None:
     costs_one_leaf(with_strings(tmp_path, data, shape), CorruptCheckpointError, text)
+
+
+def test_strings_of_many_gigabytes_are_not_read_whole(tmp_path: Path) -> None:
+    prefix = with_strings(tmp_path, b"", [1], size=1 << 40)
+    os.truncate(shard_path(prefix), 2 << 40)
+    costs_one_leaf(prefix, LimitExceededError, "Limits.index_bytes")
 
 
 def test_a_flipped_string_fails_its_checksum(tmp_path: Path) -> None:

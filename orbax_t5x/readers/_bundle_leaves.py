@@ -18,6 +18,7 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    LimitExceededError,
     UnsupportedCheckpointError,
 )
 from orbax_t5x.lazy._leaf import Box, Leaf
@@ -206,6 +207,13 @@ class BundleLeaves:
         count = math.prod(shape)
         if entry.dtype == _STRING:
             # Each string takes a byte of length at least, and four bytes of checksum follow the lengths, even of none.
+            if entry.size > self._limits.index_bytes:
+                raise LimitExceededError(
+                    f"strings of {entry.size} bytes are read whole, the limit is {self._limits.index_bytes}"
+                    " (Limits.index_bytes)",
+                    path=self._index_path,
+                    leaf=leaf,
+                )
             if entry.size < count + 4:
                 raise self._corrupt(leaf, f"{entry.size} bytes for {count} strings")
         elif entry.size != count * dtype.itemsize:

@@ -55,7 +55,7 @@ class BundlePlace(NamedTuple):
 
 def find_bundle(path: str) -> BundlePlace:
     """The directory and the prefix that a path means; the path is trusted, what files say is not."""
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not os.path.lexists(f"{path}.index"):
         return _in_directory(path)
     if path.endswith(".index") and os.path.lexists(path):
         real = os.path.realpath(path)

@@ -53,6 +53,8 @@ def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -
         problem = "is absolute"
     elif "\0" in name or "\\" in name:
         problem = "holds a NUL or a backslash"
+    elif not _encodable(name):
+        problem = "is no text that a file system knows"
     elif any(part == ".." or re.fullmatch(r"(\.|%2e)(\.|%2e)", part, re.IGNORECASE) for part in parts):
         problem = "leads upwards"
     if problem is not None:
@@ -60,6 +62,14 @@ def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -
             f"the file name {name!r} {problem}; names must stay inside the checkpoint", path=path, leaf=leaf
         )
     return [part for part in parts if part not in ("", ".")]
+
+
+def _encodable(name: str) -> bool:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _os_error(error: OSError, path: str, leaf: str | None, doing: str) -> Exception:
