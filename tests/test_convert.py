@@ -9,7 +9,6 @@ import textwrap
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -27,7 +26,6 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers import _stream
 from orbax_t5x.handlers._stream import choose_chunk, pieces
 from orbax_t5x.lazy import LazyThreadPoolArray
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
@@ -286,14 +284,26 @@ def test_progress_counts_every_byte_and_may_stop_the_conversion(tmp_path):
     assert names_in(tmp_path) == ["out"]
 
 
-def write_sparse(path, shape, dtype="F32", name="w"):
-    """A safetensors file whose data is one hole."""
-    size = int(np.prod(shape)) * {"F32": 4, "U8": 1}[dtype]
-    header = json.dumps({name: {"dtype": dtype, "shape": list(shape), "data_offsets": [0, size]}}).encode()
-    header += b" " * (-len(header) % 8)
+def write_safetensors(path, leaves):
+    """A safetensors file; an integer stands for that many bytes of a hole."""
+    header, start = {}, 0
+    for name, data in leaves.items():
+        size = data if isinstance(data, int) else len(data)
+        header[name] = {"dtype": "U8", "shape": [size // 1024, 1024], "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + size)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for data in leaves.values():
+            if isinstance(data, int):
+                file.truncate(file.seek(data, os.SEEK_CUR))
+            else:
+                file.write(data)
+
+
+def noise(size):
+    return np.random.default_rng(0).bytes(size)
 
 
 def start(code):
@@ -306,12 +316,14 @@ def start(code):
     )
 
 
-def test_a_leaf_larger_than_the_limit_takes_bounded_memory(tmp_path):
-    write_sparse(tmp_path / "big.safetensors", (512, 1024, 1024))
-    limit = 128 * MIB
+def test_leaves_larger_than_the_limit_take_bounded_memory(tmp_path):
+    """One that is zeros, and one that does not compress: what TensorStore holds of it counts, too."""
+    last = noise(192 * MIB)
+    write_safetensors(tmp_path / "big.safetensors", {"hole": 2048 * MIB, "noise": last})
+    limit = 64 * MIB
     process = start(f"""
-        import resource, orbax_t5x as ot, jax, orbax.checkpoint
-        from orbax_t5x.handlers import checkpoint_handler
+        import resource, jax, orbax_t5x as ot
+        ot.TrainStateHandler()
         jax.devices()
         peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         before = peak()
@@ -321,16 +333,17 @@ def test_a_leaf_larger_than_the_limit_takes_bounded_memory(tmp_path):
     output, error = process.communicate(timeout=200)
     assert process.returncode == 0, error[-2000:]
     growth = int(output)
-    assert growth < limit + 64 * MIB, f"{growth / MIB:.0f} MiB for 2 GiB under a limit of {limit / MIB:.0f} MiB"
+    # Beside data on its way: threads and their arenas, compressors, the index.
+    assert growth < limit + 64 * MIB, f"{growth / MIB:.0f} MiB under a limit of {limit / MIB:.0f} MiB"
     with ot.open_checkpoint(tmp_path / "out") as opened:
-        view = opened.leaves["w"]
-        assert view.shape == (512, 1024, 1024)
-        assert not view[511, 1000:].get().any()
+        assert opened.leaves["hole"].shape == (2 * MIB, 1024)
+        assert not opened.leaves["hole"][-1:].get().any()
+        np.testing.assert_array_equal(opened.leaves["noise"].get().reshape(-1), np.frombuffer(last, np.uint8))
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_an_interrupt_leaves_nothing_behind(tmp_path, delay):
-    write_sparse(tmp_path / "big.safetensors", (2048, 1024, 1024))
+    write_safetensors(tmp_path / "big.safetensors", {"hole": 8192 * MIB})
     (tmp_path / "out").mkdir()
     process = start(f"""
         import sys, threading, orbax_t5x as ot
@@ -352,11 +365,8 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, delay):
 
 
 def test_a_full_disk_is_one_typed_error_and_leaves_nothing(tmp_path):
-    write_sparse(tmp_path / "noise.safetensors", (64,), "U8")
-    size = 16 * MIB
-    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    data = np.random.default_rng(0).integers(0, 255, size, np.uint8).tobytes()
-    (tmp_path / "noise.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    """A limit on the size of files stands for the disk: the system reports it as any other failing write."""
+    write_safetensors(tmp_path / "noise.safetensors", {"w": noise(16 * MIB)})
     (tmp_path / "out").mkdir()
     process = start(f"""
         import errno, resource, signal, orbax_t5x as ot
@@ -454,8 +464,3 @@ def test_a_lazy_leaf_that_fails_in_the_background_leaves_nothing(tmp_path):
         manager.save(0, args=ot.args.TrainStateSave({"v": np.ones(2)}))
         manager.wait_until_finished()
         assert manager.all_steps() == [0]
-
-
-def test_the_budget_is_not_decoration():
-    assert _stream.MEMORY_LIMIT_BYTES == 256 * MIB
-    assert jax.process_count() == 1

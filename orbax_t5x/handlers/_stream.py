@@ -32,8 +32,16 @@ MEMORY_LIMIT_BYTES = 256 * _MIB
 # Larger chunks make a restore of one shard of many decode too much; smaller ones cost a write each. T5X writes the
 # same.
 _CHUNK_BYTES = 64 * _MIB
-# What a piece takes: its buffer, and as much again for TensorStore's encoded copy of data that does not compress.
-_COPIES = 2
+# What a piece takes, measured on data that does not compress: its buffer, TensorStore's copy of it, the encoded bytes,
+# and those again in the write to disk.
+_COPIES = 4
+# OCDBT keeps nodes of its tree, which grow with every leaf; Orbax grants it 100 MB, which is most of a small limit.
+_NODE_CACHE_SHARE = 16
+_MAX_NODE_CACHE_BYTES = 100_000_000
+# Writes at a time; each thread keeps buffers of its own.
+_FILE_THREADS = 16
+# How late an interrupt may be noticed.
+_SIGNAL_SECS = 0.2
 # Of the small leaves, this many are on their way at once; more only lengthen the queue.
 _PIECES_IN_FLIGHT = 128
 
@@ -125,7 +133,9 @@ class ChunkWriter:
         """Writes the deferred jobs and waits; an interrupt stops the writing, and is raised when it has stopped."""
         jobs, self._jobs = self._jobs, []
         if jobs:
-            _StoppableThread(self.write(jobs)).run()
+            # Nobody else writes now. While others do, all must share Orbax's context, and so one view of the database.
+            context = _own_context(self._limit)
+            _StoppableThread(self.write([job._replace(context=context) for job in jobs])).run()
 
     async def write(self, jobs: Sequence[Job]) -> None:
         """Writes lazy arrays; returns when they are on disk and agree with their source's checksums.
@@ -155,6 +165,13 @@ class ChunkWriter:
         leaves = view.leaves()
         like_source = len(leaves) == 1 and leaves[0].shape == view.shape
         return choose_chunk(view.shape, view.dtype.itemsize, limit, leaves[0].chunks if like_source else None)
+
+
+def _own_context(limit: int) -> ts.Context:
+    cache = min(_MAX_NODE_CACHE_BYTES, limit // _NODE_CACHE_SHARE)
+    return ts.Context(
+        {"file_io_concurrency": {"limit": _FILE_THREADS}, "cache_pool#ocdbt": {"total_bytes_limit": cache}}
+    )
 
 
 class _Target:
@@ -266,7 +283,9 @@ class _StoppableThread:
         thread = threading.Thread(target=self._main, name="orbax_t5x-write", daemon=True)
         thread.start()
         try:
-            self._ended.wait()
+            # Not one long wait: a signal that arrives just before it begins would be noticed when it ends.
+            while not self._ended.wait(_SIGNAL_SECS):
+                pass
         except BaseException:
             self._loop.call_soon_threadsafe(self._task.cancel)
             self._ended.wait()
