@@ -132,9 +132,9 @@ def _rules_for(mesh: Mesh | AbstractMesh, rules: LogicalAxisRules) -> tuple[tupl
     present = set(mesh.axis_names)
     kept: list[tuple[str, MeshAxes]] = []
     for logical, mesh_axes in rules:
-        if mesh_axes is None or mesh_axes in present:
+        if mesh_axes is None or (isinstance(mesh_axes, str) and mesh_axes in present):
             kept.append((logical, mesh_axes))
-        elif isinstance(mesh_axes, tuple):
+        elif not isinstance(mesh_axes, str):
             remaining = tuple(axis for axis in mesh_axes if axis in present)
             if remaining:
                 kept.append((logical, remaining))

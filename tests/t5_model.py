@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen import partitioning
 
+from orbax_t5x.transforms import flatten, unflatten
+
 _MASKED = -1e9
 _EPSILON = 1e-6
 
@@ -269,3 +271,22 @@ def init(config: T5Config = T5Config(), seed: int = 0):
         return jnp.asarray(0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
 
     return model, {**variables, "params": jax.tree_util.tree_map_with_path(value, variables["params"])}
+
+
+def scanned_from(params, config: T5Config):
+    """The parameters of a scanned model, by the table of T5X's two networks, from those of an unrolled one."""
+    source, result = flatten(params), {}
+    for name, leaf in flatten(init(config)[1]["params"]).items():
+        side, _, rest = name.partition("/")
+        if rest.split("/")[0] != side:
+            result[name] = source[name]
+            continue
+        rest = rest.removeprefix(f"{side}/")
+        layers = config.encoder_layers if side == "encoder" else config.decoder_layers
+        if rest.startswith("relpos_bias"):
+            blocks = [source[f"{side}/{rest}"]] * layers
+        else:
+            blocks = [source[f"{side}/layers_{i}/{rest}"] for i in range(layers)]
+        one_layer = (*leaf.shape[:1], *leaf.shape[2:])
+        result[name] = np.stack([np.asarray(block).reshape(one_layer) for block in blocks], axis=1)
+    return unflatten(result)

@@ -5,34 +5,13 @@ from __future__ import annotations
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from orbax_t5x.transforms import flatten, unflatten
+from orbax_t5x.transforms import flatten
 from tests import t5_model
 
 UNROLLED = t5_model.T5Config(encoder_layers=2, decoder_layers=3)
 SCANNED = t5_model.T5Config(encoder_layers=2, decoder_layers=3, scan_layers=True)
-
-
-def scanned_from(params, config):
-    """The scanned tree's parameters, each from those of the unrolled tree, by name."""
-    source, result = flatten(params), {}
-    _, variables = t5_model.init(SCANNED)
-    for name, leaf in flatten(variables["params"]).items():
-        side, _, rest = name.partition("/")
-        if rest.split("/")[0] != side:
-            result[name] = source[name]
-            continue
-        rest = rest.removeprefix(f"{side}/")
-        layers = getattr(config, f"{side}_layers")
-        if rest.startswith("relpos_bias"):
-            blocks = [source[f"{side}/{rest}"]] * layers
-        else:
-            blocks = [source[f"{side}/layers_{i}/{rest}"] for i in range(layers)]
-        one_layer = (*leaf.shape[:1], *leaf.shape[2:])
-        result[name] = jnp.stack([block.reshape(one_layer) for block in blocks], axis=1)
-    return unflatten(result)
 
 
 def test_names_and_shapes_are_t5xs(goldens):
@@ -48,7 +27,7 @@ def test_scanned_and_unrolled_agree():
     unrolled, variables = t5_model.init(UNROLLED)
     inputs, targets = t5_model.batch(3)
     expected = jax.jit(unrolled.apply)({"params": variables["params"]}, inputs, targets)
-    params = scanned_from(variables["params"], UNROLLED)
+    params = t5_model.scanned_from(variables["params"], SCANNED)
     found = jax.jit(t5_model.T5(SCANNED).apply)({"params": params}, inputs, targets)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert np.std(expected) > 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 
@@ -77,6 +78,16 @@ def test_bundles(goldens, name, make):
         assert leaf.dtype == wanted.dtype
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
     assert_values(state, imported(goldens, name), optimizer=make is training_state)
+
+
+@pytest.mark.parametrize("name", ["t5_1_1_f32", "t5_1_0_bf16"])
+def test_a_bundle_into_a_scanned_model(goldens, name):
+    bundle = goldens / "tf_bundle" / name
+    unrolled = ot.restore(bundle, inference_state(CONFIGS[name]), [Translate()])
+    config = dataclasses.replace(CONFIGS[name], scan_layers=True)
+    to_scanned = ot.rules.t5_minimal_to_scanned(config.heads, config.head_dim)
+    scanned = ot.restore(bundle, sharded(inference_state(config)), [Translate(), to_scanned])
+    jax.tree.map(np.testing.assert_array_equal, scanned.params, t5_model.scanned_from(unrolled.params, config))
 
 
 def test_the_kind_stays(goldens):
