@@ -2,9 +2,9 @@
 
 Rows of parallel texts (a target's name, where it comes from, how) fold where the first texts differ in one number,
 everything that the caller calls alike is alike, and the other texts follow: what varies there is written in the same
-order, so a row never claims an order that is not there (`{0…23}`, `{0,2…22}`, `{23…0}`, `{1…3,0}`). What would need
-more than a few such runs stays unfolded. A second number folds too when it takes at least three values (experts in
-layers), so that `wi_0` and `wi_1` stay two rows. Linear in the number of rows.
+order, so a row never claims an order that is not there: `{0…23}`, `{0…22:2}` (every second), `{23…0}`, `{1…3,0}`. What
+would need more than a few such runs stays unfolded. A second number folds too when it takes at least three values
+(experts in layers), so that `wi_0` and `wi_1` stay two rows. Linear in the number of rows.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def runs(numbers: Sequence[str]) -> str | None:
             parts.append(numbers[start])
             start += 1
             continue
-        first = numbers[start] if abs(step) == 1 else f"{numbers[start]},{numbers[start + 1]}"
-        parts.append(f"{first}…{numbers[stop - 1]}")
+        # Not `0,2…22`: beside other numbers it would say two things.
+        parts.append(f"{numbers[start]}…{numbers[stop - 1]}" + (f":{abs(step)}" if abs(step) != 1 else ""))
         start = stop
     return "{" + ",".join(parts) + "}"
 

@@ -1,6 +1,5 @@
 """A plan's texts: rows that fold say exactly what they stand for, nothing is cut, no name is markup or a control."""
 
-
 import html.parser
 import itertools
 import json
@@ -76,15 +75,13 @@ def expand(text):
 
 def numbers(braces):
     found = []
-    for part in re.findall(r"\d+,\d+…\d+|\d+…\d+|\d+", braces):
-        bounds = re.split(r"[,…]", part)
-        if len(bounds) == 1:
-            found.append(part)
-            continue
-        first, last = int(bounds[0]), int(bounds[-1])
-        step = int(bounds[1]) - first if len(bounds) == 3 else (1 if last > first else -1)
-        width = len(bounds[0]) if bounds[0].startswith("0") else 1
-        found += [str(number).zfill(width) for number in range(first, last + step, step)]
+    for part in braces.split(","):
+        bounds, _, step = part.partition(":")
+        first, _, last = bounds.partition("…")
+        last = last or first
+        direction = int(step or 1) * (1 if int(last) >= int(first) else -1)
+        width = max(len(end) if end.startswith("0") else 1 for end in (first, last))
+        found += [str(number).zfill(width) for number in range(int(first), int(last) + direction, direction)]
     return found
 
 
@@ -103,8 +100,11 @@ def test_layers_fold_and_wi_0_and_wi_1_stay_apart():
         ("000 001 002", "{000…002}"),
         ("0 1", "{0,1}"),
         ("3 2 1 0", "{3…0}"),
-        ("0 2 4 6", "{0,2…6}"),
+        ("0 2 4 6", "{0…6:2}"),
         ("1 2 3 0", "{1…3,0}"),
+        ("2 4 7 8 9 10", "{2,4,7…10}"),
+        ("010 007 004", "{010…004:3}"),
+        ("08 9 10 11", "{08,9…11}"),
         ("5 5 5", "5"),
         ("0 3 1 7 2 9 4", None),
     ],
