@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x import lazy
 from orbax_t5x.errors import LeafMismatchError
-from orbax_t5x.lazy import AllEqual, Average, as_view
+from orbax_t5x.lazy import AllEqual, Average, as_view, full_box
 from tests.lazy_leaf import DTYPES, ArrayLeaf
 
 
@@ -86,6 +86,20 @@ def test_a_reshape_reads_runs_and_reads_over_small_gaps_only():
     joined = _view((4, 16)).reshape(64)
     boxes = [box for _, box in joined.requests(((10, 50),))]
     assert boxes == [((0, 1), (10, 16)), ((1, 3), (0, 16)), ((3, 4), (0, 2))]
+
+
+def test_a_reshape_into_a_scattered_buffer_is_cut_where_the_pieces_are_large_only():
+    def pieces(view, scattered_axis):
+        # A buffer whose leading dimensions up to this one cannot be joined with what follows.
+        padded = [size + (axis == scattered_axis + 1) for axis, size in enumerate(view.shape)]
+        out = np.zeros(padded, view.dtype)[tuple(slice(0, size) for size in view.shape)]
+        return [request.box for _, request in view.lower(full_box(view.shape), out).reads]
+
+    heads_first = _view((128, 1024)).reshape(4, 32, 1024)
+    assert pieces(heads_first, 0) == [((32 * i, 32 * i + 32), (0, 1024)) for i in range(4)]
+    assert pieces(heads_first, 1) == [((0, 128), (0, 1024))]
+    # Heads of 64 floats: a quarter of a kilobyte each is not worth a request of its own.
+    assert pieces(_view((128, 768)).reshape(128, 12, 64), 1) == [((0, 128), (0, 768))]
 
 
 def test_a_repeat_reads_once():

@@ -190,18 +190,11 @@ class Split(View):
         """Reads intervals with gaps into memory of whole rows, and copies what is wanted out of it."""
         shapes = [_aligned(run, sizes) for run, sizes in zip(piece, self.groups, strict=True)]
         temp = np.empty(tuple(math.prod(shape) for shape in shapes), self._dtype)
-        inner = []
-        wanted: list[slice] = []
-        for run, sizes, shape in zip(piece, self.groups, shapes, strict=True):
-            offset = 0
-            for (first, last), size, extent in zip(run.box, sizes, shape, strict=True):
-                begin = first if extent == size else 0
-                offset = offset * extent + begin
-                wanted.append(slice(begin, begin + last - first))
-            inner.append(slice(offset, offset + run.stop - run.start))
-        self.inputs[0]._lower(tuple((run.start, run.stop) for run in piece), temp[tuple(inner)], lowered)
-        whole = temp.reshape(tuple(itertools.chain.from_iterable(shapes)))
-        lowered.finish.append(partial(np.copyto, into, whole[tuple(wanted)]))
+        interval = tuple((run.start, run.stop) for run in piece)
+        # The first wanted element goes to the front: distances are what they are in whole rows, wherever those begin.
+        self.inputs[0]._lower(interval, temp[tuple(slice(0, stop - start) for start, stop in interval)], lowered)
+        rows = temp.reshape(tuple(itertools.chain.from_iterable(shapes)))
+        lowered.finish.append(partial(np.copyto, into, rows[tuple(slice(0, size) for size in into.shape)]))
 
 
 def _aligned(run: Run, sizes: tuple[int, ...]) -> tuple[int, ...]:
