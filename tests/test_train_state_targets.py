@@ -130,17 +130,25 @@ def _axes(*names):
     return {"params_axes": {"token_embedder": {"embedding_axes": AxisMetadata(names)}}}
 
 
-def test_t5xs_functions_transform_bundles(goldens):
-    # T5X refuses transformation functions for TensorFlow checkpoints, and ignores a swap on Orbax ones.
-    swap = partial(
-        apply_assignment_map,
-        assignment_map=[
-            (r"(target|state/param_states)/(.*)/query/(.*)", r"\1/\2/key/\3"),
-            (r"(target|state/param_states)/(.*)/key/(.*)", r"\1/\2/query/\3"),
-        ],
-    )
-    state = ot.restore(goldens / "tf_bundle" / "t5_1_1_f32", sharded(training_state()), [Translate(), swap])
-    expected = imported(goldens, "t5_1_1_f32")
+SWAP = [
+    (r"(target|state/param_states)/(.*)/query/(.*)", r"\1/\2/key/\3"),
+    (r"(target|state/param_states)/(.*)/key/(.*)", r"\1/\2/query/\3"),
+]
+
+
+@pytest.mark.parametrize("source", ["bundle", "orbax"])
+@pytest.mark.parametrize("function", [False, True])
+def test_t5xs_functions_transform_every_format(goldens, source, function):
+    # T5X refuses transformation functions for TensorFlow checkpoints, and on Orbax ones ignores a swap without a word.
+    transform = partial(apply_assignment_map, assignment_map=SWAP) if function else ot.transforms.AssignmentMap(SWAP)
+    if source == "bundle":
+        expected = imported(goldens, "t5_1_1_f32")
+        state = ot.restore(goldens / "tf_bundle" / "t5_1_1_f32", sharded(training_state()), [Translate(), transform])
+    else:
+        with np.load(goldens / "t5x_orbax" / "d8_adafactor" / "expected.npz") as values:
+            expected = dict(values)
+        target = FlaxOptimTrainState.create(Adafactor(0.1), t5_model.init()[1])
+        state = ot.restore(goldens / "t5x_orbax" / "d8_adafactor", sharded(target), [transform])
     swapped = {
         name: expected[name.replace("/query/", "/?/").replace("/key/", "/query/").replace("/?/", "/key/")]
         for name in expected
