@@ -7,7 +7,7 @@ boxes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from orbax_t5x._fold import fold, fold_names, times_text
@@ -58,10 +58,11 @@ class Row:
 
 
 def plan_rows(plan: RestorePlan) -> tuple[list[Row], int]:
-    """The rows to show, and how many leaves are not among them."""
-    # Without a target leaves come in the checkpoint's order, which scatters what belongs together.
-    unordered = plan.target.kind == "everything"
-    entries = sorted(plan.entries, key=lambda entry: entry.name) if unordered else plan.entries
+    """The rows to show, and how many leaves are not among them; constants have a section of their own."""
+    entries = [entry for entry in plan.entries if entry.action != "value"]
+    if plan.target.kind == "everything":
+        # Without a target leaves come in the checkpoint's order, which scatters what belongs together.
+        entries.sort(key=lambda entry: entry.name)
     told = [(entry_array(entry), entry_sharding(entry), entry.action) for entry in entries]
     folded = fold([(entry.name, entry_source(entry), entry_how(entry)) for entry in entries], told)
     rows: list[Row] = []
@@ -172,22 +173,21 @@ def outcome(plan: RestorePlan) -> str:
 
 
 def name_sections(plan: RestorePlan) -> list[tuple[str, list[str], str]]:
-    """Title, folded names and what is left out, for unused and dropped leaves."""
-    sections = []
-    for title, names, where in (
-        ("Unused: in the checkpoint, without a place in the target", plan.unused, "unused"),
-        ("Dropped: taken out on purpose", plan.dropped, "dropped"),
-    ):
-        if names:
-            shown, more = shown_names(names, f"plan.{where}")
-            sections.append((f"{title} ({len(names):,})", shown, more))
-    return sections
+    """Title, folded names and what is left out, for constants, unused and dropped leaves."""
+    constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
+    sections = [
+        ("Constants: put there by a transform, not read", constants, "plan.entries"),
+        ("Unused: in the checkpoint, without a place in the target", dict.fromkeys(plan.unused, ""), "plan.unused"),
+        ("Dropped: taken out on purpose", dict.fromkeys(plan.dropped, ""), "plan.dropped"),
+    ]
+    return [(f"{title} ({len(names):,})", *_shown_names(names, where)) for title, names, where in sections if names]
 
 
-def shown_names(names: Sequence[str], where: str) -> tuple[list[str], str]:
-    """Folded names, and a sentence for those that are not shown."""
-    folded = fold_names(names)
-    shown = [plain(row.label) for row in folded[:SHOWN_NAMES]]
+def _shown_names(names: Mapping[str, str], where: str) -> tuple[list[str], str]:
+    """Folded names, each with what is said of it, and a sentence for those that are not shown."""
+    told = list(names.values())
+    folded = fold([(name,) for name in names], told)
+    shown = [plain(f"{row.label}  {told[row.members[0]]}".rstrip()) for row in folded[:SHOWN_NAMES]]
     left = sum(len(row.members) for row in folded[SHOWN_NAMES:])
     return shown, f"… and {left:,} more in `{where}`" if left else ""
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # Without a terminal, as in a log: two panes of an editor, one window of a browser.
 _WIDTH_WITHOUT_TERMINAL = 120
 _LEAST_WIDTH = 40
+# With more rows broken than this share, a table of one line a row is harder to read than one of two.
+_LEAST_ON_ONE_LINE = 0.75
 _GAP = 2
 
 
@@ -63,13 +65,14 @@ def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
 
 
 def _wide(rows: Sequence[Row], width: int) -> list[str]:
-    """One line a row (what happens on the way on a second one where it must); empty where names do not fit."""
+    """One line a row (where it comes from on a second one where it must); empty where that is too many second lines."""
     heads = ("leaf", "array", "sharding", "reads")
     cells = [(row.label, row.array, row.sharding, row.size) for row in rows]
     columns = [column for column in range(4) if any(cell[column] for cell in cells)]
     widths = [max(len(heads[column]), *(len(cell[column]) for cell in cells)) for column in columns] if rows else []
     room = width - sum(widths) - _GAP * len(widths)
-    if not rows or room < max(len(part) for row in rows for part in (row.source, row.how, "from")):
+    details = [" · ".join(part for part in (row.source, row.how) if part) for row in rows]
+    if not rows or sum(len(detail) <= room for detail in details) < _LEAST_ON_ONE_LINE * len(rows):
         return []
 
     def line(cell: Sequence[str], last: str) -> str:
@@ -80,28 +83,29 @@ def _wide(rows: Sequence[Row], width: int) -> list[str]:
         return (" " * _GAP).join([*parts, last]).rstrip()
 
     lines = [line(heads, "from")]
-    for row, cell in zip(rows, cells, strict=True):
-        together = " · ".join(part for part in (row.source, row.how) if part)
-        if len(together) <= room:
-            lines.append(line(cell, together))
-        else:
+    for row, cell, detail in zip(rows, cells, details, strict=True):
+        if len(detail) <= room:
+            lines.append(line(cell, detail))
+        elif max(len(row.source), len(row.how)) <= room:
             lines += [line(cell, row.source), " " * (width - room) + row.how]
+        else:
+            lines += [line(cell, ""), *_wrapped(detail, width, "    ← ", "      ")]
     return lines
 
 
 def _narrow(rows: Sequence[Row], width: int) -> list[str]:
     """A row on two lines, rarely more: the name, where it comes from, array and bytes at the right edge of either."""
     size_width = max((len(row.size) for row in rows), default=0)
+    # Far to the right of short names nobody would find the numbers.
+    longest = max((len(row.label) + len(row.array) + size_width + 2 * _GAP for row in rows), default=0)
+    right_edge = min(width, longest)
     lines: list[str] = []
     for row in rows:
-        right = f"{row.array}{' ' * _GAP}{row.size.rjust(size_width)}".rstrip() if row.size else row.array
-        if row.size or size_width == 0:
-            edge = width
-        else:
-            edge = width - size_width - _GAP
+        right = f"{row.array}{' ' * _GAP}{row.size.rjust(size_width)}" if row.size else row.array
+        edge = right_edge if row.size or size_width == 0 else right_edge - size_width - _GAP
         arrow = "← " if row.action == "read" else "· "
         # A no-break space keeps `P('data', None)` in one piece; textwrap knows it, terminals would copy it.
-        details = " · ".join(part for part in (row.source, row.how, row.sharding.replace(" ", "\xa0")) if part)
+        details = " ·\xa0".join(part for part in (row.source, row.how, row.sharding.replace(" ", "\xa0")) if part)
         block = [row.label, *(line.replace("\xa0", " ") for line in _wrapped(details, width, "    " + arrow, "      "))]
         place = next((at for at, line in enumerate(block) if len(line) + _GAP + len(right) <= edge), len(block))
         if place == len(block):
