@@ -255,8 +255,8 @@ class Adafactor(OptimizerDef):
     def _init_slots(self, name: str, param: Any) -> _AdafactorParamState:
         shape = jnp.shape(param)
         dims = self._dims(self.hyper_params, name, shape)
-        unused = jnp.zeros((1,), jnp.float32)
-        slots = _AdafactorParamState(v_row=unused, v_col=unused, v=unused, m=unused)
+        # An array for each: a buffer that stands in several places cannot be donated to a step.
+        slots = _AdafactorParamState(*(jnp.zeros((1,), jnp.float32) for _ in range(4)))
         if dims.factored:
             slots = slots.replace(
                 v_row=jnp.zeros(_without(shape, dims.column), jnp.float32),

@@ -106,7 +106,10 @@ class OptaxWrapper(OptimizerDef):
         return type(self) is type(other) and self.optax_optimizer == other.optax_optimizer  # pyright: ignore
 
     def __hash__(self) -> int:
-        return hash((type(self), self.optax_optimizer))
+        try:
+            return hash((type(self), self.optax_optimizer))
+        except TypeError:
+            return hash(type(self))
 
     def init_state(self, params: Any) -> OptimizerState:
         """A new state, whose `param_states` is Optax's."""

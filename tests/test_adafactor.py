@@ -178,6 +178,17 @@ def test_step_without_given_output_shardings_compiles_once():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_states_can_be_donated(eager):
+    definition = _logical_definition()
+    create = definition.create if eager else jax.jit(definition.create)
+    step = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads), donate_argnums=0)
+    optimizer = create(jax.tree.map(jnp.array, _big_params()))
+    for seed in (1, 2):
+        given, optimizer = optimizer, step(optimizer, _big_params(seed))
+        assert given.target["kernel"].is_deleted()
+
+
 def test_an_equal_definition_does_not_compile_again():
     traces = []
 

@@ -254,7 +254,8 @@ def test_hyper_params_are_a_list():
     with pytest.raises(ValueError, match="3 optimizers, but 1 hyper-parameters"):
         definition.update_hyper_params(hyper_params=own[:1])
     # A rate of zero holds Adafactor's part; the rates of Optax's parts are their own.
-    optimizer = definition.create(_tree(0)).apply_gradient(_tree(1), hyper_params=own)
+    step = jax.jit(lambda params, grads: definition.create(params).apply_gradient(grads, hyper_params=own))
+    optimizer = step(_tree(0), _tree(1))
     _assert_equal(optimizer.target["encoder"], _tree(0)["encoder"])
     assert (optimizer.target["decoder"]["kernel"] != _tree(0)["decoder"]["kernel"]).all()
 
@@ -318,8 +319,8 @@ def test_rules_by_name_see_whole_names():
     definition = MultiOptimizer([(everything, alone)])
     without_head = {key: value for key, value in _tree(0).items() if key != "head"}
     grads = {key: value for key, value in _tree(1).items() if key != "head"}
-    expected = alone.create(without_head).apply_gradient(grads).target
-    actual = definition.create(_tree(0)).apply_gradient(_tree(1)).target
+    expected = jax.jit(lambda params, grads: alone.create(params).apply_gradient(grads).target)(without_head, grads)
+    actual = jax.jit(lambda params, grads: definition.create(params).apply_gradient(grads).target)(_tree(0), _tree(1))
     _assert_equal({key: actual[key] for key in without_head}, expected)
 
 
