@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.lazy._leaf import Box, Ledger, Part, Request, box_shape, box_slices, full_box
-from orbax_t5x.readers import _byte_range, _crc, _jobs
+from orbax_t5x.readers import _byte_range, _crc, _jobs, _scatter
 from orbax_t5x.readers._byte_range import ByteRange
 from orbax_t5x.readers._bytes import FileSet
 from orbax_t5x.readers._coverage import cover, uncovered
@@ -223,7 +223,7 @@ def values(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if dtype.kind == "b":
         return np.random.default_rng(1).integers(0, 2, shape).astype(bool)
     bits = np.random.default_rng(1).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    bits &= _byte_range._LOW_BITS.get(dtype, 0xFF)
+    bits &= _scatter.LOW_BITS.get(dtype, 0xFF)
     return bits.reshape(-1).view(dtype).reshape(shape)
 
 

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Mapping
 
-import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import (
@@ -24,6 +23,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy._leaf import Box, Leaf
 from orbax_t5x.readers import _crc
 from orbax_t5x.readers._broken_leaf import BrokenLeaf
+from orbax_t5x.readers._bundle_dtypes import STRING, dtype_of
 from orbax_t5x.readers._bundle_proto import (
     BadMessage,
     BundleEntry,
@@ -40,52 +40,6 @@ from orbax_t5x.readers._range_leaf import ByteRangeLeaf, StoredRange
 from orbax_t5x.readers._sliced_leaf import Piece, SlicedLeaf
 from orbax_t5x.readers._string_range import StringRange
 from orbax_t5x.readers._tiling import box_text, tiling_problem
-
-# TensorFlow's DataType. Those with an `ml_dtypes` name take one byte per element below 8 bits, too.
-_DTYPES: dict[int, np.dtype] = {
-    number: np.dtype(kind)
-    for number, kind in {
-        1: np.float32,
-        2: np.float64,
-        3: np.int32,
-        4: np.uint8,
-        5: np.int16,
-        6: np.int8,
-        8: np.complex64,
-        9: np.int64,
-        10: np.bool_,
-        14: ml_dtypes.bfloat16,
-        17: np.uint16,
-        18: np.complex128,
-        19: np.float16,
-        22: np.uint32,
-        23: np.uint64,
-        24: ml_dtypes.float8_e5m2,
-        25: ml_dtypes.float8_e4m3fn,
-        26: ml_dtypes.float8_e4m3fnuz,
-        27: ml_dtypes.float8_e4m3b11fnuz,
-        28: ml_dtypes.float8_e5m2fnuz,
-        29: ml_dtypes.int4,
-        30: ml_dtypes.uint4,
-        31: ml_dtypes.int2,
-        32: ml_dtypes.uint2,
-        33: ml_dtypes.float4_e2m1fn,
-    }.items()
-}
-_STRING = 7
-_OBJECT = np.dtype(object)
-# Quantised types mean nothing without the ranges that are stored elsewhere; the others are no arrays.
-_UNSUPPORTED = {
-    0: "no dtype",
-    11: "qint8",
-    12: "quint8",
-    13: "qint32",
-    15: "qint16",
-    16: "quint16",
-    20: "a resource handle",
-    21: "a variant",
-}
-_FIRST_REFERENCE_TYPE = 101
 
 _BIG_ENDIAN = 1
 _MAX_BYTES = (1 << 63) - 1
@@ -171,9 +125,9 @@ class BundleLeaves:
         entry = self._parse(name, value)
         shape = self._shape(name, entry)
         try:
-            dtype = self._dtype(name, entry)
+            dtype = dtype_of(entry.dtype, path=self._index_path, leaf=name)
         except CheckpointError as error:
-            return _broken(name, error, shape, _OBJECT)
+            return _broken(name, error, shape, np.dtype(object))
         try:
             if entry.slices:
                 return self._sliced(name, entry, shape, dtype, slices, unclaimed)
@@ -190,22 +144,10 @@ class BundleLeaves:
             raise self._corrupt(leaf, f"the shape {entry.shape} has more elements than there are bytes")
         return entry.shape
 
-    def _dtype(self, leaf: str, entry: BundleEntry) -> np.dtype:
-        if entry.dtype == _STRING:
-            return _OBJECT
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
-            fallback = "unknown" if entry.dtype < _FIRST_REFERENCE_TYPE else "a reference type"
-            kind = _UNSUPPORTED.get(entry.dtype, fallback)
-            raise UnsupportedCheckpointError(
-                f"TensorFlow's dtype {entry.dtype} ({kind}) is not read", path=self._index_path, leaf=leaf
-            )
-        return dtype
-
     def _range(self, leaf: str, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
         """The bytes of an entry, proven to lie in their shard and to be as many as the shape takes."""
         count = math.prod(shape)
-        if entry.dtype == _STRING:
+        if entry.dtype == STRING:
             # Each string takes a byte of length at least, and four bytes of checksum follow the lengths, even of none.
             if entry.size > self._limits.index_bytes:
                 raise LimitExceededError(
@@ -233,7 +175,7 @@ class BundleLeaves:
                 path=file.path,
                 leaf=leaf,
             )
-        if entry.dtype != _STRING:
+        if entry.dtype != STRING:
             return ByteRange(file, entry.offset, shape, dtype, self._swap and dtype.itemsize > 1)
         if self._swap:
             raise UnsupportedCheckpointError(

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError
+from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy._leaf import Part, Request, box_size
 from orbax_t5x.readers import _crc
 from orbax_t5x.readers._bytes import File
 from orbax_t5x.readers._jobs import run_jobs
 from orbax_t5x.readers._runs import Window, WindowGrid, byte_strides, place_box, split_ends, union_runs
+from orbax_t5x.readers._scatter import Elements, Scatter, as_stored
 
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096
@@ -33,16 +33,6 @@ MAX_GAP_BYTES = 4096
 _WINDOW_BYTES = 1 << 20
 # What one thread takes at a time of a large array.
 _JOB_BYTES = 16 << 20
-
-# Values are stored one to a byte; what lies above their bits is no part of them.
-_LOW_BITS = {
-    np.dtype(ml_dtypes.int4): 0x0F,
-    np.dtype(ml_dtypes.uint4): 0x0F,
-    np.dtype(ml_dtypes.float4_e2m1fn): 0x0F,
-    np.dtype(ml_dtypes.int2): 0x03,
-    np.dtype(ml_dtypes.uint2): 0x03,
-}
-_BOOL = np.dtype(np.bool_)
 
 _Item = TypeVar("_Item")
 
@@ -127,7 +117,7 @@ class ByteRange:
         """
         itemsize = self.dtype.itemsize
         strides = byte_strides(self.shape, itemsize)
-        direct = not (self.swap or self.dtype == _BOOL or self.dtype in _LOW_BITS)
+        direct = not self.swap and as_stored(self.dtype)
         spans: list[_Span] = []
         wanted: list[Request] = []
         for request in requests:
@@ -196,8 +186,10 @@ class ByteRange:
         join = wanted == sum(run.length * run.times for run in runs)
         if checksum and not join:
             runs = split_ends(runs, union_runs(self.shape, itemsize, boxes, 0)[0])
-        scatter = _Scatter(self, requests, WindowGrid(self.shape, itemsize, _WINDOW_BYTES), leaf)
-        jobs = _grouped(scatter.grid.windows(runs), lambda window: sum(stop - start for start, stop in window.pieces))
+        grid = WindowGrid(self.shape, itemsize, _WINDOW_BYTES)
+        elements = Elements(self.dtype, self.swap, self.file.path, leaf)
+        scatter = Scatter(self.shape, grid.depth, requests, elements)
+        jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.pieces))
         done = run_jobs(
             partial(self._read_some, windows, scatter, _Checksums(checksum, join=join), leaf) for windows in jobs
         )
@@ -208,7 +200,7 @@ class ByteRange:
         return Outcome([part for outcome, _ in done for part in outcome.parts], wanted, read - wanted)
 
     def _read_some(
-        self, windows: list[Window], scatter: _Scatter, checksums: _Checksums, leaf: str
+        self, windows: list[Window], scatter: Scatter, checksums: _Checksums, leaf: str
     ) -> tuple[Outcome, int]:
         buffer = _staging()
         size = filled = 0
@@ -287,60 +279,3 @@ def _grouped(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterato
             group, size = [], 0
     if group:
         yield group
-
-
-class _Scatter:
-    """Copies from windows to the buffers that want a part of them."""
-
-    def __init__(self, array: ByteRange, requests: Sequence[Request], grid: WindowGrid, leaf: str):
-        self._array = array
-        self._leaf = leaf
-        self.grid = grid
-        self._inner_shape = (array.shape or (1,))[grid.depth + 1 :]
-        self._low_bits = _LOW_BITS.get(array.dtype)
-        self._targets = [_target(request, grid.depth) for request in requests]
-
-    def window(self, window: Window, data: np.ndarray) -> int:
-        """Copies what the requests want of one window; returns the number of elements."""
-        array = self._array
-        stored = data.view(array.dtype).reshape(window.high - window.low, *self._inner_shape)
-        filled = 0
-        for outer, (low, high), inner, out in self._targets:
-            first, last = max(low, window.low), min(high, window.high)
-            if first >= last or not all(a <= at < b for at, (a, b) in zip(window.outer, outer, strict=True)):
-                continue
-            values = stored[(slice(first - window.low, last - window.low), *inner)]
-            index = tuple(at - a for at, (a, _) in zip(window.outer, outer, strict=True))
-            self._copy(values, out[(*index, slice(first - low, last - low))])
-            filled += values.size
-        return filled
-
-    def _copy(self, values: np.ndarray, out: np.ndarray) -> None:
-        dtype = self._array.dtype
-        if self._array.swap:
-            out[...] = _swapped(values)
-        elif dtype == _BOOL:
-            bits = values.view(np.uint8)
-            if int(bits.max()) > 1:
-                message = f"a bool is stored as {int(bits.max())}"
-                raise CorruptCheckpointError(message, path=self._array.file.path, leaf=self._leaf)
-            out[...] = values
-        elif self._low_bits is not None:
-            out[...] = (values.view(np.uint8) & np.uint8(self._low_bits)).view(dtype)
-        else:
-            out[...] = values
-
-
-def _target(request: Request, depth: int) -> tuple[tuple, tuple[int, int], tuple[slice, ...], np.ndarray]:
-    """A request as (outer ranges, range of the cut dimension, slices of the inner ones, buffer)."""
-    box = request.box or ((0, 1),)
-    out = request.out if request.box else request.out.reshape(1)
-    return box[:depth], box[depth], tuple(slice(low, high) for low, high in box[depth + 1 :]), out
-
-
-def _swapped(values: np.ndarray) -> np.ndarray:
-    """The values with the bytes of each number (each half of a complex one) in the other order."""
-    dtype = values.dtype
-    width = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
-    contiguous = np.ascontiguousarray(values)
-    return contiguous.view(np.dtype(f"u{width}")).byteswap().view(dtype).reshape(values.shape)
