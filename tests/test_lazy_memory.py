@@ -1,4 +1,4 @@
-"""What lowering allocates, measured, is at most what `temp_bytes` says; and what must go straight into the buffer does."""
+"""What lowering allocates, measured, is at most what `temp_bytes` says; what only moves elements allocates nothing."""
 
 import tracemalloc
 
@@ -11,8 +11,8 @@ from orbax_t5x import lazy
 from orbax_t5x.lazy import box_shape, full_box
 from tests.lazy_leaf import ArrayLeaf, boxes
 
-# Python's own objects: lists, tuples, array headers, and about half a kilobyte for a request and its place. Arrays here are
-# far larger.
+# Python's own objects: lists, tuples, array headers, and about half a kilobyte for a request and its place. Arrays here
+# are far larger.
 _OBJECTS_BYTES = 24 << 10
 _PIECE_BYTES = 1 << 10
 
@@ -79,7 +79,7 @@ def test_temp_bytes_bounds_what_lowering_holds(name, order):
     assert bound <= view.temp_bytes(box), "knowing the buffer never costs more"
     peak = _peak(view, box, out)
     assert peak <= bound + _OBJECTS_BYTES + _PIECE_BYTES * len(view.lower(box, out).reads)
-    # An upper bound far from the truth would keep an executor idle. (Some copies along a repeat NumPy makes without memory.)
+    # An upper bound far from the truth would keep an executor idle. (Along some repeats NumPy copies without memory.)
     assert peak >= 0.3 * bound or "repeat" in name
 
 
@@ -94,9 +94,10 @@ def test_temp_bytes_bounds_what_lowering_holds(name, order):
         "concatenate",
         "split heads",
         "split heads, stacked",
+        "split heads, stacked between them",
         "join",
-    ]
-    + ["split heads, stacked between them", "repeat in front"],
+        "repeat in front",
+    ],
 )
 def test_what_only_moves_elements_needs_no_memory(name):
     view = _LARGE[name]()

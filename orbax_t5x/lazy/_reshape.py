@@ -124,10 +124,9 @@ class Split(View):
             if self.ndim - at > contiguous_dims:
                 break
             contiguous += 1
-        if covered == box and (
-            contiguous == len(self.groups) or all(len(g) == 1 for g in self.groups[: len(self.groups) - contiguous])
-        ):
-            return source._temp_bytes(interval, contiguous)
+        # An exact run fills what lies behind its first dimension, so its own dimensions join in any buffer whose do.
+        if all(len(sizes) == 1 for sizes in self.groups[: len(self.groups) - contiguous]):
+            return source._temp_bytes(interval, contiguous if covered == box else 0)
         return inside + (0 if self._cuts_are_large(covered) else box_size(covered) * self._dtype.itemsize)
 
     def _cuts_are_large(self, covered: Box) -> bool:
