@@ -105,9 +105,12 @@ def runs(numbers: Sequence[str]) -> str | None:
 
 def _follows(numbers: Sequence[str], values: Sequence[int], at: int, step: int) -> bool:
     """Whether a number goes on from the one before by a step, padded with zeros alike."""
+    if values[at] - values[at - 1] != step:
+        return False
     before, number = numbers[at - 1], numbers[at]
-    padded = any(one.startswith("0") and len(one) > 1 for one in (before, number))
-    return values[at] - values[at - 1] == step and (len(before) == len(number) or not padded)
+    if len(before) == len(number):
+        return True
+    return all(len(one) == 1 or one[0] != "0" for one in (before, number))
 
 
 def _fold_once(items: list[_Item], least: int) -> list[_Item]:

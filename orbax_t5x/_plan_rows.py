@@ -98,7 +98,7 @@ def entry_array(entry: PlanEntry) -> str:
     if entry.dtype is None:
         return "None" if entry.leaf is not None and entry.leaf.kind == "none" else "..."
     key = " key" if entry.leaf is not None and entry.leaf.kind == "key" else ""
-    return array_text(entry.dtype, entry.shape) + key
+    return array_text(entry.dtype, tuple(entry.shape)) + key
 
 
 def entry_sharding(entry: PlanEntry) -> str:

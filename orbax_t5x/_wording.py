@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +39,8 @@ def dtype_text(dtype: Any) -> str:
     return "bytes" if np.dtype(dtype) == np.dtype(object) else np.dtype(dtype).name
 
 
-def array_text(dtype: Any, shape: Sequence[int]) -> str:
+@functools.lru_cache(maxsize=4096)
+def array_text(dtype: Any, shape: tuple[int, ...]) -> str:
     """`float32[768,2048]`, as JAX writes it."""
     return f"{dtype_text(dtype)}[{','.join(map(str, shape))}]"
 

@@ -257,6 +257,24 @@ def test_the_table_says_what_an_execution_did(t5_plan):
     )
 
 
+def test_constants_are_listed_apart(t5_plan, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    rows, _, section = str(t5_plan).partition("Constants: put there by a transform, not read (1):\n")
+    assert section.startswith("  constant  float32[2]\n") and "constant  " not in rows
+    assert "constant  float32[2]" in t5_plan._repr_html_()
+
+
+def test_a_few_long_rows_do_not_narrow_a_wide_table(monkeypatch):
+    arrays = {f"part_{letter}/w": np.zeros(4, np.float32) for letter in "abcdefgh"}
+    arrays["x" * 150] = np.zeros(4, np.float32)
+    target = {**{name: leaf((4,)) for name in arrays if name[0] == "p"}, "short": leaf((4,), P("model"))}
+    plan = ot.plan_restore(checkpoint(arrays), target, ot.transforms.Rename([("x+", "short")]))
+    monkeypatch.setenv("COLUMNS", "150")
+    lines = str(plan).splitlines()
+    assert "    ← " + "x" * 150 in lines
+    assert sum(line.startswith("part_") and line.endswith("same name") for line in lines) == 8
+
+
 def test_names_cannot_move_the_cursor():
     plan = ot.plan_restore(checkpoint({"a\x1b[2J\nb": np.zeros(1, np.float32)}), None)
     for text in (str(plan), plan.explain("a\x1b[2J\nb")):
