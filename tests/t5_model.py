@@ -19,6 +19,8 @@ from flax.linen import partitioning
 
 from orbax_t5x.transforms import flatten, unflatten
 
+# For jax.jit: compiling takes most of the time of what tests do with a model this small.
+COMPILE_FAST = {"xla_backend_optimization_level": 0}
 _MASKED = -1e9
 _EPSILON = 1e-6
 

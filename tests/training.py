@@ -29,8 +29,6 @@ from tests import t5_model
 
 LEARNING_RATE = 0.01
 STEPS_BEFORE_THE_END = 2
-# Compiling takes most of the time of a run this small.
-_COMPILE_FAST = {"xla_backend_optimization_level": 0}
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
 
 
@@ -70,7 +68,7 @@ def start(name: str, bundle: Path) -> FlaxOptimTrainState:
 
 @cache
 def _gradients():
-    return jax.jit(jax.value_and_grad(partial(t5_model.loss, t5_model.T5())), compiler_options=_COMPILE_FAST)
+    return jax.jit(jax.value_and_grad(partial(t5_model.loss, t5_model.T5())), compiler_options=t5_model.COMPILE_FAST)
 
 
 @cache
@@ -79,7 +77,7 @@ def _update(name: str):
     return jax.jit(
         lambda state, grads: state.apply_gradient(grads, LEARNING_RATE),
         out_shardings=shardings,
-        compiler_options=_COMPILE_FAST,
+        compiler_options=t5_model.COMPILE_FAST,
     )
 
 
