@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
+from flax.linen.partitioning import AxisMetadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
 from orbax_t5x import provenance
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, RestorePlanError
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, RestorePlanError, UnsupportedCheckpointError
 
 BUNDLE = Path(__file__).parent / "goldens" / "tf_bundle" / "t5_1_1_f32"
 T5X_ORBAX = Path(__file__).parent / "goldens" / "t5x_orbax"
@@ -180,7 +182,8 @@ def test_a_resumed_run_does_not_transform_twice(tmp_path, state):
         manager.wait_until_finished()
         again = manager.restore(1, args=args)
         assert_same(again, first)
-        # The handler writes what it restored last, without being told.
+        # The handler writes what it restored last, without being told, and however it was restored.
+        manager.restore(1)
         manager.save(2, args=ot.args.TrainStateSave(again))
         manager.wait_until_finished()
         assert_same(manager.restore(2, args=args), first)
@@ -247,6 +250,54 @@ def test_t5x_through_orbax_roots(tmp_path, fixture):
     assert arrays.keys() == expected.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, np.asarray(expected[name], np.float32))
+
+
+def test_a_t5x_train_state_is_written_in_t5xs_layout_and_comes_back(tmp_path, mesh):
+    def create(seed):
+        params = {"dense": {"kernel": jax.random.normal(jax.random.key(seed), (16, 8)), "bias": jnp.ones(8)}}
+        axes = {"dense": {"kernel_axes": AxisMetadata(("embed", "mlp")), "bias_axes": AxisMetadata(("mlp",))}}
+        variables = {"params": params, "params_axes": axes}
+        optimizer = ot.adafactor.Adafactor(0.1, min_dim_size_to_factor=8)
+        return ot.train_state.FlaxOptimTrainState.create(optimizer, variables)
+
+    state = create(0)
+    with ocp.CheckpointManager(tmp_path, item_handlers={"state": ot.TrainStateHandler()}) as manager:
+        manager.save(0, args=ocp.args.Composite(state=ot.args.TrainStateSave(state)))
+        manager.wait_until_finished()
+        for target in (create(1), jax.eval_shape(create, 1)):
+            restored = manager.restore(0, args=ocp.args.Composite(state=ot.args.TrainStateRestore(target))).state
+            assert type(restored) is type(state)
+            jax.tree.map(np.testing.assert_array_equal, restored.state_dict(), state.state_dict())
+        stock = manager.restore(0).state
+    assert stock.keys() == {"target", "state"} and stock["state"].keys() == {"step", "param_states"}
+    assert (
+        ot.state_utils.flatten_state_dict(stock).keys() == ot.state_utils.flatten_state_dict(state.state_dict()).keys()
+    )
+
+
+def test_an_nnx_state_comes_back_as_one(tmp_path):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)])
+
+    state = nnx.state(Model(nnx.Rngs(0)))
+    target = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(1))))
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(state))
+        manager.wait_until_finished()
+        restored = manager.restore(0, args=ot.args.TrainStateRestore(target))
+    assert isinstance(restored, nnx.State)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(restored), nnx.to_pure_dict(state))
+
+
+def test_an_async_checkpointer_takes_the_handler(tmp_path, state):
+    with ocp.AsyncCheckpointer(ot.TrainStateHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "c", args=ot.args.TrainStateSave(state))
+        checkpointer.wait_until_finished()
+        assert_same(checkpointer.restore(tmp_path / "c", args=ot.args.TrainStateRestore(abstract(state))), state)
+        with pytest.raises(UnsupportedCheckpointError):
+            checkpointer.save(tmp_path / "d", args=ot.args.TrainStateSave({"a": np.zeros(0)}))
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_what_is_wrong_with_a_checkpoint_is_a_typed_error(tmp_path, state):

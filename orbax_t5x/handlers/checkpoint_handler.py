@@ -8,7 +8,7 @@ stock Orbax.
 
 from __future__ import annotations
 
-import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLea
 from orbax_t5x.readers import Checkpoint
 
 _ITEM_METADATA = "_METADATA"
+_PLACEHOLDER = '"placeholder"'
 
 
 class _TypeString:
@@ -184,12 +185,17 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         return restored
 
     def _stock_restore(self, directory: epath.Path) -> Any:
-        # `StandardCheckpointHandler` looks the shardings up before; the other one warns that it must. It wants metadata
-        # files, which old checkpoints lack, and cannot read those of placeholders.
-        if (directory / _ITEM_METADATA).exists():
-            with contextlib.suppress(NotImplementedError):
-                return ocp.StandardCheckpointHandler().restore(directory, args=ocp.args.StandardRestore())
-        return self._orbax.restore(directory, args=ocp.args.PyTreeRestore())
+        metadata = directory / _ITEM_METADATA
+        text = metadata.read_text() if metadata.exists() else "{}"
+        # `StandardCheckpointHandler` looks the shardings up before; the other one warns that it must. It wants a
+        # metadata file, which old checkpoints lack, and cannot read the metadata of placeholders.
+        if metadata.exists() and _PLACEHOLDER not in text:
+            restored = ocp.StandardCheckpointHandler().restore(directory, args=ocp.args.StandardRestore())
+        else:
+            restored = self._orbax.restore(directory, args=ocp.args.PyTreeRestore())
+        # The record is carried along whoever restored: a run that loses it would be transformed twice.
+        self._records = tuple(provenance.from_metadata(json.loads(text).get("custom_metadata"), path=directory))
+        return restored
 
     # -- the rest
 
