@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from orbax_t5x import provenance
 from orbax_t5x._convert import convert
-from orbax_t5x._wording import leaves_text, size_text
+from orbax_t5x._wording import array_text, leaves_text, plain, size_text
 from orbax_t5x.cli._arguments import UsageError
 from orbax_t5x.cli._output import emit, emit_json
 from orbax_t5x.cli._progress import ProgressBar
@@ -38,7 +39,9 @@ def run(options: argparse.Namespace) -> int:
         )
     seconds = time.monotonic() - started
     with open_checkpoint(options.destination) as written:
-        count, size = len(written.leaves), sum(view.nbytes for view in written.leaves.values())
+        skipped = provenance.skipped_from_metadata(written.metadata, path=written.path)
+        kept = [view for name, view in written.leaves.items() if name not in skipped]
+        count, size = len(kept), sum(view.nbytes for view in kept)
     if options.json:
         emit_json(
             {
@@ -47,12 +50,15 @@ def run(options: argparse.Namespace) -> int:
                 "translated": bool(chain),
                 "leaves": count,
                 "bytes": size,
+                "skipped": {name: array_text(dtype, shape) for name, (shape, dtype) in skipped.items()},
                 "seconds": seconds,
             }
         )
     else:
         names = "under T5X's names" if chain else "under their own names"
         emit(f"{leaves_text(count)} ({size_text(size)}) {names} in {options.destination}, in {seconds:.1f} s")
+        for name, (shape, dtype) in skipped.items():
+            emit(f"left out, because Orbax cannot store it: {plain(name)}  {array_text(dtype, shape)}")
     return 0
 
 
