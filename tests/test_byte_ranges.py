@@ -1,6 +1,7 @@
 """Boxes, runs, windows, checksums and reads of arrays in byte ranges: NumPy and google_crc32c are the oracles."""
 
 import asyncio
+import concurrent.futures
 import errno
 import functools
 import itertools
@@ -560,6 +561,39 @@ def test_a_file_closed_while_it_is_read_is_closed_afterwards(tmp_path: Path) -> 
     files.close()
     assert os.pread(fd, 1, 0) == b"a"
     files.release(file)
+    assert open_descriptors() == before
+
+
+def test_many_threads_share_few_descriptors_and_a_close_ends_them(tmp_path: Path, small_windows) -> None:
+    """Right values or, once closed, a ValueError; no descriptor is left or closed twice."""
+    files = FileSet(Root(tmp_path), max_open=2)
+    array = values((40, 9), np.dtype(np.float32))
+    leaves = []
+    for number in range(6):
+        (tmp_path / f"{number}").write_bytes(array.tobytes())
+        leaf_range = ByteRange(files.file(f"{number}"), 0, array.shape, array.dtype)
+        leaves.append(ByteRangeLeaf("leaf", leaf_range, google_crc32c.value(array.tobytes())))
+    before = open_descriptors()
+    rounds = itertools.count()
+
+    def read(number: int) -> str:
+        for turn in range(60):
+            leaf = leaves[(number + turn) % len(leaves)]
+            out = np.empty(array.shape, array.dtype)
+            boxes = [((0, 40), (0, 4)), ((0, 40), (4, 9))]
+            try:
+                leaf.read_blocking([Request(box, out[box_slices(box)]) for box in boxes], Ledger())
+            except ValueError as error:
+                return str(error)
+            assert same_bits(out, array)
+            if next(rounds) == 300:
+                files.close()
+        return "done"
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        ends = list(pool.map(read, range(8)))
+    assert all(end == "done" or "closed" in end for end in ends)
+    assert any("closed" in end for end in ends)
     assert open_descriptors() == before
 
 
