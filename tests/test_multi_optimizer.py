@@ -244,7 +244,7 @@ def test_overlap_is_an_error():
 
 def test_hyper_params_are_a_list():
     definition = _mixed()
-    assert type(definition.hyper_params[0]).__name__ == "_AdafactorHyperParams"
+    assert type(definition.hyper_params[0]).__name__ == "AdafactorHyperParams"
     everywhere = definition.update_hyper_params(learning_rate=0.5)
     assert [entry.learning_rate for entry in everywhere] == [0.5, 0.5, 0.5]
     own = [
