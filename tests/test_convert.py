@@ -26,7 +26,7 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers._stream import choose_chunk, pieces
+from orbax_t5x.handlers._chunks import choose_chunk, pieces
 from orbax_t5x.lazy import LazyThreadPoolArray
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 

@@ -9,7 +9,6 @@ overwrite those as soon as an asynchronous save returns.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from orbax_t5x import provenance
 from orbax_t5x._dtypes import kind_of
 from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.handlers._storable import check_leaves, check_names, storable
 from orbax_t5x.handlers._stream import ChunkWriter
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.type_handlers import StreamedLeaf
@@ -29,8 +28,6 @@ from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.targets import flatten_target, is_train_state, leaf_name
 from orbax_t5x.transforms import Notes, run_transforms, unflatten
 
-# More names than this in one error hide the first.
-_SHOWN_LEAVES = 10
 _MODEL_PARAMETERS = ("target", "params")
 _SKIPPED = object()
 
@@ -72,8 +69,8 @@ def prepare(args: TrainStateSave, records: Sequence[Mapping[str, Any]], registry
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [leaf_name(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]
-    skipped = _check(names, leaves, registry, skip=args.on_unsupported == "skip")
-    _check_names(paths, skipped)
+    skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
+    check_names(paths, skipped)
     cast = _casts(args.dtype, tree, names, leaves)
     ready = [
         _SKIPPED if name in skipped else _ready(leaf, name, cast.get(name), writer)
@@ -101,88 +98,6 @@ def _named_tree(args: TrainStateSave) -> Any:
     if notes.problems:
         raise RestorePlanError(notes.problems)
     return unflatten(flat)
-
-
-# -- what cannot be stored
-
-
-def _check(names: Sequence[str], leaves: Sequence[Any], registry: Any, *, skip: bool) -> dict[str, tuple[Any, str]]:
-    """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped."""
-    reasons: dict[str, str] = {}
-    skipped: dict[str, tuple[Any, str]] = {}
-    for name, leaf in zip(names, leaves, strict=True):
-        reason = _why_not(leaf, registry)
-        if reason is None:
-            continue
-        reasons[name] = reason
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            skipped[name] = tuple(leaf.shape), str(leaf.dtype)
-        else:
-            skip = False
-    if not reasons or (skip and len(reasons) < len(names)):
-        return skipped
-    shown = "; ".join(f"{name!r} {reason}" for name, reason in list(reasons.items())[:_SHOWN_LEAVES])
-    more = f"; and {len(reasons) - _SHOWN_LEAVES} more" if len(reasons) > _SHOWN_LEAVES else ""
-    fix = "" if skip else '; nothing was written. Leave them out of the tree, or pass on_unsupported="skip"'
-    first = next(iter(reasons))
-    raise UnsupportedCheckpointError(
-        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}{more}{fix}",
-        leaf=first if len(reasons) == 1 else None,
-    )
-
-
-def _why_not(leaf: Any, registry: Any) -> str | None:
-    """Why Orbax cannot store a leaf, or None if it can."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return "is abstract: it has no values"
-    if leaf is Ellipsis or isinstance(leaf, str):
-        return None
-    if not isinstance(leaf, LazyArray) and not registry.has(type(leaf)):
-        fix = ": make it an array with np.asarray" if isinstance(leaf, np.generic | complex) else ""
-        return f"is a {type(leaf).__name__}, which Orbax does not store{fix}"
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or dtype is None:
-        if not isinstance(leaf, bool | int | float | bytes):
-            return None
-        shape, dtype = (), np.asarray(leaf).dtype
-    if 0 in shape:
-        return f"has no elements (shape {tuple(shape)})"
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or storable(np.dtype(dtype)):
-        return None
-    what = "holds text" if kind_of(np.dtype(dtype)) == "object" else "has a dtype that Orbax does not store"
-    return f"{what} ({np.dtype(dtype).name})"
-
-
-@functools.cache
-def storable(dtype: np.dtype) -> bool:
-    """Whether the array formats that Orbax writes have this dtype; TensorStore is asked, which writes them."""
-    name = dtype.newbyteorder("=").name
-    spec = {"driver": "zarr", "kvstore": "memory://", "dtype": name, "schema": {"domain": {"shape": [1]}}}
-    try:
-        ts.open(spec, create=True).result()
-    except ValueError:
-        return False
-    return True
-
-
-def _check_names(paths: Sequence[tuple[Any, Any]], skipped: Mapping[str, Any]) -> None:
-    """Orbax joins a leaf's keys with dots: two leaves that then have one name would be written over each other."""
-    stored: dict[str, str] = {}
-    problems = []
-    for path, _ in paths:
-        name = leaf_name(path)
-        if name in skipped:
-            continue
-        joined = ".".join(leaf_name((key,)) for key in path)
-        other = stored.setdefault(joined, name)
-        if other is not name:
-            problems.append(
-                Problem(
-                    "duplicate", name, f"Orbax would store it under {joined!r}, as {other!r}", "rename one of the two"
-                )
-            )
-    if problems:
-        raise RestorePlanError(problems)
 
 
 # -- dtypes

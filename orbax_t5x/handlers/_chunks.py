@@ -1,0 +1,48 @@
+"""Which chunks an array is stored in, and their boxes: pure geometry on integers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from orbax_t5x.lazy import Box
+
+
+def choose_chunk(shape: Sequence[int], itemsize: int, limit: int, unit: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The shape of the chunks that an array is stored in.
+
+    Whole trailing dimensions come first, so that a chunk is few runs of a row-major source. The dimension that is
+    cut is cut evenly, into a number of parts that divides its size where one is near: shards of a restore then share
+    no chunk.
+
+    Args:
+      shape: of the array.
+      itemsize: bytes of an element.
+      limit: bytes that a chunk may have; at least one unit is taken whatever its size.
+      unit: the chunks of the source. They are never cut: each piece of one would cost decoding all of it.
+    """
+    unit = [max(1, min(size, part)) for size, part in zip(shape, unit or (1,) * len(shape), strict=True)]
+    chunk = list(unit)
+    for axis in reversed(range(len(shape))):
+        rest = math.prod(chunk) // chunk[axis] * itemsize
+        if rest * shape[axis] <= limit:
+            chunk[axis] = max(1, shape[axis])
+            continue
+        units = -(-shape[axis] // unit[axis])
+        parts = _even_parts(units, -(-units // max(1, limit // (rest * unit[axis]))))
+        chunk[axis] = -(-units // parts) * unit[axis]
+        break
+    return tuple(chunk)
+
+
+def _even_parts(size: int, least: int) -> int:
+    """A number of parts from `least` up to twice that which divides `size`, else `least`."""
+    return next((parts for parts in range(least, min(2 * least, size) + 1) if size % parts == 0), least)
+
+
+def pieces(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
+    """The boxes of an array's chunks, in C order."""
+    starts = (range(0, size, step) for size, step in zip(shape, chunk, strict=True))
+    for corner in itertools.product(*starts):
+        yield tuple((start, min(start + step, size)) for start, step, size in zip(corner, chunk, shape, strict=True))
