@@ -105,7 +105,7 @@ class _SettleBias(Transform):
             if f"{tower}/layers_0/{_BIAS}" in source and f"{tower}/layers_1/{_BIAS}" not in source
         }
         result = {renamed.get(name, name): value for name, value in source.items()}
-        prefix = target_prefix(target, _ANCHOR, "")
+        prefix = target_prefix(target, _MODEL, "")
         for tower in _SUBLAYERS:
             if f"{prefix}{tower}/layers_0/{_BIAS}" in target:
                 layers = rf"{tower}/layers_(\d+)/.*"
@@ -127,7 +127,7 @@ class _TiedHead(Transform):
 
     def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         """See `Transform.apply`."""
-        wanted = target_prefix(target, _ANCHOR, "") + _HEAD in target
+        wanted = target_prefix(target, _MODEL, "") + _HEAD in target
         if _HEAD in source and self.tie_word_embeddings and target and not wanted:
             notes.drop([_HEAD])
             return {name: value for name, value in source.items() if name != _HEAD}
@@ -136,7 +136,7 @@ class _TiedHead(Transform):
         if self._is_scaled(source, notes):
             notes.problem(
                 "missing",
-                target_prefix(target, _ANCHOR, "") + _HEAD,
+                target_prefix(target, _MODEL, "") + _HEAD,
                 "the checkpoint has no lm_head, because the model uses its embedding for the logits and scales the "
                 "decoder's output (T5.1.0); T5X's model for it has no logits_dense",
                 "build the T5X model with logits_via_embedding=True; or, if config.json has "
@@ -173,7 +173,7 @@ def hf_t5_to_t5x(
 ) -> RulePack:
     """Hugging Face's T5, T5.1.1, mT5 and umT5 names to T5X minimal T5.
 
-    The result stands below whatever the target has `token_embedder/embedding` below.
+    The result stands below whatever the target has `encoder/…` and `decoder/…` below.
 
     Args:
       tie_word_embeddings: as config.json has it; None: a file without `lm_head.weight` is tied.
@@ -195,7 +195,7 @@ def hf_t5_to_t5x(
         Transpose(_TRANSPOSED, require_match=False),
         _SettleBias(),
         _TiedHead(tie_word_embeddings, scale_decoder_outputs),
-        PrefixAsTarget(_MODEL, _ANCHOR, prefix),
+        PrefixAsTarget(_MODEL, prefix),
     )
     back = (
         # Hugging Face keeps no optimizer state; here it would only be left over.

@@ -136,21 +136,19 @@ class FirstName(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixAsTarget(Transform):
-    """Puts names below whatever the target has its own below.
+    """Puts names below whatever the target has such names below.
 
     Attributes:
-      pattern: a regex of the names to put.
-      anchor: a name below it that every target has.
+      pattern: a regex of the names, without groups.
       default: the prefix where there is no target.
     """
 
     pattern: str
-    anchor: str
     default: str
 
     def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         """See `Transform.apply`."""
-        prefix = target_prefix(target, self.anchor, self.default)
+        prefix = target_prefix(target, self.pattern, self.default)
         regex = compile_pattern(self.pattern, "rules")
         state = NewState(notes)
         for name, value in source.items():
@@ -161,10 +159,11 @@ class PrefixAsTarget(Transform):
         return state.finish()
 
 
-def target_prefix(names: Iterable[str], anchor: str, default: str) -> str:
-    """What stands before an anchor name; the shortest such prefix, since momenta repeat it below longer ones."""
+def target_prefix(names: Iterable[str], pattern: str, default: str) -> str:
+    """What stands before names that match; the shortest such prefix, since momenta repeat them below longer ones."""
     names = list(names)
-    found = [name[: -len(anchor)] for name in names if name == anchor or name.endswith("/" + anchor)]
+    regex = compile_pattern(rf"((?:.*?/)??)(?:{pattern})", "rules")
+    found = [match[1] for name in names if (match := regex.fullmatch(name)) is not None]
     return min(found, key=len) if found else "" if names else default
 
 
