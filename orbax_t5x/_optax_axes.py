@@ -53,7 +53,7 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
     )
     marked = _ask_optax(initable, slots, params_axes)
     if marked is None:
-        return _search(slots, params_axes, params)
+        return _search(slots, _candidates(params_axes, params))
     return jax.tree.map(
         lambda node: _assign(node.tree, params_axes, params) if isinstance(node, _Root) else None,
         marked,
@@ -72,17 +72,17 @@ def _ask_optax(initable: Any, slots: Any, params_axes: Any) -> Any:
         return None
 
 
-def _search(node: Any, axes: Any, params: Any) -> Any:
+def _search(node: Any, candidates: list[tuple[Any, Any]]) -> Any:
     """Finds trees like the parameters by their structure, outermost first."""
-    for candidate, shapes in _candidates(axes, params):
-        allow_records = isinstance(candidate, Mapping)
-        if _has_slots(node) and _fits(node, candidate, allow_records=allow_records):
-            return _assign(node, candidate, shapes)
     opened = open_node(node)
-    if opened is None:
-        # Parameters that are a single array have no structure to find; the shape alone tells.
-        return _spec(node, axes, np.shape(params)) if isinstance(axes, PartitionSpec) and params is not None else None
-    return opened.rebuild([_search(child, axes, params) for child in opened.children])
+    for axes, params in candidates:
+        if open_node(axes) is None:
+            # Parameters that are a single array have no structure to find; the shape alone tells.
+            if opened is None and node.shape == _only_shape(params):
+                return axes
+        elif opened is not None and _fits(node, axes, allow_records=isinstance(axes, Mapping)) and _has_slots(node):
+            return _assign(node, axes, params)
+    return None if opened is None else opened.rebuild([_search(child, candidates) for child in opened.children])
 
 
 def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
@@ -90,7 +90,8 @@ def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
     found = [(axes, params)]
     if isinstance(axes, optax.LookaheadParams):
         found.append((axes.fast, params.fast if isinstance(params, optax.LookaheadParams) else params))
-    return [(tree, shapes) for tree, shapes in found if open_node(tree) is not None and named_leaves(tree)[0]]
+    # Without leaves there is nothing that a copy could be told by.
+    return [(tree, shapes) for tree, shapes in found if open_node(tree) is None or named_leaves(tree)[0]]
 
 
 def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:

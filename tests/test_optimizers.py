@@ -371,6 +371,28 @@ def test_parameters_in_sequences_are_not_taken_for_chains(by_rules):
     )
 
 
+def test_a_single_array_of_parameters():
+    definition = optimizers.adam(0.1)
+    optimizer = definition.create(jnp.ones((4, 8)))
+    derived = definition.derive_logical_axes(optimizer, _W_MLP)
+    expected = (optax.ScaleByAdamState(count=None, mu=_W_MLP, nu=_W_MLP), optax.EmptyState())
+    assert derived.state.param_states == expected
+    assert derived.target == _W_MLP
+    state = optimizer.state.param_states
+    rules = OptaxStatePartitionRules.derive_optax_logical_axes
+    assert rules(state, _W_MLP, jnp.ones((4, 8))) == expected
+    # With no structure and no shape there is nothing to tell a moment by.
+    assert rules(state, _W_MLP)[0].mu is None
+
+
+def test_parameters_without_leaves():
+    definition = optimizers.adam(0.1)
+    derived = definition.derive_logical_axes(definition.create({}), {})
+    assert derived.state.param_states[0] == optax.ScaleByAdamState(count=None, mu={}, nu={})
+    rules = OptaxStatePartitionRules.derive_optax_logical_axes
+    assert rules(definition.create({}).state.param_states, {}) == derived.state.param_states
+
+
 def test_axes_for_frozen_parameters_and_plain_axes():
     definition = optimizers.adam(0.1)
     optimizer = definition.create(freeze(_params()))
