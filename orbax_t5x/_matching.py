@@ -161,6 +161,7 @@ class Matcher:
             "value" if view.is_value else "read",
             ", ".join(text for text in (how, fitted.describe() if fitted is not view and not how else "") if text),
             self._notes.rule_for.get(source_name, ""),
+            self._notes.classes.get(source_name, ""),
             fitted,
             leaf,
         )
@@ -237,6 +238,7 @@ class Matcher:
             return None
 
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
+        fidelity = self._notes.classes.get(name, "")
         if self.fallback is not None and self.fallback.leaves.get(name) is not None:
             value = self.fallback.leaves[name]
             if self.fallback.traced or isinstance(value, jax.ShapeDtypeStruct):
@@ -244,10 +246,14 @@ class Matcher:
             if leaf.kind == "key":
                 value = jax.random.key_data(value)
             view = self._fit(name, leaf, as_view(value, name=name), origin="the fallback")
-            return PlanEntry(name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", "", "", view, leaf)
+            return PlanEntry(
+                name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", fidelity=fidelity, view=view, leaf=leaf
+            )
         self._missing += 1
         closest = self._closest(name) if self._missing <= _LOOKUPS else []
         reason = "the checkpoint has None there" if is_none else "the checkpoint has no such leaf"
+        if fidelity == "reset":
+            reason = "the optimizer's state of this parameter has no counterpart in the new layout and is reset"
         message = reason + (f"; closest: {', '.join(closest)}" if closest else "")
         fix = (
             f"map it with ot.transforms.AssignmentMap([({re.escape(name)!r}, {closest[0]!r})]), or " if closest else ""
@@ -256,6 +262,7 @@ class Matcher:
         return None
 
     def _plan_traced(self, name: str, leaf: TargetLeaf, value: Any) -> PlanEntry | None:
+        fidelity = self._notes.classes.get(name, "")
         assert self.fallback is not None
         if not self.fallback.traced:
             self._problem(
@@ -276,7 +283,7 @@ class Matcher:
                     f"the fallback has dtype {value.dtype}, the target {leaf.dtype}",
                     "mend the fallback's dtype",
                 )
-        return PlanEntry(name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", leaf=leaf)
+        return PlanEntry(name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", fidelity=fidelity, leaf=leaf)
 
     def _closest(self, name: str) -> list[str]:
         free = [other for other in self._state if other not in self._target.leaves]

@@ -122,9 +122,10 @@ def entry_source(entry: PlanEntry) -> str:
 
 def entry_how(entry: PlanEntry) -> str:
     """What happens on the way; the view knows all of it, casts to the target's dtype included."""
-    if entry.view is None or entry.action == "keep":
-        return entry.how
-    return entry.view.describe()
+    told = entry.how if entry.view is None or entry.action == "keep" else entry.view.describe()
+    # What followed exactly is as it should be; a table full of "exact" would hide the others.
+    noted = entry.fidelity if entry.fidelity in ("approximate", "reset") else ""
+    return ", ".join(text for text in (told, noted) if text)
 
 
 def heading(plan: RestorePlan) -> list[str]:

@@ -69,7 +69,7 @@ class _Interrupted(Exception):
     """Carries a KeyboardInterrupt or SystemExit of a callback out of the event loop, which would end on meeting one."""
 
 
-class _Budget:
+class Budget:
     """Bytes in flight, granted first in, first out; a request above the whole budget waits until it is alone."""
 
     def __init__(self, limit: int):
@@ -78,6 +78,7 @@ class _Budget:
         self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
 
     async def take(self, size: int) -> None:
+        """Waits until `size` bytes may be in flight."""
         if not self._waiting and self._fits(size):
             self._used += size
             return
@@ -86,6 +87,7 @@ class _Budget:
         await granted
 
     def give(self, size: int) -> None:
+        """Gives a share back."""
         self._used -= size
         while self._waiting and self._fits(self._waiting[0][0]):
             next_size, granted = self._waiting.popleft()
@@ -161,7 +163,7 @@ class _Execution:
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
         loop = asyncio.get_running_loop()
-        budget = _Budget(self._limit)
+        budget = Budget(self._limit)
         tasks: set[asyncio.Task[None]] = set()
 
         async def one(group: Group) -> None:

@@ -39,6 +39,7 @@ class PlanEntry:
       action: "read"; "value": a constant that a transform put there; "fallback"; "keep": a placeholder stays.
       how: what happens on the way, in words ("stack of 24 on axis 1"); empty for a plain read.
       rule: the rule that decided where it comes from, in words; empty where names matched.
+      fidelity: of an optimizer's leaf that followed its parameter: "exact", "approximate" or "reset"; else empty.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PlanEntry:
     action: Action
     how: str = ""
     rule: str = ""
+    fidelity: str = ""
     view: View | None = dataclasses.field(default=None, repr=False)
     leaf: TargetLeaf | None = dataclasses.field(default=None, repr=False)
 

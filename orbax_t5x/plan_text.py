@@ -96,6 +96,7 @@ def _entry_json(entry: PlanEntry) -> dict[str, Any]:
         "sources": list(entry.sources),
         "how": entry_how(entry),
         "rule": entry.rule,
+        "fidelity": entry.fidelity,
         "shape": [int(size) for size in entry.shape],
         "dtype": None if entry.dtype is None else np.dtype(entry.dtype).name,
         "kind": None if entry.leaf is None else entry.leaf.kind,
@@ -139,6 +140,8 @@ def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> list[str]:
         lines.append(_line("", f"… and {counted(len(entry.sources) - _SHOWN_BOXES, 'source')} more"))
     if entry_how(entry):
         lines.append(_line("how", entry_how(entry)))
+    if entry.fidelity == "exact":
+        lines.append(_line("fidelity", "exact: it follows its parameter"))
     if entry.rule:
         lines.append(_line("rule", entry.rule))
     elif entry.action == "read":

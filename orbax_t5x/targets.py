@@ -73,7 +73,8 @@ class Target:
 def flatten_target(target: Any) -> Target:
     """Flattens any target of `orbax_t5x.restore`; see the contract there."""
     if target is None:
-        return Target({}, {}, unflatten, "everything")
+        # A TF bundle may hold both `a` and `a/b`.
+        return Target({}, {}, functools.partial(unflatten, join_clashes=True), "everything")
     nnx_adapter = _nnx_adapter(target)
     if nnx_adapter is not None:
         named, rebuild = nnx_adapter.flatten_target(target)

@@ -234,7 +234,7 @@ def test_steps_are_optaxs_and_survive_a_state_dict(name):
         return optimizer, optax.apply_updates(params, updates), state
 
     params = _params()
-    optimizer, state = jax.jit(lambda params: (definition.create(params), transformation.init(params)))(params)
+    optimizer, state = definition.create(params), transformation.init(params)
     abstract = jax.eval_shape(definition.create, _params())
     for step in range(3):
         optimizer, params, state = both(optimizer, params, state, _params(step + 1), _extra(name, step))

@@ -459,6 +459,7 @@ def test_json_says_everything(t5_plan):
     assert entries["layers/layers_3/query"] | {"rule": ""} == {
         "name": "layers/layers_3/query",
         "action": "read",
+        "fidelity": "",
         "sources": ["encoder/block_003/q"],
         "how": "",
         "rule": "",

@@ -149,6 +149,11 @@ def test_no_target_is_everything_as_numpy(kind):
     assert got["c"].dtype == np.int64 and got["c"].shape == ()
 
 
+def test_a_leaf_whose_name_is_another_ones_path():
+    got = ot.restore(checkpoint({"a": values((1,)), "a/b": values((2,))}), None)
+    assert got["a"].shape == (1,) and got["a/b"].shape == (2,)
+
+
 def test_names_are_those_of_state_dicts():
     params = {"layers": [{"w": jnp.zeros((2,))}, {"w": jnp.zeros((2,))}]}
     state = flax.training.train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))

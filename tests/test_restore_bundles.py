@@ -1,4 +1,4 @@
-"""Every bundle fixture restores bit for bit, sharded four ways, through both entry points; T5X's importer is the judge."""
+"""Every bundle fixture restores bit for bit, sharded four ways, through both entry points; T5X is the judge."""
 
 import json
 import shutil

@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.executor import _Budget
+from orbax_t5x.executor import Budget
 from orbax_t5x.handlers._chunks import choose_chunk, pieces
 from orbax_t5x.handlers._failed_saves import as_checkpoint_error
 from orbax_t5x.lazy import Box, Ledger, View
@@ -162,7 +162,7 @@ class _Run:
 
     def __init__(self, limit: int, progress: Progress | None, total: int):
         self.ledger = Ledger("touched")
-        self._budget = _Budget(limit)
+        self._budget = Budget(limit)
         self._count = asyncio.Semaphore(_PIECES_IN_FLIGHT)
         self._progress = progress
         self._done = 0

@@ -8,6 +8,7 @@ may be read from several threads and event loops at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 from collections.abc import Coroutine, Sequence
@@ -145,6 +146,10 @@ class Leaf(Protocol):
         ...
 
 
+# How late an interrupt may be noticed.
+_POLL_SECS = 0.5
+
+
 class ReadThread:
     """An event loop in a thread of its own, on which leaves are read.
 
@@ -165,6 +170,10 @@ class ReadThread:
         """Runs a coroutine that returns None to its end; a KeyboardInterrupt cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
+            # A wait without end would not notice a signal that came just before it began.
+            while not future.done():
+                with contextlib.suppress(TimeoutError):
+                    future.exception(_POLL_SECS)
             future.result()
         except BaseException:
             future.cancel()

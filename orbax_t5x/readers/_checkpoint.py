@@ -12,7 +12,8 @@ from orbax_t5x.lazy._leaf import Leaf
 
 def _insert(root: dict[str, Any], name: str, value: Any) -> None:
     """Puts a leaf under nested dicts; where a leaf stands in the way (a TF bundle may hold `a` and `a/b`), under the
-    joined rest."""
+    joined rest.
+    """
     node = root
     parts = name.split("/")
     for depth, part in enumerate(parts[:-1]):

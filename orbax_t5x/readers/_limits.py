@@ -9,7 +9,7 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds on what a file's headers may claim; a value beyond one is a `LimitExceededError` before anything is allocated.
+    """Bounds on what a file's headers may claim; beyond one is a `LimitExceededError`, before anything is allocated.
 
     Attributes:
       index_bytes: the largest index, header or metadata file that is read whole.
