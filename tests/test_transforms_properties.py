@@ -111,14 +111,15 @@ def test_rule_tables_equal_trying_rules_one_by_one(rules, names):
 def test_a_matching_name_holds_every_demanded_text(pattern, name):
     regex = re.compile(pattern)
     if regex.fullmatch(name):
-        assert all(text in name for text in demanded_texts(regex))
+        assert all(text in f"/{name}/" for text in demanded_texts(regex))
 
 
 def test_demanded_texts_are_found_where_they_help():
     assert demanded_texts(re.compile(r"target/(enc|dec)/layers_(?P<i>\d+)/mlp/w[io]/kernel\.v")) == [
-        *("target/", "/layers_", "/mlp/w", "/kernel.v")
+        *("/target/", "/layers_", "/mlp/w", "/kernel.v/")
     ]
-    assert demanded_texts(re.compile("ab*c+d?e{3}f")) == ["a", "c", "e", "f"]
+    assert demanded_texts(re.compile("ab*c+d?e{3}f")) == ["/a", "c", "e", "f/"]
+    assert demanded_texts(re.compile("a?b")) == ["b/"] and demanded_texts(re.compile("(a)b/c")) == ["b/c/"]
     assert demanded_texts(re.compile("a|b")) == demanded_texts(re.compile("(?i)a")) == []
 
 
