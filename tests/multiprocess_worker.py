@@ -1,6 +1,6 @@
-"""One of several processes of a job: `python -m tests.multiprocess_worker JOB COORDINATOR COUNT INDEX ARGUMENTS…`.
+"""One of several processes of a job: `python -m tests.multiprocess_worker JOB COORDINATOR COUNT INDEX RESULT ARGUMENTS…`.
 
-Prints one JSON line. Run by test_multiprocess.py under a timeout: a peer that dies takes the others with it.
+Writes its result as JSON: collectives print to standard output. Run by test_multiprocess.py under a timeout: a peer that dies takes the others with it.
 """
 
 import json
@@ -66,6 +66,14 @@ def restore(path, spec):
     }
 
 
+def restore_where_one_fails(path):
+    """The second process can not read."""
+    plan = ot.plan_restore(path, state_target(path, PartitionSpec("x")), [ot.transforms.Translate()])
+    if jax.process_index() == 1:
+        plan.checkpoints[""].close()
+    plan.execute()
+
+
 def save_and_restore(path, root):
     """Through a CheckpointManager with our handler, and back."""
     target = state_target(path, PartitionSpec("x"))
@@ -80,14 +88,15 @@ def save_and_restore(path, root):
 
 
 def main():
-    job, coordinator, count, index, *arguments = sys.argv[1:]
+    job, coordinator, count, index, result_path, *arguments = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(count), int(index))
     try:
         result = globals()[job](*arguments)
-    except ot.errors.CheckpointError as error:
-        result = {"error": type(error).__name__, "leaf": error.leaf, "text": str(error)}
-    print(json.dumps(result), flush=True)
+    except (ot.errors.CheckpointError, ValueError) as error:
+        result = {"error": type(error).__name__, "leaf": getattr(error, "leaf", None), "text": str(error)}
+    with open(result_path, "w") as file:
+        json.dump(result, file)
     multihost_utils.sync_global_devices("done")
     jax.distributed.shutdown()
 

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,11 @@ def run_processes(count, job, *arguments):
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "tests.multiprocess_worker", job, coordinator, str(count)]
+    folder = tempfile.TemporaryDirectory()
+    results = [Path(folder.name) / f"{index}.json" for index in range(count)]
     workers = [
         subprocess.Popen(
-            [*command, str(index), *map(str, arguments)],
+            [*command, str(index), str(results[index]), *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -39,7 +42,8 @@ def run_processes(count, job, *arguments):
             worker.kill()
     for worker, (_, errors) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, errors[-4000:]
-    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
+    with folder:
+        return [json.loads(result.read_text()) for result in results]
 
 
 @pytest.fixture
@@ -76,6 +80,12 @@ def test_damage_that_only_all_processes_together_can_see(bundle, tmp_path):
     results = run_processes(2, "restore", damaged, "rows")
     assert [result.get("error") for result in results] == ["CorruptCheckpointError"] * 2
     assert len({result["leaf"] for result in results}) == 1
+
+
+def test_a_process_that_can_not_read_ends_the_others_too(bundle):
+    first, second = run_processes(2, "restore_where_one_fails", bundle)
+    assert first["error"] == "CheckpointIOError" and "process 1" in first["text"]
+    assert second["error"] == "ValueError" and "closed" in second["text"]
 
 
 def test_save_and_restore_through_a_manager(bundle, tmp_path):

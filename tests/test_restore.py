@@ -12,6 +12,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -190,6 +191,15 @@ def test_memory_kinds_and_layouts_are_used():
     pinned = NamedSharding(mesh(), P("x"), memory_kind="unpinned_host")
     got = ot.restore(checkpoint({"a": values((8,))}), {"a": jax.ShapeDtypeStruct((8,), np.float32, sharding=pinned)})
     assert got["a"].sharding.memory_kind == "unpinned_host"
+    columns_first = Format(Layout(major_to_minor=(1, 0)), NamedSharding(mesh(), P("x")))
+    array = values((8, 4))
+    for target in (
+        jax.ShapeDtypeStruct((8, 4), np.float32, sharding=columns_first),
+        jax.device_put(array, columns_first),
+    ):
+        got = ot.restore(checkpoint({"a": array}), {"a": target})["a"]
+        assert got.format.layout.major_to_minor == (1, 0)
+        np.testing.assert_array_equal(np.asarray(got), array)
 
 
 def test_buffers_are_adopted_not_copied():
