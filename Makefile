@@ -16,7 +16,7 @@ test: $(VENV)/.tests-installed
 lint: $(VENV)/.lint-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.tests-installed
 	$(BIN)/python -m benchmarks.run

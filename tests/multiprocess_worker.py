@@ -1,6 +1,7 @@
-"""One of several processes of a job: `python -m tests.multiprocess_worker JOB COORDINATOR COUNT INDEX RESULT ARGUMENTS…`.
+"""One of several processes of a job: `python -m tests.multiprocess_worker JOB COORDINATOR COUNT INDEX RESULT …`.
 
-Writes its result as JSON: collectives print to standard output. Run by test_multiprocess.py under a timeout: a peer that dies takes the others with it.
+Writes its result as JSON into a file: collectives print to standard output. Run by test_multiprocess.py under a
+timeout: a peer that dies takes the others with it.
 """
 
 import json
