@@ -289,7 +289,7 @@ def test_nested_multi_optimizers():
     inner = MultiOptimizer([(_under("encoder"), _adafactor()), (_under("decoder"), optimizers.adam(0.1))])
     towers = traverse_util.ModelParamTraversal(lambda path, _: not path.startswith("/head"))
     definition = MultiOptimizer([(towers, inner), (_under("head"), optimizers.sgd(0.1))])
-    optimizer = definition.create(_tree(0)).apply_gradient(_tree(1))
+    optimizer = jax.jit(lambda params, grads: definition.create(params).apply_gradient(grads))(_tree(0), _tree(1))
     assert "state/param_states/0/1/0/mu/decoder/kernel" in _flat(optimizer.state_dict())
     restored = optimizer.restore_state(optimizer.state_dict())
     _assert_equal(restored, optimizer)
