@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 _SLOTS = ("v_row", "v_col", "v")
 _PLACEHOLDER: Shape = (1,)
 _T5X_STATES = "state/param_states/"
-_T5X_STEP = "state/step"
+T5X_STEP = "state/step"
 _T5X_PARAMS = "target/"
 _RESET = "start the optimizer anew: Drop the optimizer's leaves and give them by fallback="
 
@@ -100,7 +100,7 @@ def t5x_to_optax(
     result = Conversion()
     for prefix, params in _factored_states(target).items():
         pairing = _Pairing(result, source, target, prefix, _entries(target, prefix), rules or {}, to_optax=True)
-        result.renames.update(dict.fromkeys(pairing.counters(), _T5X_STEP))
+        result.renames.update(dict.fromkeys(pairing.counters(), T5X_STEP))
         for param in params:
             pairing.convert(param)
     return result
@@ -115,10 +115,10 @@ def optax_to_t5x(
         pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, to_optax=False)
         counter, *others = pairing.counters()
         # A T5X checkpoint of an Optax optimizer has the step itself, too.
-        if _T5X_STEP in source:
+        if T5X_STEP in source:
             result.unused.append(counter)
         else:
-            result.renames[_T5X_STEP] = counter
+            result.renames[T5X_STEP] = counter
         result.unused.extend(others)
         for param in params:
             pairing.convert(param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from orbax_t5x.transforms._adafactor_slots import AdafactorSlots
 from orbax_t5x.transforms._arrays import Cast, Concat, Repeat, Reshape, Split, Transpose
 from orbax_t5x.transforms._base import (
     Notes,
@@ -23,6 +24,7 @@ from orbax_t5x.transforms._sources import Average, Overlay
 from orbax_t5x.transforms.translate import Translate
 
 __all__ = [
+    "AdafactorSlots",
     "AssignmentMap",
     "Average",
     "Cast",
