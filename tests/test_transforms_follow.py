@@ -305,8 +305,12 @@ def test_one_parameter_for_two_is_approximate():
     source = state({"a": W, "b": W}, {"0/mu/a": W + 1, "0/mu/b": W + 2})
     target = {name: 0 for name in source} | {"target/c": 0, "state/param_states/0/mu/c": 0}
     share = tr.FollowOptimizer(tr.AssignmentMap([("target/c", "target/a")]))
-    result, notes = run(share, source | {}, {**target, "target/a": 0})
+    result, notes = run(share, source, target)
     assert np.array_equal(result["state/param_states/0/mu/c"], W + 1)
+    assert notes.classes == {
+        **dict.fromkeys(("state/param_states/0/mu/a", "state/param_states/0/mu/c"), "approximate"),
+        "state/param_states/0/mu/b": "exact",
+    }
     repeated, notes = run(tr.FollowOptimizer(tr.Repeat("target/a", 2, 0)), source)
     assert notes.classes["state/param_states/0/mu/a"] == "approximate"
     assert notes.classes["state/param_states/0/mu/b"] == "exact"

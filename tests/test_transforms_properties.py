@@ -95,6 +95,10 @@ def patterns(draw):
 @example(["a b", re.compile("a b", re.VERBOSE)], ["ab", "a b"])
 @example(["a{", "a{,2}b"], ["a{", "aab", "b"])
 @example([r"a\Z|b", "[(]a"], ["a", "b", "(a"])
+@example(["a", ".*"], ["a"])
+@example([".*", "a"], ["a"])
+@example(["a/(.*)", "(.*)"], ["a/b"])
+@example(["(.*)/a/(.*)", "(.*)b", "b/a/b"], ["b/a/b"])
 @example(["x*?y", "x+?y", "x??y"], ["y", "xy", "xxy"])
 def test_rule_tables_equal_trying_rules_one_by_one(rules, names):
     table = RuleTable(rules)
@@ -217,6 +221,22 @@ def test_assignment_map(source, target, rules, require):
         lambda: oracle.assignment_map(source, wanted, rules, require),
         wanted,
     )
+
+
+@settings(max_examples=2 * _EXAMPLES)
+@given(trees(), st.lists(NAMES, unique=True, max_size=4), st.data())
+def test_assignment_map_between_names_that_are_there(source, more, data):
+    """Swaps, rotations, one source for several, leaves left out: rules of names alone."""
+    wanted = dict.fromkeys([*source, *more])
+    taken = st.sampled_from([*source, None]) if source else st.none()
+    rules = [(re.escape(name), data.draw(taken)) for name in wanted if data.draw(st.booleans())]
+    check(tr.AssignmentMap(rules), source, lambda: oracle.assignment_map(source, wanted, rules), wanted)
+    notes = run(tr.AssignmentMap(rules), source, wanted)[1]
+    result = oracle.assignment_map(source, wanted, rules)
+    # What is neither used nor kept was taken out, and that is noted.
+    used = {old for name, old in rules if old} | {name for name in source if re.escape(name) not in dict(rules)}
+    assert set(notes.dropped) == {name for name in source if name not in used}
+    assert all(name in result or name in dict(rules).values() or name in notes.dropped for name in source)
 
 
 @settings(max_examples=2 * _EXAMPLES)
