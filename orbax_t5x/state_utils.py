@@ -13,9 +13,10 @@ from typing import Any
 
 from flax.traverse_util import empty_node
 
+from orbax_t5x.transforms._assignment_map import AssignmentMap
 from orbax_t5x.transforms._base import Notes
 from orbax_t5x.transforms._flat import flatten, is_tensorstore_spec, unflatten
-from orbax_t5x.transforms._names import AssignmentMap, Intersect, Merge
+from orbax_t5x.transforms._names import Intersect, Merge
 
 _logger = logging.getLogger(__name__)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orbax_t5x.transforms._adafactor_slots import AdafactorSlots
-from orbax_t5x.transforms._arrays import Cast, Concat, Repeat, Reshape, Split, Transpose
+from orbax_t5x.transforms._arrays import Cast, Repeat, Reshape, Transpose
+from orbax_t5x.transforms._assignment_map import AssignmentMap
 from orbax_t5x.transforms._base import (
     Notes,
     Transform,
@@ -19,7 +20,8 @@ from orbax_t5x.transforms._chain import Chain
 from orbax_t5x.transforms._flat import NameClashError
 from orbax_t5x.transforms._follow import FollowOptimizer
 from orbax_t5x.transforms._layers import StackLayers, UnstackLayers
-from orbax_t5x.transforms._names import AssignmentMap, Drop, Intersect, Keep, Merge, Rename
+from orbax_t5x.transforms._names import Drop, Intersect, Keep, Merge, Rename
+from orbax_t5x.transforms._parts import Concat, Split
 from orbax_t5x.transforms._sources import Average, Overlay
 from orbax_t5x.transforms.translate import Translate
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orbax_t5x.lazy import View, stack
-from orbax_t5x.transforms._arrays import _OnePattern
+from orbax_t5x.transforms._arrays import OnePattern
 from orbax_t5x.transforms._base import Notes, Transform
 from orbax_t5x.transforms._patterns import Pattern, compile_pattern, expand, note_unused, pattern_text, rule_table
 from orbax_t5x.transforms._state import NewState, normal_axis, view_of
@@ -218,7 +218,7 @@ def _depths(stacks: Iterable[Mapping[int, re.Match[str]]], group: int) -> dict[s
 
 
 @dataclasses.dataclass(frozen=True)
-class UnstackLayers(_OnePattern):
+class UnstackLayers(OnePattern):
     """Takes leaves apart along an axis: one leaf per layer, without the axis.
 
     Attributes:
