@@ -232,7 +232,9 @@ class _Walker:
             resolved = os.path.realpath(target)
             if resolved != self._root.path and not resolved.startswith(self._root.path.rstrip("/") + "/"):
                 raise self._leads_out()
-            self._restart(self._root.path, os.path.relpath(resolved, self._root.path).split("/"))
+            # `realpath` forgets that what ends in a slash must be a directory.
+            directory = ["."] if os.path.basename(target) in ("", ".") else []
+            self._restart(self._root.path, [*os.path.relpath(resolved, self._root.path).split("/"), *directory])
         else:
             self._pending.extend(reversed(target.split("/")))
 
