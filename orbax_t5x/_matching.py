@@ -6,7 +6,7 @@ Pure, and linear in the number of leaves: closest names are looked for only for 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +22,7 @@ from orbax_t5x.plan import PlanEntry
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.targets import Target, TargetLeaf
 from orbax_t5x.transforms import Notes
+from orbax_t5x.transforms._closest import ClosestNames
 from orbax_t5x.transforms.translate import Translate
 
 # Names shown for a missing leaf, and missing leaves for which they are looked up: each look-up scans every name.
@@ -249,6 +250,8 @@ class Matcher:
             return PlanEntry(
                 name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", fidelity=fidelity, view=view, leaf=leaf
             )
+        if name in self._notes.explained:
+            return None  # the transform that should have made it says why it could not
         self._missing += 1
         closest = self._closest(name) if self._missing <= _LOOKUPS else []
         reason = "the checkpoint has None there" if is_none else "the checkpoint has no such leaf"
@@ -285,9 +288,13 @@ class Matcher:
                 )
         return PlanEntry(name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", fidelity=fidelity, leaf=leaf)
 
-    def _closest(self, name: str) -> list[str]:
+    @functools.cached_property
+    def _free_names(self) -> ClosestNames:
         free = [other for other in self._state if other not in self._target.leaves]
-        return difflib.get_close_matches(name, free or list(self._state), _CLOSEST, 0.5)
+        return ClosestNames(free or list(self._state))
+
+    def _closest(self, name: str) -> list[str]:
+        return self._free_names.to(name, _CLOSEST)
 
     def _hint_translate(self) -> None:
         formats = {checkpoint.format for checkpoint in self._checkpoints.values()}
