@@ -182,7 +182,8 @@ def test_all_problems_of_a_chain_come_at_once(manager_root):
     with pytest.raises(RestorePlanError) as caught:
         ot.plan_restore(manager_root, target, chain)
     kinds = [problem.kind for problem in caught.value.problems]
-    assert {"unused_rule", "shape", "missing"} <= set(kinds) and kinds.count("unused_rule") == 2
+    assert {"unused_rule", "shape"} <= set(kinds) and kinds.count("unused_rule") == 2
+    assert [problem.leaf for problem in caught.value.problems if problem.kind == "missing"] == ["target/q"]
 
 
 def test_a_hugging_face_model_restores_into_scanned_layers(sources):
