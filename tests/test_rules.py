@@ -317,7 +317,7 @@ def test_infer_finds_the_pack(networks, shapes, one, other):
         assert pack.steps == () and pack.name == "nothing to map"
     else:
         assert pack == expected and pack.digest() == expected.digest()
-    assert one in pack.found and other in pack.found
+    assert one in pack.found and other in pack.found and pack.found in repr(pack)
     source = tr.flatten(full(networks["minimal"][1]["params"]))
     source = run(PACKS["minimal", one], source)[0] if one != "minimal" else source
     result, notes = run(pack, source, shapes[other])

@@ -11,7 +11,7 @@ from orbax_t5x.transforms._chain import Chain
 from orbax_t5x.transforms._closest import ClosestNames
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RulePack(Chain):
     """Maps one model's tree to another's. Every step is optional, the pack as a whole is not: if nothing matches,
     that is a problem.
@@ -59,6 +59,9 @@ class RulePack(Chain):
     def digest(self) -> str:
         """As `Transform.digest`; what `infer` saw does not count."""
         return super().digest() if not self.found else dataclasses.replace(self, found="").digest()
+
+    def __repr__(self) -> str:
+        return f"<RulePack {self.found or self.name}>"
 
     def describe(self) -> str:
         """One line for people."""
