@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from orbax_t5x.lazy import Box
-from orbax_t5x.lazy._leaf import box_shape, box_size
+from orbax_t5x.lazy._leaf import box_shape, box_size, full_box
 from orbax_t5x.plan import PlanEntry, addressable_boxes, box_of_index
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
@@ -31,6 +32,8 @@ class Pieces:
       starts, stops: bytes within the allocation; each buffer begins at a 64-byte boundary.
       size: bytes of the allocation.
       place_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
+      reading: the boxes to read. Shards that follow one another along the leading dimension, and so in memory, are read
+        as one: one request, one call and one checksum instead of one per device.
     """
 
     boxes: tuple[Box, ...]
@@ -39,17 +42,26 @@ class Pieces:
     stops: tuple[int, ...]
     size: int
     place_of: Mapping[Any, int]
+    reading: tuple[Box, ...]
 
-    def allocate(self, dtype: np.dtype) -> list[np.ndarray]:
-        """Uninitialised buffers of all boxes: one allocation, which lives as long as the array that adopts it."""
+    def allocate(self, dtype: np.dtype) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Uninitialised buffers: of all boxes, and, of the same memory, of the boxes to read.
+
+        All is one allocation, which lives as long as the array that adopts it.
+        """
         if dtype.hasobject:
-            return [np.empty(shape, dtype) for shape in self.shapes]
+            outs = [np.empty(shape, dtype) for shape in self.shapes]
+            return outs, outs
         memory = np.empty(self.size + _ALIGNMENT, np.uint8)
         first = -memory.ctypes.data % _ALIGNMENT
-        return [
+        outs = [
             memory[first + start : first + stop].view(dtype).reshape(shape)
             for start, stop, shape in zip(self.starts, self.stops, self.shapes, strict=True)
         ]
+        if self.reading is self.boxes:
+            return outs, outs
+        (whole,) = self.reading
+        return outs, [memory[first : first + self.size].view(dtype).reshape(box_shape(whole))]
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -64,7 +76,18 @@ def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], item
     places = {box: place for place, box in enumerate(boxes)}
     indices = () if sharding is None else sharding.addressable_devices_indices_map(shape).values()
     place_of = {_raw_index(index): places[box_of_index(index or (), shape)] for index in indices}
-    return Pieces(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, place_of)
+    joined = _joined(boxes, shape) if starts[1:] == stops[:-1] else None
+    reading = boxes if joined is None else (joined,)
+    return Pieces(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, place_of, reading)
+
+
+def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
+    """The one box that boxes are together which follow one another along the leading dimension, or None."""
+    if len(boxes) < 2 or any(box[1:] != full_box(shape[1:]) for box in boxes):
+        return None
+    if any(before[0][1] != after[0][0] for before, after in itertools.pairwise(boxes)):
+        return None
+    return ((boxes[0][0][0], boxes[-1][0][1]), *boxes[0][1:])
 
 
 def _raw_index(index: Sequence[slice] | None) -> tuple[tuple[int | None, int | None], ...]:

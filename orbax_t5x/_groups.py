@@ -61,7 +61,7 @@ def _host_bytes(entry: PlanEntry) -> int:
     """Buffers of all boxes, and the scratch of the one that needs most."""
     assert entry.view is not None
     pieces = pieces_of(entry)
-    return pieces.size + sum(min(scratch(entry.view, box), SCRATCH_BYTES) for box in pieces.boxes)
+    return pieces.size + sum(min(scratch(entry.view, box), SCRATCH_BYTES) for box in pieces.reading)
 
 
 def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,15 +27,14 @@ def scratch(view: View, box: Box) -> int:
     return view.temp_bytes(box, len(box)) if view.inputs else 0
 
 
-def slabs(buffers: Mapping[str, list[Shard]]) -> Iterable[list[Shard]]:
+def slabs(shards: Iterable[Shard]) -> Iterable[list[Shard]]:
     """The shards to read together: all that need little scratch, then each other one in slabs of its leading
     dimension.
     """
     light: list[Shard] = []
     heavy: list[Shard] = []
-    for shards in buffers.values():
-        for shard in shards:
-            (heavy if scratch(shard.view, shard.box) > SCRATCH_BYTES else light).append(shard)
+    for shard in shards:
+        (heavy if scratch(shard.view, shard.box) > SCRATCH_BYTES else light).append(shard)
     if light:
         yield light
     for shard in heavy:
