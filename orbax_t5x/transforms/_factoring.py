@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from orbax_t5x._factor_rules import heuristic_dims
 from orbax_t5x.transforms._trace import Kept
 
 Shape = tuple[int, ...]
@@ -61,9 +62,11 @@ def by_size(shape: Shape) -> Factoring:
     """The heuristic: v_row drops the largest dimension, v_col the second largest; of equal ones the later counts as
     larger.
     """
-    order = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
+    factored = heuristic_dims(shape, 0)
+    assert factored is not None, "rank 2 and more"
+    second, largest = factored
     dims = frozenset(range(len(shape)))
-    return Factoring(dims - {order[-1]}, dims - {order[-2]})
+    return Factoring(dims - {largest}, dims - {second})
 
 
 @functools.lru_cache(maxsize=4096)
