@@ -140,6 +140,22 @@ def test_partial_reads_and_verification(goldens):
     assert plan.report.verified == plan.report.unverified == ()
 
 
+def test_one_tower_reads_that_tower(goldens):
+    folder = goldens / "tf_bundle" / "t5_1_1_f32"
+    everything = ot.restore(folder, None, [ot.transforms.Translate()])
+    tower = {"target": {"encoder": everything["target"]["encoder"]}}
+    plan = ot.plan_restore(folder, tower, [ot.transforms.Translate()], strict=False)
+    plan.execute()
+    with ot.open_checkpoint(folder) as opened:
+        wanted = sum(
+            leaf.nbytes
+            for name, leaf in opened.leaves.items()
+            if name.startswith("encoder/") and "_slot_" not in name and "embedding" not in name
+        )
+    assert plan.report.bytes_read == plan.bytes_to_read == wanted
+    assert plan.report.gap_bytes <= 0.02 * wanted
+
+
 def test_damage_names_file_and_leaf(goldens, tmp_path):
     folder = shutil.copytree(goldens / "tf_bundle" / "t5_1_1_f32", tmp_path / "bundle")
     with ot.open_checkpoint(folder) as opened:
