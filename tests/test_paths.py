@@ -243,6 +243,8 @@ NAMES = st.lists(PARTS, min_size=1, max_size=5).map("/".join)
     names=st.lists(NAMES, min_size=1, max_size=6),
 )
 @example(links=[(["c"], True, "a/a/.")], files=[], names=["c"])
+@example(links=[(["c"], True, "b/a/..")], files=[], names=["c"])
+@example(links=[(["c"], True, "b/../b")], files=[], names=["c"])
 def test_no_tree_of_links_leads_out(tmp_path_factory: pytest.TempPathFactory, links, files, names) -> None:
     """What opens is what the kernel finds under that name, and it lies inside; what the kernel finds inside opens."""
     outer = tmp_path_factory.mktemp("outer")

@@ -228,6 +228,9 @@ class _Walker:
         here = os.path.join(self._top, *self._names)
         if blob := self._hub_blob(os.path.normpath(os.path.join(here, target))):
             self._restart(*blob)
+        elif target == self._root.path or target.startswith(self._root.path.rstrip("/") + "/"):
+            # Walked, not resolved by name: `realpath` lets ".." follow a file, which the kernel does not.
+            self._restart(self._root.path, target[len(self._root.path) :].split("/"))
         elif os.path.isabs(target):
             resolved = os.path.realpath(target)
             if resolved != self._root.path and not resolved.startswith(self._root.path.rstrip("/") + "/"):
