@@ -203,6 +203,7 @@ class _Execution:
             for leaf, requests in reads:
                 if self._stop.is_set():
                     return
+                # Only groups whose leaves all have this optional method are blocking.
                 leaf.read_blocking(requests, self._ledger)  # type: ignore[attr-defined]
             for step in finish:
                 step()

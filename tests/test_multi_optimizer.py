@@ -185,7 +185,10 @@ def test_saved_restored_and_continued_on_eight_devices(make, tmp_path):
     rules = {"embed": "a", "mlp": "b", "heads": "b"}
     abstract = jax.eval_shape(definition.create, _tree(0))
     axes = definition.derive_logical_axes(abstract, _AXES)
-    is_spec = lambda x: x is None or isinstance(x, P)  # noqa: E731
+
+    def is_spec(x):
+        return x is None or isinstance(x, P)
+
     assert _flat(axes.state_dict()).keys() == _flat(abstract.state_dict()).keys()
     shardings = jax.tree.map(
         lambda spec, leaf: None if leaf is None else NamedSharding(mesh, P(*(rules.get(axis) for axis in spec or ()))),

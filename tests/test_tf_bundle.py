@@ -37,7 +37,7 @@ BUNDLES = [
 
 
 def leaf_of(checkpoint: Checkpoint, name: str) -> Leaf:
-    (leaf,) = checkpoint.leaves[name].leaves()  # type: ignore[attr-defined]
+    (leaf,) = checkpoint.leaves[name].leaves()
     return leaf
 
 

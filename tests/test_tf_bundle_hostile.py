@@ -407,7 +407,7 @@ def test_a_shorter_shard_is_found_at_opening(tmp_path: Path) -> None:
     prefix, arrays = two_shards(tmp_path, 0)
     os.truncate(shard_path(prefix, 1, 2), 799)
     with open_tf_bundle(prefix) as checkpoint:
-        error = leaf_of(checkpoint, "b").error  # type: ignore[attr-defined]
+        error = leaf_of(checkpoint, "b").error
         assert isinstance(error, CorruptCheckpointError) and "bytes 0 to 800 of a shard of 799" in str(error)
         assert same_bits(read_whole(leaf_of(checkpoint, "a")), arrays["a"])
 

@@ -232,7 +232,10 @@ def test_optax_adafactor_follows_where_that_is_exact():
     """Optax factors over the two largest dimensions, whatever they mean."""
     params = {f"layers_{i}": {"w": np.ones((4, 6), np.float32), "b": np.ones(6, np.float32)} for i in range(3)}
     stacked = {"layers": {"w": np.ones((4, 3, 6), np.float32), "b": np.ones((6, 3), np.float32)}}
-    make = lambda: optax.adafactor(0.1, min_dim_size_to_factor=4, multiply_by_parameter_scale=False)  # noqa: E731
+
+    def make():
+        return optax.adafactor(0.1, min_dim_size_to_factor=4, multiply_by_parameter_scale=False)
+
     grads = random_like(params, 1)
     stack = tr.Chain(
         [

@@ -28,7 +28,10 @@ LEAVES = {
 
 def stock_tree():
     rng = np.random.default_rng(0)
-    leaf = lambda: jnp.asarray(rng.standard_normal((8, 6)), jnp.float32)  # noqa: E731
+
+    def leaf():
+        return jnp.asarray(rng.standard_normal((8, 6)), jnp.float32)
+
     names = "abc"
     return {
         "target": {name: {"w": leaf()} for name in names},
