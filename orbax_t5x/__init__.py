@@ -21,8 +21,6 @@ if TYPE_CHECKING:
         train_state,
         transforms,
     )
-    from orbax_t5x._convert import convert
-    from orbax_t5x._restore import plan_restore, restore
     from orbax_t5x.errors import Problem, RestorePlanError
     from orbax_t5x.handlers import args
     from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
@@ -35,9 +33,11 @@ if TYPE_CHECKING:
         repeat,
         stack,
     )
+    from orbax_t5x.operations.convert import convert
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES, with_shardings
-    from orbax_t5x.plan import PlanEntry, RestorePlan
     from orbax_t5x.readers import Checkpoint, Limits, latest_step, open_checkpoint
+    from orbax_t5x.restoring.api import plan_restore, restore
+    from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 
 __version__ = "0.1.0"
 
@@ -48,9 +48,9 @@ _PUBLIC: dict[str, str] = {
     "LazyAwaitableArray": "orbax_t5x.lazy",
     "LazyThreadPoolArray": "orbax_t5x.lazy",
     "Limits": "orbax_t5x.readers",
-    "PlanEntry": "orbax_t5x.plan",
+    "PlanEntry": "orbax_t5x.restoring.plan",
     "Problem": "orbax_t5x.errors",
-    "RestorePlan": "orbax_t5x.plan",
+    "RestorePlan": "orbax_t5x.restoring.plan",
     "RestorePlanError": "orbax_t5x.errors",
     "STANDARD_LOGICAL_AXIS_RULES": "orbax_t5x.partitioning",
     "TrainStateHandler": "orbax_t5x.handlers.checkpoint_handler",
@@ -59,15 +59,15 @@ _PUBLIC: dict[str, str] = {
     "broadcast_to": "orbax_t5x.lazy",
     "checkpoint_importer": "",
     "concatenate": "orbax_t5x.lazy",
-    "convert": "orbax_t5x._convert",
+    "convert": "orbax_t5x.operations.convert",
     "errors": "",
     "latest_step": "orbax_t5x.readers",
     "nnx": "",
     "open_checkpoint": "orbax_t5x.readers",
     "optimizers": "",
-    "plan_restore": "orbax_t5x._restore",
+    "plan_restore": "orbax_t5x.restoring.api",
     "repeat": "orbax_t5x.lazy",
-    "restore": "orbax_t5x._restore",
+    "restore": "orbax_t5x.restoring.api",
     "rules": "",
     "stack": "orbax_t5x.lazy",
     "state_utils": "",

@@ -15,14 +15,15 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from orbax_t5x._adafactor_step import (
+from orbax_t5x.optim.adafactor_step import (
     AdafactorHyperParams,
     AdafactorParamState,
     clip_by_global_norm,
     init_slots,
     step_param,
 )
-from orbax_t5x._factor_rules import (
+from orbax_t5x.optim.base import Optimizer, OptimizerDef, OptimizerState, first_step
+from orbax_t5x.optim.factoring import (
     HEURISTIC_RULE,
     STANDARD_LOGICAL_FACTOR_RULES,
     FactorDim,
@@ -33,9 +34,8 @@ from orbax_t5x._factor_rules import (
     factor_name_to_factordim,
     rules_from_axes,
 )
-from orbax_t5x._optax_axes import align_axes
-from orbax_t5x._optax_state import named_leaves
-from orbax_t5x._optimizer_base import Optimizer, OptimizerDef, OptimizerState, first_step
+from orbax_t5x.optim.optax_axes import align_axes
+from orbax_t5x.optim.optax_state import named_leaves
 
 __all__ = [
     "HEURISTIC_RULE",

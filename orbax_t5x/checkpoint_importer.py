@@ -1,6 +1,6 @@
 """Mesh TensorFlow T5 bundles as T5X state dicts: T5X's importer, without TensorFlow.
 
-The lazy arrays are those of `orbax_t5x.lazy`, the rules those of `orbax_t5x.rules.mesh_tf`, and what is done with names
+The lazy arrays are those of `orbax_t5x.lazy`, the rules those of `orbax_t5x.mesh_tf.rules`, and what is done with names
 that of `transforms.Translate`; here they only have T5X's names. Opening reads the bundle's index. Arrays are read at
 the end, each once, after all names and shapes have been checked, or not at all (`lazy_parameters`).
 """
@@ -24,9 +24,7 @@ from orbax_t5x.lazy import (
     full_box,
     read_views,
 )
-from orbax_t5x.readers.tf_bundle import open_tf_bundle
-from orbax_t5x.rules._translator import CheckpointTranslator
-from orbax_t5x.rules.mesh_tf import (
+from orbax_t5x.mesh_tf.rules import (
     attention_layers,
     final_layernorms,
     final_logits,
@@ -38,6 +36,8 @@ from orbax_t5x.rules.mesh_tf import (
     shared_embeddings,
     t5_importer,
 )
+from orbax_t5x.mesh_tf.translator import CheckpointTranslator
+from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.transforms import Notes, flatten, unflatten
 from orbax_t5x.transforms.translate import Translate
 

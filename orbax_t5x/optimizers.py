@@ -17,10 +17,10 @@ import flax.struct
 import optax
 import optax.contrib
 
-from orbax_t5x._multi_optimizer import MultiOptimizer
-from orbax_t5x._optax_axes import align_axes, state_axes
-from orbax_t5x._optax_state import to_state_dict
-from orbax_t5x._optimizer_base import Optimizer, OptimizerDef, OptimizerState, first_step
+from orbax_t5x.optim.base import Optimizer, OptimizerDef, OptimizerState, first_step
+from orbax_t5x.optim.multi import MultiOptimizer
+from orbax_t5x.optim.optax_axes import align_axes, state_axes
+from orbax_t5x.optim.optax_state import to_state_dict
 
 __all__ = [
     "MultiOptimizer",

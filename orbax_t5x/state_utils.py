@@ -13,10 +13,10 @@ from typing import Any
 
 from flax.traverse_util import empty_node
 
-from orbax_t5x.transforms._assignment_map import AssignmentMap
-from orbax_t5x.transforms._base import Notes
-from orbax_t5x.transforms._flat import flatten, is_tensorstore_spec, unflatten
-from orbax_t5x.transforms._names import Intersect, Merge
+from orbax_t5x.transforms.assignment_map import AssignmentMap
+from orbax_t5x.transforms.base import Notes
+from orbax_t5x.transforms.names import Intersect, Merge
+from orbax_t5x.trees.flat import flatten, is_tensorstore_spec, unflatten
 
 _logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict, freeze
 
-from orbax_t5x._model_variables import mutables_axis_names, params_axis_names, split_variables
-from orbax_t5x._optax_state import from_state_dict, to_state_dict
+from orbax_t5x.optim.model_variables import mutables_axis_names, params_axis_names, split_variables
+from orbax_t5x.optim.optax_state import from_state_dict, to_state_dict
 from orbax_t5x.optimizers import Optimizer, OptimizerDef
 
 __all__ = ["EMPTY_DICT", "FlaxOptimTrainState", "InferenceState", "TrainState"]

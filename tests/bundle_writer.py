@@ -16,8 +16,8 @@ import google_crc32c
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.readers._bundle_proto import Extent, slice_key
-from orbax_t5x.readers._crc import combine
+from orbax_t5x.readers.tf_bundle.proto import Extent, slice_key
+from orbax_t5x.storage.crc32c import combine
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 STRING = 7

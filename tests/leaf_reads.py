@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.lazy._leaf import Box, Leaf, Ledger, Part, Request, Verify, box_shape, full_box
+from orbax_t5x.lazy.leaf import Box, Leaf, Ledger, Part, Request, Verify, box_shape, full_box
 
 
 class Reading(NamedTuple):

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from orbax_t5x.lazy._leaf import box_slices
-from orbax_t5x.readers._checkpoint import Checkpoint
+from orbax_t5x.lazy.leaf import box_slices
+from orbax_t5x.readers.checkpoint import Checkpoint
 
 
 class AwaitedLeaf:

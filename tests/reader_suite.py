@@ -20,7 +20,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.lazy import as_view
-from orbax_t5x.lazy._leaf import Box, Leaf, Ledger, Request, box_shape, box_size, box_slices, full_box
+from orbax_t5x.lazy.leaf import Box, Leaf, Ledger, Request, box_shape, box_size, box_slices, full_box
 
 NUMBERS = tuple(
     np.dtype(dtype)

@@ -16,14 +16,17 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
-from orbax_t5x.lazy._leaf import Box, Ledger, Part, Request, box_shape, box_slices, full_box
-from orbax_t5x.readers import _byte_range, _crc, _jobs, _scatter
-from orbax_t5x.readers._byte_range import ByteRange
-from orbax_t5x.readers._bytes import FileSet
-from orbax_t5x.readers._coverage import cover, uncovered
-from orbax_t5x.readers._paths import Root
-from orbax_t5x.readers._range_leaf import ByteRangeLeaf
-from orbax_t5x.readers._runs import WindowGrid, byte_strides, place_box, split_ends, union_runs
+from orbax_t5x.lazy.leaf import Box, Ledger, Part, Request, box_shape, box_slices, full_box
+from orbax_t5x.readers.ranges import byte_range as _byte_range
+from orbax_t5x.readers.ranges import scatter as _scatter
+from orbax_t5x.readers.ranges.byte_range import ByteRange
+from orbax_t5x.readers.ranges.byte_runs import WindowGrid, byte_strides, place_box, split_ends, union_runs
+from orbax_t5x.readers.ranges.coverage import cover, uncovered
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
+from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage import pools as _jobs
+from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.paths import Root
 from tests.bundle_writer import DTYPES, np_dtype
 from tests.leaf_reads import read_boxes, same_bits
 

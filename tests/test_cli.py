@@ -17,11 +17,11 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x._plan_table import terminal_width
 from orbax_t5x.cli import demo_job, inspect_command
-from orbax_t5x.cli._arguments import size_argument
-from orbax_t5x.cli._progress import ProgressBar
+from orbax_t5x.cli.arguments import size_argument
 from orbax_t5x.cli.main import main
+from orbax_t5x.cli.progress import ProgressBar
+from orbax_t5x.restoring.show.table import terminal_width
 
 BUNDLE = Path(demo_job.__file__).parent / "demo_data" / "model.ckpt-1000000"
 

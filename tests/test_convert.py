@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x import provenance
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointIOError,
@@ -26,8 +25,9 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers._chunks import choose_chunk, pieces
+from orbax_t5x.handlers.chunks import choose_chunk, pieces
 from orbax_t5x.lazy import LazyThreadPoolArray
+from orbax_t5x.provenance import records as provenance
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from orbax_t5x._dtypes import conversion, kind_of
+from orbax_t5x.trees.dtypes import conversion, kind_of
 
 INTS = [
     np.int8,

@@ -16,8 +16,8 @@ from flax.linen.partitioning import AxisMetadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
-from orbax_t5x import provenance
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.provenance import records as provenance
 
 BUNDLE = Path(__file__).parent / "goldens" / "tf_bundle" / "t5_1_1_f32"
 T5X_ORBAX = Path(__file__).parent / "goldens" / "t5x_orbax"

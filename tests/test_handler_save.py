@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
-from orbax_t5x import provenance
 from orbax_t5x.errors import CheckpointIOError, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.provenance import records as provenance
 
 
 def files(directory):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from orbax_t5x import optimizers
-from orbax_t5x._optax_state import from_state_dict, to_state_dict
+from orbax_t5x.optim.optax_state import from_state_dict, to_state_dict
 from orbax_t5x.optimizers import OptaxStatePartitionRules, OptaxWrapper, Optimizer, OptimizerDef, OptimizerState
 
 _AXES = {"enc": {"w": P("embed", "mlp"), "b": P("mlp")}, "dec": {"w": P("mlp", "vocab")}}

@@ -8,9 +8,9 @@ import pytest
 from flax import traverse_util
 
 from orbax_t5x import optimizers
-from orbax_t5x._factored_state import match_slots, optax_to_t5x, t5x_to_optax
-from orbax_t5x._optax_state import from_state_dict, to_state_dict
 from orbax_t5x.adafactor import Adafactor, FactorDim, HParamMap
+from orbax_t5x.optim.factored_state import match_slots, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.optax_state import from_state_dict, to_state_dict
 
 _ROW, _COLUMN, _BATCH = FactorDim.ROW, FactorDim.COLUMN, FactorDim.BATCH
 # A matrix of each kind, ranks above 2 with the two largest dimensions factored in either order, and what is kept whole.

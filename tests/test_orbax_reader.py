@@ -14,8 +14,8 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 import orbax_t5x as ot
-from orbax_t5x.lazy._leaf import Request
-from orbax_t5x.readers._tensorstore_leaf import array_spec
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.readers.tensorstore_leaf import array_spec
 from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, leaf_of, read
 
 LAYOUTS = [(ocdbt, zarr3) for ocdbt in (True, False) for zarr3 in (False, True)]

@@ -30,7 +30,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.readers._limits import Limits
+from orbax_t5x.storage.limits import Limits
 
 # A guard against hangs and bombs, not a claim about speed: machines that run tests are shared.
 _MOST_SECS = 10.0

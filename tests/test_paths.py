@@ -15,7 +15,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
-from orbax_t5x.readers._paths import Root, split_name
+from orbax_t5x.storage.paths import Root, split_name
 
 BLOB = "0123456789abcdef" * 4
 

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
-from orbax_t5x._fold import fold, fold_names, runs
-from orbax_t5x._wording import plain, sharding_text, size_text
+from orbax_t5x.text.fold import fold, fold_names, runs
+from orbax_t5x.text.wording import plain, sharding_text, size_text
 from tests.memory_checkpoint import checkpoint
 
 LAYERS = 12

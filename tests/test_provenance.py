@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from orbax_t5x import provenance
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.provenance import records as provenance
 
 
 class Renaming:

@@ -13,7 +13,7 @@ import safetensors.numpy
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.lazy._leaf import Request
+from orbax_t5x.lazy.leaf import Request
 from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, bytes_read_by_process, leaf_of, read
 
 

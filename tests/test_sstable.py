@@ -15,10 +15,10 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.readers._bytes import FileSet
-from orbax_t5x.readers._limits import Limits
-from orbax_t5x.readers._paths import Root
-from orbax_t5x.readers.sstable import BadVarint, Table, is_table, read_varint
+from orbax_t5x.readers.tf_bundle.sstable import BadVarint, Table, is_table, read_varint
+from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
 from tests.bundle_writer import MAGIC, block, block_entries, footer, handle, sealed, table, table_of_blocks, varint
 
 ENTRIES = [(f"key/{number:04d}".encode(), bytes([number % 256]) * (number % 40)) for number in range(200)]

@@ -17,11 +17,11 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy._leaf import Leaf, box_slices, full_box
-from orbax_t5x.readers._bundle_proto import Extent
-from orbax_t5x.readers._checkpoint import Checkpoint
-from orbax_t5x.readers._limits import Limits
-from orbax_t5x.readers.tf_bundle import open_tf_bundle
+from orbax_t5x.lazy.leaf import Leaf, box_slices, full_box
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
+from orbax_t5x.readers.tf_bundle.proto import Extent
+from orbax_t5x.storage.limits import Limits
 from tests.bundle_writer import Bundle, bundle_of, np_dtype, shard_path
 from tests.leaf_reads import read_boxes, read_whole, same_bits
 

@@ -25,9 +25,9 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy._leaf import full_box
-from orbax_t5x.readers._bundle_proto import BadMessage, Extent, parse_entry, slice_key
-from orbax_t5x.readers.tf_bundle import open_tf_bundle
+from orbax_t5x.lazy.leaf import full_box
+from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
+from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, slice_key
 from tests.bundle_writer import (
     Bundle,
     bundle_of,

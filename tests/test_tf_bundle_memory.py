@@ -49,8 +49,8 @@ CHILD = """
 
     import numpy as np
 
-    from orbax_t5x.lazy._leaf import Ledger, Request
-    from orbax_t5x.readers.tf_bundle import open_tf_bundle
+    from orbax_t5x.lazy.leaf import Ledger, Request
+    from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 
     def memory(field):
         with open("/proc/self/status") as file:

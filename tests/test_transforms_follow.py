@@ -18,8 +18,8 @@ from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper
-from orbax_t5x.transforms._factoring import by_size, by_spec, candidates
-from orbax_t5x.transforms._slots import Names
+from orbax_t5x.transforms.follow.factoring import by_size, by_spec, candidates
+from orbax_t5x.transforms.follow.slots import Names
 from tests.transform_suite import as_numpy, run
 
 HEADS = 4

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x import transforms as tr
-from orbax_t5x.transforms._closest import ClosestNames, closest_names
-from orbax_t5x.transforms._patterns import RuleTable
-from orbax_t5x.transforms._regex import demanded_texts, expand_match
+from orbax_t5x.transforms.patterns.closest import ClosestNames, closest_names
+from orbax_t5x.transforms.patterns.regex import demanded_texts, expand_match
+from orbax_t5x.transforms.patterns.table import RuleTable
 from tests import transform_oracle as oracle
 from tests.transform_suite import assert_same, run
 

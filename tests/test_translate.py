@@ -10,8 +10,8 @@ import pytest
 
 from orbax_t5x.errors import LeafMismatchError, RestorePlanError
 from orbax_t5x.lazy import LazyThreadPoolArray, as_view
-from orbax_t5x.rules._translator import CheckpointTranslator
-from orbax_t5x.rules.mesh_tf import t5_importer
+from orbax_t5x.mesh_tf.rules import t5_importer
+from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.transforms import Notes
 from orbax_t5x.transforms.translate import Translate
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orbax_t5x import provenance
-from orbax_t5x._convert import convert
-from orbax_t5x._wording import array_text, leaves_text, plain, size_text
-from orbax_t5x.cli._arguments import UsageError
-from orbax_t5x.cli._output import emit, emit_json
-from orbax_t5x.cli._progress import ProgressBar
+from orbax_t5x.cli.arguments import UsageError
+from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.cli.plan_command import translation
+from orbax_t5x.cli.progress import ProgressBar
+from orbax_t5x.operations.convert import convert
+from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import open_checkpoint
+from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-from orbax_t5x.cli._arguments import UsageError
+from orbax_t5x.cli.arguments import UsageError
 
 _DEVICES = 8
 # The child finds modules where this process does, and not in the directory where it happens to run.

@@ -18,10 +18,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
-from orbax_t5x._plan_rows import entry_array, entry_sharding
-from orbax_t5x._wording import counted, leaves_text, size_text
-from orbax_t5x.cli._output import emit
-from orbax_t5x.plan import RestorePlan
+from orbax_t5x.cli.output import emit
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.show.rows import entry_array, entry_sharding
+from orbax_t5x.text.wording import counted, leaves_text, size_text
 from orbax_t5x.transforms import flatten, unflatten
 
 _DATA = Path(__file__).parent / "demo_data"

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from orbax_t5x import __version__
-from orbax_t5x.cli._arguments import UsageError, size_argument
-from orbax_t5x.cli._complaints import complaint
+from orbax_t5x.cli.arguments import UsageError, size_argument
+from orbax_t5x.cli.complaints import complaint
 from orbax_t5x.errors import CheckpointError
 
 _PROGRAM = "orbax-t5x"

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x._restore import plan_restore
-from orbax_t5x.cli._arguments import UsageError, read_rules
-from orbax_t5x.cli._output import emit, emit_json
+from orbax_t5x.cli.arguments import UsageError, read_rules
+from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import Checkpoint, open_checkpoint
+from orbax_t5x.restoring.api import plan_restore
 from orbax_t5x.transforms import AssignmentMap, Transform, Translate
 
 

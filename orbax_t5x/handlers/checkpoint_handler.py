@@ -15,14 +15,14 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_t5x import provenance
-from orbax_t5x._restore import plan_restore
 from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.handlers import _failed_saves
-from orbax_t5x.handlers._save_tree import Prepared, prepare
+from orbax_t5x.handlers import failed_saves as _failed_saves
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
+from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLeaves
+from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import Checkpoint
+from orbax_t5x.restoring.api import plan_restore
 
 _ITEM_METADATA = "_METADATA"
 _PLACEHOLDER = '"placeholder"'

@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from orbax_t5x.handlers._stream import ChunkWriter, Job
+from orbax_t5x.handlers.stream import ChunkWriter, Job
 from orbax_t5x.lazy import View
 
 

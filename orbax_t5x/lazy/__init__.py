@@ -6,13 +6,13 @@ plan can tell what it will read and an executor reads just that, straight into i
 thread made, before a value is asked for.
 """
 
-from orbax_t5x.lazy._array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
-from orbax_t5x.lazy._assemble import Concat, Stack
-from orbax_t5x.lazy._cast import Cast, CheckedCast
-from orbax_t5x.lazy._combine import AllEqual, Average
-from orbax_t5x.lazy._compose import as_view, broadcast_to, concatenate, repeat, stack
-from orbax_t5x.lazy._geometry import contiguous_dims
-from orbax_t5x.lazy._leaf import (
+from orbax_t5x.lazy.array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
+from orbax_t5x.lazy.assemble import Concat, Stack
+from orbax_t5x.lazy.cast import Cast, CheckedCast
+from orbax_t5x.lazy.combine import AllEqual, Average
+from orbax_t5x.lazy.compose import as_view, broadcast_to, concatenate, repeat, stack
+from orbax_t5x.lazy.geometry import contiguous_dims
+from orbax_t5x.lazy.leaf import (
     Box,
     Leaf,
     Ledger,
@@ -25,11 +25,11 @@ from orbax_t5x.lazy._leaf import (
     box_slices,
     full_box,
 )
-from orbax_t5x.lazy._nodes import LeafView, Strided
-from orbax_t5x.lazy._read import group_reads, read_leaves, read_views, run_on_read_thread
-from orbax_t5x.lazy._reshape import Join, Split
-from orbax_t5x.lazy._values import OpaqueLeaf, ValueLeaf
-from orbax_t5x.lazy._view import Lowered, View
+from orbax_t5x.lazy.read import group_reads, read_leaves, read_views, run_on_read_thread
+from orbax_t5x.lazy.reshape import Join, Split
+from orbax_t5x.lazy.strided import LeafView, Strided
+from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
+from orbax_t5x.lazy.view import Lowered, View
 
 __all__ = [
     "AllEqual",

@@ -16,18 +16,9 @@ from typing import NamedTuple, NoReturn
 
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.lazy import as_view
-from orbax_t5x.readers._checkpoint import Checkpoint
-from orbax_t5x.readers._foreign import foreign_format
-from orbax_t5x.readers._limits import Limits
-from orbax_t5x.readers._orbax_steps import (
-    MANIFEST_FILE,
-    MSGPACK_FILE,
-    finished_steps,
-    is_item,
-    is_step_directory,
-    newest_directory,
-)
-from orbax_t5x.readers._sighting import (
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.detect.foreign import foreign_format
+from orbax_t5x.readers.detect.probe import (
     Sighting,
     is_bundle_state,
     is_msgpack_map,
@@ -36,9 +27,18 @@ from orbax_t5x.readers._sighting import (
     is_t5x_msgpack,
     look,
 )
-from orbax_t5x.readers.orbax import open_orbax
-from orbax_t5x.readers.safetensors import open_safetensors
-from orbax_t5x.readers.tf_bundle import open_tf_bundle
+from orbax_t5x.readers.orbax.open import open_orbax
+from orbax_t5x.readers.orbax.steps import (
+    MANIFEST_FILE,
+    MSGPACK_FILE,
+    finished_steps,
+    is_item,
+    is_step_directory,
+    newest_directory,
+)
+from orbax_t5x.readers.safetensors.open import open_safetensors
+from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
+from orbax_t5x.storage.limits import Limits
 
 __all__ = ["Checkpoint", "Limits", "latest_step", "open_checkpoint"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from orbax_t5x.transforms._adafactor_slots import AdafactorSlots
-from orbax_t5x.transforms._arrays import Cast, Repeat, Reshape, Transpose
-from orbax_t5x.transforms._assignment_map import AssignmentMap
-from orbax_t5x.transforms._base import (
+from orbax_t5x.transforms.arrays import Cast, Repeat, Reshape, Transpose
+from orbax_t5x.transforms.assignment_map import AssignmentMap
+from orbax_t5x.transforms.base import (
     Notes,
     Transform,
     describe_transform,
@@ -16,14 +15,15 @@ from orbax_t5x.transforms._base import (
     takes_is_resuming,
     unflatten,
 )
-from orbax_t5x.transforms._chain import Chain
-from orbax_t5x.transforms._flat import NameClashError
-from orbax_t5x.transforms._follow import FollowOptimizer
-from orbax_t5x.transforms._layers import StackLayers, UnstackLayers
-from orbax_t5x.transforms._names import Drop, Intersect, Keep, Merge, Rename
-from orbax_t5x.transforms._parts import Concat, Split
-from orbax_t5x.transforms._sources import Average, Overlay
+from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots
+from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
+from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
+from orbax_t5x.transforms.names import Drop, Intersect, Keep, Merge, Rename
+from orbax_t5x.transforms.parts import Concat, Split
+from orbax_t5x.transforms.sources import Average, Overlay
 from orbax_t5x.transforms.translate import Translate
+from orbax_t5x.trees.flat import NameClashError
 
 __all__ = [
     "AdafactorSlots",

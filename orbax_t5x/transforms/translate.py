@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.rules._translator import CheckpointTranslator, Translation
-from orbax_t5x.rules.mesh_tf import adafactor_placeholders, settle_relative_bias, t5_importer
-from orbax_t5x.transforms._base import Notes, Transform
+from orbax_t5x.mesh_tf.rules import adafactor_placeholders, settle_relative_bias, t5_importer
+from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
+from orbax_t5x.transforms.base import Notes, Transform
 
 # Unmatched names shown in the one problem that counts them.
 _SHOWN_NAMES = 20

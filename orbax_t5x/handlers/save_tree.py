@@ -1,0 +1,195 @@
+"""From what a caller wants saved to what Orbax is given: names, dtypes, and all that cannot be stored, beforehand.
+
+Orbax finds out while it writes that it cannot store a leaf, and lets one leaf overwrite another whose dots and
+slashes join to the same name. Here every leaf is looked at first, all problems are raised together, and what is
+given to Orbax can be written. No array is copied, except a computed view of arrays in memory: the caller may
+overwrite those as soon as an asynchronous save returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.handlers.args import TrainStateSave
+from orbax_t5x.handlers.storable import check_leaves, check_names, storable
+from orbax_t5x.handlers.stream import ChunkWriter
+from orbax_t5x.handlers.type_handlers import StreamedLeaf
+from orbax_t5x.lazy import LazyArray, as_view
+from orbax_t5x.provenance import records as provenance
+from orbax_t5x.restoring.targets import flatten_target, is_train_state, leaf_name
+from orbax_t5x.transforms import Notes, run_transforms, unflatten
+from orbax_t5x.trees.dtypes import kind_of
+
+_MODEL_PARAMETERS = ("target", "params")
+_SKIPPED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A tree that Orbax can write.
+
+    Attributes:
+      tree: its leaves are Orbax's own types, or streamed leaves.
+      save_args: a tree of `ocp.SaveArgs` like it.
+      custom_metadata: what goes into the item's metadata, or None.
+      writer: writes the streamed leaves.
+    """
+
+    tree: Any
+    save_args: Any
+    custom_metadata: dict[str, Any] | None
+    writer: ChunkWriter
+
+
+def prepare(args: TrainStateSave, records: Sequence[Mapping[str, Any]], registry: Any, *, deferred: bool) -> Prepared:
+    """Checks what is to be saved and makes it ready for Orbax; writes nothing.
+
+    Args:
+      args: of the save.
+      records: the provenance to write.
+      registry: the type handlers that will write.
+      deferred: whether streamed leaves wait for `ChunkWriter.run_deferred`.
+
+    Raises:
+      UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
+      RestorePlanError: transforms that do not fit, or a `dtype` that applies to nothing.
+    """
+    if args.on_unsupported not in ("error", "skip"):
+        raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
+    tree = _named_tree(args)
+    writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [leaf_name(path) for path, _ in paths]
+    leaves = [leaf for _, leaf in paths]
+    skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
+    check_names(paths, skipped)
+    cast = _casts(args.dtype, tree, names, leaves)
+    ready = [
+        _SKIPPED if name in skipped else _ready(leaf, name, cast.get(name), writer)
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+    save_args = [ocp.SaveArgs(dtype=_orbax_cast(leaf, cast.get(name))) for name, leaf in zip(names, ready, strict=True)]
+    metadata = {**(args.custom_metadata or {}), **provenance.to_metadata([dict(record) for record in records], skipped)}
+    return Prepared(
+        _put_together(treedef, ready, ready),
+        _put_together(treedef, save_args, ready),
+        metadata or None,
+        writer,
+    )
+
+
+def _named_tree(args: TrainStateSave) -> Any:
+    """The tree to save: the item, a T5X train state's state dict, or what transforms make of either."""
+    item = args.item
+    transforms = (args.transforms,) if callable(args.transforms) else tuple(args.transforms or ())
+    if not transforms:
+        return item.state_dict() if is_train_state(item) else item
+    flattened = flatten_target(item)
+    notes = Notes(problems=list(flattened.problems))
+    flat = run_transforms(transforms, flattened.original, {}, is_resuming=False, notes=notes)
+    if notes.problems:
+        raise RestorePlanError(notes.problems)
+    return unflatten(flat)
+
+
+# -- dtypes
+
+
+def _casts(dtype: Any, tree: Any, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, np.dtype]:
+    """The dtype to write for each floating-point model parameter that has another."""
+    if dtype is None:
+        return {}
+    wanted = np.dtype(dtype)
+    if kind_of(wanted) != "float" or not storable(wanted):
+        raise RestorePlanError([Problem("dtype", None, f"{wanted.name} is no floating-point type that Orbax stores")])
+    nnx_parameters = _nnx_parameters(tree)
+    parameters = {
+        name: leaf
+        for name, leaf in zip(names, leaves, strict=True)
+        if (name.split("/", 1)[0] in _MODEL_PARAMETERS or name in nnx_parameters) and _is_float(leaf)
+    }
+    if not parameters:
+        raise RestorePlanError(
+            [
+                Problem(
+                    "dtype",
+                    None,
+                    f"dtype={wanted.name} applies to floating-point model parameters (under target/ or params/, or "
+                    "nnx.Param), and there are none in this tree",
+                    "use transforms=[ot.transforms.Cast(pattern, dtype)]",
+                )
+            ]
+        )
+    return {name: wanted for name, leaf in parameters.items() if leaf.dtype != wanted}
+
+
+def _is_float(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return kind_of(np.dtype(dtype)) == "float"
+
+
+def _nnx_parameters(tree: Any) -> set[str]:
+    """Names of the leaves inside `nnx.Param`s; Flax NNX is never imported for anyone who has not done so."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return set()
+    found: set[str] = set()
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    for path, node in nodes:
+        if isinstance(node, nnx.Param):
+            below, _ = jax.tree_util.tree_flatten_with_path(node)
+            found.update(leaf_name((*path, *rest)) for rest, _ in below)
+    return found
+
+
+def _orbax_cast(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
+    """Orbax casts what it writes itself; a streamed leaf is cast already."""
+    return None if isinstance(leaf, StreamedLeaf) else dtype
+
+
+# -- putting the tree together
+
+
+def _ready(leaf: Any, name: str, dtype: np.dtype | None, writer: ChunkWriter) -> Any:
+    """A leaf as Orbax, or our handler for streamed leaves, takes it."""
+    if not isinstance(leaf, LazyArray):
+        return leaf
+    view = as_view(leaf, name=name)
+    if not view.is_value:
+        return StreamedLeaf(view if dtype is None else view.astype(dtype), name, writer)
+    if view.inputs and any(_spans_processes(part) for part in view.leaves()):
+        raise UnsupportedCheckpointError(
+            "is computed from an array that spans processes; apply the transform under jax.jit before saving", leaf=name
+        )
+    value = view.value
+    return value if isinstance(value, jax.Array) else np.asarray(value)
+
+
+def _spans_processes(leaf: Any) -> bool:
+    value = getattr(leaf, "value", None)
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+
+def _put_together(treedef: Any, leaves: Sequence[Any], ready: Sequence[Any]) -> Any:
+    """The tree of `leaves` without those that are skipped; below anything but plain dicts, None stands for them."""
+    gone = [leaf is _SKIPPED for leaf in ready]
+    if not any(gone):
+        return jax.tree_util.tree_unflatten(treedef, leaves)
+    kept = [None if skipped else leaf for leaf, skipped in zip(leaves, gone, strict=True)]
+    return _without(jax.tree_util.tree_unflatten(treedef, kept), jax.tree_util.tree_unflatten(treedef, gone))
+
+
+def _without(tree: Any, gone: Any) -> Any:
+    if type(tree) is not dict:
+        return tree
+    return {key: _without(value, gone[key]) for key, value in tree.items() if gone[key] is not True}

@@ -1,0 +1,103 @@
+"""What Orbax cannot store, found before it tries: leaves of unknown types and dtypes, and names that clash on disk.
+
+Nothing here is a list of ours: TensorStore is asked for dtypes, and the table of type handlers for types.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.lazy import LazyArray
+from orbax_t5x.restoring.targets import leaf_name
+from orbax_t5x.trees.dtypes import kind_of
+
+# More names than this in one error hide the first.
+_SHOWN_LEAVES = 10
+
+
+def check_leaves(
+    names: Sequence[str], leaves: Sequence[Any], registry: Any, *, skip: bool
+) -> dict[str, tuple[Any, str]]:
+    """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped."""
+    reasons: dict[str, str] = {}
+    skipped: dict[str, tuple[Any, str]] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        reason = _why_not(leaf, registry)
+        if reason is None:
+            continue
+        reasons[name] = reason
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            skipped[name] = tuple(leaf.shape), str(leaf.dtype)
+        else:
+            skip = False
+    if not reasons or (skip and len(reasons) < len(names)):
+        return skipped
+    shown = "; ".join(f"{name!r} {reason}" for name, reason in list(reasons.items())[:_SHOWN_LEAVES])
+    more = f"; and {len(reasons) - _SHOWN_LEAVES} more" if len(reasons) > _SHOWN_LEAVES else ""
+    fix = "" if skip else '; nothing was written. Leave them out of the tree, or pass on_unsupported="skip"'
+    first = next(iter(reasons))
+    raise UnsupportedCheckpointError(
+        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}{more}{fix}",
+        leaf=first if len(reasons) == 1 else None,
+    )
+
+
+def _why_not(leaf: Any, registry: Any) -> str | None:
+    """Why Orbax cannot store a leaf, or None if it can."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return "is abstract: it has no values"
+    if leaf is Ellipsis or isinstance(leaf, str):
+        return None
+    if not isinstance(leaf, LazyArray) and not registry.has(type(leaf)):
+        fix = ": make it an array with np.asarray" if isinstance(leaf, np.generic | complex) else ""
+        return f"is a {type(leaf).__name__}, which Orbax does not store{fix}"
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
+        if not isinstance(leaf, bool | int | float | bytes):
+            return None
+        shape, dtype = (), np.asarray(leaf).dtype
+    if 0 in shape:
+        return f"has no elements (shape {tuple(shape)})"
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or storable(np.dtype(dtype)):
+        return None
+    what = "holds text" if kind_of(np.dtype(dtype)) == "object" else "has a dtype that Orbax does not store"
+    return f"{what} ({np.dtype(dtype).name})"
+
+
+@functools.cache
+def storable(dtype: np.dtype) -> bool:
+    """Whether the array formats that Orbax writes have this dtype; TensorStore is asked, which writes them."""
+    name = dtype.newbyteorder("=").name
+    spec = {"driver": "zarr", "kvstore": "memory://", "dtype": name, "schema": {"domain": {"shape": [1]}}}
+    try:
+        ts.open(spec, create=True).result()
+    except ValueError:
+        return False
+    return True
+
+
+def check_names(paths: Sequence[tuple[Any, Any]], skipped: Mapping[str, Any]) -> None:
+    """Orbax joins a leaf's keys with dots: two leaves that then have one name would be written over each other."""
+    stored: dict[str, str] = {}
+    problems = []
+    for path, _ in paths:
+        name = leaf_name(path)
+        if name in skipped:
+            continue
+        joined = ".".join(leaf_name((key,)) for key in path)
+        other = stored.setdefault(joined, name)
+        if other is not name:
+            problems.append(
+                Problem(
+                    "duplicate", name, f"Orbax would store it under {joined!r}, as {other!r}", "rename one of the two"
+                )
+            )
+    if problems:
+        raise RestorePlanError(problems)

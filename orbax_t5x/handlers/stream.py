@@ -1,0 +1,266 @@
+"""Lazy arrays on their way into a checkpoint: read chunk by chunk, written chunk by chunk, never whole.
+
+A view is cut into the chunks of the array it becomes, and each piece is read into a buffer and handed to
+TensorStore. One byte budget bounds buffers, scratch and the encoded copies that TensorStore holds until they are on
+disk: at most `memory_limit_bytes`, whatever the size of a leaf (one piece larger than that goes alone). Which chunks
+a view is cut into is pure geometry, decided in one place; every process writes its share of them. Where the source
+has checksums, all that was read is checked against them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.handlers.chunks import choose_chunk, pieces
+from orbax_t5x.handlers.failed_saves import as_checkpoint_error
+from orbax_t5x.lazy import Box, Ledger, View
+from orbax_t5x.lazy.leaf import box_shape, box_size, box_slices
+from orbax_t5x.lazy.read import group_reads
+from orbax_t5x.restoring.execute.executor import Budget
+
+_MIB = 1 << 20
+MEMORY_LIMIT_BYTES = 256 * _MIB
+# Larger chunks make a restore of one shard of many decode too much; smaller ones cost a write each. T5X writes the
+# same.
+_CHUNK_BYTES = 64 * _MIB
+# What a piece takes, measured on data that does not compress: its buffer, TensorStore's copy of it, the encoded bytes,
+# and those again in the write to disk.
+_COPIES = 4
+# OCDBT keeps nodes of its tree, which grow with every leaf; Orbax grants it 100 MB, which is most of a small limit.
+_NODE_CACHE_SHARE = 16
+_MAX_NODE_CACHE_BYTES = 100_000_000
+# Writes at a time; each thread keeps buffers of its own.
+_FILE_THREADS = 16
+# How late an interrupt may be noticed.
+_SIGNAL_SECS = 0.2
+# Of the small leaves, this many are on their way at once; more only lengthen the queue.
+_PIECES_IN_FLIGHT = 128
+
+Progress = Callable[[int, int, str], None]
+
+
+class Job(NamedTuple):
+    """One lazy array to write.
+
+    Attributes:
+      view: what to read.
+      name: for errors and progress.
+      spec: the TensorStore spec to write to, for a shape of chunks.
+      context: TensorStore's.
+      path: the directory, for errors.
+    """
+
+    view: View
+    name: str
+    spec: Callable[[tuple[int, ...]], dict[str, Any]]
+    context: ts.Context | None
+    path: str
+
+
+class ChunkWriter:
+    """Writes the lazy arrays of one save.
+
+    Jobs come from Orbax, which knows where arrays go. They are written at once in Orbax's background thread, or,
+    deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an
+    interrupt, without leaving writers behind.
+    """
+
+    def __init__(
+        self, memory_limit_bytes: int | None = None, progress: Progress | None = None, *, deferred: bool = False
+    ):
+        """Args: as in `TrainStateSave`; `deferred` jobs wait for `run_deferred`."""
+        limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
+        if limit < 1:
+            raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
+        self.deferred = deferred
+        self._limit = limit
+        self._progress = progress
+        self._jobs: list[Job] = []
+
+    def defer(self, jobs: Sequence[Job]) -> None:
+        """Keeps jobs for `run_deferred`."""
+        self._jobs.extend(jobs)
+
+    def run_deferred(self) -> None:
+        """Writes the deferred jobs and waits; an interrupt stops the writing, and is raised when it has stopped."""
+        jobs, self._jobs = self._jobs, []
+        if jobs:
+            # Nobody else writes now. While others do, all must share Orbax's context, and so one view of the database.
+            context = _own_context(self._limit)
+            _StoppableThread(self.write([job._replace(context=context) for job in jobs])).run()
+
+    async def write(self, jobs: Sequence[Job]) -> None:
+        """Writes lazy arrays; returns when they are on disk and agree with their source's checksums.
+
+        Raises:
+          CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
+        """
+        run = _Run(self._limit, self._progress, sum(job.view.nbytes for job in jobs))
+        targets = [_Target(job, self.chunk_of(job.view)) for job in jobs]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for turn, (job, target) in enumerate(zip(jobs, targets, strict=True)):
+                    for index, box in enumerate(pieces(job.view.shape, target.chunk)):
+                        if (turn + index) % jax.process_count() == jax.process_index():
+                            group.create_task(run.move(target, box, await run.admit(target, box)))
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from failures
+        finally:
+            for target in targets:
+                await target.settled()
+        for leaf in {id(leaf): leaf for job in jobs for leaf in job.view.leaves()}.values():
+            await leaf.settle(run.ledger, run.ledger.parts(leaf))
+
+    def chunk_of(self, view: View) -> tuple[int, ...]:
+        """The shape of the chunks that a view is stored in."""
+        limit = min(_CHUNK_BYTES, max(1, self._limit // (2 * _COPIES)))
+        leaves = view.leaves()
+        like_source = len(leaves) == 1 and leaves[0].shape == view.shape
+        return choose_chunk(view.shape, view.dtype.itemsize, limit, leaves[0].chunks if like_source else None)
+
+
+def _own_context(limit: int) -> ts.Context:
+    cache = min(_MAX_NODE_CACHE_BYTES, limit // _NODE_CACHE_SHARE)
+    return ts.Context(
+        {"file_io_concurrency": {"limit": _FILE_THREADS}, "cache_pool#ocdbt": {"total_bytes_limit": cache}}
+    )
+
+
+class _Target:
+    """The stored array that a view becomes; opened when its first piece is there."""
+
+    def __init__(self, job: Job, chunk: tuple[int, ...]):
+        self.job = job
+        self.chunk = chunk
+        self._opening: asyncio.Future[ts.TensorStore] | None = None
+
+    async def store(self) -> ts.TensorStore:
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._opening)
+
+    async def settled(self) -> None:
+        """Waits until nothing is being opened any more, whatever came of it."""
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
+
+    async def _open(self) -> ts.TensorStore:
+        spec = ts.Spec(self.job.spec(self.chunk))
+        return await ts.open(spec, create=True, open=True, context=self.job.context)
+
+
+class _Run:
+    """One run of a writer: the budget, what was read, how far it is."""
+
+    def __init__(self, limit: int, progress: Progress | None, total: int):
+        self.ledger = Ledger("touched")
+        self._budget = Budget(limit)
+        self._count = asyncio.Semaphore(_PIECES_IN_FLIGHT)
+        self._progress = progress
+        self._done = 0
+        self._total = total
+
+    async def admit(self, target: _Target, box: Box) -> int:
+        """Waits for a piece's share of the budget, and returns it."""
+        view = target.job.view
+        size = _COPIES * box_size(box) * view.dtype.itemsize + view.temp_bytes(box, len(box))
+        await self._count.acquire()
+        await self._budget.take(size)
+        return size
+
+    async def move(self, target: _Target, box: Box, size: int) -> None:
+        """Reads one piece and writes it."""
+        job = target.job
+        try:
+            out = np.empty(box_shape(box), job.view.dtype)
+            lowered = job.view.lower(box, out)
+            async with asyncio.TaskGroup() as group:
+                for leaf, requests in group_reads(lowered.reads):
+                    group.create_task(leaf.read_into(requests, self.ledger))
+            for step in lowered.finish:
+                step()
+            try:
+                store = await target.store()
+                await _finished(store[box_slices(box)].write(out, can_reference_source_data_indefinitely=True))
+            except Exception as error:
+                raise as_checkpoint_error(error, job.path, leaf=job.name) from error
+            self._done += out.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total, job.name)
+        finally:
+            self._budget.give(size)
+            self._count.release()
+
+
+async def _finished(write: Any) -> None:
+    """Awaits a TensorStore write; when cancelled, still waits until TensorStore is done with it."""
+
+    async def wait() -> None:
+        await write
+
+    waiting = asyncio.ensure_future(wait())
+    try:
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await asyncio.wait([waiting])
+        raise
+
+
+def _first(failures: BaseException) -> BaseException:
+    """The error to show for a group of them: one of ours that names a leaf, else the first."""
+    flat: list[BaseException] = []
+    pending = [failures]
+    while pending:
+        failure = pending.pop(0)
+        if isinstance(failure, BaseExceptionGroup):
+            pending.extend(failure.exceptions)
+        else:
+            flat.append(failure)
+    return next((failure for failure in flat if isinstance(failure, CheckpointError)), flat[0])
+
+
+class _StoppableThread:
+    """A coroutine that returns None, run in a thread that has ended when `run` returns or raises."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None]):
+        self._coroutine = coroutine
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Runs it; an interrupt of the caller cancels it, and is raised when it has ended."""
+        self._task = self._loop.create_task(self._coroutine)
+        thread = threading.Thread(target=self._main, name="orbax_t5x-write", daemon=True)
+        thread.start()
+        try:
+            # Not one long wait: a signal that arrives just before it begins would be noticed when it ends.
+            while not self._ended.wait(_SIGNAL_SECS):
+                pass
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._ended.wait()
+            raise
+        finally:
+            thread.join()
+            self._loop.close()
+        if self._error is not None:
+            raise self._error
+
+    def _main(self) -> None:
+        assert self._task is not None
+        try:
+            self._loop.run_until_complete(self._task)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()

@@ -1,0 +1,209 @@
+"""`LazyArray`, T5X's base class, and its two children that call a function to get their value.
+
+A lazy array knows its shape and dtype and holds no data; `get()` reads it. These kinds read whole, however little is
+wanted: a function is opaque. Views (`_view.py`) are the kind that reads boxes. No thread is made before the first
+`get_async`.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import concurrent.futures
+import functools
+import math
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.lazy.read import run_on_read_thread
+
+# Functions block on storage, not on a core; more waits overlap, each at the cost of one array in memory.
+_POOL_THREADS = 16
+
+
+class LazyArray(abc.ABC):
+    """An array that is not read yet: shape and dtype are known, the value comes from `get()`.
+
+    Subclass it and implement `get` and `get_async`, or use one of its kinds.
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_get_fn", "_shape")
+
+    _shape: tuple[int, ...]
+    _dtype: np.dtype
+
+    def __init__(self, shape: Sequence[int], dtype: Any, get_fn: Callable[[], Any]):
+        """Holds a function that reads.
+
+        Args:
+          shape: of the array.
+          dtype: of the array; what `get_fn` returns is cast to it if it differs.
+          get_fn: returns the array, or an awaitable of it, as the subclass says.
+        """
+        self._shape = tuple(int(size) for size in shape)
+        self._dtype = np.dtype(dtype)
+        self._get_fn = get_fn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The NumPy dtype (`ml_dtypes`' included); object for strings."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """The rank."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self._shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the value in memory, from shape and dtype."""
+        return math.prod(self._shape) * self._dtype.itemsize
+
+    def astype(self, dtype: Any) -> LazyArray:
+        """The same array in another dtype; nothing is read."""
+        return type(self)(self._shape, dtype, self._get_fn)
+
+    @abc.abstractmethod
+    def get(self) -> Any:
+        """Reads the array."""
+
+    @abc.abstractmethod
+    async def get_async(self) -> Any:
+        """Reads the array without blocking the event loop."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """What `np.asarray(array)` calls: reads the array."""
+        if copy is False:
+            raise ValueError("a lazy array has no memory to share: reading it always makes a new array")
+        return np.asarray((self if dtype is None else self.astype(dtype)).get())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})"
+
+    def _as_declared(self, value: Any) -> Any:
+        """The value in the declared dtype."""
+        if not hasattr(value, "dtype"):
+            value = np.asarray(value)
+        return value if value.dtype == self._dtype else value.astype(self._dtype)
+
+
+class LazyThreadPoolArray(LazyArray):
+    """A lazy array whose `get_fn` blocks; `get_async` calls it in a pool of threads."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """Calls the function; casts if its dtype is not the declared one."""
+        return self._as_declared(self._get_fn())
+
+    async def get_async(self) -> Any:
+        """The same, in a thread of a pool that all such arrays share."""
+        return await asyncio.get_running_loop().run_in_executor(_pool(os.getpid()), self.get)
+
+
+_pool_lock = threading.Lock()
+
+
+@functools.cache
+def _new_pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="orbax_t5x-get")
+
+
+def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
+    """The pool of this process: threads do not survive a fork, so the process id is the key."""
+    with _pool_lock:
+        return _new_pool(pid)
+
+
+class LazyAwaitableArray(LazyArray):
+    """A lazy array whose `get_fn` returns an awaitable: a coroutine, or a TensorStore future."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]]) -> Self:
+        """A lazy array with the shape and dtype of an array."""
+        return cls(array.shape, array.dtype, get_fn)
+
+    @classmethod
+    def from_tensor_store_spec(
+        cls, ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], *, bfloat16_as_uint16: bool = False
+    ) -> Self:
+        """A lazy array with the shape and dtype that a TensorStore spec records; the spec is not opened.
+
+        Args:
+          ts_spec: a `tensorstore.Spec`, or its JSON form.
+          get_fn: reads what the spec describes.
+          bfloat16_as_uint16: the spec comes from a checkpoint that stores bfloat16 as the same bits in uint16 (version
+            2 of T5X's format). A uint16 array is then bfloat16, and what `get_fn` returns is reinterpreted. The dtype
+            alone does not tell.
+
+        Raises:
+          ValueError: the spec records no shape or no dtype.
+        """
+        shape, dtype = _spec_shape_dtype(ts_spec)
+        if bfloat16_as_uint16 and dtype == np.uint16:
+            return cls(shape, ml_dtypes.bfloat16, _Bfloat16Bits(get_fn))
+        return cls(shape, dtype, get_fn)
+
+    @classmethod
+    def from_tensor_store_spec_or_array(
+        cls, maybe_ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], *, bfloat16_as_uint16: bool = False
+    ) -> Self:
+        """`from_tensor_store_spec` for a spec, `from_array` for an array."""
+        if isinstance(maybe_ts_spec, Mapping) or hasattr(maybe_ts_spec, "to_json"):
+            return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, bfloat16_as_uint16=bfloat16_as_uint16)
+        return cls.from_array(maybe_ts_spec, get_fn)
+
+    def get(self) -> Any:
+        """Awaits the function, in an event loop of another thread: works with and without a running loop."""
+        found: list[Any] = []
+
+        async def read() -> None:
+            found.append(await self.get_async())
+
+        run_on_read_thread(read())
+        return found[0]
+
+    async def get_async(self) -> Any:
+        """Awaits the function; casts if its dtype is not the declared one."""
+        return self._as_declared(await self._get_fn())
+
+
+class _Bfloat16Bits:
+    """A get_fn whose uint16 result is read as bfloat16 bits."""
+
+    def __init__(self, get_fn: Callable[[], Awaitable[Any]]):
+        self._get_fn = get_fn
+
+    async def __call__(self) -> Any:
+        value = await self._get_fn()
+        return np.asarray(value).view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value
+
+
+def _spec_shape_dtype(ts_spec: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype as zarr, zarr3 or N5 metadata, or the spec itself, record them."""
+    json = ts_spec if isinstance(ts_spec, Mapping) else ts_spec.to_json()
+    metadata = json.get("metadata") or {}
+    shape = metadata.get("shape", metadata.get("dimensions"))
+    dtype = metadata.get("dtype", metadata.get("data_type", metadata.get("dataType", json.get("dtype"))))
+    if shape is None or not isinstance(dtype, str):
+        raise ValueError(
+            f"the TensorStore spec records no {'shape' if shape is None else 'dtype'}: metadata {dict(metadata)}"
+        )
+    return tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype))

@@ -1,0 +1,159 @@
+"""Leaves that no checkpoint holds: arrays in memory, and arrays behind a function.
+
+A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards
+of this process that a box touches are brought to the host. An array behind a function is read whole for any box: its
+function cannot be asked for less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.lazy.array import LazyArray
+from orbax_t5x.lazy.leaf import Box, Ledger, Part, Request, box_size, box_slices
+
+
+class ValueLeaf:
+    """A constant: a NumPy array, a `jax.Array` (sharded or not), a scalar, or text.
+
+    Attributes:
+      value: what was given, as it was given.
+    """
+
+    is_value = True
+    path = ""
+    chunks: tuple[int, ...] | None = None
+
+    def __init__(self, value: Any, name: str | None = None):
+        self.value = value
+        self.name = "<value>" if name is None else name
+        self._array: Any = value if is_jax_array(value) else _to_numpy(value)
+        self.shape: tuple[int, ...] = tuple(self._array.shape)
+        try:
+            self.dtype = np.dtype(self._array.dtype)
+        except TypeError:
+            raise TypeError(
+                f"{self.name}: {self._array.dtype} is no NumPy dtype; for typed keys pass `jax.random.key_data(keys)`"
+            ) from None
+
+    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """Copies boxes of the value; no byte of a checkpoint is read."""
+        if isinstance(self._array, np.ndarray):
+            _copy_boxes(self._array, requests)
+        else:
+            self._copy_shards(requests)
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """The same, in a thread."""
+        await asyncio.to_thread(self.read_blocking, requests, ledger)
+
+    def _copy_shards(self, requests: Sequence[Request]) -> None:
+        wanted = [box_size(box) for box, _ in requests]
+        seen = set()
+        for shard in self._array.addressable_shards:
+            place = tuple(part.indices(size)[:2] for part, size in zip(shard.index, self.shape, strict=True))
+            if place in seen:
+                continue
+            seen.add(place)
+            meets = [_meet(box, place) for box, _ in requests]
+            if not any(meet is not None for meet in meets):
+                continue
+            data = np.asarray(shard.data)
+            for i, ((box, out), meet) in enumerate(zip(requests, meets, strict=True)):
+                if meet is not None:
+                    out[_within(meet, box)] = data[_within(meet, place)]
+                    wanted[i] -= box_size(meet)
+        if any(wanted):
+            raise ValueError(
+                f"{self.name}: parts of this jax.Array lie on devices of other processes; pass one of which each "
+                "process addresses what it needs"
+            )
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """There is nothing to check."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"ValueLeaf({self.name!r}, shape={self.shape}, dtype={self.dtype.name})"
+
+
+class OpaqueLeaf:
+    """A lazy array of the get_fn kind as a leaf; a read calls its function once and takes the boxes from the result.
+
+    Attributes:
+      array: the lazy array.
+    """
+
+    path = ""
+
+    def __init__(self, array: LazyArray, name: str | None = None):
+        self.array = array
+        self.name = "<function>" if name is None else name
+        self.shape = array.shape
+        self.dtype = array.dtype
+        # It can only be read whole: whoever cuts reads to size must not call the function once per piece.
+        self.chunks: tuple[int, ...] | None = array.shape
+
+    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """See `read_into`."""
+        self._fill(self.array.get(), requests, ledger)
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """Reads the whole array and copies the boxes out of it.
+
+        Raises:
+          LeafMismatchError: the function returned another shape or dtype than it was declared with.
+        """
+        await asyncio.to_thread(self._fill, await self.array.get_async(), requests, ledger)
+
+    def _fill(self, value: Any, requests: Sequence[Request], ledger: Ledger) -> None:
+        value = np.asarray(value)
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise LeafMismatchError(
+                f"declared as {self.dtype.name} of shape {self.shape}, but the function gave {value.dtype.name} of "
+                f"shape {value.shape}",
+                leaf=self.name,
+            )
+        ledger.count(value.nbytes)
+        _copy_boxes(value, requests)
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """A function keeps no checksum."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"OpaqueLeaf({self.name!r}, {self.array!r})"
+
+
+def is_jax_array(value: Any) -> bool:
+    """Whether this is a `jax.Array`, told without importing JAX: where one exists, it has this attribute."""
+    return hasattr(value, "addressable_shards")
+
+
+def _copy_boxes(array: np.ndarray, requests: Sequence[Request]) -> None:
+    for box, out in requests:
+        out[...] = array[box_slices(box)]
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    array = np.asarray(value, dtype=object) if isinstance(value, str | bytes) else np.asarray(value)
+    if array.dtype.kind in "SU":
+        return array.astype(object)
+    if array.dtype == object and not isinstance(value, np.ndarray | str | bytes):
+        raise TypeError(f"{value!r} of type {type(value).__name__} is no array")
+    return array
+
+
+def _meet(box: Box, other: Box) -> Box | None:
+    """What two boxes share, or None."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+    return shared if all(first < last for first, last in shared) else None
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True))

@@ -1,0 +1,1 @@
+"""The names of Mesh TensorFlow T5 checkpoints and what they are in T5X."""

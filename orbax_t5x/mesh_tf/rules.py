@@ -1,0 +1,220 @@
+"""Mesh TensorFlow's names for T5 become T5X's: one rule table, for `Translate` and for `checkpoint_importer`.
+
+Names only: no array is transposed, reshaped or read. N is a block number, written without zero padding in T5X. A
+tower is `encoder`, `decoder`, or `transformer` (a decoder-only model), which T5X calls `decoder`. Parameters go under
+`target/`, Adafactor's slots under `state/param_states/`. What a name alone can not decide (a relative bias shared by
+a tower or one per layer; the slots that T5X's Adafactor wants and Mesh TensorFlow does not store) is decided
+afterwards, from the names that the target has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.lazy import View
+from orbax_t5x.mesh_tf.translator import CheckpointTranslator
+
+_SLOTS = {"_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_v": "v"}
+_SLOT = r"(_slot_vr|_slot_vc|_slot_v)?"
+_TOWER = r"(encoder|decoder|transformer)"
+_BLOCK = rf"{_TOWER}/block_([0-9]+)"
+_PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "out"}
+_ATTENTION = {
+    ("encoder", "SelfAttention"): "attention",
+    ("decoder", "SelfAttention"): "self_attention",
+    ("decoder", "EncDecAttention"): "encoder_decoder_attention",
+    ("transformer", "SelfAttention"): "self_attention",
+}
+# The norm before sublayer i of a block, by tower.
+_LAYER_NORMS = {
+    "encoder": ("pre_attention_layer_norm", "pre_mlp_layer_norm"),
+    "decoder": ("pre_self_attention_layer_norm", "pre_cross_attention_layer_norm", "pre_mlp_layer_norm"),
+    "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"),
+}
+
+t5_importer = CheckpointTranslator()
+
+
+def _tower(mesh_tf_tower: str) -> str:
+    return "decoder" if mesh_tf_tower == "transformer" else mesh_tf_tower
+
+
+def _layer(mesh_tf_tower: str, block: str) -> str:
+    return f"{_tower(mesh_tf_tower)}/layers_{int(block)}"
+
+
+def _place(name: str, slot: str | None) -> str:
+    """Where a parameter, or one of its slots, lives in T5X's state dict."""
+    return f"state/param_states/{name}/{_SLOTS[slot]}" if slot else f"target/{name}"
+
+
+@t5_importer.add(r"global_step")
+def global_step(opts, key, val):
+    """The step: int64 in Mesh TensorFlow, int32 in T5X; one that does not fit is an error when it is read."""
+    del opts, key
+    if isinstance(val, View):
+        return "state/step", val.cast_checked(np.int32)
+    if not hasattr(val, "astype"):
+        return "state/step", val
+    step = val.astype(np.int32)
+    if isinstance(val, np.ndarray | np.generic) and not np.array_equal(step, val):
+        raise ValueError(f"step {val} does not fit into int32")
+    return "state/step", step
+
+
+@t5_importer.add(rf"shared/embedding{_SLOT}")
+def shared_embeddings(opts, key, val, slot=None):
+    """One embedding for all towers (V,E)."""
+    del opts, key
+    return _place("token_embedder/embedding", slot), val
+
+
+@t5_importer.add(rf"{_TOWER}/embedding{_SLOT}")
+def separate_embeddings(opts, key, val, encdec, slot=None):
+    """An embedding of one tower (V,E)."""
+    del opts, key
+    return _place(f"{_tower(encdec)}/token_embedder/embedding", slot), val
+
+
+@t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/SelfAttention/relative_attention_bias{_SLOT}")
+def rel_embeddings(opts, key, val, encdec, blocknum, slot=None):
+    """A relative-position bias (H,B), named as if every layer had one; `settle_relative_bias` mends that."""
+    del opts, key
+    return _place(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
+
+
+@t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/(SelfAttention|EncDecAttention)/([qkvo]){_SLOT}")
+def attention_layers(opts, key, val, encdec, blocknum, attntype, qkvo, slot=None):
+    """Attention projections: (E,J), and (J,E) for the output."""
+    del opts, key
+    if (encdec, attntype) not in _ATTENTION:
+        raise ValueError(f"T5X's {_tower(encdec)} has no {attntype} where the bundle's tower is {encdec!r}")
+    attention = _ATTENTION[encdec, attntype]
+    return _place(f"{_layer(encdec, blocknum)}/{attention}/{_PROJECTIONS[qkvo]}/kernel", slot), val
+
+
+@t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/DenseReluDense/(wi|wo)(?:_([01]))?/kernel{_SLOT}")
+def mlpblock(opts, key, val, encdec, blocknum, io_name, io_num=None, slot=None):
+    """MLP kernels: wi, or the gated wi_0 and wi_1 (E,F); wo (F,E)."""
+    del opts
+    if io_name == "wo" and io_num is not None:
+        raise ValueError(f"there is no gated output projection, so {key!r} has no place in T5X")
+    kernel = io_name if io_num is None else f"{io_name}_{io_num}"
+    return _place(f"{_layer(encdec, blocknum)}/mlp/{kernel}/kernel", slot), val
+
+
+@t5_importer.add(rf"{_BLOCK}/layer_([0-9]+)/(?:layer|rms)_norm/scale{_SLOT}")
+def layernorms(opts, key, val, encdec, blocknum, lyrnum, slot=None):
+    """The norm before a sublayer (E,); its number tells which sublayer."""
+    del opts, key
+    norms = _LAYER_NORMS[encdec]
+    if int(lyrnum) >= len(norms):
+        raise ValueError(f"a block of {encdec!r} has {len(norms)} sublayers, so there is no norm {int(lyrnum)}")
+    return _place(f"{_layer(encdec, blocknum)}/{norms[int(lyrnum)]}/scale", slot), val
+
+
+@t5_importer.add(rf"{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}")
+def final_layernorms(opts, key, val, encdec, slot=None):
+    """The norm after a tower (E,)."""
+    del opts, key
+    tower = _tower(encdec)
+    return _place(f"{tower}/{tower}_norm/scale", slot), val
+
+
+@t5_importer.add(rf"(?:decoder|transformer)/logits/kernel{_SLOT}")
+def final_logits(opts, key, val, slot=None):
+    """The output projection (E,V)."""
+    del opts, key
+    return _place("decoder/logits_dense/kernel", slot), val
+
+
+# --- What a name alone does not decide.
+
+_STATES = "state/param_states/"
+_FACTORS = frozenset({"v_row", "v_col"})
+_IN_LAYER = re.compile(r"(?:target|state/param_states)/(?P<tower>encoder|decoder)/layers_(?P<layer>[0-9]+)/.*")
+_BIAS_IN_LAYER = re.compile(
+    r"(?P<root>target|state/param_states)/(?P<tower>encoder|decoder)/layers_(?P<layer>[0-9]+)"
+    r"/relpos_bias/(?P<rest>rel_embedding(?:/.*)?)"
+)
+_SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relpos_bias/rel_embedding(?:/.*)?")
+
+
+def settle_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
+    """New names for relative biases that a whole tower shares.
+
+    Mesh TensorFlow keeps a shared bias in block 0. A tower whose bias the target names shared, or per layer, gets it
+    so; where the target names neither, a bias in block 0 alone is a shared one. (Several biases in the file and one
+    in the target stay apart, and so do a shared one in the file and several in the target: neither is the other.)
+
+    Args:
+      names: translated names, all of them.
+      target_names: the target's names; none without a target.
+
+    Returns:
+      New name by the name it replaces; nothing for those that stay.
+    """
+    names, target_names = list(names), list(target_names)
+    blocks = _layers_by_tower(_IN_LAYER, names)
+    biased = _layers_by_tower(_BIAS_IN_LAYER, names)
+    wanted = _layers_by_tower(_BIAS_IN_LAYER, target_names)
+    target_shares = {match[1] for name in target_names if (match := _SHARED_BIAS.fullmatch(name))}
+    shared = {
+        tower
+        for tower, layers in biased.items()
+        if layers == {0} and _is_shared(tower in target_shares, wanted.get(tower, set()), len(blocks[tower]))
+    }
+    matches = ((name, _BIAS_IN_LAYER.fullmatch(name)) for name in names)
+    return {
+        name: f"{match['root']}/{match['tower']}/relpos_bias/{match['rest']}"
+        for name, match in matches
+        if match and match["tower"] in shared
+    }
+
+
+def _layers_by_tower(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str, set[int]]:
+    layers: dict[str, set[int]] = {}
+    for name in names:
+        if match := pattern.fullmatch(name):
+            layers.setdefault(match["tower"], set()).add(int(match["layer"]))
+    return layers
+
+
+def _is_shared(target_shares: bool, target_layers: set[int], blocks: int) -> bool:
+    """Whether a bias found in block 0 alone belongs to the whole tower of so many blocks."""
+    if target_shares or not target_layers:
+        return True
+    return blocks > 1 and target_layers != {0}
+
+
+def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
+    """The (1,) zeros that T5X's Adafactor keeps in unused slots and Mesh TensorFlow does not store.
+
+    Only for a parameter that has slots at all, and never in place of a slot that the file ought to have: without them
+    there is no state to complete.
+
+    Args:
+      names: translated names.
+      target: the target's leaves by name, which get what they have and the names lack; None for all placeholders.
+
+    Returns:
+      The missing entries: float32, or the dtype of the target's own placeholder.
+    """
+    slots: dict[str, set[str]] = {}
+    for name in names:
+        if name.startswith(_STATES):
+            parameter, _, slot = name.rpartition("/")
+            slots.setdefault(parameter, set()).add(slot)
+    placeholders: dict[str, np.ndarray] = {}
+    for parameter, present in slots.items():
+        unused = {"m"} | ({"v"} if present & _FACTORS else set(_FACTORS))
+        for name in (f"{parameter}/{slot}" for slot in sorted(unused - present)):
+            if target is None:
+                placeholders[name] = np.zeros((1,), np.float32)
+            elif name in target and tuple(getattr(target[name], "shape", (1,))) == (1,):
+                placeholders[name] = np.zeros((1,), getattr(target[name], "dtype", np.float32))
+    return placeholders

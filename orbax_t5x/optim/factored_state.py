@@ -1,0 +1,246 @@
+"""T5X's Adafactor slots and the factored state of `optax.adafactor`: which leaf is which, if any.
+
+Both keep running means of the squared gradient over one dimension of each matrix. Optax always takes the two largest
+dimensions: its v_row lacks the largest, its v_col the second largest. T5X does so for matrices by size; under logical
+axis rules it may have them the other way round, over other dimensions, or over groups of them. So a slot is either the
+other library's same slot, or its other one, or has no counterpart; then nothing is converted and the problem says why.
+Names and shapes only: nothing here reads a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+from orbax_t5x.errors import Problem
+from orbax_t5x.optim.factoring import FactorDim, heuristic_dims
+
+Shape = tuple[int, ...]
+
+_SLOTS = ("v_row", "v_col", "v")
+_PLACEHOLDER: Shape = (1,)
+_T5X_STATES = "state/param_states/"
+T5X_STEP = "state/step"
+_T5X_PARAMS = "target/"
+_RESET = "start the optimizer anew: Drop the optimizer's leaves and give them by fallback="
+
+
+@dataclasses.dataclass
+class Conversion:
+    """Where the leaves of one library's state come from in the other's.
+
+    Attributes:
+      renames: for each leaf of the target's state, the source leaf with the same values.
+      placeholders: leaves of the target that are zeros of shape (1,) and have no source.
+      unused: source leaves that hold nothing (placeholders) or are counted elsewhere, to be dropped.
+      problems: what cannot be converted exactly.
+    """
+
+    renames: dict[str, str] = dataclasses.field(default_factory=dict)
+    placeholders: list[str] = dataclasses.field(default_factory=list)
+    unused: list[str] = dataclasses.field(default_factory=list)
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+
+
+def match_slots(
+    shape: Shape, t5x: Mapping[str, Shape], optax: Mapping[str, Shape], rule: Sequence[FactorDim] | None = None
+) -> dict[str, str]:
+    """For each of Optax's slots of a parameter, the T5X slot that has the same values.
+
+    Args:
+      shape: of the parameter.
+      t5x: the shapes of T5X's v_row, v_col and v.
+      optax: the shapes of Optax's.
+      rule: T5X's rule for the parameter. Without it, the shapes must tell, which they cannot where dimensions are equal
+      in
+        rank 3 and above.
+
+    Raises:
+      ValueError: they do not hold the same, or it cannot be told.
+    """
+    same = {slot: slot for slot in _SLOTS}
+    t5x_whole, optax_whole = _is_whole(t5x, shape), _is_whole(optax, shape)
+    if t5x_whole and optax_whole:
+        return same
+    if t5x_whole:
+        raise ValueError("T5X keeps the second moment whole and Optax factored; raise Optax's min_dim_size_to_factor")
+    if optax_whole:
+        raise ValueError("T5X has factored the second moment and Optax keeps it whole, which cannot be recovered")
+    dims = heuristic_dims(shape, 0)
+    if dims is None or optax["v_row"] != _without(shape, dims[1]) or optax["v_col"] != _without(shape, dims[0]):
+        raise ValueError(f"Optax's v_row {optax['v_row']} and v_col {optax['v_col']} are not those of shape {shape}")
+    answers = set()
+    for row, column in _factored_over(shape, t5x, rule):
+        if (row, column) == dims:
+            answers.add("same")
+        elif (column, row) == dims:
+            answers.add("swapped")
+        else:
+            answers.add("other")
+    if answers == {"same"}:
+        return same
+    if answers == {"swapped"}:
+        return {"v_row": "v_col", "v_col": "v_row", "v": "v"}
+    if len(answers) > 1:
+        raise ValueError(f"the shapes do not tell which dimensions of {shape} T5X has averaged over; give its rule")
+    raise ValueError(f"T5X has averaged over other dimensions than the two largest of {shape}, {dims}")
+
+
+def t5x_to_optax(
+    source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
+) -> Conversion:
+    """How a T5X Adafactor checkpoint fills a target that holds `optax.adafactor`'s state, wherever in the tree that is.
+
+    Args:
+      source: shapes by name, in T5X's layout (`target/…`, `state/step`, `state/param_states/<param>/v_row`, …).
+      target: shapes by name.
+      rules: T5X's rules by parameter name; see `match_slots`.
+    """
+    result = Conversion()
+    for prefix, params in _factored_states(target).items():
+        pairing = _Pairing(result, source, target, prefix, _entries(target, prefix), rules or {}, to_optax=True)
+        result.renames.update(dict.fromkeys(pairing.counters(), T5X_STEP))
+        for param in params:
+            pairing.convert(param)
+    return result
+
+
+def optax_to_t5x(
+    source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
+) -> Conversion:
+    """How a checkpoint with `optax.adafactor`'s state fills a T5X Adafactor target; see `t5x_to_optax`."""
+    result = Conversion()
+    for prefix, params in _factored_states(source).items():
+        pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, to_optax=False)
+        counter, *others = pairing.counters()
+        # A T5X checkpoint of an Optax optimizer has the step itself, too.
+        if T5X_STEP in source:
+            result.unused.append(counter)
+        else:
+            result.renames[T5X_STEP] = counter
+        result.unused.extend(others)
+        for param in params:
+            pairing.convert(param)
+    return result
+
+
+@dataclasses.dataclass
+class _Pairing:
+    """One factored Optax state against T5X's slots.
+
+    Attributes:
+      result: where findings go.
+      t5x, optax: shapes by name on each side.
+      prefix: of the factored state's fields.
+      entries: the prefixes of all entries of the chain that it stands in, its own among them.
+      rules: T5X's rules by parameter name.
+      to_optax: whether T5X's side is the source.
+    """
+
+    result: Conversion
+    t5x: Mapping[str, Shape]
+    optax: Mapping[str, Shape]
+    prefix: str
+    entries: list[str]
+    rules: Mapping[str, Sequence[FactorDim]]
+    to_optax: bool
+
+    def counters(self) -> list[str]:
+        """The step counters of the chain, the factored state's own first."""
+        others = (f"{entry}count" for entry in self.entries if entry != self.prefix)
+        return [f"{self.prefix}count", *(name for name in others if name in self.optax)]
+
+    def convert(self, param: str) -> None:
+        """Adds the leaves of one parameter to the result."""
+        t5x_names = {slot: f"{_T5X_STATES}{param}/{slot}" for slot in _SLOTS}
+        optax_names = {slot: f"{self.prefix}{slot}/{param}" for slot in _SLOTS}
+        value = f"{_T5X_PARAMS}{param}"
+        shape = self.t5x.get(value, self.optax.get(value))
+        absent = [name for name in t5x_names.values() if name not in self.t5x] or ([value] if shape is None else [])
+        if shape is None or absent:
+            message = f"needed to convert Adafactor's state of {param}"
+            self.result.problems.append(Problem("missing", absent[0], message, _RESET))
+            return
+        try:
+            matched = match_slots(
+                shape,
+                {slot: self.t5x[name] for slot, name in t5x_names.items()},
+                {slot: self.optax[name] for slot, name in optax_names.items()},
+                self.rules.get(param),
+            )
+        except ValueError as error:
+            self._problem((optax_names if self.to_optax else t5x_names)["v_row"], str(error))
+            return
+        for optax_slot, t5x_slot in matched.items():
+            self._pair(optax_names[optax_slot], t5x_names[t5x_slot])
+        self._convert_momentum(param, shape)
+
+    def _convert_momentum(self, param: str, shape: Shape) -> None:
+        """Optax keeps it in the state of its `ema`; T5X's m is always there, as a placeholder if need be."""
+        m = f"{_T5X_STATES}{param}/m"
+        if m not in self.t5x:
+            return
+        in_entries = (f"{entry}ema/{param}" for entry in self.entries)
+        ema = next((name for name in in_entries if name in self.optax), None)
+        keeps_momentum = self.t5x[m] == shape and (shape != _PLACEHOLDER or ema is not None)
+        if ema is not None and keeps_momentum:
+            self._pair(ema, m)
+        elif ema is None and not keeps_momentum:
+            (self.result.unused if self.to_optax else self.result.placeholders).append(m)
+        else:
+            self._problem(ema or m, "only one of T5X (beta1) and Optax (momentum) keeps momentum")
+
+    def _pair(self, optax_name: str, t5x_name: str) -> None:
+        to, origin = (optax_name, t5x_name) if self.to_optax else (t5x_name, optax_name)
+        self.result.renames[to] = origin
+
+    def _problem(self, leaf: str, message: str) -> None:
+        self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", _RESET))
+
+
+def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:
+    return tuple(slots["v"]) == tuple(shape)
+
+
+def _without(shape: Shape, dim: int) -> Shape:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _factored_over(
+    shape: Shape, t5x: Mapping[str, Shape], rule: Sequence[FactorDim] | None
+) -> list[tuple[int, int] | tuple[None, None]]:
+    """The (row, column) dimensions that T5X may have; (None, None) for groups of several."""
+    if len(shape) == 2:
+        dims = heuristic_dims(shape, 0)
+        return [] if dims is None else [dims]
+    if rule is not None:
+        row = [dim for dim, part in enumerate(rule) if part is FactorDim.ROW]
+        column = [dim for dim, part in enumerate(rule) if part is FactorDim.COLUMN]
+        return [(row[0], column[0]) if len(row) == len(column) == 1 else (None, None)]
+    return [
+        (row, column)
+        for row, column in itertools.permutations(range(len(shape)), 2)
+        if t5x["v_row"] == _without(shape, column) and t5x["v_col"] == _without(shape, row)
+    ]
+
+
+def _factored_states(names: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """The parameters of every factored Optax state, by the prefix of its fields."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split("/")
+        if "v_row" not in parts[:-1]:
+            continue
+        at = parts.index("v_row")
+        prefix, param = "".join(f"{part}/" for part in parts[:at]), "/".join(parts[at + 1 :])
+        if f"{prefix}count" in names and all(f"{prefix}{slot}/{param}" in names for slot in _SLOTS):
+            found.setdefault(prefix, []).append(param)
+    return found
+
+
+def _entries(names: Mapping[str, Shape], prefix: str) -> list[str]:
+    """The prefixes of all entries of the chain that a factored state stands in, its own among them."""
+    chain = prefix[: prefix.rstrip("/").rfind("/") + 1]
+    entries = (name[len(chain) :].partition("/")[0] for name in names if name.startswith(chain))
+    return [f"{chain}{entry}/" for entry in dict.fromkeys(entries)]

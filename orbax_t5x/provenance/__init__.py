@@ -1,0 +1,1 @@
+"""What was applied to a state before, as checkpoints record it."""

@@ -1,0 +1,104 @@
+"""An opened checkpoint: names, shapes and dtypes, and nothing read beyond the index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from orbax_t5x.lazy import LazyArray, as_view
+from orbax_t5x.lazy.leaf import Leaf
+
+
+def _insert(root: dict[str, Any], name: str, value: Any) -> None:
+    """Puts a leaf under nested dicts; where a leaf stands in the way (a TF bundle may hold `a` and `a/b`), under the
+    joined rest.
+    """
+    node = root
+    parts = name.split("/")
+    for depth, part in enumerate(parts[:-1]):
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            node["/".join(parts[depth:])] = value
+            return
+        node = child
+    node[parts[-1]] = value
+
+
+class Checkpoint:
+    """Metadata of a checkpoint of any format; made by `orbax_t5x.open_checkpoint`.
+
+    A context manager; garbage collection closes it too, once its leaves are gone as well: a leaf can be read for as
+    long as somebody has it. Opening and reading are thread-safe. Reading a leaf after `close()` is a ValueError.
+
+    Attributes:
+      path: what was opened, resolved.
+      format: "tf_bundle", "t5x", "orbax", "flax_msgpack" or "safetensors".
+      step: the training step that the name tells, or None; never read from an array.
+      metadata: what the format records about itself.
+      index_bytes: how many bytes opening read.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        format: str,
+        step: int | None,
+        leaves: Mapping[str, Leaf],
+        empties: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        close: Callable[[], None] | None = None,
+        index_bytes: int = 0,
+    ):
+        """Made by readers.
+
+        Args:
+          leaves: by '/'-joined name.
+          empties: names of nodes without leaves: None, or an empty container, as `tree()` shows them.
+          close: releases files and makes later reads a ValueError; may be called again. What it releases must also
+            release itself when neither this object nor a leaf refers to it any more.
+        """
+        self.path = path
+        self.format = format
+        self.step = step
+        self.metadata = dict(metadata or {})
+        self.index_bytes = index_bytes
+        self._empties = dict(empties or {})
+        self._leaves: Mapping[str, LazyArray] = MappingProxyType(
+            {name: as_view(leaves[name]) for name in sorted(leaves)}
+        )
+        self._close = close
+
+    @property
+    def leaves(self) -> Mapping[str, LazyArray]:
+        """Lazy arrays by '/'-joined name, sorted."""
+        return self._leaves
+
+    @property
+    def empties(self) -> Mapping[str, Any]:
+        """Nodes without leaves by '/'-joined name: None, or an empty container."""
+        return MappingProxyType(self._empties)
+
+    def tree(self) -> dict[str, Any]:
+        """The leaves as a nested dict, with None and empty containers in their places."""
+        root: dict[str, Any] = {}
+        for name, value in (*self._leaves.items(), *self._empties.items()):
+            if not name:
+                continue
+            _insert(root, name, value)
+        return root
+
+    def close(self) -> None:
+        """Releases files; leaves can no longer be read."""
+        if self._close is not None:
+            self._close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r}: {self.format}, {len(self._leaves)} leaves>"

@@ -1,0 +1,1 @@
+"""What stands at a path, from names and a few bytes."""

@@ -1,0 +1,128 @@
+"""The arrays of one Orbax item: each is opened, many at a time, and becomes a leaf, or a broken leaf with its error.
+
+Opening tells shape and dtype and reads some hundred bytes per array. In the layout of one directory per array, the
+directory is proven to hold plain files before TensorStore sees it; in a database that has been done for the whole item.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import tensorstore as ts
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+)
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.orbax.metadata import ItemMetadata, Node
+from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, typed_error
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.tree_checks import check_tree
+
+# Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
+_OPENING_AT_ONCE = 4096
+
+
+class Place(NamedTuple):
+    """The name under which a node of an item becomes a leaf."""
+
+    name: str
+    node: Node
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemArrays:
+    """Where the arrays of an item are, and how they are opened.
+
+    Attributes:
+      root: the directory that was opened.
+      name: the item's directory, relative to the root; "" for the root itself.
+      directory: the same, resolved.
+      ocdbt: they are in a database.
+      prng_impls: the implementation of typed keys, by the key under which their data is stored.
+      plain_directories: names of the item's subdirectories that are no symlinks.
+    """
+
+    root: Root
+    name: str
+    directory: str
+    ocdbt: bool
+    metadata: ItemMetadata
+    prng_impls: Mapping[str, str]
+    plain_directories: frozenset[str]
+
+    def open(self, places: Sequence[Place], *, context: ts.Context, flag: OpenFlag, limits: Limits) -> Iterator[Leaf]:
+        """The leaves of all places, in their order."""
+        for start in range(0, len(places), _OPENING_AT_ONCE):
+            some = places[start : start + _OPENING_AT_ONCE]
+            opening = [self._start(place, context) for place in some]
+            for place, future in zip(some, opening, strict=True):
+                yield self._finish(place, future, flag, limits)
+
+    def _start(self, place: Place, context: ts.Context) -> ts.Future[ts.TensorStore] | CheckpointError:
+        """Begins to open an array."""
+        try:
+            if not self.ocdbt:
+                self._check_files(place)
+            spec = array_spec(
+                self.directory,
+                place.node.param,
+                ocdbt=self.ocdbt,
+                zarr3=self.metadata.use_zarr3,
+                # Zarr v2 arrays of Orbax have no fill value, so TensorStore stored every chunk.
+                absent_is_fill=self.metadata.absent_is_fill and self.metadata.use_zarr3,
+            )
+            return ts.open(spec, open=True, read=True, context=context)
+        except CheckpointError as error:
+            return error
+        except ValueError as error:
+            return self._typed(error, place)
+
+    def _typed(self, error: Exception, place: Place) -> CheckpointError:
+        return typed_error(error, path=self.directory, leaf=place.name, doing="opening it")
+
+    def _check_files(self, place: Place) -> None:
+        """Proves that the array has a directory of its own with plain files in it, as far as opening it goes."""
+        param = place.node.param
+        inner = inside(self.name, param)  # of a tree that is one array, the item itself
+        try:
+            if param and param not in self.plain_directories:
+                self.root.locate(inner, leaf=place.name)
+            check_tree(self.root, inner, leaf=place.name, recurse=False)
+        except (CheckpointNotFoundError, CheckpointGoneError):
+            raise CorruptCheckpointError(
+                "the directory of its array is missing", path=self.root.join(inner), leaf=place.name
+            ) from None
+
+    def _finish(
+        self, place: Place, opening: ts.Future[ts.TensorStore] | CheckpointError, flag: OpenFlag, limits: Limits
+    ) -> Leaf:
+        """The leaf of an array that is open, or the broken leaf of one that cannot be."""
+        if isinstance(opening, CheckpointError):
+            return BrokenLeaf(place.name, opening)
+        try:
+            array = opening.result()
+        except (ValueError, NotImplementedError) as error:
+            return BrokenLeaf(place.name, self._typed(error, place))
+        if array.rank > limits.rank:
+            message = f"{array.rank} dimensions, more than Limits.rank = {limits.rank}"
+            return BrokenLeaf(place.name, LimitExceededError(message, path=self.directory, leaf=place.name))
+        check = None
+        if not self.ocdbt and self.metadata.use_zarr3:  # chunks lie in directories of their own
+            check = partial(check_tree, self.root, inside(self.name, place.node.param), leaf=place.name)
+        impl = self.prng_impls.get(place.node.param)
+        return TensorStoreLeaf(place.name, self.directory, array, flag, prng_impl=impl, check_files=check)
+
+
+def inside(item: str, name: str) -> str:
+    """The path of something in an item, relative to the root."""
+    return f"{item}/{name}" if item and name else item or name

@@ -1,0 +1,248 @@
+"""What an Orbax item says about itself, by a strict schema: `_METADATA`, `array_metadatas/*` and `_strings.json` become
+records.
+
+Only names, kinds of values and a few flags are taken from these files. Shapes are not: `write_shape` is what one
+process wrote, not the array, so shapes come from opening the arrays. No class is looked up by the names of types and
+handlers that stand here. Every node must have a '/'-joined name of its own, and every array a place of its own: where
+two share one, Orbax has written one over the other and nobody can tell which is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.strict_json import parse_object, read_small
+
+METADATA_FILE = "_METADATA"
+_STRINGS_FILE = "_strings.json"
+_ARRAY_METADATAS = "array_metadatas"
+# Values of `key_type`: what kind of container a key belongs to.
+_SEQUENCE, _DICT = 1, 2
+# Value types of nodes without data, and what they are in Python. A named tuple without fields cannot be told from None.
+_EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": dict, "List": list, "Tuple": tuple}
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One leaf of the tree that was saved, or one node without leaves.
+
+    Attributes:
+      name: '/'-joined, sequence indices as text.
+      param: the key under which the data is stored: the same keys joined by '.'.
+      value_type: "jax.Array", "np.ndarray", "scalar", "string", …, or one of the empty kinds.
+      skipped: nothing is stored for it, or not as an array.
+    """
+
+    name: str
+    param: str
+    value_type: str
+    skipped: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is None or an empty container."""
+        return self.skipped and self.value_type in _EMPTY
+
+    @property
+    def empty_value(self) -> Any:
+        """None, or a new empty container."""
+        kind = _EMPTY[self.value_type]
+        return None if kind is None else kind()
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemMetadata:
+    """What `_METADATA` holds.
+
+    Attributes:
+      nodes: in the order of the file.
+      use_ocdbt: whether the arrays are in an OCDBT database, or None where the writer did not say.
+      absent_is_fill: whether a chunk equal to the fill value may have been left out.
+    """
+
+    nodes: tuple[Node, ...]
+    use_ocdbt: bool | None
+    use_zarr3: bool
+    absent_is_fill: bool
+    custom_metadata: Any
+    nbytes: int
+
+
+def read_item_metadata(root: Root, item: str, limits: Limits) -> ItemMetadata:
+    """Reads and checks `_METADATA` of an item.
+
+    Args:
+      root: the directory that was opened.
+      item: the item's directory, relative to the root; "" for the root itself.
+      limits: on the size of the file, the number of leaves and the length of a name.
+
+    Raises:
+      CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError: naming the file.
+    """
+    name = _join(item, METADATA_FILE)
+    path = root.join(name)
+    try:
+        data = read_small(root, name, limit=limits.index_bytes)
+    except CheckpointNotFoundError:
+        raise CorruptCheckpointError(
+            f"{METADATA_FILE} is missing, so nothing says which leaves there are", path=root.join(item)
+        ) from None
+    parsed = parse_object(data, path, allow_nan=True)
+    tree = parsed.get("tree_metadata")
+    if not isinstance(tree, dict):
+        raise CorruptCheckpointError("'tree_metadata' is missing or not an object", path=path)
+    if len(tree) > limits.entries:
+        raise LimitExceededError(f"{len(tree)} leaves, more than Limits.entries = {limits.entries}", path=path)
+    entries = [_parse_node(text, entry, path, limits) for text, entry in tree.items()]
+    return ItemMetadata(
+        nodes=tuple(_distinct_nodes(entries, path)),
+        use_ocdbt=_flag(parsed, "use_ocdbt", None, path),
+        use_zarr3=bool(_flag(parsed, "use_zarr3", False, path)),
+        absent_is_fill=not _flag(parsed, "store_array_data_equal_to_fill_value", False, path),
+        custom_metadata=parsed.get("custom_metadata"),
+        nbytes=len(data),
+    )
+
+
+def _join(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
+
+
+def _flag(parsed: Mapping[str, Any], key: str, default: bool | None, path: str) -> bool | None:
+    value = parsed.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CorruptCheckpointError(f"{key!r} is {value!r}, neither true nor false", path=path)
+    return value
+
+
+def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple[str, ...], Node]:
+    """The key path and the node of one entry of `tree_metadata`."""
+    shown = text[:200]
+    if not isinstance(entry, dict):
+        raise CorruptCheckpointError(f"the entry {shown!r} is not an object", path=path)
+    keys = tuple(_parse_key(key, shown, path) for key in _typed(entry, "key_metadata", list, shown, path))
+    value = _typed(entry, "value_metadata", dict, shown, path)
+    name = "/".join(keys)
+    if len(name) > limits.name_bytes or len(name.encode()) > limits.name_bytes:
+        raise LimitExceededError(f"a name of more than Limits.name_bytes = {limits.name_bytes} bytes", path=path)
+    node = Node(
+        name=name,
+        param=".".join(keys),
+        value_type=_typed(value, "value_type", str, shown, path),
+        skipped=_typed(value, "skip_deserialize", bool, shown, path) if "skip_deserialize" in value else False,
+    )
+    return keys, node
+
+
+def _typed(entry: Mapping[str, Any], key: str, kind: type, shown: str, path: str) -> Any:
+    value = entry.get(key)
+    if type(value) is not kind:
+        raise CorruptCheckpointError(f"{key!r} of {shown!r} is {str(value)[:200]!r}, not a {kind.__name__}", path=path)
+    return value
+
+
+def _parse_key(entry: Any, shown: str, path: str) -> str:
+    key = entry.get("key") if isinstance(entry, dict) else None
+    kind = entry.get("key_type") if isinstance(entry, dict) else None
+    if not isinstance(key, str) or type(kind) is not int or kind not in (_SEQUENCE, _DICT):
+        raise CorruptCheckpointError(f"{shown!r} holds {str(entry)[:200]!r}, which is not a key", path=path)
+    if kind == _SEQUENCE and not (key.isascii() and key.isdigit()):
+        raise CorruptCheckpointError(f"{shown!r} holds the sequence index {key[:200]!r}", path=path)
+    if not key or "\0" in key or not _is_text(key):
+        raise CorruptCheckpointError(f"{shown!r} holds an empty key, or one with a NUL or half a character", path=path)
+    if key.startswith("/") or ".." in key.split("/"):
+        raise UnsafeCheckpointError(
+            f"{shown!r} holds the key {key[:200]!r}, which leads out of the checkpoint", path=path
+        )
+    return key
+
+
+def _is_text(key: str) -> bool:
+    """Whether a key from JSON, where escapes may spell lone surrogates, has a UTF-8 form."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _distinct_nodes(entries: list[tuple[tuple[str, ...], Node]], path: str) -> Iterator[Node]:
+    """The nodes, proven to have distinct names and places.
+
+    An empty container that got children in a later partial save stands beside them in the file; the children are what
+    it is now.
+    """
+    parents = {keys[:depth] for keys, _ in entries for depth in range(len(keys))}
+    names: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for keys, node in entries:
+        if keys in parents:
+            if node.is_empty:
+                continue
+            raise CorruptCheckpointError("is a leaf and has leaves below it", path=path, leaf=node.name)
+        if names.setdefault(node.name, repr(keys)) != repr(keys):
+            raise CorruptCheckpointError(
+                f"two leaves have this name: the keys {names[node.name]} and {keys!r}", path=path, leaf=node.name
+            )
+        if not node.skipped and places.setdefault(node.param, node.name) != node.name:
+            raise CorruptCheckpointError(
+                f"is stored under the key {node.param!r}, and so is {places[node.param]!r}: "
+                "one was written over the other",
+                path=path,
+                leaf=node.name,
+            )
+        yield node
+
+
+def read_prng_impls(root: Root, item: str, names: list[str], limits: Limits) -> dict[str, str]:
+    """The implementation of each typed PRNG key, by the key under which its data is stored.
+
+    Args:
+      root: the directory that was opened.
+      item: the item's directory, relative to the root.
+      names: the files in `array_metadatas`.
+      limits: on the size of each file.
+    """
+    impls: dict[str, str] = {}
+    for name in sorted(names):
+        file = _join(item, f"{_ARRAY_METADATAS}/{name}")
+        path = root.join(file)
+        parsed = parse_object(read_small(root, file, limit=limits.index_bytes), path, allow_nan=True)
+        entries = parsed.get("array_metadatas")
+        if not isinstance(entries, list):
+            raise CorruptCheckpointError("'array_metadatas' is missing or not a list", path=path)
+        for entry in entries:
+            said = entry.get("array_metadata") if isinstance(entry, dict) else None
+            param = said.get("param_name") if isinstance(said, dict) else None
+            if not isinstance(said, dict) or not isinstance(param, str):
+                raise CorruptCheckpointError(f"{str(entry)[:200]} is not the metadata of an array", path=path)
+            extra = said.get("ext_metadata")
+            impl = extra.get("random_key_impl") if isinstance(extra, dict) else None
+            if impl is None:
+                continue
+            if not isinstance(impl, str) or impls.setdefault(param, impl) != impl:
+                raise CorruptCheckpointError(
+                    f"{param!r} has the PRNG implementations {impls.get(param)!r} and {impl!r}", path=path
+                )
+    return impls
+
+
+def read_strings(root: Root, item: str, limits: Limits) -> dict[str, bytes]:
+    """The strings of an item by the key under which they are stored, as UTF-8; empty where it has none."""
+    name = _join(item, _STRINGS_FILE)
+    path = root.join(name)
+    try:
+        parsed = parse_object(read_small(root, name, limit=limits.index_bytes), path)
+    except CheckpointNotFoundError:
+        return {}
+    for key, value in parsed.items():
+        if not isinstance(value, str) or not _is_text(value):
+            raise CorruptCheckpointError(f"the value of {key[:200]!r} is not a string", path=path)
+    return {key: value.encode() for key, value in parsed.items()}

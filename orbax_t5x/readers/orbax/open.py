@@ -1,0 +1,282 @@
+"""Checkpoints that Orbax wrote, T5X's among them: roots, steps and items become leaves that TensorStore reads.
+
+An item's `_METADATA` names the leaves; every array is opened (for its shape and dtype, some hundred bytes each) with a
+spec of our own and nothing else is read. A step's items are its subdirectories with that file. What the files say
+decides no path outside the directory that was opened, no class and no setting: before TensorStore sees a directory,
+everything in it has been proven to be a plain file inside the root. A leaf whose array cannot be opened is listed with
+its error; the others can be read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.provenance import records as provenance
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.empty_leaf import EmptyLeaf
+from orbax_t5x.readers.orbax.arrays import ItemArrays, Place, inside
+from orbax_t5x.readers.orbax.metadata import (
+    METADATA_FILE,
+    read_item_metadata,
+    read_prng_impls,
+    read_strings,
+)
+from orbax_t5x.readers.orbax.steps import (
+    MANIFEST_FILE,
+    MSGPACK_FILE,
+    STEP_METADATA_FILE,
+    finished_steps,
+    is_item,
+    is_step_directory,
+    is_temporary,
+    item_names,
+    newest_directory,
+    step_of_name,
+)
+from orbax_t5x.readers.tensorstore_leaf import (
+    OpenFlag,
+    StringLeaf,
+    check_database,
+    make_context,
+)
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.strict_json import parse_object, read_small
+from orbax_t5x.storage.tree_checks import check_tree, list_directory
+from orbax_t5x.trees.dtypes import kind_of
+
+_ARRAY_METADATAS = "array_metadatas"
+
+
+def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
+    """Opens a root (its newest step), a step or an item.
+
+    Args:
+      path: a local directory.
+      limits: on what the files may claim.
+      item: the one item of a step to open; its leaves have no prefix then.
+
+    Raises:
+      CheckpointNotFoundError: the root has no finished step, or the step has no such item.
+      CheckpointError: as the files deserve, naming them.
+    """
+    directory = os.path.realpath(os.fspath(path))
+    if is_temporary(directory):
+        raise CheckpointNotFoundError(
+            "an unfinished save: Orbax renames this directory when it is done", path=directory
+        )
+    if is_item(directory) or _has_manifest(directory):
+        return _open_single_item(directory, limits, item)
+    if not is_step_directory(directory):
+        steps = finished_steps(directory)
+        if not steps:
+            raise CheckpointNotFoundError(
+                "neither an Orbax item, nor a step, nor a root with a finished step", path=directory
+            )
+        directory = newest_directory(directory, steps)
+        if is_item(directory):
+            return _open_single_item(directory, limits, item)
+    return _open_step(Root(directory), limits, item)
+
+
+def _has_manifest(directory: str) -> bool:
+    """Whether an OCDBT database lies here; without `_METADATA`, one whose list of names is gone."""
+    return os.path.isfile(os.path.join(directory, MANIFEST_FILE))
+
+
+def _open_single_item(directory: str, limits: Limits, item: str | None) -> Checkpoint:
+    """An item by its own path."""
+    parent, name = os.path.split(directory)
+    if item is not None and item != name:
+        raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
+    step_name = os.path.basename(parent)
+    # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
+    in_step = os.path.isfile(os.path.join(parent, STEP_METADATA_FILE)) or step_name.isdecimal()
+    opened = _Opening(Root(directory), limits)
+    return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
+
+
+def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
+    """The items of a step, or one of them."""
+    opened = _Opening(root, limits)
+    names = item_names(root.path)
+    if item is not None:
+        if item not in names:
+            raise CheckpointNotFoundError(
+                f"no item {item!r} with arrays here; there is {_listed(names)}", path=root.path
+            )
+        prefixes = {item: ""}
+    elif len(names) == 1:
+        prefixes = {names[0]: ""}
+    elif names:
+        prefixes = {name: f"{name}/" for name in names}
+    else:
+        raise _no_items(root, opened.step_metadata)
+    return opened.checkpoint(prefixes, step=step_of_name(os.path.basename(root.path)), items=names)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
+    """Why a directory with a step's metadata has nothing to read."""
+    for entry in sorted(os.listdir(root.path)):
+        if _has_manifest(os.path.join(root.path, entry)):
+            return CorruptCheckpointError(
+                f"{METADATA_FILE} is missing, so nothing says which leaves there are", path=root.join(entry)
+            )
+    handlers = step_metadata.get("item_handlers")
+    if isinstance(handlers, Mapping) and handlers:
+        said = ", ".join(f"{name!r} by {handler!r}" for name, handler in sorted(handlers.items()))
+        return UnsupportedCheckpointError(
+            f"no item of this step holds arrays; it was written with {said}", path=root.path
+        )
+    return CheckpointNotFoundError("no item of this step holds arrays", path=root.path)
+
+
+def read_step_metadata(root: Root, limits: Limits) -> dict[str, Any]:
+    """The contents of `_CHECKPOINT_METADATA`, or {} where there is none. Handlers named there are never imported."""
+    try:
+        data = read_small(root, STEP_METADATA_FILE, limit=limits.index_bytes)
+    except CheckpointNotFoundError:
+        return {}
+    return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
+
+
+class _Opening:
+    """One checkpoint while it is being opened."""
+
+    def __init__(self, root: Root, limits: Limits):
+        self._root = root
+        self._limits = limits
+        self._context = make_context()
+        self._flag = OpenFlag()
+        self._leaves: dict[str, Leaf] = {}
+        self._empties: dict[str, Any] = {}
+        self._bytes = 0
+        self.step_metadata = read_step_metadata(root, limits)
+
+    def checkpoint(
+        self, prefixes: Mapping[str, str], *, step: int | None, items: list[str] | None = None
+    ) -> Checkpoint:
+        """Opens items.
+
+        Args:
+          prefixes: what the names of an item's leaves begin with, by the item's directory ("": the root itself).
+          step: the step that the directory's name tells.
+          items: all items of the step with arrays.
+        """
+        described = {}
+        for item, prefix in prefixes.items():
+            described[item] = self._add_item(item, prefix)
+        single = next(iter(described.values())) if len(described) == 1 else {}
+        metadata = {
+            "custom_metadata": single.get("custom_metadata"),
+            "items": described,
+            "item_names": list(items or []),
+            "step_metadata": self.step_metadata,
+        }
+        return Checkpoint(
+            path=self._root.join(next(iter(prefixes)))
+            if len(prefixes) == 1 and next(iter(prefixes))
+            else self._root.path,
+            format="orbax",
+            step=step,
+            leaves=self._leaves,
+            empties=self._empties,
+            metadata=metadata,
+            close=self._flag.close,
+            index_bytes=self._bytes,
+        )
+
+    def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
+        """Adds the leaves of one item; returns what it says about itself."""
+        metadata = read_item_metadata(self._root, item, self._limits)
+        self._bytes += metadata.nbytes
+        directory = self._root.locate(item) if item else self._root.path
+        entries = list_directory(directory)
+        manifest = _has_manifest(directory)
+        ocdbt = manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
+        if ocdbt and not manifest:
+            raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
+        if ocdbt:
+            check_tree(self._root, item)
+            check_database(directory, self._context)
+        impls: dict[str, str] = {}
+        if _ARRAY_METADATAS in entries:
+            names = check_tree(self._root, inside(item, _ARRAY_METADATAS))
+            impls = read_prng_impls(self._root, item, names, self._limits)
+        strings = read_strings(self._root, item, self._limits) if "_strings.json" in entries else {}
+        arrays = []
+        for node in metadata.nodes:
+            place = Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
+            if node.is_empty:
+                self._empties[place.name] = node.empty_value
+            elif node.value_type == "string":
+                self._add_string(place, strings, directory)
+            elif node.skipped:
+                self._break(place, UnsupportedCheckpointError(_AGGREGATED, path=directory, leaf=place.name))
+            else:
+                arrays.append(place)
+        self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
+        plain = frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False))
+        opener = ItemArrays(self._root, item, directory, ocdbt, metadata, impls, plain)
+        for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
+            self._leaves[leaf.name] = leaf
+        return {
+            "custom_metadata": metadata.custom_metadata,
+            "use_ocdbt": ocdbt,
+            "use_zarr3": metadata.use_zarr3,
+            "value_types": {node.name: node.value_type for node in metadata.nodes},
+            "prng_impls": {node.name: impls[node.param] for node in metadata.nodes if node.param in impls},
+        }
+
+    def _break(self, place: Place, error: CheckpointError) -> None:
+        self._leaves[place.name] = BrokenLeaf(place.name, error)
+
+    def _add_string(self, place: Place, strings: Mapping[str, bytes], directory: str) -> None:
+        if place.node.param not in strings:
+            self._break(
+                place, CorruptCheckpointError("the string is missing in _strings.json", path=directory, leaf=place.name)
+            )
+            return
+        self._leaves[place.name] = StringLeaf(place.name, directory, strings[place.node.param], self._flag)
+
+    def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
+        """Adds the arrays without elements that our handler left out, by its record: Orbax stores none."""
+        recorded = custom_metadata if isinstance(custom_metadata, Mapping) else None
+        for name, (shape, dtype_name) in provenance.skipped_from_metadata(recorded, path=directory).items():
+            if 0 not in shape:
+                continue
+            try:
+                dtype = np.dtype(dtype_name)
+            except (TypeError, ValueError, SyntaxError):
+                dtype = np.dtype(object)
+            place = prefix + name
+            if kind_of(dtype) == "object" or len(shape) > self._limits.rank:
+                raise CorruptCheckpointError(
+                    f"the record of skipped leaves has shape {shape} and dtype {dtype_name!r}",
+                    path=directory,
+                    leaf=place,
+                )
+            self._empties.pop(place, None)
+            self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
+
+
+_AGGREGATED = (
+    f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, whose reader is not built yet; "
+    "restore it with Orbax and save it again"
+)

@@ -1,0 +1,1 @@
+"""Arrays that are byte ranges of files."""

@@ -1,0 +1,281 @@
+"""One row-major array in a byte range of a file, read by index box.
+
+Two ways in. Boxes that are each one byte range are read straight into their buffers. Boxes that are not (column shards)
+go through a small staging buffer per thread: a window of the array is read once, summed while it is in the cache, and
+scattered to all the boxes that want a part of it. Either way every stored byte is read at most once per call, in file
+order, the checksum runs over what was read as stored, and every element of every buffer is counted. Memory: one staging
+buffer per thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.lazy.leaf import Part, Request, box_size
+from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, place_box, split_ends, union_runs
+from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
+from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.files import File
+from orbax_t5x.storage.pools import run_jobs
+
+# Contract: byte-range formats may read over gaps below this.
+MAX_GAP_BYTES = 4096
+# One read and its checksum. Larger falls out of a core's cache between the two, smaller pays for more system calls.
+_WINDOW_BYTES = 1 << 20
+# What one thread takes at a time of a large array.
+_JOB_BYTES = 16 << 20
+
+_Item = TypeVar("_Item")
+
+_thread = threading.local()
+
+
+def _staging() -> np.ndarray:
+    """This thread's staging buffer. It is kept: a fresh one would cost a page fault per 4 KiB of every window."""
+    buffer = getattr(_thread, "buffer", None)
+    if buffer is None or buffer.size < _WINDOW_BYTES:
+        buffer = _thread.buffer = np.zeros(_WINDOW_BYTES, np.uint8)
+    return buffer
+
+
+class Outcome(NamedTuple):
+    """What a read did: checksums of the byte ranges read (relative to the array), and bytes wanted and read over."""
+
+    parts: list[Part]
+    wanted: int
+    gaps: int
+
+
+class _Span(NamedTuple):
+    """A contiguous buffer that is a byte range of the array."""
+
+    start: int
+    stop: int
+    out: np.ndarray
+
+
+class _Checksums:
+    """Parts of consecutive reads; with `join`, one part while one read follows the other."""
+
+    def __init__(self, wanted: bool, *, join: bool = True):
+        self._wanted = wanted
+        self._join = join
+        self._start = self._stop = 0
+        self._crc = 0
+        self.parts: list[Part] = []
+
+    def add(self, start: int, data: np.ndarray) -> None:
+        if not self._wanted:
+            return
+        if start != self._stop or not self._join:
+            self.flush()
+            self._start = start
+        self._crc = _crc.extend(self._crc, data)
+        self._stop = start + data.nbytes
+
+    def flush(self) -> list[Part]:
+        if self._stop > self._start:
+            self.parts.append(Part(self._start, self._stop, self._crc))
+        self._start, self._crc = self._stop, 0
+        return self.parts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A row-major array at `offset` of a file; made by readers that have compared its size with the file's.
+
+    Attributes:
+      swap: the bytes of each element are stored in the other order than this machine's.
+    """
+
+    file: File
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    swap: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, as stored."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+        """Fills all requests; blocks.
+
+        Raises:
+          CorruptCheckpointError, CheckpointIOError, CheckpointGoneError: naming the file and `leaf`.
+          ValueError: the checkpoint was closed, or a buffer does not fit its box.
+        """
+        itemsize = self.dtype.itemsize
+        strides = byte_strides(self.shape, itemsize)
+        direct = not self.swap and as_stored(self.dtype)
+        spans: list[_Span] = []
+        wanted: list[Request] = []
+        for request in requests:
+            box, out = request
+            placed = place_box(box, out.shape, self.shape, strides)
+            if placed is None or out.dtype != self.dtype:
+                raise ValueError(
+                    f"{leaf}: a buffer of {out.dtype} {out.shape} for {box} of an array of {self.dtype} {self.shape}"
+                )
+            if not out.size:
+                continue
+            wanted.append(request)
+            start, contiguous = placed
+            if direct:
+                direct = contiguous and out.flags.c_contiguous
+                spans.append(_Span(start, start + out.nbytes, out))
+        if not wanted:
+            return Outcome([], 0, 0)
+        if direct and _disjoint(spans):
+            return self._read_spans(spans, checksum, leaf)
+        return self._read_windows(wanted, checksum, leaf)
+
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
+        """Reads byte ranges of the array for their checksums alone; blocks."""
+        checksums = _Checksums(True)
+        size = 0
+        buffer = _staging()
+        for start, stop in ranges:
+            for low in range(start, stop, _WINDOW_BYTES):
+                data = buffer[: min(_WINDOW_BYTES, stop - low)]
+                self.file.read_into(self.offset + low, [data], leaf=leaf)
+                checksums.add(low, data)
+            size += stop - start
+        return Outcome(checksums.flush(), size, 0)
+
+    # -- straight into the buffers
+
+    def _read_spans(self, spans: list[_Span], checksum: bool, leaf: str) -> Outcome:
+        wanted = sum([span.stop - span.start for span in spans])
+        batches = _batches(spans)
+        if wanted <= _JOB_BYTES:
+            parts, read, _ = self._read_batches(batches, checksum, leaf)
+            return Outcome(parts, wanted, read - wanted)
+        jobs = _grouped(batches, lambda batch: batch.size)
+        done = run_jobs(partial(self._read_batches, group, checksum, leaf) for group in jobs)
+        read = sum(outcome.wanted for outcome in done)
+        return Outcome([part for outcome in done for part in outcome.parts], wanted, read - wanted)
+
+    def _read_batches(self, batches: Iterable[_Batch], checksum: bool, leaf: str) -> Outcome:
+        checksums = _Checksums(checksum)
+        size = 0
+        for batch in batches:
+            self.file.read_into(self.offset + batch.start, batch.buffers, leaf=leaf)
+            size += batch.size
+            if checksum:
+                for start, buffer in batch.wanted:
+                    checksums.add(start, buffer)
+        return Outcome(checksums.flush(), size, 0)
+
+    # -- through a staging buffer
+
+    def _read_windows(self, requests: Sequence[Request], checksum: bool, leaf: str) -> Outcome:
+        itemsize = self.dtype.itemsize
+        boxes = [request.box for request in requests]
+        runs, wanted = union_runs(self.shape, itemsize, boxes, MAX_GAP_BYTES)
+        join = wanted == sum(run.length * run.times for run in runs)
+        if checksum and not join:
+            runs = split_ends(runs, union_runs(self.shape, itemsize, boxes, 0)[0])
+        grid = WindowGrid(self.shape, itemsize, _WINDOW_BYTES)
+        elements = Elements(self.dtype, self.swap, self.file.path, leaf)
+        scatter = Scatter(self.shape, grid.depth, requests, elements)
+        jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.pieces))
+        done = run_jobs(
+            partial(self._read_some, windows, scatter, _Checksums(checksum, join=join), leaf) for windows in jobs
+        )
+        read = sum(outcome.wanted for outcome, _ in done)
+        filled = sum(elements for _, elements in done)
+        if filled != sum(box_size(request.box) for request in requests):
+            raise CheckpointIOError("the buffers were not filled completely", path=self.file.path, leaf=leaf)
+        return Outcome([part for outcome, _ in done for part in outcome.parts], wanted, read - wanted)
+
+    def _read_some(
+        self, windows: list[Window], scatter: Scatter, checksums: _Checksums, leaf: str
+    ) -> tuple[Outcome, int]:
+        buffer = _staging()
+        size = filled = 0
+        for window in windows:
+            for start, stop in window.pieces:
+                data = buffer[start - window.start : stop - window.start]
+                self.file.read_into(self.offset + start, [data], leaf=leaf)
+                checksums.add(start, data)
+                size += stop - start
+            filled += scatter.window(window, buffer[: window.stop - window.start])
+        return Outcome(checksums.flush(), size, 0), filled
+
+
+class _Batch(NamedTuple):
+    """One read of `size` bytes from byte `start` on: buffers to fill, and the wanted ones with their first bytes."""
+
+    start: int
+    size: int
+    buffers: list[np.ndarray]
+    wanted: list[tuple[int, np.ndarray]]
+
+
+def _disjoint(spans: list[_Span]) -> bool:
+    """Sorts spans into file order; whether no two of them share a byte."""
+    stop = 0
+    for span in spans:
+        if span.start < stop:
+            break
+        stop = span.stop
+    else:
+        return True
+    spans.sort(key=lambda span: span.start)
+    return all(before.stop <= after.start for before, after in itertools.pairwise(spans))
+
+
+def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
+    """Reads of about a window each; gaps that are read over fill a scrap buffer."""
+    buffers: list[np.ndarray] = []
+    wanted: list[tuple[int, np.ndarray]] = []
+    first = at = 0  # of the batch: its first byte, the byte behind it
+    for start, stop, out in spans:
+        if buffers and (start - at >= MAX_GAP_BYTES or at - first >= _WINDOW_BYTES):
+            yield _Batch(first, at - first, buffers, wanted)
+            buffers, wanted = [], []
+        if not buffers:
+            first = at = start
+        elif start > at:
+            buffers.append(np.empty(start - at, np.uint8))
+        if stop - start > _WINDOW_BYTES:
+            # Summed window by window, each while it is in the cache.
+            data = out.reshape(-1).view(np.uint8)
+            while stop - start > _WINDOW_BYTES:
+                buffers.append(data[:_WINDOW_BYTES])
+                wanted.append((start, data[:_WINDOW_BYTES]))
+                start += _WINDOW_BYTES
+                data = data[_WINDOW_BYTES:]
+                yield _Batch(first, start - first, buffers, wanted)
+                buffers, wanted, first = [], [], start
+            out = data
+        buffers.append(out)
+        wanted.append((start, out))
+        at = stop
+    if buffers:
+        yield _Batch(first, at - first, buffers, wanted)
+
+
+def _grouped(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Consecutive items in groups of about a job's bytes."""
+    group: list[_Item] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= _JOB_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -1,0 +1,229 @@
+"""Index boxes of a row-major array -> byte runs -> windows: pure geometry on integers, no bytes.
+
+The bound: nothing is listed per row where rows repeat. A `Run` stands for a whole lattice of equal byte ranges, so the
+columns of a matrix of any height are one run. Runs closer than `max_gap` become one, which is the only place where
+over-reading is decided. A window is a piece of the array, small enough for a staging buffer, that is an index box and
+one byte range at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from orbax_t5x.lazy.leaf import Box, box_size
+
+
+class Run(NamedTuple):
+    """`times` byte ranges of `length` bytes, the first at `start`, one every `stride` bytes."""
+
+    start: int
+    length: int
+    stride: int = 0
+    times: int = 1
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """The (start, stop) of each, in order."""
+        for k in range(self.times):
+            start = self.start + k * self.stride
+            yield start, start + self.length
+
+
+def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Bytes from one index to the next, for each dimension of a row-major array."""
+    strides: list[int] = []
+    stride = itemsize
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    strides.reverse()
+    return strides
+
+
+def place_box(
+    box: Box, extents: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+) -> tuple[int, bool] | None:
+    """Where a box of a row-major array begins, in bytes, and whether it is one byte range.
+
+    None where the box is not of these extents, or not inside the array.
+    """
+    if not len(box) == len(extents) == len(shape):
+        return None
+    start = 0
+    one_range = True
+    narrowed = False  # a dimension with several indices: those after it must be whole
+    for (low, high), extent, size, stride in zip(box, extents, shape, strides, strict=True):
+        if high - low != extent or not 0 <= low <= high <= size:
+            return None
+        start += low * stride
+        if narrowed and extent != size:
+            one_range = False
+        if extent != 1:
+            narrowed = True
+    return start, one_range
+
+
+def union_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Box], max_gap: int) -> tuple[list[Run], int]:
+    """The byte ranges that hold all the boxes, in file order, those less than `max_gap` bytes apart joined.
+
+    Returns:
+      The runs, and how many bytes of them the boxes want (what the boxes share counted once). Boxes may overlap; empty
+      ones count nothing.
+    """
+    wanted_boxes = tuple({box for box in boxes if box_size(box)})
+    if not wanted_boxes:
+        return [], 0
+    return _union(tuple(shape), itemsize, wanted_boxes, max_gap)
+
+
+def _union(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], max_gap: int) -> tuple[list[Run], int]:
+    nbytes = math.prod(shape) * itemsize
+    if not shape or any(
+        all(low == 0 and high == size for size, (low, high) in zip(shape, box, strict=True)) for box in boxes
+    ):
+        return [Run(0, nbytes)], nbytes
+    row = nbytes // shape[0]
+    edges = sorted({edge for box in boxes for edge in box[0]})
+    runs: list[Run] = []
+    wanted = 0
+    rows_of: dict[frozenset[Box], tuple[list[Run], int]] = {}
+    for low, high in itertools.pairwise(edges):
+        inside = frozenset(box[1:] for box in boxes if box[0][0] <= low and high <= box[0][1])
+        if not inside:
+            continue
+        if inside not in rows_of:
+            rows_of[inside] = _union(shape[1:], itemsize, tuple(inside), max_gap)
+        row_runs, row_wanted = rows_of[inside]
+        wanted += row_wanted * (high - low)
+        for run in _repeat(row_runs, row, low, high, max_gap):
+            _append(runs, run, max_gap)
+    return runs, wanted
+
+
+def _repeat(row_runs: list[Run], row: int, low: int, high: int, max_gap: int) -> Iterator[Run]:
+    """The runs of one row, for each of the rows [low, high)."""
+    count = high - low
+    if len(row_runs) == 1:
+        start, length, stride, inner_count = row_runs[0]
+        if inner_count == 1:
+            if count == 1:
+                yield Run(low * row + start, length)
+            elif row == length or row - length < max_gap:
+                yield Run(low * row + start, (count - 1) * row + length)
+            else:
+                yield Run(low * row + start, length, row, count)
+            return
+        if stride * inner_count == row:  # the lattice goes on across the rows
+            yield Run(low * row + start, length, stride, count * inner_count)
+            return
+    for k in range(low, high):
+        for start, length, stride, inner_count in row_runs:
+            yield Run(k * row + start, length, stride, inner_count)
+
+
+def _append(runs: list[Run], run: Run, max_gap: int) -> None:
+    """Adds a run that follows in the file, joined to the last one where that is near and both are plain."""
+    if runs and runs[-1].times == 1 and run.times == 1:
+        last = runs[-1]
+        gap = run.start - (last.start + last.length)
+        if gap == 0 or gap < max_gap:
+            runs[-1] = Run(last.start, run.start + run.length - last.start)
+            return
+    runs.append(run)
+
+
+def split_ends(runs: Sequence[Run], wanted: Sequence[Run]) -> Iterator[Run]:
+    """Runs that were joined over gaps, with the first and the last wanted range of each as runs of their own.
+
+    `wanted` are the same boxes' runs for a gap of 0. Why: two processes that read neighbouring columns, gaps and all,
+    read overlapping ranges that begin and end a column apart. Only parts that begin where another's end have a checksum
+    together.
+    """
+    rest = iter(wanted)
+    item = next(rest, None)
+    for run in runs:
+        if run == item:
+            yield run
+            item = next(rest, None)
+            continue
+        for start, stop in run.ranges():
+            first = last = None
+            while item is not None and item.start < stop:
+                take = 1 + (stop - item.start - item.length) // item.stride if item.times > 1 else 1
+                take = min(take, item.times)
+                tail = item.start + (take - 1) * item.stride
+                first = first or (item.start, item.start + item.length)
+                last = (tail, tail + item.length)
+                left = item.times - take
+                item = Run(tail + item.stride, item.length, item.stride, left) if left else next(rest, None)
+            assert first is not None and last is not None
+            cuts = sorted({start, first[1], last[0], stop})
+            yield from (Run(a, b - a) for a, b in itertools.pairwise(cuts))
+
+
+class Window(NamedTuple):
+    """A piece of an array that is an index box and a byte range.
+
+    `outer` indexes the first dimensions, [low, high) is a range of the next one, the rest is whole; `start` is its
+    first byte and `pieces` are the byte ranges of it to read.
+    """
+
+    outer: tuple[int, ...]
+    low: int
+    high: int
+    start: int
+    stop: int
+    pieces: list[tuple[int, int]]
+
+
+class WindowGrid:
+    """Cuts a row-major array that has elements into windows of at most `max_bytes` (one element at least).
+
+    Attributes:
+      depth: how many leading dimensions a window fixes to one index; the one at `depth` is cut, those after are whole.
+      block: bytes of one index of the cut dimension.
+    """
+
+    def __init__(self, shape: Sequence[int], itemsize: int, max_bytes: int):
+        self._shape = tuple(shape) or (1,)
+        block = math.prod(self._shape) * itemsize
+        for depth, size in enumerate(self._shape):
+            self.depth = depth
+            block //= size
+            if block <= max_bytes:
+                break
+        self.block = block
+        self._size = self._shape[self.depth]
+        per_window = max(1, min(self._size, max_bytes // block))
+        # Even windows: no short last one for each outer index.
+        self._step = -(-self._size // -(-self._size // per_window))
+
+    def _window_at(self, byte: int) -> Window:
+        outer_bytes = self._size * self.block
+        flat, inside = divmod(byte, outer_bytes)
+        low = inside // (self._step * self.block) * self._step
+        high = min(low + self._step, self._size)
+        start = flat * outer_bytes
+        outer: list[int] = []
+        for size in reversed(self._shape[: self.depth]):
+            flat, index = divmod(flat, size)
+            outer.append(index)
+        return Window(tuple(reversed(outer)), low, high, start + low * self.block, start + high * self.block, [])
+
+    def windows(self, runs: Iterable[Run]) -> Iterator[Window]:
+        """The windows that hold the runs, in file order, each once, with the pieces of the runs in it."""
+        window: Window | None = None
+        for run in runs:
+            for start, stop in run.ranges():
+                while start < stop:
+                    if window is None or start >= window.stop:
+                        if window is not None:
+                            yield window
+                        window = self._window_at(start)
+                    end = min(stop, window.stop)
+                    window.pieces.append((start, end))
+                    start = end
+        if window is not None:
+            yield window

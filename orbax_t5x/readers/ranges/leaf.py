@@ -1,0 +1,148 @@
+"""A leaf that is one byte range of one file, with or without a crc32c over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.lazy.leaf import Ledger, Part, Request
+from orbax_t5x.readers.ranges.byte_range import Outcome
+from orbax_t5x.readers.ranges.coverage import cover, uncovered
+from orbax_t5x.storage.files import File
+from orbax_t5x.storage.pools import reader_pool
+
+
+class BlockingLeaf:
+    """Base of leaves whose reads block: `read_into` puts them into a thread.
+
+    Attributes:
+      error: what makes the leaf unreadable, found when the checkpoint was opened; reading raises it.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "error", "name", "path", "shape")
+
+    chunks: tuple[int, ...] | None = None
+
+    def __init__(
+        self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype, error: CheckpointError | None = None
+    ):
+        self.name = name
+        self.path = path
+        self.shape = shape
+        self.dtype = dtype
+        self.error = error
+
+    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """`read_into` for a caller that has a thread of its own."""
+        raise NotImplementedError
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """See `Leaf.read_into`."""
+        await asyncio.get_running_loop().run_in_executor(reader_pool(), partial(self.read_blocking, requests, ledger))
+
+    def check(self) -> None:
+        """Raises the error found at opening, a new one each time: a traceback belongs to one raise."""
+        if self.error is not None:
+            raise type(self.error)(self.error.message, path=self.error.path, leaf=self.error.leaf)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} {self.dtype} {self.shape} of {self.path!r}>"
+
+
+class StoredRange(Protocol):
+    """An array in a byte range of a file: `ByteRange`, or another encoding with one checksum over it."""
+
+    @property
+    def file(self) -> File: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole range, as stored."""
+        ...
+
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+        """Fills all requests; blocks."""
+        ...
+
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
+        """Reads byte ranges for their checksums alone; blocks."""
+        ...
+
+
+class ByteRangeLeaf(BlockingLeaf):
+    """One array in one byte range; `crc` is the crc32c of the bytes as stored, or None where the format keeps none."""
+
+    __slots__ = ("crc", "range")
+
+    def __init__(self, name: str, range: StoredRange, crc: int | None = None, error: CheckpointError | None = None):
+        super().__init__(name, range.file.path, range.shape, range.dtype, error)
+        self.range = range
+        self.crc = crc
+
+    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """See `Leaf.read_into`."""
+        self.check()
+        outcome = self.range.read(requests, checksum=self.crc is not None and ledger.verify != "off", leaf=self.name)
+        ledger.count(outcome.wanted, outcome.gaps)
+        for part in outcome.parts:
+            ledger.add_part(self, part)
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """See `Leaf.settle`."""
+        if self.crc is None or ledger.verify == "off":
+            return None
+        settled = settle_range(self.range, self.crc, parts, self.name)
+        if settled or ledger.verify != "full":
+            return settled
+        self.check()
+        return await asyncio.get_running_loop().run_in_executor(
+            reader_pool(), settle_rest, self.range, self.crc, parts, self.name, ledger
+        )
+
+
+def settle_range(range: StoredRange, crc: int, parts: Sequence[Part], leaf: str) -> bool:
+    """Whether parts cover a range and every one is verified.
+
+    Raises:
+      CorruptCheckpointError: they cover it and the checksum does not hold, or two readings of the same bytes differ.
+    """
+    found = cover(parts, range.nbytes)
+    if found.conflict is not None:
+        low, high = found.conflict
+        message = f"bytes {low} to {high} of the leaf gave different checksums when read twice; the file is changing"
+        raise CorruptCheckpointError(message, path=range.file.path, leaf=leaf)
+    if found.crc is not None and found.crc != crc:
+        raise CorruptCheckpointError(
+            f"its {range.nbytes} bytes at {range.offset} have the crc32c {found.crc:#010x}, stored is {crc:#010x}; the"
+            " data are damaged",
+            path=range.file.path,
+            leaf=leaf,
+        )
+    return found.complete
+
+
+def settle_rest(range: StoredRange, crc: int, parts: Sequence[Part], leaf: str, ledger: Ledger) -> bool:
+    """Reads what no part covers, once, and settles; blocks."""
+    holes = uncovered(parts, range.nbytes)
+    outcome = range.sum(holes, leaf=leaf)
+    ledger.count(outcome.wanted)
+    if settle_range(range, crc, [*parts, *outcome.parts], leaf):
+        return True
+    # Overlapping parts of different boundaries have no common checksum: only reading the whole tells.
+    outcome = range.sum([(0, range.nbytes)], leaf=leaf)
+    ledger.count(outcome.wanted)
+    return settle_range(range, crc, outcome.parts, leaf)

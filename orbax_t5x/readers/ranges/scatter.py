@@ -1,0 +1,105 @@
+"""From a window of stored bytes to the buffers that want a part of it, element by element as NumPy knows them.
+
+Most elements are in memory as they are in the file. Three kinds are not: those of the other byte order, those of fewer
+than eight bits (stored one to a byte, with bits above them that mean nothing), and bools, of which a byte other than 0
+and 1 makes no value at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.readers.ranges.byte_runs import Window
+
+# Values are stored one to a byte; what lies above their bits is no part of them.
+LOW_BITS = {
+    np.dtype(ml_dtypes.int4): 0x0F,
+    np.dtype(ml_dtypes.uint4): 0x0F,
+    np.dtype(ml_dtypes.float4_e2m1fn): 0x0F,
+    np.dtype(ml_dtypes.int2): 0x03,
+    np.dtype(ml_dtypes.uint2): 0x03,
+}
+_BOOL = np.dtype(np.bool_)
+
+
+def as_stored(dtype: np.dtype) -> bool:
+    """Whether any bytes are elements of this dtype, as they are."""
+    return dtype != _BOOL and dtype not in LOW_BITS
+
+
+class Elements(NamedTuple):
+    """How elements are stored, and whose they are, for errors."""
+
+    dtype: np.dtype
+    swap: bool
+    path: str
+    leaf: str
+
+    def copy(self, values: np.ndarray, out: np.ndarray) -> None:
+        """Copies elements as stored into a buffer.
+
+        Raises:
+          CorruptCheckpointError: a bool is neither 0 nor 1.
+        """
+        if self.swap:
+            out[...] = _swapped(values)
+        elif self.dtype == _BOOL:
+            largest = int(values.view(np.uint8).max())
+            if largest > 1:
+                raise CorruptCheckpointError(f"a bool is stored as {largest}", path=self.path, leaf=self.leaf)
+            out[...] = values
+        elif self.dtype in LOW_BITS:
+            out[...] = (values.view(np.uint8) & np.uint8(LOW_BITS[self.dtype])).view(self.dtype)
+        else:
+            out[...] = values
+
+
+def _swapped(values: np.ndarray) -> np.ndarray:
+    """The values with the bytes of each number (each half of a complex one) in the other order."""
+    dtype = values.dtype
+    width = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
+    contiguous = np.ascontiguousarray(values)
+    return contiguous.view(np.dtype(f"u{width}")).byteswap().view(dtype).reshape(values.shape)
+
+
+class _Target(NamedTuple):
+    """A request, its box taken apart: outer ranges, the range that windows cut, slices of the inner dimensions."""
+
+    outer: tuple[tuple[int, int], ...]
+    low: int
+    high: int
+    inner: tuple[slice, ...]
+    out: np.ndarray
+
+
+class Scatter:
+    """Copies from windows of one array to the buffers that want a part of them; for several threads at once."""
+
+    def __init__(self, shape: tuple[int, ...], depth: int, requests: Sequence[Request], elements: Elements):
+        self._elements = elements
+        self._inner_shape = (shape or (1,))[depth + 1 :]
+        self._targets: list[_Target] = []
+        for request in requests:
+            box, out = request if request.box else (((0, 1),), request.out.reshape(1))
+            inner = tuple(slice(low, high) for low, high in box[depth + 1 :])
+            self._targets.append(_Target(box[:depth], *box[depth], inner, out))
+
+    def window(self, window: Window, data: np.ndarray) -> int:
+        """Copies what the requests want of one window's bytes; returns the number of elements."""
+        stored = data.view(self._elements.dtype).reshape(window.high - window.low, *self._inner_shape)
+        filled = 0
+        for outer, low, high, inner, out in self._targets:
+            first, last = max(low, window.low), min(high, window.high)
+            if first >= last or not all(a <= at < b for at, (a, b) in zip(window.outer, outer, strict=True)):
+                continue
+            values = stored[(slice(first - window.low, last - window.low), *inner)]
+            index = tuple(at - a for at, (a, _) in zip(window.outer, outer, strict=True))
+            self._elements.copy(values, out[(*index, slice(first - low, last - low))])
+            filled += values.size
+        return filled

@@ -1,0 +1,94 @@
+"""A leaf stored in pieces, each with a place of its own and a checksum of its own: a partitioned TensorFlow variable.
+
+A read of a box touches the pieces that the box meets, and no others. The checksummed extent of the leaf is its pieces'
+extents one after the other, in the order of the pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.lazy.leaf import Box, Ledger, Part, Request
+from orbax_t5x.readers.ranges.leaf import BlockingLeaf, StoredRange, settle_range, settle_rest
+from orbax_t5x.storage.pools import reader_pool
+
+
+class Piece(NamedTuple):
+    """What one byte range holds of a leaf, and the crc32c over it."""
+
+    box: Box
+    range: StoredRange
+    crc: int
+
+
+class SlicedLeaf(BlockingLeaf):
+    """One array in pieces that tile it; whoever makes one has proven that they do."""
+
+    __slots__ = ("_bases", "_pieces")
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        pieces: Sequence[Piece],
+        error: CheckpointError | None = None,
+    ):
+        super().__init__(name, path, shape, dtype, error)
+        self._pieces = tuple(pieces)
+        self._bases = list(itertools.accumulate((piece.range.nbytes for piece in pieces), initial=0))
+
+    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """See `Leaf.read_into`."""
+        self.check()
+        checksum = ledger.verify != "off"
+        for base, piece in zip(self._bases, self._pieces, strict=False):
+            wanted = [part for request in requests if (part := _within(request, piece.box)) is not None]
+            if not wanted:
+                continue
+            outcome = piece.range.read(wanted, checksum=checksum, leaf=self.name)
+            ledger.count(outcome.wanted, outcome.gaps)
+            for start, stop, crc in outcome.parts:
+                ledger.add_part(self, Part(base + start, base + stop, crc))
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """See `Leaf.settle`."""
+        if ledger.verify == "off":
+            return None
+        by_piece: list[list[Part]] = [[] for _ in self._pieces]
+        for start, stop, crc in parts:
+            number = bisect.bisect_right(self._bases, start) - 1
+            base = self._bases[number]
+            by_piece[number].append(Part(start - base, stop - base, crc))
+        settled = True
+        for piece, own in zip(self._pieces, by_piece, strict=True):
+            if settle_range(piece.range, piece.crc, own, self.name):
+                continue
+            if ledger.verify == "full":
+                await asyncio.get_running_loop().run_in_executor(
+                    reader_pool(), settle_rest, piece.range, piece.crc, own, self.name, ledger
+                )
+            else:
+                settled = False
+        return settled
+
+
+def _within(request: Request, box: Box) -> Request | None:
+    """The part of a request that a piece holds, in the piece's own coordinates; None where they do not meet."""
+    theirs: list[tuple[int, int]] = []
+    ours: list[slice] = []
+    for (low, high), (first, last) in zip(request.box, box, strict=True):
+        start, stop = max(low, first), min(high, last)
+        if start >= stop:
+            return None
+        theirs.append((start - first, stop - first))
+        ours.append(slice(start - low, stop - low))
+    return Request(tuple(theirs), request.out[tuple(ours)])

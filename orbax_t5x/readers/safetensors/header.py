@@ -1,0 +1,181 @@
+"""The header of a safetensors file, by the rules of its format: every bound is proven here, before a byte of data is
+read.
+
+The file is an 8-byte little-endian length, that many bytes of JSON, and data. The tensors' byte ranges follow one
+another from 0 to the end of the file without holes or overlaps, each exactly as long as its shape and dtype say, so a
+proven header cannot make a reader leave the file, read bytes twice or miss some. Pure: bytes and numbers in, entries
+out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.strict_json import parse_object
+
+LENGTH_BYTES = 8
+# The format's own bound on headers; its reference reader refuses larger ones.
+_MAX_HEADER_BYTES = 100_000_000
+_METADATA_KEY = "__metadata__"
+_MAX_INT = 2**63 - 1
+
+_DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "U16": np.uint16,
+        "I16": np.int16,
+        "U32": np.uint32,
+        "I32": np.int32,
+        "U64": np.uint64,
+        "I64": np.int64,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32,
+        "F64": np.float64,
+        "C64": np.complex64,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    }.items()
+}
+# Several elements share a byte; NumPy has no such arrays.
+_PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor: [start, stop) are its bytes, counted from the beginning of the file.
+
+    Attributes:
+      dtype: None where `error` says why the tensor cannot be read.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtype: np.dtype | None
+    error: CheckpointError | None = None
+
+
+def header_size(first: bytes | bytearray, file_size: int, path: str) -> int:
+    """The length of the JSON, proven to lie in the file.
+
+    Args:
+      first: the first 8 bytes of the file.
+      file_size: of the whole file.
+      path: the file, for errors.
+    """
+    if file_size < LENGTH_BYTES or len(first) < LENGTH_BYTES:
+        raise CorruptCheckpointError(f"{file_size} bytes are too few for a safetensors file", path=path)
+    size = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if size > _MAX_HEADER_BYTES or size > file_size - LENGTH_BYTES:
+        raise CorruptCheckpointError(
+            f"the header claims {size} bytes; the file has {file_size}, and the format allows {_MAX_HEADER_BYTES}",
+            path=path,
+        )
+    return size
+
+
+def parse_header(data: bytes, file_size: int, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
+    """The tensors of a file in the order of their bytes, and its `__metadata__`.
+
+    Args:
+      data: the JSON, all of it.
+      file_size: of the whole file.
+      path: the file, for errors.
+      limits: on the number of tensors, their rank and the length of their names.
+
+    Raises:
+      CorruptCheckpointError, LimitExceededError: the header breaks a rule of the format, or a limit.
+    """
+    if not data.startswith(b"{"):
+        raise CorruptCheckpointError(f"the header begins with {data[:8]!r}, not with '{{'", path=path)
+    parsed = parse_object(data, path)
+    metadata = _parse_metadata(parsed.pop(_METADATA_KEY, {}), path)
+    if len(parsed) > limits.entries:
+        raise LimitExceededError(f"{len(parsed)} tensors, more than Limits.entries = {limits.entries}", path=path)
+    begin = LENGTH_BYTES + len(data)
+    entries = [_parse_entry(name, said, begin, path, limits) for name, said in parsed.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    position = begin
+    for entry in entries:
+        if entry.start != position:
+            what = "overlaps the one before" if entry.start < position else "leaves a hole before it"
+            raise CorruptCheckpointError(
+                f"its bytes [{entry.start - begin}, {entry.stop - begin}) {what}, which ends at {position - begin}",
+                path=path,
+                leaf=entry.name,
+            )
+        position = entry.stop
+    if position != file_size:
+        raise CorruptCheckpointError(f"the tensors end at byte {position}, and the file at byte {file_size}", path=path)
+    return entries, metadata
+
+
+def _parse_metadata(said: Any, path: str) -> dict[str, str]:
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise CorruptCheckpointError(f"{_METADATA_KEY} is not an object of strings", path=path)
+    return said
+
+
+def _parse_entry(name: str, said: Any, begin: int, path: str, limits: Limits) -> Entry:
+    try:
+        encoded = len(name.encode())
+    except UnicodeEncodeError:
+        raise CorruptCheckpointError(f"the name {name!r} holds half a character", path=path) from None
+    if encoded > limits.name_bytes:
+        raise LimitExceededError(
+            f"a name of {encoded} bytes, more than Limits.name_bytes = {limits.name_bytes}", path=path
+        )
+    if not isinstance(said, dict) or not isinstance(said.get("dtype"), str):
+        raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
+    shape = _integers(said.get("shape"), "shape", name, path)
+    if len(shape) > limits.rank:
+        raise LimitExceededError(
+            f"{len(shape)} dimensions, more than Limits.rank = {limits.rank}", path=path, leaf=name
+        )
+    offsets = _integers(said.get("data_offsets"), "data_offsets", name, path)
+    if len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise CorruptCheckpointError(f"data_offsets are {list(offsets)}, not a begin and an end", path=path, leaf=name)
+    size = offsets[1] - offsets[0]
+    dtype, error = _dtype(said["dtype"], shape, size, name, path)
+    return Entry(name, shape, begin + offsets[0], begin + offsets[1], dtype, error)
+
+
+def _integers(said: Any, key: str, name: str, path: str) -> tuple[int, ...]:
+    # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
+    if type(said) is not list or not all(type(value) is int and 0 <= value <= _MAX_INT for value in said):
+        raise CorruptCheckpointError(f"{key} is {str(said)[:200]}, not a list of sizes", path=path, leaf=name)
+    return tuple(said)
+
+
+def _dtype(
+    said: str, shape: tuple[int, ...], size: int, name: str, path: str
+) -> tuple[np.dtype | None, CheckpointError | None]:
+    """The dtype, proven to agree with the tensor's size, or why there is none."""
+    count = math.prod(shape)
+    bits = _PACKED_BITS.get(said) or (_DTYPES[said].itemsize * 8 if said in _DTYPES else None)
+    if bits is None:
+        return None, UnsupportedCheckpointError(f"its dtype {said[:100]!r} is not known", path=path, leaf=name)
+    if count * bits != size * 8:
+        raise CorruptCheckpointError(
+            f"{said} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}",
+            path=path,
+            leaf=name,
+        )
+    if said in _PACKED_BITS:
+        return None, UnsupportedCheckpointError(f"its dtype {said} packs elements of {bits} bits", path=path, leaf=name)
+    return _DTYPES[said], None

@@ -1,0 +1,200 @@
+"""Safetensors checkpoints: one file, or a directory of files with or without an index; boxes are read by byte range.
+
+Opening reads the headers and `config.json`, nothing else; `_safetensors_header` proves them against the files' sizes. A
+name is in exactly one file: where an index says which, it must be there. The files are plain files inside the
+directory, or blobs of the Hugging Face hub cache that a snapshot links to. The format keeps no checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.ranges.byte_range import ByteRange
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
+from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header
+from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root, split_name
+from orbax_t5x.storage.strict_json import parse_object, read_small
+
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+_LFS = b"version https://git-lfs"
+# How the Hugging Face trainer names its steps.
+_STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
+
+
+def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+    """Opens a `.safetensors` file, a `.safetensors.index.json`, or a directory with either.
+
+    Args:
+      path: local.
+      limits: on what headers may claim.
+
+    Raises:
+      CheckpointNotFoundError: there is no such file, or none in the directory.
+      UnsupportedCheckpointError: a Git LFS pointer, or several indexes to choose from.
+      CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError: a header or an index is damaged or hostile.
+    """
+    path = os.path.abspath(os.fspath(path))
+    is_directory = os.path.isdir(path)
+    directory = path if is_directory else os.path.dirname(path)
+    opened = _Opening(Root(directory), limits)
+    if is_directory:
+        opened.add_directory()
+    elif path.endswith(_INDEX_SUFFIX):
+        opened.add_index(os.path.basename(path))
+    else:
+        opened.add_user_file(path)
+    match = _STEP_NAME.fullmatch(os.path.basename(directory))
+    return opened.checkpoint(path, int(match["step"]) if match else None)
+
+
+class _Opening:
+    """One checkpoint while it is being opened."""
+
+    def __init__(self, root: Root, limits: Limits):
+        self._root = root
+        self._limits = limits
+        self._files = FileSet(root)
+        self._leaves: dict[str, Leaf] = {}
+        self._file_of: dict[str, str] = {}
+        self._metadata: dict[str, Any] = {"files": [], "file_metadata": {}}
+        self._bytes = 0
+
+    def checkpoint(self, path: str, step: int | None) -> Checkpoint:
+        """What was added, with the model's configuration where it lies beside the files."""
+        self._metadata.update(self._config())
+        return Checkpoint(
+            path=path,
+            format="safetensors",
+            step=step,
+            leaves=self._leaves,
+            metadata=self._metadata,
+            close=self._files.close,
+            index_bytes=self._bytes,
+        )
+
+    def add_directory(self) -> None:
+        """The single model file of a directory, or what its index names, or else all its files."""
+        names = sorted(os.listdir(self._root.path))
+        indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
+        files = [name for name in names if name.endswith(_SUFFIX)]
+        if _SINGLE in files:
+            self.add_file(_SINGLE)
+        elif _INDEX in indexes or len(indexes) == 1:
+            self.add_index(_INDEX if _INDEX in indexes else indexes[0])
+        elif indexes:
+            raise UnsupportedCheckpointError(f"several indexes: open one of {', '.join(indexes)}", path=self._root.path)
+        elif files:
+            for name in files:
+                self.add_file(name)
+        else:
+            raise CheckpointNotFoundError("no safetensors files in this directory", path=self._root.path)
+
+    def add_user_file(self, path: str) -> None:
+        """A file that the caller named: where it is a symlink, the caller's word is enough."""
+        name = os.path.basename(path)
+        if os.path.islink(path):
+            target = os.path.realpath(path)
+            self._files = FileSet(Root(os.path.dirname(target)))
+            name = os.path.basename(target)
+        self.add_file(name)
+
+    def add_index(self, index: str) -> None:
+        """All files that an index names, each proven to hold the tensors that the index puts there."""
+        path = self._root.join(index)
+        data = read_small(self._root, index, limit=self._limits.index_bytes)
+        self._bytes += len(data)
+        if data.startswith(_LFS):
+            raise _lfs_pointer(path)
+        parsed = parse_object(data, path)
+        placed = parsed.get("weight_map")
+        if not isinstance(placed, dict):
+            raise CorruptCheckpointError("'weight_map' is missing or not an object", path=path)
+        self._metadata["index"] = parsed.get("metadata")
+        for name in sorted({_shard_name(leaf, file, path) for leaf, file in placed.items()}):
+            try:
+                self.add_file(name)
+            except CheckpointNotFoundError:
+                raise CorruptCheckpointError(
+                    f"the file {name!r}, which the index names, is missing", path=path
+                ) from None
+        for leaf, file in placed.items():
+            found = self._file_of.get(leaf)
+            if found != file:
+                where = "in no file that the index names" if found is None else f"in {found!r}"
+                raise CorruptCheckpointError(
+                    f"the index puts it into {file!r}, and it is {where}", path=path, leaf=leaf
+                )
+
+    def add_file(self, name: str) -> None:
+        """All tensors of one file."""
+        file = self._files.file(name)
+        first = file.read(0, min(file.size, len(_LFS)))
+        if first.startswith(_LFS):
+            raise _lfs_pointer(file.path)
+        size = header_size(bytes(first), file.size, file.path)
+        data = bytes(file.read(LENGTH_BYTES, size))
+        self._bytes += LENGTH_BYTES + size
+        entries, metadata = parse_header(data, file.size, file.path, self._limits)
+        self._metadata["files"].append(name)
+        self._metadata["file_metadata"][name] = metadata
+        for entry in entries:
+            if self._file_of.setdefault(entry.name, name) != name:
+                raise CorruptCheckpointError(
+                    f"is in {self._file_of[entry.name]!r} and in {name!r}; open one of them by its path",
+                    path=self._root.path,
+                    leaf=entry.name,
+                )
+            if entry.dtype is None:
+                assert entry.error is not None
+                self._leaves[entry.name] = BrokenLeaf(entry.name, entry.error)
+            else:
+                self._leaves[entry.name] = ByteRangeLeaf(
+                    entry.name, ByteRange(file, entry.start, entry.shape, entry.dtype)
+                )
+
+    def _config(self) -> Mapping[str, Any]:
+        """The model's configuration, or why it cannot be read; the tensors do not need it."""
+        try:
+            data = read_small(self._root, _CONFIG, limit=self._limits.index_bytes)
+            return {"config": parse_object(data, self._root.join(_CONFIG), allow_nan=True)}
+        except CheckpointNotFoundError:
+            return {"config": None}
+        except CheckpointError as error:
+            return {"config": None, "config_error": str(error)}
+
+
+def _lfs_pointer(path: str) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned", path=path
+    )
+
+
+def _shard_name(leaf: str, file: Any, path: str) -> str:
+    """The file that an index names for a leaf, proven to be one of its own directory."""
+    if not isinstance(file, str) or not file.endswith(_SUFFIX):
+        raise CorruptCheckpointError(
+            f"the index names {str(file)[:200]!r} for it, not a {_SUFFIX} file", path=path, leaf=leaf
+        )
+    if "://" in file:
+        raise UnsafeCheckpointError(f"the index names the URL {file[:200]!r} for it", path=path, leaf=leaf)
+    split_name(file, path=path, leaf=leaf)
+    return file

@@ -1,0 +1,279 @@
+"""Leaves that TensorStore reads: chunked zarr arrays, in files of their own or inside an OCDBT database.
+
+The spec is always ours: driver, path and settings are written here, nothing of it comes from a file, and opening is for
+reading only. Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
+once, and all boxes of a call are under way together, so that a chunk that several of them touch is decoded once. A
+chunk that is not there is damage, never zeros. There is no checksum over the data: `settle` has nothing to say. What
+TensorStore raises leaves here as a typed error that names the leaf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy.leaf import Ledger, Part, Request, box_size, box_slices, full_box
+
+# Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
+_FILE_IO_CONCURRENCY = 16
+# B-tree nodes of an OCDBT database, read once instead of once per leaf.
+_OCDBT_CACHE_BYTES = 100_000_000
+# A chunk is decoded as a whole, and TensorStore ends the process where memory for what a header claims cannot be had.
+_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+# Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
+_PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
+_STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
+_OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
+# What the operating system says where the files are not as they should be; whatever else it says is its own failure.
+_DAMAGE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+# Statuses of absl that tell of a store that failed, not of bytes that are wrong.
+_IO_STATUSES = frozenset(
+    {"PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNAUTHENTICATED"}
+)
+
+
+def make_context() -> ts.Context:
+    """The settings with which one checkpoint is read: no cache of chunks, a small one of OCDBT nodes, few threads."""
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": _FILE_IO_CONCURRENCY},
+            "cache_pool": {"total_bytes_limit": 0},
+            "cache_pool#ocdbt": {"total_bytes_limit": _OCDBT_CACHE_BYTES},
+        }
+    )
+
+
+def array_spec(directory: str, name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False) -> dict[str, Any]:
+    """Our own spec of one array of a local checkpoint.
+
+    Args:
+      directory: the absolute path of the OCDBT database, or of the directory that holds the array's directory.
+      name: the array's key prefix in the database, or the path of its directory relative to `directory`.
+      ocdbt: whether it is a database.
+      zarr3: whether the array is zarr v3, or v2.
+      absent_is_fill: whether a chunk that is not there stands for the fill value.
+    """
+    inner = f"{name}/" if name else ""
+    if ocdbt:
+        kvstore = {**_database(directory), "path": inner}
+    else:
+        kvstore = {"driver": "file", "path": f"{directory}/{inner}"}
+    return {
+        "driver": "zarr3" if zarr3 else "zarr",
+        "kvstore": kvstore,
+        "recheck_cached_metadata": False,
+        "recheck_cached_data": False,
+        "fill_missing_data_reads": absent_is_fill,
+    }
+
+
+def _database(directory: str) -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{directory}/"}
+    return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
+
+
+def check_database(directory: str, context: ts.Context) -> None:
+    """Reads the manifest and the root node of an OCDBT database, which every array of it needs.
+
+    Raises:
+      CorruptCheckpointError, UnsafeCheckpointError, CheckpointIOError: naming the directory.
+    """
+    spec = {**_database(directory), "path": ""}
+    try:
+        ts.KvStore.open(spec, context=context).result().read("/").result()
+    except (ValueError, NotImplementedError) as error:
+        raise typed_error(error, path=directory, leaf=None, doing="opening its OCDBT database") from error
+
+
+def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
+    """What a failure inside TensorStore means for a checkpoint.
+
+    Args:
+      error: what TensorStore raised.
+      path: the directory that holds the array.
+      leaf: the leaf concerned.
+      doing: what was being done, for the text.
+    """
+    text = _PAYLOADS.sub("", str(error))
+    match = _STATUS.match(text)
+    status = match["status"] if match else ""
+    message = f"{doing}: {text[match.end() if match else 0 :]}"
+    if not os.path.isdir(path):
+        return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
+    if found := _OS_ERROR.search(str(error)):
+        number = int(found["errno"])
+        if number not in _DAMAGE_ERRNOS:
+            typed = CheckpointIOError(message, path=path, leaf=leaf)
+            typed.errno = number
+            return typed
+    elif status in _IO_STATUSES:
+        return CheckpointIOError(message, path=path, leaf=leaf)
+    if "Invalid key: " in text or "Invalid file path: " in text:
+        return UnsafeCheckpointError(message, path=path, leaf=leaf)
+    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
+        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
+    return CorruptCheckpointError(message, path=path, leaf=leaf)
+
+
+class OpenFlag:
+    """Whether a checkpoint is still open; shared by its leaves, so that closing reaches them all."""
+
+    __slots__ = ("closed",)
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        """Makes every later read a ValueError."""
+        self.closed = True
+
+    def check(self, path: str, leaf: str) -> None:
+        """Raises ValueError after `close`."""
+        if self.closed:
+            raise ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed")
+
+
+class TensorStoreLeaf:
+    """One zarr array; implements `lazy.Leaf`.
+
+    Attributes:
+      chunks: the unit in which the array is read, or None for a rank-0 array.
+      prng_impl: the implementation of a typed PRNG key whose uint32 data this is ("threefry2x32", …), or None.
+    """
+
+    __slots__ = ("_array", "_check_files", "_open", "chunks", "dtype", "name", "path", "prng_impl", "shape")
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        array: ts.TensorStore,
+        flag: OpenFlag,
+        *,
+        prng_impl: str | None = None,
+        check_files: Callable[[], object] | None = None,
+    ):
+        """Made by readers.
+
+        Args:
+          name: of the leaf.
+          path: the directory that holds the array.
+          array: opened for reading.
+          flag: of the checkpoint.
+          prng_impl: see above.
+          check_files: called once before the first read, in a thread; raises where the array's files are not plain
+            files inside the checkpoint.
+        """
+        self.name = name
+        self.path = path
+        self.shape = tuple(array.shape)
+        self.dtype = np.dtype(array.dtype.numpy_dtype)
+        chunk = array.chunk_layout.read_chunk.shape
+        self.chunks: tuple[int, ...] | None = None
+        if chunk:
+            self.chunks = tuple(size or whole for size, whole in zip(chunk, self.shape, strict=True))
+        self.prng_impl = prng_impl
+        self._array = array
+        self._open = flag
+        self._check_files = check_files
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """Fills the buffers; see `Leaf`. Counts decoded bytes of the distinct boxes."""
+        self._open.check(self.path, self.name)
+        self._refuse_huge_chunks()
+        if self._check_files is not None:
+            await asyncio.to_thread(self._check_files)
+            self._check_files = None
+        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        first: dict[Any, np.ndarray] = {}
+        writes = []
+        nbytes = 0
+        try:
+            for box, out in requests:
+                if box in first:
+                    copies.append((out, first[box]))
+                    continue
+                size = box_size(box)
+                if not size:
+                    continue
+                nbytes += size * self.dtype.itemsize
+                buffer = out
+                if not out.flags.aligned:
+                    buffer = np.empty(out.shape, out.dtype)
+                    copies.append((out, buffer))
+                first[box] = buffer
+                source = self._array if box == full_box(self.shape) else self._array[box_slices(box)]
+                writes.append(ts.array(buffer, write=True, copy=False).write(source))
+            # Waking the loop costs more than a small read: the last one is waited for first, then most others are done.
+            for write in reversed(writes):
+                if not write.commit.done():
+                    await write.commit
+                write.commit.result()
+        except BaseException as error:
+            for write in writes:
+                write.copy.cancel()
+                write.commit.cancel()
+            if isinstance(error, Exception):
+                raise typed_error(error, path=self.path, leaf=self.name, doing="reading it") from error
+            raise
+        for out, buffer in copies:
+            out[...] = buffer
+        ledger.count(nbytes)
+
+    def _refuse_huge_chunks(self) -> None:
+        nbytes = math.prod(self.chunks or ()) * self.dtype.itemsize
+        if nbytes > _MEMORY_BYTES:
+            raise LimitExceededError(
+                f"a chunk of shape {self.chunks} takes {nbytes} bytes, and this machine has {_MEMORY_BYTES}",
+                path=self.path,
+                leaf=self.name,
+            )
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """None: these formats keep no checksum of the data."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"<TensorStoreLeaf {self.name!r}: {self.dtype}{list(self.shape)}>"
+
+
+class StringLeaf:
+    """A string that the format keeps outside its arrays; a rank-0 array of dtype object whose element is `bytes`."""
+
+    __slots__ = ("_open", "_value", "chunks", "dtype", "name", "path", "shape")
+
+    def __init__(self, name: str, path: str, value: bytes, flag: OpenFlag):
+        self.name = name
+        self.path = path
+        self.shape: tuple[int, ...] = ()
+        self.dtype = np.dtype(object)
+        self.chunks: tuple[int, ...] | None = None
+        self._value = value
+        self._open = flag
+
+    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+        """Puts the string into each buffer; it was read when the checkpoint was opened."""
+        self._open.check(self.path, self.name)
+        for _, out in requests:
+            out[...] = self._value
+
+    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+        """None: there is no checksum."""
+        return None

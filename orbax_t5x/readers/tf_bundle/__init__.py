@@ -1,0 +1,1 @@
+"""TensorFlow bundles, read without TensorFlow."""

@@ -1,0 +1,231 @@
+"""The entries of a bundle's index become leaves: every number in an entry is proven against the files first.
+
+An entry that cannot be right makes its own leaf unreadable and no other: the leaf is listed, with its shape and dtype
+where these are known, and using it raises what is wrong. Shards are measured (`fstat`), never read. Nothing is sized by
+an entry's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy.leaf import Box, Leaf
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.ranges.byte_range import ByteRange
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, StoredRange
+from orbax_t5x.readers.ranges.sliced_leaf import Piece, SlicedLeaf
+from orbax_t5x.readers.tf_bundle.dtypes import STRING, dtype_of
+from orbax_t5x.readers.tf_bundle.proto import (
+    BadMessage,
+    BundleEntry,
+    BundleHeader,
+    Extent,
+    parse_entry,
+    slice_key,
+    variable_of_slice,
+)
+from orbax_t5x.readers.tf_bundle.string_range import StringRange
+from orbax_t5x.readers.tf_bundle.tiling import box_text, tiling_problem
+from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.files import File, FileSet
+from orbax_t5x.storage.limits import Limits
+
+_BIG_ENDIAN = 1
+_MAX_BYTES = (1 << 63) - 1
+
+
+class BundleLeaves:
+    """Makes the leaves of one bundle.
+
+    Attributes:
+      shards: the shards that were looked at, by number: the file, or why it cannot be read.
+    """
+
+    def __init__(self, files: FileSet, prefix: str, header: BundleHeader, limits: Limits):
+        self._files = files
+        self._prefix = prefix
+        self._index_path = files.root.join(f"{prefix}.index")
+        self._num_shards = header.num_shards
+        self._limits = limits
+        self._swap = (header.endianness == _BIG_ENDIAN) != (sys.byteorder == "big")
+        self.shards: dict[int, File | CheckpointError] = {}
+
+    def shard(self, number: int) -> File | CheckpointError:
+        """The file of a shard, measured once."""
+        if number not in self.shards:
+            name = f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
+            try:
+                self.shards[number] = self._files.file(name)
+            except CheckpointNotFoundError:
+                self.shards[number] = CorruptCheckpointError("the shard is missing", path=self._files.root.join(name))
+            except CheckpointError as error:
+                self.shards[number] = error
+        return self.shards[number]
+
+    def leaves(self, entries: Mapping[bytes, bytes], slices: Mapping[bytes, bytes]) -> dict[str, Leaf]:
+        """Leaves by name.
+
+        Args:
+          entries: encoded entries by name.
+          slices: encoded entries of slices by key.
+
+        Raises:
+          CorruptCheckpointError: a name is no text; a slice belongs to no variable.
+        """
+        leaves: dict[str, Leaf] = {}
+        unclaimed = set(slices)
+        broken: set[bytes] = set()
+        for key, value in entries.items():
+            name = self._name(key)
+            try:
+                leaf = self._leaf(name, value, slices, unclaimed)
+            except CheckpointError as error:
+                leaf = BrokenLeaf(name, error)
+            if isinstance(leaf, BrokenLeaf):
+                broken.add(key)
+            leaves[name] = leaf
+        # A variable whose entry cannot be read does not tell which slices are its own.
+        orphans = [key for key in unclaimed if variable_of_slice(key) not in broken]
+        if orphans:
+            raise CorruptCheckpointError(
+                f"an entry under the key {min(orphans)[:80]!r} is no slice of any variable", path=self._index_path
+            )
+        return leaves
+
+    def _name(self, key: bytes) -> str:
+        try:
+            name = key.decode("utf-8")
+        except UnicodeDecodeError:
+            raise CorruptCheckpointError(f"the name {key[:80]!r} is not UTF-8", path=self._index_path) from None
+        if "\0" in name:
+            raise CorruptCheckpointError(f"the name {name[:80]!r} holds a NUL", path=self._index_path)
+        return name
+
+    def _corrupt(self, leaf: str, message: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(message, path=self._index_path, leaf=leaf)
+
+    def _parse(self, leaf: str, value: bytes) -> BundleEntry:
+        try:
+            return parse_entry(value, self._limits.rank)
+        except BadMessage as problem:
+            raise self._corrupt(leaf, f"its entry cannot be read: {problem}") from None
+
+    def _leaf(self, name: str, value: bytes, slices: Mapping[bytes, bytes], unclaimed: set[bytes]) -> Leaf:
+        entry = self._parse(name, value)
+        shape = self._shape(name, entry)
+        try:
+            dtype = dtype_of(entry.dtype, path=self._index_path, leaf=name)
+        except CheckpointError as error:
+            return _broken(name, error, shape, np.dtype(object))
+        try:
+            if entry.slices:
+                return self._sliced(name, entry, shape, dtype, slices, unclaimed)
+            return ByteRangeLeaf(name, self._range(name, entry, shape, dtype), _crc.unmask(entry.masked_crc))
+        except CheckpointError as error:
+            return _broken(name, error, shape, dtype)
+
+    def _shape(self, leaf: str, entry: BundleEntry) -> tuple[int, ...]:
+        if entry.shape is None:
+            raise self._corrupt(leaf, "its entry says that the rank is unknown")
+        if any(size < 0 for size in entry.shape):
+            raise self._corrupt(leaf, f"a negative dimension in the shape {entry.shape}")
+        if math.prod(max(1, size) for size in entry.shape) > _MAX_BYTES:
+            raise self._corrupt(leaf, f"the shape {entry.shape} has more elements than there are bytes")
+        return entry.shape
+
+    def _range(self, leaf: str, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
+        """The bytes of an entry, proven to lie in their shard and to be as many as the shape takes."""
+        count = math.prod(shape)
+        if entry.dtype == STRING:
+            # Each string takes a byte of length at least, and four bytes of checksum follow the lengths, even of none.
+            if entry.size > self._limits.index_bytes:
+                raise LimitExceededError(
+                    f"strings of {entry.size} bytes are read whole, the limit is {self._limits.index_bytes}"
+                    " (Limits.index_bytes)",
+                    path=self._index_path,
+                    leaf=leaf,
+                )
+            if entry.size < count + 4:
+                raise self._corrupt(leaf, f"{entry.size} bytes for {count} strings")
+        elif entry.size != count * dtype.itemsize:
+            needed = count * dtype.itemsize
+            raise self._corrupt(leaf, f"{entry.size} bytes, but {dtype} of shape {shape} takes {needed}")
+        if not 0 <= entry.shard < self._num_shards:
+            raise self._corrupt(leaf, f"in shard {entry.shard} of {self._num_shards}")
+        if entry.offset < 0:
+            raise self._corrupt(leaf, f"at byte {entry.offset} of its shard")
+        file = self.shard(entry.shard)
+        if isinstance(file, CheckpointError):
+            raise type(file)(file.message, path=file.path, leaf=leaf)
+        if entry.offset + entry.size > file.size:
+            raise CorruptCheckpointError(
+                f"bytes {entry.offset} to {entry.offset + entry.size} of a shard of {file.size}: cut, or of another"
+                " checkpoint",
+                path=file.path,
+                leaf=leaf,
+            )
+        if entry.dtype != STRING:
+            return ByteRange(file, entry.offset, shape, dtype, self._swap and dtype.itemsize > 1)
+        if self._swap:
+            raise UnsupportedCheckpointError(
+                "strings of the other byte order are not read (nor does TensorFlow)", path=self._index_path, leaf=leaf
+            )
+        return StringRange(file, entry.offset, entry.size, shape)
+
+    def _sliced(
+        self,
+        leaf: str,
+        entry: BundleEntry,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        slices: Mapping[bytes, bytes],
+        unclaimed: set[bytes],
+    ) -> Leaf:
+        keys = [slice_key(leaf.encode(), extents) for extents in entry.slices]
+        unclaimed.difference_update(keys)
+        boxes = [self._box(leaf, extents, shape) for extents in entry.slices]
+        if (problem := tiling_problem(shape, boxes)) is not None:
+            raise self._corrupt(leaf, problem)
+        pieces: list[Piece] = []
+        for key, box in zip(keys, boxes, strict=True):
+            if key not in slices:
+                raise self._corrupt(leaf, f"the slice {box_text(box)} has no entry")
+            piece = self._parse(leaf, slices[key])
+            if piece.dtype != entry.dtype or piece.slices:
+                raise self._corrupt(
+                    leaf, f"the slice {box_text(box)} has dtype {piece.dtype}, the variable {entry.dtype}"
+                )
+            piece_shape = self._shape(leaf, piece)
+            if piece_shape != tuple(high - low for low, high in box):
+                raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {piece_shape}")
+            stored = self._range(leaf, piece, piece_shape, dtype)
+            pieces.append(Piece(box, stored, _crc.unmask(piece.masked_crc)))
+        return SlicedLeaf(leaf, self._index_path, shape, dtype, pieces)
+
+    def _box(self, leaf: str, extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:
+        if len(extents) != len(shape):
+            raise self._corrupt(leaf, f"a slice of {len(extents)} dimensions of the shape {shape}")
+        box: list[tuple[int, int]] = []
+        for (start, length), size in zip(extents, shape, strict=True):
+            stop = size if length == -1 else start + length
+            if start < 0 or length < -1 or stop > size or (length == -1 and start):
+                raise self._corrupt(leaf, f"a slice of {length} from {start} in a dimension of {size}")
+            box.append((start, stop))
+        return tuple(box)
+
+
+def _broken(name: str, error: CheckpointError, shape: tuple[int, ...], dtype: np.dtype) -> BrokenLeaf:
+    leaf = BrokenLeaf(name, error)
+    leaf.shape, leaf.dtype = shape, dtype
+    return leaf

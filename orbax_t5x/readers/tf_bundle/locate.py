@@ -1,0 +1,169 @@
+"""From the path that a user gives to a bundle's directory and prefix.
+
+The path is trusted. What a `checkpoint` file says is not: a relative path in it stays below the file's directory, and
+an absolute one, which TensorFlow writes and copying makes wrong, means the file of that name beside it.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+from typing import NamedTuple
+
+from google.protobuf import text_encoding
+
+from orbax_t5x.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.readers.tf_bundle.sstable import is_table
+from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.paths import Root, io_error, split_name
+
+_LOG = logging.getLogger(__name__)
+
+_STATE_FILE = "checkpoint"
+# It lists the prefixes of all kept checkpoints; a few kilobytes.
+_STATE_BYTES = 1 << 20
+_STATE_PATH = re.compile(rb"""^\s*model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')""", re.M)
+_SHARD_SUFFIX = re.compile(r"\.data-\d{5,}-of-\d{5,}$")
+_V1_HINT = (
+    "a TensorFlow V1 checkpoint (one SSTable for names and values), which is not read; load it with TensorFlow and save"
+    " it again with tf.compat.v1.train.Saver(write_version=tf.compat.v1.train.SaverDef.V2)"
+)
+
+
+class BundlePlace(NamedTuple):
+    """Where a bundle is.
+
+    Attributes:
+      root: its directory.
+      prefix: in the directory.
+      rebased_from: the absolute path that the `checkpoint` file names, where that is another directory.
+      bytes_read: to find out.
+    """
+
+    root: Root
+    prefix: str
+    rebased_from: str | None = None
+    bytes_read: int = 0
+
+
+def find_bundle(path: str) -> BundlePlace:
+    """The directory and the prefix that a path means; the path is trusted, what files say is not."""
+    if os.path.isdir(path) and not os.path.lexists(f"{path}.index"):
+        return _in_directory(path)
+    if path.endswith(".index") and os.path.lexists(path):
+        real = os.path.realpath(path)
+        path = real if real.endswith(".index") else path
+        return _beside(path.removesuffix(".index"))
+    if os.path.lexists(f"{path}.index"):
+        return _beside(path)
+    if _SHARD_SUFFIX.search(path) and os.path.lexists(path):
+        return _find_beside_shard(_SHARD_SUFFIX.sub("", path))
+    if os.path.isfile(path):
+        return _of_file(path)
+    if first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]:
+        _refuse_v1(*_split(first[0]))
+    raise CheckpointNotFoundError(
+        f"no TensorFlow bundle: there is neither such a directory nor {path}.index", path=path
+    )
+
+
+def _split(path: str) -> tuple[Root, str]:
+    return Root(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
+
+
+def _beside(prefix: str) -> BundlePlace:
+    return BundlePlace(*_split(prefix))
+
+
+def _find_beside_shard(prefix: str) -> BundlePlace:
+    if not os.path.lexists(f"{prefix}.index"):
+        raise CheckpointNotFoundError("the shard's index is missing", path=f"{prefix}.index")
+    return _beside(prefix)
+
+
+def _of_file(path: str) -> BundlePlace:
+    root, name = _split(os.path.realpath(path))
+    if (said := _state(root, name)) is not None:
+        return _said_place(root, *said)
+    _refuse_v1(root, name)
+    raise CheckpointNotFoundError(f"no TensorFlow bundle: there is no {path}.index", path=path)
+
+
+def _refuse_v1(root: Root, name: str) -> None:
+    """Raises where a file is one of TensorFlow's first format."""
+    files = FileSet(root)
+    try:
+        if is_table(files.file(name)):
+            raise UnsupportedCheckpointError(_V1_HINT, path=root.join(name))
+    except CheckpointNotFoundError:
+        return
+    finally:
+        files.close()
+
+
+def _in_directory(path: str) -> BundlePlace:
+    root = Root(path)
+    said = _state(root, _STATE_FILE) if os.path.lexists(root.join(_STATE_FILE)) else None
+    if said is not None:
+        return _said_place(root, *said)
+    try:
+        bundles = sorted(name for name in os.listdir(root.path) if name.endswith(".index"))
+    except OSError as error:
+        raise io_error(error, "listing it", path=root.path) from error
+    if len(bundles) == 1:
+        return BundlePlace(root, bundles[0].removesuffix(".index"))
+    found = f"{len(bundles)} bundles ({', '.join(bundles[:8])}): name one" if bundles else "nothing that ends in .index"
+    raise CheckpointNotFoundError(
+        f"no TensorFlow bundle: no {_STATE_FILE!r} file with a model_checkpoint_path, and {found}", path=root.path
+    )
+
+
+def _state(root: Root, name: str) -> tuple[str, int] | None:
+    """The model_checkpoint_path that a `checkpoint` file names and the bytes read; None for files of another kind."""
+    files = FileSet(root)
+    try:
+        file = files.file(name)
+        data = bytes(file.read(0, min(file.size, _STATE_BYTES)))
+    finally:
+        files.close()
+    match = _STATE_PATH.search(data)
+    if match is None:
+        return None
+    quoted = match[1] if match[1] is not None else match[2]
+    try:
+        return text_encoding.CUnescape(quoted.decode("utf-8")).decode("utf-8"), len(data)
+    except (UnicodeDecodeError, ValueError):
+        raise CorruptCheckpointError("its model_checkpoint_path is no text", path=file.path) from None
+
+
+def _said_place(root: Root, said: str, bytes_read: int) -> BundlePlace:
+    """The place that a `checkpoint` file names: below its directory; an absolute path by its last component."""
+    if ".." in said.split("/"):
+        raise UnsafeCheckpointError(
+            f"model_checkpoint_path {said!r} leads out of the directory", path=root.join(_STATE_FILE)
+        )
+    rebased_from = None
+    prefix = said
+    if said.startswith("/"):
+        # TensorFlow writes absolute paths, and checkpoints get copied.
+        prefix = os.path.basename(said)
+        if os.path.realpath(os.path.dirname(said)) != root.path:
+            rebased_from = said
+            _LOG.warning("%s names %s; reading %s beside it", root.join(_STATE_FILE), said, prefix)
+    if not split_name(prefix, path=root.join(_STATE_FILE)):
+        raise CorruptCheckpointError(f"model_checkpoint_path {said!r} names no file", path=root.join(_STATE_FILE))
+    try:
+        root.stat(f"{prefix}.index")
+    except CheckpointNotFoundError:
+        _refuse_v1(root, prefix)
+        raise CheckpointNotFoundError(
+            f"the {_STATE_FILE!r} file names {said!r}, but there is no {prefix}.index", path=root.path
+        ) from None
+    return BundlePlace(root, prefix, rebased_from, bytes_read)

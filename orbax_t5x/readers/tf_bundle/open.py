@@ -1,0 +1,132 @@
+"""TensorFlow V2 tensor bundles, without TensorFlow: what Mesh TensorFlow wrote the public T5 checkpoints in.
+
+Opening reads the index, a few hundred kilobytes for the largest T5, and measures the shards. A leaf is a byte range of
+a shard; any box of it is read by range into the buffer that wants it, and its checksum is compared wherever all of it
+was read. An index that breaks a rule of its format is refused as a whole; an entry that makes no sense costs its own
+leaf alone. No name in a file leads out of the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
+from orbax_t5x.readers.tf_bundle.locate import BundlePlace, find_bundle
+from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_header
+from orbax_t5x.readers.tf_bundle.sstable import Table
+from orbax_t5x.storage.files import File, FileSet
+from orbax_t5x.storage.limits import Limits
+
+_STEP = re.compile(r"-([0-9]{1,18})$")
+# The version that this reader is of; a bundle names the oldest reader that may read it.
+_READER_VERSION = 1
+# More shards than any writer has made; each is a file to look at.
+_MAX_SHARDS = 100_000
+_ENDIANNESS = {0: "little", 1: "big"}
+
+
+def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None) -> Checkpoint:
+    """Opens a bundle.
+
+    Args:
+      path: its prefix (`…/model.ckpt-1000000`), its `.index`, one of its shards, its `checkpoint` file, or the
+        directory that holds one (or a single bundle).
+      limits: None for the defaults.
+
+    Raises:
+      CheckpointNotFoundError: no bundle there; the text says what was looked for.
+      CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError, LimitExceededError, CheckpointIOError:
+        naming the file. What is wrong with single leaves is their `error`, raised when they are used.
+    """
+    limits = limits if limits is not None else Limits()
+    place = find_bundle(os.fspath(path))
+    index_files, files = FileSet(place.root), FileSet(place.root)
+    try:
+        index = index_files.file(f"{place.prefix}.index")
+        header, entries, slices = _read_index(index, limits)
+    finally:
+        index_files.close()
+    leaves = BundleLeaves(files, place.prefix, header, limits)
+    step = _STEP.search(place.prefix)
+    by_name = leaves.leaves(entries, slices)
+    return Checkpoint(
+        path=place.root.join(place.prefix),
+        format="tf_bundle",
+        step=int(step[1]) if step else None,
+        leaves=by_name,
+        metadata=_metadata(place, header, leaves),
+        close=files.close,
+        index_bytes=index.size + place.bytes_read,
+    )
+
+
+def _metadata(place: BundlePlace, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
+    shards = [leaves.shard(number) for number in range(header.num_shards)]
+    metadata: dict[str, Any] = {
+        "writer": "TensorFlow",
+        "version": header.producer,
+        "min_consumer": header.min_consumer,
+        "endianness": _ENDIANNESS[header.endianness],
+        "num_shards": header.num_shards,
+        # None for a shard that is not there: nothing may be in it.
+        "shard_bytes": [None if isinstance(shard, CheckpointError) else shard.size for shard in shards],
+    }
+    if place.rebased_from is not None:
+        metadata["rebased_from"] = place.rebased_from
+    return metadata
+
+
+# -- the index
+
+
+def _read_index(index: File, limits: Limits) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
+    """The header, the entries of variables by name, those of slices by key."""
+    entries: dict[bytes, bytes] = {}
+    slices: dict[bytes, bytes] = {}
+    header: BundleHeader | None = None
+    name_bytes = 0
+    for key, value in Table(index, limits).entries():
+        if header is None:
+            header = _header(index, key, value)
+            continue
+        name_bytes += len(key)
+        if len(entries) + len(slices) >= limits.entries:
+            raise LimitExceededError(f"more than {limits.entries} entries (Limits.entries)", path=index.path)
+        if name_bytes > limits.index_bytes:
+            raise LimitExceededError(
+                f"names of more than {limits.index_bytes} bytes (Limits.index_bytes)", path=index.path
+            )
+        (slices if key[0] == 0 else entries)[key] = value
+    if header is None:
+        raise CorruptCheckpointError("an empty table: the header is missing", path=index.path)
+    return header, entries, slices
+
+
+def _header(index: File, key: bytes, value: bytes) -> BundleHeader:
+    if key:
+        raise CorruptCheckpointError(f"the header is missing: the first key is {key[:80]!r}", path=index.path)
+    try:
+        header = parse_header(value)
+    except BadMessage as problem:
+        raise CorruptCheckpointError(f"the header cannot be read: {problem}", path=index.path) from None
+    if not 0 < header.num_shards <= _MAX_SHARDS:
+        raise CorruptCheckpointError(f"the header says that there are {header.num_shards} shards", path=index.path)
+    if header.endianness not in _ENDIANNESS:
+        raise UnsupportedCheckpointError(
+            f"byte order {header.endianness}; 0 (little) and 1 (big) can be read", path=index.path
+        )
+    if header.min_consumer > _READER_VERSION:
+        raise UnsupportedCheckpointError(
+            f"written for readers of version {header.min_consumer} and later, this one is {_READER_VERSION}",
+            path=index.path,
+        )
+    return header

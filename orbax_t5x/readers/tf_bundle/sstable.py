@@ -1,0 +1,254 @@
+"""LevelDB tables, read from end to end: the index of a TensorFlow bundle is one.
+
+A table is blocks of sorted, prefix-compressed entries, an index block that says where they are, and a footer that says
+where that is. Everything is proven before it is used: a length is compared with the file and the limits before anything
+is allocated, each block is read once and its checksum holds, blocks lie behind one another, keys ascend strictly
+through the whole table, and every restart point is an entry. One block is in memory at a time. A table that breaks a
+rule gives no entries beyond the breach: readers that seek through such a table would silently miss some.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import cramjam
+
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.files import File
+from orbax_t5x.storage.limits import Limits
+
+MAGIC = bytes.fromhex("57fb808b247547db")
+_FOOTER_BYTES = 48
+# Behind each block: one byte that says how it is compressed, four of checksum.
+_TRAILER_BYTES = 5
+_RAW, _SNAPPY = 0, 1
+# Ten groups of seven bits hold 64.
+_MAX_VARINT_BYTES = 10
+
+
+class BadVarint(ValueError):
+    """Bytes that are no varint of at most 64 bits; becomes a typed error where file and leaf are known."""
+
+
+def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """The varint at `at`, which must end before `end`, and the place behind it.
+
+    Raises:
+      BadVarint: it does not end there, or has more than 64 bits.
+    """
+    value = shift = 0
+    for place in range(at, min(end, at + _MAX_VARINT_BYTES)):
+        byte = data[place]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if value >> 64:
+                break
+            return value, place + 1
+        shift += 7
+    raise BadVarint(f"no varint at byte {at}")
+
+
+class _Handle(NamedTuple):
+    """Where a block lies."""
+
+    offset: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.size + _TRAILER_BYTES
+
+
+def _read_handle(data: bytes, at: int, end: int) -> tuple[_Handle, int]:
+    offset, at = read_varint(data, at, end)
+    size, at = read_varint(data, at, end)
+    return _Handle(offset, size), at
+
+
+def is_table(file: File) -> bool:
+    """Whether a file ends as a table does."""
+    return file.size >= _FOOTER_BYTES and bytes(file.read(file.size - len(MAGIC), len(MAGIC))) == MAGIC
+
+
+class Table:
+    """An opened table: the footer and the index block are read, the data blocks are as they are iterated."""
+
+    def __init__(self, file: File, limits: Limits):
+        self._file = file
+        self._limits = limits
+        if file.size > limits.index_bytes:
+            raise LimitExceededError(
+                f"the index has {file.size} bytes, the limit is {limits.index_bytes} (Limits.index_bytes)",
+                path=file.path,
+            )
+        if file.size < _FOOTER_BYTES:
+            raise self._corrupt(f"not an SSTable: {file.size} bytes are less than its footer has")
+        footer = bytes(file.read(file.size - _FOOTER_BYTES, _FOOTER_BYTES))
+        if not footer.endswith(MAGIC):
+            raise self._corrupt(
+                f"not an SSTable: it ends in {footer[-len(MAGIC) :].hex()}, not {MAGIC.hex()}; it may be cut"
+            )
+        try:
+            meta, at = _read_handle(footer, 0, _FOOTER_BYTES - len(MAGIC))
+            index, _ = _read_handle(footer, at, _FOOTER_BYTES - len(MAGIC))
+        except BadVarint:
+            raise self._corrupt("the footer holds no block handles") from None
+        self._end = file.size - _FOOTER_BYTES
+        self._check(meta)
+        self._check(index)
+        self._decompressed = 0
+        self._blocks = self._read_index(index, meta)
+
+    def _corrupt(self, message: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(message, path=self._file.path)
+
+    def _check(self, handle: _Handle) -> None:
+        if handle.stop > self._end:
+            raise self._corrupt(
+                f"a block of {handle.size} bytes at {handle.offset} reaches beyond the footer at {self._end}"
+            )
+        if handle.size > self._limits.block_bytes:
+            raise LimitExceededError(
+                f"a block of {handle.size} bytes, the limit is {self._limits.block_bytes} (Limits.block_bytes)",
+                path=self._file.path,
+            )
+
+    def _read_index(self, index: _Handle, meta: _Handle) -> list[tuple[bytes, _Handle]]:
+        """(separator key, handle) of each data block; they lie behind one another and apart from the index."""
+        blocks: list[tuple[bytes, _Handle]] = []
+        reached = 0
+        last = b""
+        for key, value in self._entries(index, self._read_block(index)):
+            if blocks and key <= last:
+                raise self._corrupt("the keys of the index block do not ascend")
+            last = key
+            try:
+                handle, at = _read_handle(value, 0, len(value))
+            except BadVarint:
+                raise self._corrupt("an entry of the index block holds no block handle") from None
+            if at != len(value):
+                raise self._corrupt("an entry of the index block holds more than a block handle")
+            self._check(handle)
+            apart = handle.offset >= reached and all(
+                handle.stop <= other.offset or other.stop <= handle.offset for other in (index, meta)
+            )
+            if not apart:
+                raise self._corrupt(f"the block at {handle.offset} lies inside another one, or before it")
+            reached = handle.stop
+            blocks.append((key, handle))
+        return blocks
+
+    def _read_block(self, handle: _Handle) -> bytes:
+        stored = bytes(self._file.read(handle.offset, handle.size + _TRAILER_BYTES))
+        kind = stored[handle.size]
+        (masked,) = struct.unpack_from("<I", stored, handle.size + 1)
+        computed = _crc.extend(0, stored[: handle.size + 1])
+        if _crc.unmask(masked) != computed:
+            raise self._corrupt(
+                f"the block at {handle.offset} has the crc32c {computed:#010x}, stored is {_crc.unmask(masked):#010x}:"
+                " the index is damaged"
+            )
+        if kind == _RAW:
+            block = stored[: handle.size]
+        elif kind == _SNAPPY:
+            block = self._decompress(stored[: handle.size], handle)
+        else:
+            raise UnsupportedCheckpointError(
+                f"the block at {handle.offset} has compression {kind}; 0 (none) and 1 (snappy) can be read",
+                path=self._file.path,
+            )
+        self._decompressed += len(block)
+        if self._decompressed > self._limits.index_bytes:
+            raise LimitExceededError(
+                f"the index unpacks to more than {self._limits.index_bytes} bytes (Limits.index_bytes)",
+                path=self._file.path,
+            )
+        return block
+
+    def _decompress(self, stored: bytes, handle: _Handle) -> bytes:
+        try:
+            size, _ = read_varint(stored, 0, len(stored))
+        except BadVarint:
+            raise self._corrupt(f"the snappy block at {handle.offset} does not say its length") from None
+        if size > self._limits.block_bytes:
+            raise LimitExceededError(
+                f"the block at {handle.offset} unpacks to {size} bytes, the limit is {self._limits.block_bytes}"
+                " (Limits.block_bytes)",
+                path=self._file.path,
+            )
+        # Three bytes make at most 64: a length beyond that is a lie, told to have memory allocated.
+        if size > len(stored) * 22 + 64:
+            raise self._corrupt(f"{len(stored)} bytes of snappy at {handle.offset} cannot unpack to {size}")
+        block = bytearray(size)
+        try:
+            written = cramjam.snappy.decompress_raw_into(stored, block)
+        except Exception as error:  # cramjam has one type for all that can be wrong, and may add others
+            raise self._corrupt(f"the snappy block at {handle.offset} is damaged: {error}") from None
+        if written != size:
+            raise self._corrupt(f"the snappy block at {handle.offset} unpacks to {written} bytes, it says {size}")
+        return bytes(block)
+
+    def _entries(self, handle: _Handle, block: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """The entries of a block, as they stand."""
+        where = f"the block at {handle.offset}"
+        if len(block) < 4:
+            raise self._corrupt(f"{where} has no restart points")
+        (count,) = struct.unpack_from("<I", block, len(block) - 4)
+        end = len(block) - 4 - 4 * count
+        if not count or end < 0:
+            raise self._corrupt(f"{where} of {len(block)} bytes says that it has {count} restart points")
+        restarts = struct.unpack_from(f"<{count}I", block, end)
+        if restarts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(restarts)):
+            raise self._corrupt(f"the restart points of {where} do not ascend from 0")
+        pending = iter(restarts)
+        restart = next(pending)
+        at = 0
+        key = b""
+        try:
+            while at < end:
+                start = at
+                shared, at = read_varint(block, at, end)
+                unshared, at = read_varint(block, at, end)
+                size, at = read_varint(block, at, end)
+                if start == restart:
+                    if shared:
+                        raise self._corrupt(f"an entry at a restart point of {where} continues another key")
+                    restart = next(pending, -1)
+                if shared > len(key) or unshared + size > end - at:
+                    raise self._corrupt(f"an entry of {where} at byte {start} reaches outside of it")
+                if shared + unshared > self._limits.name_bytes:
+                    raise self._corrupt(
+                        f"a key of {shared + unshared} bytes; {self._limits.name_bytes} are allowed (Limits.name_bytes)"
+                    )
+                key = key[:shared] + block[at : at + unshared]
+                at += unshared
+                yield key, block[at : at + size]
+                at += size
+        except BadVarint:
+            raise self._corrupt(f"an entry of {where} has no proper lengths") from None
+        if restart != -1 and not (restart == 0 and end == 0):
+            raise self._corrupt(f"a restart point of {where} is no entry: {restart}")
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        """All (key, value) of the table, strictly ascending.
+
+        Raises:
+          CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: naming the file.
+        """
+        last: bytes | None = None
+        separator: bytes | None = None
+        for block_separator, handle in self._blocks:
+            for key, value in self._entries(handle, self._read_block(handle)):
+                if last is not None and key <= last:
+                    raise self._corrupt(f"the key {key[:80]!r} does not come after {last[:80]!r}")
+                if separator is not None and key <= separator:
+                    raise self._corrupt(f"the key {key[:80]!r} stands in a block that begins after it")
+                last = key
+                yield key, value
+            if last is not None and last > block_separator:
+                raise self._corrupt(f"the key {last[:80]!r} stands in a block that ends before it")
+            separator = block_separator

@@ -1,0 +1,1 @@
+"""The engine: targets, plans and their execution."""

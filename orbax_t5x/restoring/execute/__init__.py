@@ -1,0 +1,1 @@
+"""Plans are carried out here: all reading of array bytes into shards."""

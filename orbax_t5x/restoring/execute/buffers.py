@@ -1,0 +1,136 @@
+"""Buffers that become arrays: where the shards of one array lie in one aligned allocation, and the array made of them.
+
+`jax` takes a buffer at a 64-byte boundary over without a copy on CPU; shards of one array share one allocation, which
+lives exactly as long as the array. Nothing here reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbax_t5x.lazy import Box
+from orbax_t5x.lazy.leaf import box_shape, box_size, full_box
+from orbax_t5x.restoring.plan import PlanEntry, addressable_boxes, box_of_index
+
+# XLA's CPU client adopts host buffers with this alignment and copies others.
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The boxes of one array on this process, and where their buffers lie in one allocation.
+
+    Attributes:
+      boxes, shapes: of the unique shards.
+      starts, stops: bytes within the allocation; each buffer begins at a 64-byte boundary.
+      size: bytes of the allocation.
+      place_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
+      reading: the boxes to read. Shards that follow one another along the leading dimension, and so in memory, are read
+        as one: one request, one call and one checksum instead of one per device.
+    """
+
+    boxes: tuple[Box, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    size: int
+    place_of: Mapping[Any, int]
+    reading: tuple[Box, ...]
+
+    def allocate(self, dtype: np.dtype) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Uninitialised buffers: of all boxes, and, of the same memory, of the boxes to read.
+
+        All is one allocation, which lives as long as the array that adopts it.
+        """
+        if dtype.hasobject:
+            outs = [np.empty(shape, dtype) for shape in self.shapes]
+            return outs, outs
+        memory = np.empty(self.size + _ALIGNMENT, np.uint8)
+        first = -memory.ctypes.data % _ALIGNMENT
+        outs = [
+            memory[first + start : first + stop].view(dtype).reshape(shape)
+            for start, stop, shape in zip(self.starts, self.stops, self.shapes, strict=True)
+        ]
+        if self.reading is self.boxes:
+            return outs, outs
+        (whole,) = self.reading
+        return outs, [memory[first : first + self.size].view(dtype).reshape(box_shape(whole))]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], itemsize: int) -> Pieces:
+    boxes = addressable_boxes(sharding, shape)
+    starts, stops, end = [], [], 0
+    for box in boxes:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + box_size(box) * itemsize
+        starts.append(start)
+        stops.append(end)
+    places = {box: place for place, box in enumerate(boxes)}
+    indices = () if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    place_of = {_raw_index(index): places[box_of_index(index or (), shape)] for index in indices}
+    joined = _joined(boxes, shape) if starts[1:] == stops[:-1] else None
+    reading = boxes if joined is None else (joined,)
+    return Pieces(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, place_of, reading)
+
+
+def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
+    """The one box that boxes are together which follow one another along the leading dimension, or None."""
+    if len(boxes) < 2 or any(box[1:] != full_box(shape[1:]) for box in boxes):
+        return None
+    if any(before[0][1] != after[0][0] for before, after in itertools.pairwise(boxes)):
+        return None
+    return ((boxes[0][0][0], boxes[-1][0][1]), *boxes[0][1:])
+
+
+def _raw_index(index: Sequence[slice] | None) -> tuple[tuple[int | None, int | None], ...]:
+    """A shard's index in a form that is hashable on Python 3.11, too."""
+    return tuple([(part.start, part.stop) for part in index or ()])
+
+
+def pieces_of(entry: PlanEntry) -> Pieces:
+    """Where the shards of one entry lie."""
+    assert entry.leaf is not None and entry.view is not None
+    return _pieces(entry.leaf.sharding, entry.leaf.shape, entry.view.dtype.itemsize)
+
+
+def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
+    """The value of one leaf from the buffers of its boxes."""
+    leaf = entry.leaf
+    assert leaf is not None
+    if leaf.kind in ("numpy", "scalar"):
+        return on_host(entry, buffers[0])
+    if leaf.sharding is None:
+        array = jax.device_put(buffers[0])
+    else:
+        place_of = pieces_of(entry).place_of
+        array = jax.make_array_from_callback(
+            leaf.shape,
+            leaf.layout if leaf.layout is not None else leaf.sharding,
+            lambda index: buffers[place_of[_raw_index(index)]],
+        )
+    return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
+
+
+def on_host(entry: PlanEntry, value: Any) -> Any:
+    """A value as the target wants it where that lives on the host; a `jax.Array` as it is."""
+    leaf = entry.leaf
+    if leaf is None or leaf.kind in ("jax", "key"):
+        return value
+    array = np.asarray(value)
+    if leaf.kind == "numpy":
+        return array
+    scalar_type = leaf.scalar_type
+    item = array[()]
+    if scalar_type is str:
+        return item.decode() if isinstance(item, bytes) else str(item)
+    if scalar_type in (int, float, complex, bool, bytes):
+        return scalar_type(item)
+    return array.astype(leaf.dtype)[()]

@@ -1,0 +1,54 @@
+"""What processes tell each other during one restore: whether they read what they had to, and checksums of the parts
+that they read.
+
+Four bytes of crc and two offsets per part, in one small all-gather. Every process must call it, with the same leaves in
+the same order,
+also one whose reading failed: the others would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.lazy import Ledger
+from orbax_t5x.lazy.leaf import Leaf, Part
+
+_COLUMNS = 4  # leaf, start, stop, crc
+
+
+def gather_parts(ledger: Ledger, leaves: Sequence[Leaf], *, failed: bool) -> dict[int, list[Part]]:
+    """The parts of all processes, by `id` of this process's leaf.
+
+    Args:
+      ledger: what this process noted.
+      leaves: of the plan, in an order that all processes have.
+      failed: whether this process could not read.
+
+    Raises:
+      CheckpointIOError: some process could not.
+    """
+    noted = [
+        (index, part.start, part.stop, part.crc) for index, leaf in enumerate(leaves) for part in ledger.parts(leaf)
+    ]
+    # Without jax_enable_x64 an all-gather would narrow int64: each number travels as two uint32.
+    mine = np.asarray(noted, np.uint64).reshape(-1, _COLUMNS)
+    told = np.asarray(multihost_utils.process_allgather(np.asarray([len(mine), failed], np.uint32))).reshape(-1, 2)
+    counts, failures = told[:, 0], np.flatnonzero(told[:, 1]).tolist()
+    if failures:
+        raise CheckpointIOError(f"reading failed on process {', '.join(map(str, failures))}; its own error says why")
+    longest = int(np.max(counts))
+    if not longest:
+        return {}
+    padded = np.zeros((longest, _COLUMNS), np.uint64)
+    padded[: len(mine)] = mine
+    gathered = np.asarray(multihost_utils.process_allgather(padded.view(np.uint32)))
+    parts: dict[int, list[Part]] = {}
+    for count, block in zip(counts, gathered.reshape(-1, longest, 2 * _COLUMNS), strict=True):
+        rows = np.ascontiguousarray(block[: int(count)]).view(np.uint64).tolist()
+        for index, start, stop, crc in rows:
+            parts.setdefault(id(leaves[index]), []).append(Part(start, stop, crc))
+    return parts

@@ -1,0 +1,1 @@
+"""Plans as text, tables, HTML and JSON."""

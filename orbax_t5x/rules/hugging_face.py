@@ -1,0 +1,217 @@
+r"""Between Hugging Face's T5 names and T5X's minimal T5, parameters alone.
+
+Kernels and relative biases are transposed (a Linear's weight is (out, in)), embeddings and norms are not. Only
+block 0 of a tower has a relative bias, which is the tower's; where every block has one (umT5) each goes to its
+layer. The output projection may be left out of a file, because it is the embedding: see `_TiedHead`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, target_prefix
+from orbax_t5x.transforms.arrays import Transpose
+from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.names import Drop, Rename
+from orbax_t5x.transforms.state import view_of
+
+_ANCHOR = "token_embedder/embedding"
+_HEAD = "decoder/logits_dense/kernel"
+_BIAS = "relpos_bias/rel_embedding"
+# What T5X's names may stand below on the way back.
+_ROOT = r"(?:(?:params/)?params/|target/)?"
+_MODEL = r"(?:token_embedder|encoder|decoder)/.*"
+
+_PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "out"}
+# Tower -> sublayers in order: Hugging Face's module, T5X's, T5X's norm before it.
+_SUBLAYERS = {
+    "encoder": (
+        ("SelfAttention", "attention", "pre_attention_layer_norm"),
+        ("DenseReluDense", "mlp", "pre_mlp_layer_norm"),
+    ),
+    "decoder": (
+        ("SelfAttention", "self_attention", "pre_self_attention_layer_norm"),
+        ("EncDecAttention", "encoder_decoder_attention", "pre_cross_attention_layer_norm"),
+        ("DenseReluDense", "mlp", "pre_mlp_layer_norm"),
+    ),
+}
+
+
+def _layer_names() -> list[tuple[str, str]]:
+    """Pairs of names in a layer, with `*` for its number."""
+    pairs: list[tuple[str, str]] = []
+    for tower, sublayers in _SUBLAYERS.items():
+        for number, (theirs, ours, norm) in enumerate(sublayers):
+            block, layer = f"{tower}.block.*.layer.{number}", f"{tower}/layers_*"
+            pairs.append((f"{block}.layer_norm.weight", f"{layer}/{norm}/scale"))
+            if ours == "mlp":
+                kernels = {name: name for name in ("wi", "wi_0", "wi_1", "wo")}
+            else:
+                kernels = _PROJECTIONS
+            pairs += [(f"{block}.{theirs}.{a}.weight", f"{layer}/{ours}/{b}/kernel") for a, b in kernels.items()]
+    return pairs
+
+
+_FIXED_NAMES = (
+    ("shared.weight", _ANCHOR),
+    ("encoder.final_layer_norm.weight", "encoder/encoder_norm/scale"),
+    ("decoder.final_layer_norm.weight", "decoder/decoder_norm/scale"),
+    ("lm_head.weight", _HEAD),
+)
+
+
+def _their_pattern(name: str) -> str:
+    return name.replace(".", r"\.").replace("*", r"(\d+)")
+
+
+def _our_pattern(name: str) -> str:
+    return _ROOT + name.replace("*", r"(\d+)")
+
+
+def _to_t5x() -> tuple[tuple[str, str], ...]:
+    pairs = [*_layer_names(), *_FIXED_NAMES]
+    layer_bias = r"(encoder|decoder)\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
+    return (
+        *((_their_pattern(theirs), ours.replace("*", r"\1")) for theirs, ours in pairs),
+        (layer_bias, rf"\1/layers_\2/{_BIAS}"),
+    )
+
+
+def _from_t5x() -> tuple[tuple[str, str], ...]:
+    pairs = [*_layer_names(), *_FIXED_NAMES]
+    theirs = "block.{}.layer.0.SelfAttention.relative_attention_bias.weight"
+    return (
+        *((_our_pattern(ours), theirs_.replace("*", r"\1")) for theirs_, ours in pairs),
+        (rf"{_ROOT}(encoder|decoder)/{_BIAS}", r"\1." + theirs.format("0")),
+        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{_BIAS}", r"\1." + theirs.format(r"\2")),
+    )
+
+
+_TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{_BIAS})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _SettleBias(Transform):
+    """The bias of layer 0, where no other layer has one, is the tower's, unless the target has one per layer."""
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        renamed = {
+            f"{tower}/layers_0/{_BIAS}": f"{tower}/{_BIAS}"
+            for tower in _SUBLAYERS
+            if f"{tower}/layers_0/{_BIAS}" in source and f"{tower}/layers_1/{_BIAS}" not in source
+        }
+        result = {renamed.get(name, name): value for name, value in source.items()}
+        prefix = target_prefix(target, _MODEL, "")
+        for tower in _SUBLAYERS:
+            if f"{prefix}{tower}/layers_0/{_BIAS}" in target:
+                layers = rf"{tower}/layers_(\d+)/.*"
+                step = RepeatPerLayer(f"{tower}/{_BIAS}", layers, f"{tower}/layers_{{i}}/{_BIAS}", None)
+                result = step.apply(result, target, notes)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _TiedHead(Transform):
+    """The output projection of a file that does not have one.
+
+    It is the embedding, transposed, if the model does not scale the decoder's output. If it does (T5.1.0) T5X's
+    model has no projection of its own, and a target with one is a mistake.
+    """
+
+    tie_word_embeddings: bool | None
+    scale_decoder_outputs: bool | None
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        wanted = target_prefix(target, _MODEL, "") + _HEAD in target
+        if _HEAD in source and self.tie_word_embeddings and target and not wanted:
+            notes.drop([_HEAD])
+            return {name: value for name, value in source.items() if name != _HEAD}
+        if _HEAD in source or not wanted or _ANCHOR not in source:
+            return dict(source)
+        if self._is_scaled(source, notes):
+            notes.problem(
+                "missing",
+                target_prefix(target, _MODEL, "") + _HEAD,
+                "the checkpoint has no lm_head, because the model uses its embedding for the logits and scales the "
+                "decoder's output (T5.1.0); T5X's model for it has no logits_dense",
+                "build the T5X model with logits_via_embedding=True; or, if config.json has "
+                "scale_decoder_outputs: false, pass scale_decoder_outputs=False to the rule pack",
+            )
+            return dict(source)
+        view = view_of(_ANCHOR, source[_ANCHOR], notes)
+        if view is None:
+            return dict(source)
+        notes.credit({_HEAD: (_ANCHOR, "tied: the transpose of the embedding")})
+        return {**source, _HEAD: view.T}
+
+    def _is_scaled(self, source: Mapping[str, Any], notes: Notes) -> bool:
+        if self.scale_decoder_outputs is not None:
+            return self.scale_decoder_outputs
+        if self.tie_word_embeddings is False:
+            notes.problem(
+                "missing",
+                _HEAD,
+                "the checkpoint has no lm_head, although tie_word_embeddings=False says that it is not the embedding",
+                "pass tie_word_embeddings=None to the rule pack, or use a file that has it",
+            )
+        gated = any("/mlp/wi_0/" in name for name in source)
+        if gated:
+            notes.warnings.append(
+                "hf_t5_to_t5x: no lm_head; taken as the transposed embedding, as scale_decoder_outputs: false in "
+                "config.json means; pass scale_decoder_outputs= to be sure"
+            )
+        return not gated
+
+
+def hf_t5_to_t5x(
+    *, tie_word_embeddings: bool | None = None, scale_decoder_outputs: bool | None = None, prefix: str = "target/"
+) -> RulePack:
+    """Hugging Face's T5, T5.1.1, mT5 and umT5 names to T5X minimal T5.
+
+    The result stands below whatever the target has `encoder/…` and `decoder/…` below.
+
+    Args:
+      tie_word_embeddings: as config.json has it; None: a file without `lm_head.weight` is tied.
+      scale_decoder_outputs: as config.json has it, for a tied file and a target with `logits_dense`: False takes
+        the transposed embedding, True is an error. None: True for T5.1.0 (`wi`), False for gated models, with a
+        warning.
+      prefix: what the names stand below where there is no target.
+    """
+    arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
+    shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
+    shown += [] if prefix == "target/" else [f"prefix={prefix!r}"]
+    embeddings = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    unused_bias = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+    steps = (
+        FirstName(embeddings, "shared.weight"),
+        # Written by old versions, read by none.
+        Drop((unused_bias,), require_match=False),
+        Rename(_to_t5x(), require_match=False),
+        Transpose(_TRANSPOSED, require_match=False),
+        _SettleBias(),
+        _TiedHead(tie_word_embeddings, scale_decoder_outputs),
+        PrefixAsTarget(_MODEL, prefix),
+    )
+    back = (
+        # Hugging Face keeps no optimizer state; here it would only be left over.
+        Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False),
+        Transpose(_ROOT + _TRANSPOSED, require_match=False),
+        Rename(_from_t5x(), require_match=False),
+    )
+    example = "encoder.block.0.layer.0.SelfAttention.q.weight"
+    ours = "target/encoder/layers_0/attention/query/kernel"
+    return RulePack(steps, back, f"hf_t5_to_t5x({', '.join(shown)})", example, ours)
+
+
+def t5x_to_hf_t5() -> RulePack:
+    """T5X minimal T5 to Hugging Face's names: the inverse of `hf_t5_to_t5x()`.
+
+    Optimizer state, step and mutables are dropped. `logits_dense` becomes `lm_head.weight`, also where it was the
+    embedding.
+    """
+    return dataclasses.replace(hf_t5_to_t5x().inverse(), name="t5x_to_hf_t5()")

@@ -1,0 +1,80 @@
+"""T5X's decoder-only model to MaxText's decoder names, where shapes agree.
+
+MaxText (Linen layout on disk) keeps parameters below `params/params/`, kernels as (E, H, D) and (H, D, E), layers
+scanned on an axis or as `layers_3`. The norm before the MLP is called after what stands before it. MaxText's
+decoder has no relative bias: T5X's stays where it is, a leftover under strict=True, because leaving it out changes
+what the model computes.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.transforms.arrays import Reshape
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
+from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
+from orbax_t5x.transforms.names import Rename
+
+_T5X = r"(?:target/|params/)?"
+_MAXTEXT = "params/params/"
+_NORMS = (("pre_mlp_layer_norm", "post_self_attention_layer_norm"), ("pre_self_attention_layer_norm",) * 2)
+
+
+def _layer_rules() -> tuple[tuple[str, str], ...]:
+    layer = rf"{_T5X}decoder/layers_(\d+)"
+    to = rf"{_MAXTEXT}decoder/layers_\1"
+    return (
+        (rf"{layer}/(self_attention|mlp)/(.*)", rf"{to}/\2/\3"),
+        *((rf"{layer}/{ours}/scale", rf"{to}/{theirs}/scale") for ours, theirs in _NORMS),
+        (rf"{_T5X}decoder/(decoder_norm/scale|logits_dense/kernel)", rf"{_MAXTEXT}decoder/\1"),
+        (rf"{_T5X}(?:decoder/)?token_embedder/embedding", rf"{_MAXTEXT}token_embedder/embedding"),
+    )
+
+
+def _back_rules() -> tuple[tuple[str, str], ...]:
+    layer, to = rf"{_MAXTEXT}decoder/layers_(\d+)", r"target/decoder/layers_\1"
+    return (
+        (rf"{layer}/(self_attention|mlp)/(.*)", rf"{to}/\2/\3"),
+        *((rf"{layer}/{theirs}/scale", rf"{to}/{ours}/scale") for ours, theirs in _NORMS),
+        (rf"{_MAXTEXT}decoder/(decoder_norm/scale|logits_dense/kernel)", r"target/decoder/\1"),
+        (rf"{_MAXTEXT}token_embedder/embedding", r"target/decoder/token_embedder/embedding"),
+    )
+
+
+def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = True, scan_axis: int = 1) -> RulePack:
+    """T5X decoder-only to MaxText.
+
+    Args:
+      num_heads: H.
+      head_dim: D; T5X's kernels are (E, H*D).
+      scanned: whether MaxText's layers stand on one axis; otherwise as `layers_3`.
+      scan_axis: where that axis stands: MaxText's `param_scan_axis`.
+    """
+    heads, dim, axis = operator.index(num_heads), operator.index(head_dim), operator.index(scan_axis)
+    attention = rf"{_MAXTEXT}decoder/layers_\d+/self_attention"
+    steps: list[Transform] = [
+        Rename(_layer_rules(), require_match=False),
+        Reshape(rf"{attention}/(?:query|key|value)/kernel", (-1, heads, dim), require_match=False),
+        Reshape(rf"{attention}/out/kernel", (heads, dim, -1), require_match=False),
+    ]
+    back: list[Transform] = [
+        Reshape(rf"{attention}/(?:query|key|value)/kernel", (-1, heads * dim), require_match=False),
+        Reshape(rf"{attention}/out/kernel", (heads * dim, -1), require_match=False),
+        Rename(_back_rules(), require_match=False),
+    ]
+    if scanned:
+        layers = f"{_MAXTEXT}decoder/layers"
+        steps.append(StackLayers(rf"{layers}_(\d+)/(.*)", rf"{layers}/\2", axis, require_match=False))
+        back.insert(0, UnstackLayers(rf"{layers}/(.*)", rf"{layers}_{{i}}/\1", axis, require_match=False))
+    shown = "" if scanned else ", scanned=False"
+    shown += "" if axis == 1 else f", scan_axis={axis}"
+    return RulePack(
+        (FollowOptimizer(Chain(tuple(steps))),),
+        (FollowOptimizer(Chain(tuple(back))),),
+        f"t5x_decoder_to_maxtext(num_heads={heads}, head_dim={dim}{shown})",
+        "target/decoder/layers_0/self_attention/query/kernel",
+        f"{_MAXTEXT}decoder/layers/self_attention/query/kernel",
+    )

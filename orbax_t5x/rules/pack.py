@@ -1,0 +1,68 @@
+"""A rule pack: one transform made of steps, with the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.patterns.closest import ClosestNames
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RulePack(Chain):
+    """Maps one model's tree to another's. Every step is optional, the pack as a whole is not: if nothing matches,
+    that is a problem.
+
+    Attributes:
+      steps: forwards.
+      back: the steps backwards.
+      name: the function that made it, with its arguments, as text.
+      example: a name as the pack expects it.
+      found: what `infer` saw; no part of what the pack is.
+    """
+
+    back: tuple[Transform, ...] = ()
+    name: str = ""
+    example: str = ""
+    back_example: str = ""
+    found: str = dataclasses.field(default="", compare=False)
+
+    def inverse(self) -> RulePack:
+        """The way back."""
+        prefix = "inverse of "
+        name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name
+        return RulePack(self.back, self.steps, name, self.back_example, self.example)  # pyright: ignore[reportArgumentType]
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        before, outside = len(notes.problems), notes.in_pack
+        notes.in_pack = True
+        try:
+            result = super().apply(source, target, notes)
+        finally:
+            notes.in_pack = outside
+        same = result.keys() == source.keys() and all(result[name] is value for name, value in source.items())
+        if self.steps and same and len(notes.problems) == before:
+            near = ClosestNames(source).to(self.example)
+            notes.problem(
+                "unused_rule",
+                None,
+                f"{self.name}: no name is one of that layout's, such as {self.example!r}"
+                + (f"; closest: {near}" if near else ""),
+                "ot.rules.infer(source_leaves, target_leaves) finds the pack that fits",
+            )
+        return result
+
+    def digest(self) -> str:
+        """As `Transform.digest`; what `infer` saw does not count."""
+        return super().digest() if not self.found else dataclasses.replace(self, found="").digest()
+
+    def __repr__(self) -> str:
+        return f"<RulePack {self.found or self.name}>"
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"rules.{self.name}" if not self.name.startswith("inverse of ") else f"rules: {self.name}"

@@ -1,0 +1,193 @@
+"""Steps of rule packs that need to know more than one name at a time: how deep a tower is, what the target calls
+its leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from orbax_t5x.lazy import AllEqual, repeat
+from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.layers import numbered_names
+from orbax_t5x.transforms.patterns.table import compile_pattern, expand
+from orbax_t5x.transforms.state import NewState, view_of
+
+
+def has_leaf(target: Mapping[str, Any], pattern: str) -> bool:
+    """Whether a target leaf's whole name matches."""
+    regex = compile_pattern(pattern, "rules")
+    return any(regex.fullmatch(name) for name in target)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatPerLayer(Transform):
+    """One leaf of a tower for each of its layers, on a new axis or under a name per layer.
+
+    Attributes:
+      pattern: a regex of the leaf's whole name.
+      layers: a regex, with the pattern's groups filled in as `{1}`, …, that matches names in layers; its one group
+        is the number.
+      into: the new name; with `{i}`, one leaf per layer.
+      axis: of the layers; None with `{i}`.
+      unless_target: with the groups filled in, a regex of target names: where one matches, the leaf stays.
+    """
+
+    pattern: str
+    layers: str
+    into: str
+    axis: int | None
+    unless_target: str | None = None
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        regex = compile_pattern(self.pattern, "rules")
+        state = NewState(notes)
+        for name, value in source.items():
+            match = regex.fullmatch(name)
+            if match is None or (self.unless_target and has_leaf(target, _filled(self.unless_target, match))):
+                state.put(name, value, name)
+                continue
+            depth = _depth(compile_pattern(_filled(self.layers, match), "rules"), source)
+            view = view_of(name, value, notes)
+            if view is None:
+                continue
+            if not depth:
+                message = f"{name!r} is for every layer, and there are no layers beside it"
+                notes.problem("rule", name, message, "restore all of the tower, or drop this leaf")
+            elif self.axis is None:
+                for new in numbered_names(match, self.into, depth, "per layer", notes) or ():
+                    state.put(new, value, name, f"the same in each of {depth} layers")
+            else:
+                new = expand(match, self.into, "per layer", notes)
+                if new is not None:
+                    state.put(new, repeat(view, depth, self.axis), name, f"repeated for {depth} layers")
+        return state.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeEqualLayers(Transform):
+    """One leaf for a whole tower from one per layer; reading checks that all are equal.
+
+    Attributes:
+      pattern: a regex of a layer's leaf's whole name; the group `i` is the layer number.
+      into: the new name.
+      unless_target: with the groups filled in, a regex of target names: where one matches, the leaves stay.
+    """
+
+    pattern: str
+    into: str
+    unless_target: str | None = None
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        regex = compile_pattern(self.pattern, "rules")
+        state = NewState(notes)
+        towers: dict[str, list[tuple[int, str]]] = {}
+        for name, value in source.items():
+            match = regex.fullmatch(name)
+            if match is None or (self.unless_target and has_leaf(target, _filled(self.unless_target, match))):
+                state.put(name, value, name)
+                continue
+            new = expand(match, self.into, "per layer", notes)
+            if new is not None:
+                towers.setdefault(new, []).append((int(match["i"]), name))
+        for new, layers in towers.items():
+            names = [name for _, name in sorted(layers)]
+            views = [view_of(name, source[name], notes) for name in names]
+            if any(view is None for view in views):
+                continue
+            rule = f"one of {len(names)} layers' that must be equal"
+            try:
+                merged = AllEqual([view for view in views if view is not None]) if len(names) > 1 else source[names[0]]
+            except ValueError as error:
+                notes.problem("shape", new, f"{rule}: {error}")
+                continue
+            state.put(new, merged, names[0], rule)
+        return state.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstName(Transform):
+    """Of several names for one leaf, the first that is there, under the new name; the others are dropped.
+
+    Attributes:
+      names: in order.
+      into: the new name.
+    """
+
+    names: tuple[str, ...]
+    into: str
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        there = [name for name in self.names if name in source]
+        notes.drop(there[1:])
+        state = NewState(notes)
+        for name, value in source.items():
+            if there and name == there[0]:
+                state.put(self.into, value, name, f"{name!r} -> {self.into!r}")
+            elif name not in there:
+                state.put(name, value, name)
+        return state.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixAsTarget(Transform):
+    """Puts names below whatever the target has such names below.
+
+    Attributes:
+      pattern: a regex of the names, without groups.
+      default: the prefix where there is no target.
+    """
+
+    pattern: str
+    default: str
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        prefix = target_prefix(target, self.pattern, self.default)
+        regex = compile_pattern(self.pattern, "rules")
+        state = NewState(notes)
+        for name, value in source.items():
+            if prefix and regex.fullmatch(name):
+                state.put(prefix + name, value, name, f"below {prefix!r}")
+            else:
+                state.put(name, value, name)
+        return state.finish()
+
+
+def target_prefix(names: Iterable[str], pattern: str, default: str) -> str:
+    """What stands before names that match; the shortest such prefix, since momenta repeat them below longer ones."""
+    names = list(names)
+    regex = compile_pattern(rf"((?:.*?/)??)(?:{pattern})", "rules")
+    found = [match[1] for name in names if (match := regex.fullmatch(name)) is not None]
+    return min(found, key=len) if found else "" if names else default
+
+
+def _filled(pattern: str, match: re.Match[str]) -> str:
+    for number in range(1, (match.re.groups or 0) + 1):
+        pattern = pattern.replace(f"{{{number}}}", re.escape(match[number] or ""))
+    return pattern
+
+
+def _depth(layers: re.Pattern[str], names: Iterable[str]) -> int:
+    numbers = [int(match[1]) for name in names if (match := layers.fullmatch(name)) is not None]
+    return max(numbers, default=-1) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutTarget(Transform):
+    """Runs a transform as if there were no target: what comes after it makes the target's names.
+
+    Attributes:
+      transform: what runs.
+    """
+
+    transform: Transform
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        return self.transform.apply(source, {}, notes)

@@ -1,0 +1,208 @@
+"""Ranged reads on the files of a checkpoint: the one place where array bytes come in.
+
+A `File` is checked and measured when the checkpoint is opened (`fstat`, no read), opened on the first read and kept
+open, so that a file replaced meanwhile is never mixed with the one that was measured; where so many files are open that
+one was closed again, opening it anew finds the same file or fails. Reads are `preadv` into the caller's buffers, never
+a mapping (a truncated mapping kills the process): a short read is retried, the end of the file is damage, an error of
+the operating system names file and leaf. Nothing here allocates by what a file claims.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+from orbax_t5x.storage.paths import Root, io_error
+
+# Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
+_MAX_OPEN_FILES = 64
+# The most buffers that one preadv takes.
+_MAX_BUFFERS = 1024
+
+
+class File:
+    """A regular file inside a root. Made by `FileSet.file`; reads may come from any thread.
+
+    Attributes:
+      name: relative to the root.
+      path: for messages.
+      size: in bytes, when the checkpoint was opened.
+    """
+
+    __slots__ = ("_files", "_found", "name", "path", "size")
+
+    def __init__(self, files: FileSet, name: str, found: os.stat_result):
+        self._files = files
+        self._found = found
+        self.name = name
+        self.path = files.root.join(name)
+        self.size = found.st_size
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`.
+
+        Raises:
+          CorruptCheckpointError: the file ends first.
+          CheckpointIOError, CheckpointGoneError: the operating system failed.
+          ValueError: the checkpoint was closed.
+        """
+        fd = self._files.acquire(self, leaf)
+        try:
+            if len(buffers) <= _MAX_BUFFERS:
+                self._fill(fd, offset, buffers, leaf)
+                return
+            for first in range(0, len(buffers), _MAX_BUFFERS):
+                offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
+        finally:
+            self._files.release(self)
+
+    def _fill(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
+        missing = sum([buffer.nbytes for buffer in buffers])
+        while missing:
+            got = self._preadv(fd, offset, buffers, leaf)
+            if not got:
+                raise CorruptCheckpointError(
+                    f"ends at byte {offset}, {missing} bytes early; it was {self.size} bytes long when it was opened",
+                    path=self.path,
+                    leaf=leaf,
+                )
+            offset += got
+            missing -= got
+            if missing:
+                buffers = _after(buffers, got)
+        return offset
+
+    def _preadv(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
+        try:
+            return os.preadv(fd, buffers, offset)  # pyright: ignore[reportArgumentType]
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                raise CheckpointGoneError("vanished while it was read", path=self.path, leaf=leaf) from error
+            raise io_error(error, f"reading at byte {offset}", path=self.path, leaf=leaf) from error
+
+    def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
+        """`size` bytes from `offset`; the caller has compared `size` with limits.
+
+        Raises:
+          CorruptCheckpointError: the range is not inside the file; and as `read_into`.
+        """
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise CorruptCheckpointError(
+                f"bytes {offset} to {offset + size} asked of a file of {self.size} bytes", path=self.path, leaf=leaf
+            )
+        data = bytearray(size)
+        if size:
+            self.read_into(offset, [np.frombuffer(data, np.uint8)], leaf=leaf)
+        return data
+
+    def open(self, leaf: str | None) -> int:
+        """A descriptor of the file that was measured."""
+        try:
+            fd, found = self._files.root.open(self.name, leaf=leaf)
+        except CheckpointNotFoundError as error:
+            raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf) from error
+        was = self._found
+        # The inode alone says little: some network file systems hand out new numbers for the same file.
+        same = (found.st_dev, found.st_ino) == (was.st_dev, was.st_ino) or found.st_mtime_ns == was.st_mtime_ns
+        if found.st_size != was.st_size or not same:
+            os.close(fd)
+            raise CorruptCheckpointError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
+        return fd
+
+
+def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
+    """What of the buffers is still to fill when their first `done` bytes are."""
+    rest: list[np.ndarray] = []
+    for buffer in buffers:
+        if done < buffer.nbytes:
+            rest.append(buffer.reshape(-1).view(np.uint8)[done:] if done else buffer)
+            done = 0
+        else:
+            done -= buffer.nbytes
+    return rest
+
+
+def _close_all(descriptors: OrderedDict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
+class FileSet:
+    """The open files of one checkpoint: at most `max_open` descriptors beyond those in use at the moment.
+
+    They are closed by `close`, or when neither the set nor one of its files is referred to any more.
+    """
+
+    def __init__(self, root: Root, *, max_open: int = _MAX_OPEN_FILES):
+        self.root = root
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        # By name: a file refers to its set, and a cycle would keep descriptors until a garbage collection.
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[str, int] = {}
+        self._closed = False
+        weakref.finalize(self, _close_all, self._open).atexit = False
+
+    def file(self, name: str, *, leaf: str | None = None) -> File:
+        """Checks and measures a file without reading it; errors as `Root.open`."""
+        return File(self, name, self.root.stat(name, leaf=leaf))
+
+    def acquire(self, file: File, leaf: str | None) -> int:
+        """The descriptor of a file, kept open until `release`."""
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
+            fd = self._open.get(file.name)
+            if fd is None:
+                fd = self._open[file.name] = self._open_file(file, leaf)
+            else:
+                self._open.move_to_end(file.name)
+            self._users[file.name] = self._users.get(file.name, 0) + 1
+            if len(self._open) > self._max_open:
+                self._close_idle(keep=self._max_open)
+            return fd
+
+    def release(self, file: File) -> None:
+        """Ends one use of a descriptor."""
+        with self._lock:
+            users = self._users[file.name] - 1
+            if users:
+                self._users[file.name] = users
+                return
+            del self._users[file.name]
+            if self._closed:
+                os.close(self._open.pop(file.name))
+
+    def _open_file(self, file: File, leaf: str | None) -> int:
+        try:
+            return file.open(leaf)
+        except CheckpointIOError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # The process is short of descriptors: give back what this checkpoint can spare, then try once more.
+            self._close_idle(keep=0)
+            return file.open(leaf)
+
+    def _close_idle(self, keep: int) -> None:
+        """Closes the files unused for longest, until at most `keep` are open or all the others are in use."""
+        idle = [name for name in self._open if name not in self._users]
+        for name in idle[: max(0, len(self._open) - keep)]:
+            os.close(self._open.pop(name))
+
+    def close(self) -> None:
+        """Closes what is not being read now, and the rest as soon as it is read; later reads are a ValueError."""
+        with self._lock:
+            self._closed = True
+            self._close_idle(keep=0)

@@ -1,0 +1,1 @@
+"""How names, sizes and tables are written for people."""

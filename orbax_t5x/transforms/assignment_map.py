@@ -1,0 +1,139 @@
+"""T5X's assignment map: rules on target names say which leaf of the checkpoint each gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.patterns.table import (
+    Rule,
+    note_bad_group,
+    note_unused,
+    pattern_text,
+    rule_table,
+    rule_text,
+    rule_tuple,
+)
+from orbax_t5x.transforms.state import NewState
+
+# T5X lists every name of the checkpoint. Up to here so do we; beyond it the text would hide the rest of the error.
+_LISTED_NAMES = 200
+# Looking for close names scans the checkpoint, so only the first missing ones get it.
+_EXPLAINED_NAMES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignmentMap(Transform):
+    """T5X's assignment map: for every target name the first rule that matches it says which checkpoint leaf it gets.
+
+    A rule is (pattern of target names, replacement). The replacement, with the groups of the match filled in, is
+    the name in the state dict; None leaves the target leaf out. Target names without a rule keep the leaf of their
+    own name. Leaves that no rule takes stay, unless a rule leaves out their name. Two targets may take one leaf,
+    and rules may swap and rotate names.
+
+    In a restore a leaf that nothing takes gives way to a rule that puts another under its name. Called by hand the
+    answer is T5X's: that leaf stays and the rule has no effect.
+
+    Attributes:
+      rules: pairs (regex, replacement or None); a regex must match a whole name.
+      require_all_rules_match: whether a rule that decides nothing is an error.
+    """
+
+    rules: tuple[Rule, ...]
+    require_all_rules_match: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", rule_tuple(self.rules, "AssignmentMap"))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        return self._assign(source, target, notes, rules_win=True)
+
+    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        return self._assign(source, target, notes, rules_win=False)
+
+    def _assign(
+        self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes, *, rules_win: bool
+    ) -> dict[str, Any]:
+        table = rule_table(tuple(pattern for pattern, _ in self.rules))
+        texts = [rule_text("AssignmentMap", rule) for rule in self.rules]
+        used: set[int] = set()
+        left_out: set[str] = set()
+        taken: set[str] = set()
+        missing: list[tuple[str, str, Rule]] = []
+        state = NewState(notes)
+        for name in target:
+            found = table.first(name)
+            if found is None:
+                if name in source:
+                    state.put(name, source[name], name)
+                    taken.add(name)
+                continue
+            used.add(found[0])
+            rule = self.rules[found[0]]
+            if rule[1] is None:
+                left_out.add(name)
+                continue
+            try:
+                wanted = table.expand(found, name, rule[1])
+            except ValueError as error:
+                note_bad_group(texts[found[0]], error, name, notes)
+                notes.explained.add(name)
+                continue
+            if wanted in source:
+                state.put(name, source[wanted], wanted, texts[found[0]])
+                taken.add(wanted)
+            else:
+                missing.append((name, wanted, rule))
+        self._note_missing(missing, source, notes)
+        self._note_unused(used, list(target), notes)
+        flat = state.finish()
+        for name, value in source.items():
+            if name in taken:
+                continue
+            if name in left_out or (name in flat and rules_win):
+                notes.drop([name])
+            else:
+                flat[name] = value
+        return flat
+
+    def _note_missing(self, missing: list[tuple[str, str, Rule]], source: Mapping[str, Any], notes: Notes) -> None:
+        if not missing:
+            return
+        names = sorted(source)
+        closest = ClosestNames(names)
+        shown = names if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
+        for count, (name, wanted, rule) in enumerate(missing):
+            near = closest.to(wanted) if count < _EXPLAINED_NAMES else []
+            listed = f"Must be one of: {shown}" if count == 0 or len(names) <= _LISTED_NAMES else f"Closest: {near}"
+            mended = f"({re.escape(name)!r}, {near[0]!r})" if near else f"({re.escape(name)!r}, None)"
+            notes.explained.add(name)
+            notes.problem(
+                "missing",
+                name,
+                f"Parameter {wanted!r} does not exist in restore checkpoint. {listed}",
+                f"{pattern_text(rule[0])!r} -> {rule[1]!r} asks for it; put the rule {mended} before it"
+                + (f", closest are {near}" if near else " to leave the leaf out"),
+            )
+
+    def _note_unused(self, used: set[int], names: list[str], notes: Notes) -> None:
+        patterns = tuple(pattern for pattern, _ in self.rules)
+        used_patterns = {patterns[index] for index in used}
+        unused = list(dict.fromkeys(pattern_text(pattern) for pattern in patterns if pattern not in used_patterns))
+        if unused and self.require_all_rules_match:
+            closest = ClosestNames(names)
+            near = [f"{text!r}: {found}" for text in unused[:_EXPLAINED_NAMES] if (found := closest.to(text))]
+            notes.problem(
+                "unused_rule",
+                None,
+                f"Unused patterns in `assignment_map`: {{{', '.join(map(repr, unused))}}}",
+                ("closest target names: " + "; ".join(near) + ". " if near else "")
+                + "A pattern must match a whole target name that no earlier rule matches; or pass "
+                "require_all_rules_match=False",
+            )
+        else:
+            note_unused(rule_table(patterns), used, names, "AssignmentMap", notes, required=False, what="the target")

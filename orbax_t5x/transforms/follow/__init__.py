@@ -1,0 +1,1 @@
+"""What becomes of optimizer state when a parameter is transformed."""

@@ -1,0 +1,73 @@
+"""T5X's Adafactor slots and `optax.adafactor`'s factored state, as a transform: exact, or a problem that says why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.optim.factored_state import T5X_STEP, Conversion, Shape, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.factoring import FactorDim
+from orbax_t5x.transforms.base import Notes, Transform
+
+
+@dataclasses.dataclass(frozen=True)
+class AdafactorSlots(Transform):
+    """Gives T5X's Adafactor slots to `optax.adafactor`'s factored state, or the other way round.
+
+    The direction follows from what the target has; the factored state may stand anywhere in it. Counters come from the
+    step. Where the two libraries have averaged over different dimensions, or only one has factored or keeps momentum,
+    nothing is converted and the problem says why. `state/step` stays. Run it before transforms that rename parameters.
+
+    Attributes:
+      rules: pairs (parameter name, T5X's rule for it as FactorDims) for parameters of rank 3 and more whose shapes do
+        not tell which dimensions were averaged over.
+    """
+
+    rules: tuple[tuple[str, tuple[FactorDim, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        given: Any = self.rules
+        pairs = given.items() if isinstance(given, Mapping) else given
+        object.__setattr__(self, "rules", tuple((str(name), tuple(map(FactorDim, rule))) for name, rule in pairs))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        have, want = _shapes(source), _shapes(target)
+        rules: dict[str, Sequence[FactorDim]] = dict(self.rules)
+        found = t5x_to_optax(have, want, rules)
+        if not found.renames and not found.problems:
+            found = optax_to_t5x(have, want, rules)
+        notes.problems.extend(found.problems)
+        if found.problems:
+            return source
+        if not found.renames:
+            notes.problem(
+                "unused_rule",
+                None,
+                "AdafactorSlots: the target has not optax.adafactor's state for T5X's slots in the checkpoint, nor "
+                "T5X's slots for Optax's state there",
+                "remove it, or check that the names still are those that the libraries gave",
+            )
+            return source
+        return self._renamed(source, target, found, notes)
+
+    def _renamed(
+        self, source: dict[str, Any], target: Mapping[str, Any], found: Conversion, notes: Notes
+    ) -> dict[str, Any]:
+        # The step is the train state's as well as Optax's counters': what becomes of it is for the caller to say.
+        leaving = (*found.renames.values(), *found.unused)
+        moved = {name for name in leaving if (name not in target or name in found.renames) and name != T5X_STEP}
+        state = {name: value for name, value in source.items() if name not in moved}
+        state.update({to: source[origin] for to, origin in found.renames.items()})
+        state.update({name: np.zeros((1,), np.float32) for name in found.placeholders})
+        notes.drop(name for name in found.unused if name in moved)
+        notes.credit({to: (origin, self.describe()) for to, origin in found.renames.items()})
+        notes.classes.update(dict.fromkeys(found.renames, "exact"))
+        return state
+
+
+def _shapes(leaves: Mapping[str, Any]) -> dict[str, Shape]:
+    return {name: tuple(leaf.shape) for name, leaf in leaves.items() if hasattr(leaf, "shape")}

@@ -1,0 +1,183 @@
+"""Several sources into one tree: their weighted average, or one over the other.
+
+Leaf names of several sources start with the source's name. Each leaf is read once, and averages are computed box by
+box, after reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from orbax_t5x.lazy import AllEqual, View
+from orbax_t5x.lazy import Average as AverageView
+from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
+from orbax_t5x.transforms.state import NewState, view_of
+
+Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Average(Transform):
+    """The weighted average of named sources; the result stands under the name without the source's.
+
+    Weights are divided by their sum. Results have the first source's dtype; integers are rounded, and a warning
+    says so; booleans must be equal in all sources. A leaf that a source lacks is a problem. Leaves that do not
+    match keep their names.
+
+    Attributes:
+      weights: source name -> weight, or one weight per source in their order (that of the leaves in the state dict).
+      pattern: a regex; a leaf takes part if its whole name matches, with the source's name in front or without it.
+    """
+
+    weights: Weights
+    pattern: Pattern = ".*"
+
+    def __post_init__(self) -> None:
+        weights: Any = self.weights
+        compile_pattern(self.pattern, "Average")
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        if isinstance(pairs, (str, int, float)):
+            raise TypeError(f"Average: weights is a mapping or a sequence, not {weights!r}")
+        fixed = tuple((str(pair[0]), float(pair[1])) if isinstance(pair, tuple) else float(pair) for pair in pairs)
+        numbers = [item[1] if isinstance(item, tuple) else item for item in fixed]
+        if not numbers or not math.isfinite(sum(numbers)) or sum(numbers) == 0:
+            raise ValueError(f"Average: the sum of weights must be finite and not zero, not {weights!r}")
+        # A mapping's order means nothing.
+        object.__setattr__(self, "weights", tuple(sorted(fixed)) if isinstance(weights, Mapping) else fixed)
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        sources = list(dict.fromkeys(name.split("/", 1)[0] for name in source if "/" in name))
+        weights = self._weights_of(sources, notes)
+        if weights is None:
+            return dict(source)
+        groups = self._groups(source, weights)
+        if not groups:
+            notes.problem(
+                "unused_rule",
+                None,
+                f"Average: pattern {pattern_text(self.pattern)!r} matches no name of the sources {list(weights)}",
+                "a pattern must match a whole name",
+            )
+        state = NewState(notes)
+        averaged = {name for parts in groups.values() for name in parts.values()}
+        for name, value in source.items():
+            if name not in averaged:
+                state.put(name, value, name)
+        for new, parts in groups.items():
+            self._put_average(new, parts, weights, source, state, notes)
+        return state.finish()
+
+    def _weights_of(self, sources: list[str], notes: Notes) -> dict[str, float] | None:
+        given: Any = self.weights
+        if isinstance(given[0], tuple):
+            weights: dict[str, float] = dict(given)
+            lacking = [name for name in weights if name not in sources]
+            if lacking:
+                message = f"Average: there are no sources {lacking}; the names begin with {sources}"
+                notes.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
+                return None
+            return weights
+        if len(given) != len(sources):
+            message = f"Average: {len(given)} weights for {len(sources)} sources {sources}"
+            notes.problem("rule", None, message, "give one weight per source, or a mapping from source to weight")
+            return None
+        return dict(zip(sources, given, strict=True))
+
+    def _groups(self, source: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, dict[str, str]]:
+        """New name -> source -> name, for the leaves that take part."""
+        regex = compile_pattern(self.pattern, "Average")
+        groups: dict[str, dict[str, str]] = {}
+        chosen: set[str] = set()
+        for name in source:
+            first, _, rest = name.partition("/")
+            if rest and first in weights:
+                groups.setdefault(rest, {})[first] = name
+                if regex.fullmatch(rest) or regex.fullmatch(name):
+                    chosen.add(rest)
+        return {rest: parts for rest, parts in groups.items() if rest in chosen}
+
+    def _put_average(
+        self,
+        new: str,
+        parts: Mapping[str, str],
+        weights: Mapping[str, float],
+        source: Mapping[str, Any],
+        state: NewState,
+        notes: Notes,
+    ) -> None:
+        lacking = [name for name in weights if name not in parts]
+        notes.explained.add(new)
+        if lacking:
+            message = f"Average: {', '.join(map(repr, lacking))} {'lack' if len(lacking) > 1 else 'lacks'} {new!r}"
+            fix = f"take it from one source before: Rename([({next(iter(parts.values()))!r}, {new!r})])"
+            notes.problem("missing", new, message, fix)
+            return
+        names = [parts[name] for name in weights]
+        if all(source[name] is None for name in names):
+            state.put(new, None, names[0], "Average")
+            return
+        views = [view_of(name, source[name], notes) for name in names]
+        if any(view is None for view in views):
+            return
+        try:
+            value = _average([view for view in views if view is not None], list(weights.values()), new, notes)
+        except (ValueError, TypeError) as error:
+            notes.problem("shape", new, f"Average: {error}", "only arrays of one shape have an average")
+            return
+        notes.explained.discard(new)
+        state.put(new, value, names[0], f"Average of {', '.join(f'{w:g} {name}' for name, w in weights.items())}")
+
+
+def _average(views: list[View], weights: list[float], name: str, notes: Notes) -> View:
+    if views[0].dtype.kind in "bOSU":
+        return AllEqual(views)
+    if views[0].dtype.kind in "iu":
+        notes.warnings.append(f"Average: {name!r} holds integers ({views[0].dtype.name}); their average is rounded")
+    return AverageView(views, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlay(Transform):
+    """One tree from named sources, with precedence: each leaf comes from the first source that has it.
+
+    Leaves stand under their names without the source's; those of later sources that an earlier one has, too, are
+    dropped.
+
+    Attributes:
+      sources: source names, the strongest first. Leaves of other sources keep their names.
+    """
+
+    sources: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sources, str):
+            raise TypeError(f"Overlay: sources is a sequence of names, not {self.sources!r}")
+        object.__setattr__(self, "sources", tuple(map(str, self.sources)))
+
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        by_source: dict[str, list[tuple[str, str]]] = {name: [] for name in self.sources}
+        state = NewState(notes)
+        for name, value in source.items():
+            first, _, rest = name.partition("/")
+            if rest and first in by_source:
+                by_source[first].append((rest, name))
+            else:
+                state.put(name, value, name)
+        seen: set[str] = set()
+        for first, leaves in by_source.items():
+            if not leaves:
+                message = f"Overlay: there is no leaf of a source {first!r}"
+                notes.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
+            for rest, name in leaves:
+                if rest in seen:
+                    notes.drop([name])
+                else:
+                    state.put(rest, source[name], name, f"Overlay: {first!r} has it first")
+            seen.update(rest for rest, _ in leaves)
+        return state.finish()

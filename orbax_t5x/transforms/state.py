@@ -1,0 +1,66 @@
+"""A new flat state dict while a transform makes it: every name once, and who made it.
+
+Two leaves that land on one name are a problem, never the loss of one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbax_t5x.lazy import View, as_view
+from orbax_t5x.transforms.base import Notes
+
+
+class NewState:
+    """Collects results under new names and notes clashes.
+
+    Attributes:
+      flat: the new state dict.
+    """
+
+    def __init__(self, notes: Notes):
+        self.flat: dict[str, Any] = {}
+        self._notes = notes
+        self._made_from: dict[str, str] = {}
+        self._credits: dict[str, tuple[str, str]] = {}
+
+    def put(self, name: str, value: Any, made_from: str, rule: str | None = None) -> None:
+        """Adds a leaf.
+
+        Args:
+          name: the new name.
+          value: the leaf.
+          made_from: the (first) old name.
+          rule: what made it, as text; None where the leaf stays what it was.
+        """
+        if name in self.flat:
+            self._notes.problem(
+                "duplicate",
+                name,
+                f"{self._made_from[name]!r} and {made_from!r} both become {name!r}" + (f" ({rule})" if rule else ""),
+                "rename or drop one of the two",
+            )
+            return
+        self.flat[name] = value
+        self._made_from[name] = made_from
+        if rule is not None:
+            self._credits[name] = (made_from, rule)
+
+    def finish(self) -> dict[str, Any]:
+        """The new state dict; what made each leaf goes into the notes."""
+        self._notes.credit(self._credits)
+        return self.flat
+
+
+def view_of(name: str, value: Any, notes: Notes) -> View | None:
+    """A leaf as a view; None, and a problem, where it is no array."""
+    try:
+        return as_view(value, name=name)
+    except (TypeError, ValueError) as error:
+        notes.problem("transform", name, f"not an array: {error}", "leave it out of the pattern")
+        return None
+
+
+def normal_axis(axis: int, rank: int) -> int | None:
+    """An axis counted from 0, or None where there is no such axis."""
+    return axis % rank if -rank <= axis < rank else None

@@ -1,0 +1,1 @@
+"""Trees of arrays: names, nesting and dtypes; knows no checkpoint and no view."""
