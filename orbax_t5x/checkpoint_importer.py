@@ -38,8 +38,9 @@ from orbax_t5x.mesh_tf.rules import (
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
-from orbax_t5x.transforms import Notes, flatten, unflatten
+from orbax_t5x.transforms import Diagnostics
 from orbax_t5x.transforms.translate import Translate
+from orbax_t5x.trees.flat import flatten, unflatten
 
 __all__ = [
     "CheckpointTranslator",
@@ -110,11 +111,11 @@ def restore_from_t5_checkpoint(
       CheckpointError: there is no checkpoint, or it is damaged.
     """
     target = flatten(state_dict or {})
-    notes = Notes()
-    values = Translate(translator).apply(load_tf_ckpt(path), target, notes)
-    if notes.problems:
-        raise RestorePlanError(notes.problems, path=path)
-    for warning in notes.warnings:
+    diagnostics = Diagnostics()
+    values = Translate(translator).apply(load_tf_ckpt(path), target, diagnostics)
+    if diagnostics.problems:
+        raise RestorePlanError(diagnostics.problems, path=path)
+    for warning in diagnostics.warnings:
         _logger.warning("%s", warning)
     if target:
         values = _fit(values, target, strict, path)
@@ -165,9 +166,7 @@ def _raise_broken(values: Mapping[str, Any]) -> None:
     """What its reader could not make sense of has no shape to compare: it fails with the reader's own error."""
     for value in values.values():
         for leaf in value.leaves() if isinstance(value, View) else ():
-            error = getattr(leaf, "error", None)
-            if error is not None:
-                raise error
+            leaf.raise_error()
 
 
 def _listed(names: Sequence[str]) -> str:

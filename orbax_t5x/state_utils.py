@@ -14,7 +14,7 @@ from typing import Any
 from flax.traverse_util import empty_node
 
 from orbax_t5x.transforms.assignment_map import AssignmentMap
-from orbax_t5x.transforms.base import Notes
+from orbax_t5x.transforms.base import Diagnostics
 from orbax_t5x.transforms.names import Intersect, Merge
 from orbax_t5x.trees.flat import flatten, is_tensorstore_spec, unflatten
 
@@ -79,9 +79,9 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
       state_dict: nested.
       intersect_state_dict: nested; only its names count.
     """
-    notes = Notes()
-    flat = Intersect().apply(flatten(state_dict), flatten(intersect_state_dict), notes)
-    for name in notes.dropped:
+    diagnostics = Diagnostics()
+    flat = Intersect().apply(flatten(state_dict), flatten(intersect_state_dict), diagnostics)
+    for name in diagnostics.dropped:
         _logger.warning("Ignoring param=%s from checkpoint: the state to intersect with does not have it", name)
     return unflatten(flat)
 

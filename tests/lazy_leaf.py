@@ -1,4 +1,4 @@
-"""A leaf over a NumPy array that notes what is asked of it, and strategies that several test files share."""
+"""A leaf over a NumPy array that records what is asked of it, and strategies that several test files share."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from orbax_t5x.lazy import Box, Ledger, Part, Request, box_slices
+from orbax_t5x.lazy import Box, ChecksummedRange, Leaf, ReadStats, Request, box_slices
 
 ML_DTYPES = (
     "bfloat16 float4_e2m1fn float6_e2m3fn float6_e3m2fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
@@ -19,10 +19,8 @@ NUMPY_DTYPES = (
 DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in ML_DTYPES] + [np.dtype(name) for name in NUMPY_DTYPES]
 
 
-class ArrayLeaf:
+class ArrayLeaf(Leaf):
     """Serves boxes of an array, a few event loop turns later, and counts how often each element was read."""
-
-    chunks = None
 
     def __init__(self, array: np.ndarray, name: str = "leaf"):
         self.array = array
@@ -32,9 +30,9 @@ class ArrayLeaf:
         self.dtype = array.dtype
         self.calls: list[list[Box]] = []
         self.counts = np.zeros(array.shape, np.int64)
-        self.settled = 0
+        self.verified = 0
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         self.calls.append([request.box for request in requests])
         await asyncio.sleep(0)
         for box, out in requests:
@@ -43,10 +41,10 @@ class ArrayLeaf:
             assert out.shape == tuple(last - first for first, last in box)
             out[...] = self.array[box_slices(box)]
             self.counts[box_slices(box)] += 1
-            ledger.count(out.nbytes)
+            stats.count(out.nbytes)
 
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        self.settled += 1
+    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+        self.verified += 1
         return None
 
 

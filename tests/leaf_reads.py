@@ -6,33 +6,37 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import Box, Leaf, Ledger, Part, Request, Verify, box_shape, full_box
+from orbax_t5x.lazy.box import Box, box_shape, full_box
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
 
 
 class Reading(NamedTuple):
     arrays: list[np.ndarray]
-    ledger: Ledger
-    settled: bool | None
+    stats: ReadStats
+    verified: bool | None
 
 
-async def _read(leaf: Leaf, requests: Sequence[Request], ledger: Ledger, others: Sequence[Part]) -> bool | None:
-    await leaf.read_into(requests, ledger)
-    return await leaf.settle(ledger, [*ledger.parts(leaf), *others])
+async def _read(
+    leaf: Leaf, requests: Sequence[Request], stats: ReadStats, others: Sequence[ChecksummedRange]
+) -> bool | None:
+    await leaf.read_into(requests, stats)
+    return await leaf.verify_checksum(stats, [*stats.ranges(leaf), *others])
 
 
 def read_boxes(leaf: Leaf, boxes: Sequence[Box] | None = None, verify: Verify = "touched") -> Reading:
     """The boxes (all of the leaf), in one call."""
     boxes = [full_box(leaf.shape)] if boxes is None else boxes
     requests = [Request(box, np.empty(box_shape(box), leaf.dtype)) for box in boxes]
-    ledger = Ledger(verify)
-    settled = asyncio.run(_read(leaf, requests, ledger, ()))
-    return Reading([request.out for request in requests], ledger, settled)
+    stats = ReadStats(verify)
+    verified = asyncio.run(_read(leaf, requests, stats, ()))
+    return Reading([request.out for request in requests], stats, verified)
 
 
 def read_whole(leaf: Leaf) -> np.ndarray:
     """All of a leaf, verified."""
     reading = read_boxes(leaf)
-    assert reading.settled is True, f"{leaf.name}: not verified"
+    assert reading.verified is True, f"{leaf.name}: not verified"
     return reading.arrays[0]
 
 

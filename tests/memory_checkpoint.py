@@ -6,11 +6,12 @@ import threading
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import box_slices
+from orbax_t5x.lazy import BlockingLeaf, Leaf
+from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.readers.checkpoint import Checkpoint
 
 
-class AwaitedLeaf:
+class AwaitedLeaf(Leaf):
     """A leaf over an array, as an asynchronous format has it."""
 
     path = "/memory"
@@ -25,27 +26,24 @@ class AwaitedLeaf:
         self.in_flight = None
         self._lock = threading.Lock()
 
-    def _fill(self, requests, ledger):
+    def _fill(self, requests, stats):
         for box, out in requests:
             assert out.dtype == self.dtype and out.shape == tuple(stop - start for start, stop in box)
             with self._lock:
                 self.boxes.append(box)
             out[...] = self.array[box_slices(box)]
-            ledger.count(out.nbytes)
+            stats.count(out.nbytes)
 
-    async def read_into(self, requests, ledger):
+    async def read_into(self, requests, stats):
         await asyncio.sleep(0)
-        self._fill(requests, ledger)
-
-    async def settle(self, ledger, parts):
-        return None
+        self._fill(requests, stats)
 
 
-class BlockingLeaf(AwaitedLeaf):
+class BlockedLeaf(AwaitedLeaf, BlockingLeaf):
     """The same, read by blocking calls in worker threads."""
 
-    def read_blocking(self, requests, ledger):
-        self._fill(requests, ledger)
+    def read_blocking(self, requests, stats):
+        self._fill(requests, stats)
 
 
 class FailingLeaf(AwaitedLeaf):
@@ -55,12 +53,12 @@ class FailingLeaf(AwaitedLeaf):
         super().__init__(name, array)
         self.failure = error
 
-    async def read_into(self, requests, ledger):
+    async def read_into(self, requests, stats):
         await asyncio.sleep(0.01)
         raise self.failure
 
 
-def checkpoint(arrays, kind=BlockingLeaf, *, format="orbax", empties=None, metadata=None, **leaves):
+def checkpoint(arrays, kind=BlockedLeaf, *, format="orbax", empties=None, metadata=None, **leaves):
     """A Checkpoint over arrays by name; `leaves` adds ready-made ones."""
     made = {
         name: value if isinstance(value, AwaitedLeaf) else kind(name, np.asarray(value))

@@ -20,7 +20,9 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.lazy import as_view
-from orbax_t5x.lazy.leaf import Box, Leaf, Ledger, Request, box_shape, box_size, box_slices, full_box
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
 
 NUMBERS = tuple(
     np.dtype(dtype)
@@ -98,20 +100,20 @@ def leaf_of(checkpoint: ot.Checkpoint, name: str) -> Leaf:
     return leaf
 
 
-def read(leaf: Leaf, requests: list[Request], ledger: Ledger | None = None) -> Ledger:
-    """Reads as the executor does, and settles."""
-    ledger = ledger if ledger is not None else Ledger()
+def read(leaf: Leaf, requests: list[Request], stats: ReadStats | None = None) -> ReadStats:
+    """Reads as the executor does, and verifies."""
+    stats = stats if stats is not None else ReadStats()
 
     async def run() -> None:
-        await leaf.read_into(requests, ledger)
-        await leaf.settle(ledger, ledger.parts(leaf))
+        await leaf.read_into(requests, stats)
+        await leaf.verify_checksum(stats, stats.ranges(leaf))
 
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(run())
     finally:
         loop.close()
-    return ledger
+    return stats
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -202,9 +204,9 @@ class ReaderSuite:
         out = np.empty(box_shape(rows), np.float32)
         read(leaf, [Request(((0, 1), (0, 1)), np.empty((1, 1), np.float32))])  # files are open
         before = bytes_read_by_process()
-        ledger = read(leaf, [Request(rows, out), Request(rows, np.empty_like(out))])
-        assert ledger.bytes_read == out.nbytes, "a box that is asked for twice is read once"
-        assert ledger.gap_bytes == 0
+        stats = read(leaf, [Request(rows, out), Request(rows, np.empty_like(out))])
+        assert stats.bytes_read == out.nbytes, "a box that is asked for twice is read once"
+        assert stats.gap_bytes == 0
         unit = math.prod(leaf.chunks) * 4 if leaf.chunks is not None else 0
         assert bytes_read_by_process() - before < out.nbytes + 2 * unit + _OPENING_BYTES
         assert box_size(full_box(leaf.shape)) * 4 == _BIG_BYTES

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen import partitioning
 
-from orbax_t5x.transforms import flatten, unflatten
+from orbax_t5x.trees.flat import flatten, unflatten
 
 # For jax.jit: compiling takes most of the time of what tests do with a model this small.
 COMPILE_FAST = {"xla_backend_optimization_level": 0}

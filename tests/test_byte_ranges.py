@@ -16,7 +16,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
-from orbax_t5x.lazy.leaf import Box, Ledger, Part, Request, box_shape, box_slices, full_box
+from orbax_t5x.lazy.box import Box, box_shape, box_slices, full_box
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges import scatter as _scatter
 from orbax_t5x.readers.ranges.byte_range import ByteRange
@@ -153,8 +155,8 @@ class TestChecksums:
 DATA = bytes(np.random.default_rng(0).integers(0, 256, 120, np.uint8))
 
 
-def part(start: int, stop: int) -> Part:
-    return Part(start, stop, google_crc32c.value(DATA[start:stop]))
+def part(start: int, stop: int) -> ChecksummedRange:
+    return ChecksummedRange(start, stop, google_crc32c.value(DATA[start:stop]))
 
 
 class TestCoverage:
@@ -182,7 +184,7 @@ class TestCoverage:
         assert cover([part(0, 70), part(50, 120)], 120) == (None, False, None)
 
     def test_two_readings_that_differ(self) -> None:
-        bad = Part(30, 60, part(30, 60).crc ^ 1)
+        bad = ChecksummedRange(30, 60, part(30, 60).crc ^ 1)
         assert cover([part(0, 30), part(30, 60), bad, part(60, 120)], 120).conflict == (30, 60)
         finer = [part(0, 30), bad, part(60, 120), part(0, 60)]
         assert cover(finer, 120).conflict is not None
@@ -257,22 +259,22 @@ def test_reads_equal_numpy(tmp_path_factory, case, dtype_name, kinds, swap, veri
         shrink(patch)
         leaf = stored(tmp_path_factory.mktemp("leaf"), array, swap=swap)
         requests = [Request(box, buffer_for(box, array.dtype, kind)) for box, kind in zip(boxes, kinds, strict=False)]
-        ledger = Ledger(verify)
-        asyncio.run(leaf.read_into(requests, ledger))
+        stats = ReadStats(verify)
+        asyncio.run(leaf.read_into(requests, stats))
         for box, out in requests:
             assert same_bits(np.ascontiguousarray(out).reshape(out.shape), array[box_slices(box)].copy())
         wanted = bytes_of(shape, array.dtype.itemsize, boxes)
-        read_before = ledger.bytes_read
+        read_before = stats.bytes_read
         assert read_before == wanted.sum()
-        settled = asyncio.run(leaf.settle(ledger, ledger.parts(leaf)))
+        verified = asyncio.run(leaf.verify_checksum(stats, stats.ranges(leaf)))
         if verify == "off":
-            assert settled is None and not ledger.parts(leaf)
+            assert verified is None and not stats.ranges(leaf)
         elif wanted.all() or verify == "full":
-            assert settled is True
-            assert ledger.bytes_read + ledger.gap_bytes <= 2 * wanted.size
+            assert verified is True
+            assert stats.bytes_read + stats.gap_bytes <= 2 * wanted.size
         else:
             # Gaps that were read over count: their bytes have been seen.
-            assert settled is (ledger.bytes_read + ledger.gap_bytes == wanted.size and not wanted.size == 0)
+            assert verified is (stats.bytes_read + stats.gap_bytes == wanted.size and not wanted.size == 0)
 
 
 @st.composite
@@ -308,32 +310,32 @@ def test_processes_verify_together_what_each_read_in_part(tmp_path_factory, mesh
         parts = []
         for boxes in processes:
             reading = read_boxes_only(leaf, boxes)
-            parts += reading.parts(leaf)
-        ledger = Ledger("touched")
+            parts += reading.ranges(leaf)
+        stats = ReadStats("touched")
         if damage:
             with pytest.raises(CorruptCheckpointError, match="crc32c"):
-                asyncio.run(leaf.settle(ledger, parts))
+                asyncio.run(leaf.verify_checksum(stats, parts))
         else:
-            assert asyncio.run(leaf.settle(ledger, parts)) is True
+            assert asyncio.run(leaf.verify_checksum(stats, parts)) is True
 
 
-def read_boxes_only(leaf: ByteRangeLeaf, boxes: list[Box]) -> Ledger:
-    ledger = Ledger("touched")
-    leaf.read_blocking([Request(box, np.empty(box_shape(box), leaf.dtype)) for box in boxes], ledger)
-    return ledger
+def read_boxes_only(leaf: ByteRangeLeaf, boxes: list[Box]) -> ReadStats:
+    stats = ReadStats("touched")
+    leaf.read_blocking([Request(box, np.empty(box_shape(box), leaf.dtype)) for box in boxes], stats)
+    return stats
 
 
 def test_columns_over_processes_make_few_parts(tmp_path: Path) -> None:
-    """Rows shorter than a gap are read as they lie; what each process notes does not grow with the rows."""
+    """Rows shorter than a gap are read as they lie; what each process records does not grow with the rows."""
     array = values((20_000, 64), np.dtype(np.float32))
     leaf = stored(tmp_path, array)
     parts = []
     for column in range(0, 64, 16):
-        ledger = read_boxes_only(leaf, [((0, 20_000), (column, column + 16))])
-        assert ledger.bytes_read == array.nbytes // 4
-        assert len(ledger.parts(leaf)) < 20
-        parts += ledger.parts(leaf)
-    assert asyncio.run(leaf.settle(Ledger(), parts)) is True
+        stats = read_boxes_only(leaf, [((0, 20_000), (column, column + 16))])
+        assert stats.bytes_read == array.nbytes // 4
+        assert len(stats.ranges(leaf)) < 20
+        parts += stats.ranges(leaf)
+    assert asyncio.run(leaf.verify_checksum(ReadStats(), parts)) is True
 
 
 def test_wide_columns_are_read_without_the_others(tmp_path: Path) -> None:
@@ -341,46 +343,46 @@ def test_wide_columns_are_read_without_the_others(tmp_path: Path) -> None:
     leaf = stored(tmp_path, array)
     reading = read_boxes(leaf, [((0, 40), (1024, 2048))])
     assert same_bits(reading.arrays[0], array[:, 1024:2048].copy())
-    assert (reading.ledger.bytes_read, reading.ledger.gap_bytes) == (array.nbytes // 4, 0)
-    assert reading.settled is False
-    parts = reading.ledger.parts(leaf)
+    assert (reading.stats.bytes_read, reading.stats.gap_bytes) == (array.nbytes // 4, 0)
+    assert reading.verified is False
+    parts = reading.stats.ranges(leaf)
     for box in (((0, 40), (0, 1024)), ((0, 40), (2048, 4096))):
-        parts += read_boxes_only(leaf, [box]).parts(leaf)
-    assert asyncio.run(leaf.settle(Ledger(), parts)) is True
+        parts += read_boxes_only(leaf, [box]).ranges(leaf)
+    assert asyncio.run(leaf.verify_checksum(ReadStats(), parts)) is True
 
 
 def test_gaps_below_the_limit_are_read_over_and_counted_apart(tmp_path: Path) -> None:
     array = values((20_000,), np.dtype(np.uint8))
     leaf = stored(tmp_path, array)
     near = read_boxes(leaf, [((0, 10),), ((4105, 4110),)])
-    assert (near.ledger.bytes_read, near.ledger.gap_bytes) == (15, 4095)
+    assert (near.stats.bytes_read, near.stats.gap_bytes) == (15, 4095)
     far = read_boxes(leaf, [((0, 10),), ((4106, 4110),)])
-    assert (far.ledger.bytes_read, far.ledger.gap_bytes) == (14, 0)
+    assert (far.stats.bytes_read, far.stats.gap_bytes) == (14, 0)
 
 
 def test_full_reads_what_is_missing_once(tmp_path: Path) -> None:
     array = values((1000, 50), np.dtype(np.float32))
     leaf = stored(tmp_path, array)
     reading = read_boxes(leaf, [((100, 200), (0, 50))], "full")
-    assert reading.settled is True and reading.ledger.bytes_read == array.nbytes
+    assert reading.verified is True and reading.stats.bytes_read == array.nbytes
     # Parts that overlap without a common edge: the whole is read again.
-    parts = [*read_boxes_only(leaf, [((0, 600), (0, 50))]).parts(leaf)]
-    parts += read_boxes_only(leaf, [((400, 1000), (0, 50))]).parts(leaf)
-    assert asyncio.run(leaf.settle(Ledger("touched"), parts)) is False
-    assert asyncio.run(leaf.settle(Ledger("full"), parts)) is True
+    parts = [*read_boxes_only(leaf, [((0, 600), (0, 50))]).ranges(leaf)]
+    parts += read_boxes_only(leaf, [((400, 1000), (0, 50))]).ranges(leaf)
+    assert asyncio.run(leaf.verify_checksum(ReadStats("touched"), parts)) is False
+    assert asyncio.run(leaf.verify_checksum(ReadStats("full"), parts)) is True
 
 
 def test_no_checksum_is_said_to_be_none(tmp_path: Path) -> None:
     leaf = stored(tmp_path, values((4, 4), np.dtype(np.float32)), verify=False)
     for verify in ("touched", "full", "off"):
-        assert read_boxes(leaf, verify=verify).settled is None
+        assert read_boxes(leaf, verify=verify).verified is None
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)])
 def test_scalars_and_empties(tmp_path: Path, shape: tuple[int, ...]) -> None:
     array = values(shape, np.dtype(np.int64))
     reading = read_boxes(stored(tmp_path, array))
-    assert same_bits(reading.arrays[0], array) and reading.settled is True
+    assert same_bits(reading.arrays[0], array) and reading.verified is True
 
 
 def test_a_bool_that_is_neither_is_damage(tmp_path: Path) -> None:
@@ -408,7 +410,7 @@ def test_a_buffer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (((0, 4), (0, 5)), np.zeros((4, 5), np.float32)),
     ):
         with pytest.raises(ValueError, match="a buffer of"):
-            leaf.read_blocking([Request(box, out)], Ledger())
+            leaf.read_blocking([Request(box, out)], ReadStats())
 
 
 # -- faults
@@ -467,7 +469,7 @@ def test_a_stale_handle_is_a_vanished_file(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_cut_after_opening_is_corrupt(tmp_path: Path) -> None:
     leaf = stored(tmp_path, values((60, 7), np.dtype(np.float32)))
-    assert read_boxes(leaf).settled
+    assert read_boxes(leaf).verified
     os.truncate(tmp_path / "file", 100)
     with pytest.raises(CorruptCheckpointError, match=r"ends at byte 100, .* early"):
         read_boxes(leaf)
@@ -585,7 +587,7 @@ def test_many_threads_share_few_descriptors_and_a_close_ends_them(tmp_path: Path
             out = np.empty(array.shape, array.dtype)
             boxes = [((0, 40), (0, 4)), ((0, 40), (4, 9))]
             try:
-                leaf.read_blocking([Request(box, out[box_slices(box)]) for box in boxes], Ledger())
+                leaf.read_blocking([Request(box, out[box_slices(box)]) for box in boxes], ReadStats())
             except ValueError as error:
                 return str(error)
             assert same_bits(out, array)

@@ -26,7 +26,7 @@ from orbax_t5x.checkpoint_importer import (
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, LeafMismatchError, RestorePlanError
 from orbax_t5x.optimizers import adamw
 from orbax_t5x.train_state import FlaxOptimTrainState, InferenceState
-from orbax_t5x.transforms import flatten, unflatten
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests import t5_model
 
 BUNDLES = ["lm_transformer", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_f32", "t5_1_1_perlayer_rel"]

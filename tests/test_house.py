@@ -49,6 +49,7 @@ PUBLIC = {
 # too.
 RANKS = {
     "errors": 0,
+    "concurrency": 0,
     "trees": 0,
     "text": 0,
     "provenance": 1,

@@ -276,14 +276,14 @@ def test_numpy_and_jax_take_views_for_arrays():
 
 
 class Failing(ArrayLeaf):
-    async def read_into(self, requests, ledger):
+    async def read_into(self, requests, stats):
         raise CorruptCheckpointError("checksum does not hold", path=self.path, leaf=self.name)
 
 
 class Waiting(ArrayLeaf):
     cancelled = False
 
-    async def read_into(self, requests, ledger):
+    async def read_into(self, requests, stats):
         try:
             await asyncio.sleep(30)
         except asyncio.CancelledError:
@@ -306,7 +306,7 @@ def test_several_views_are_read_in_one_go_and_each_leaf_once():
     leaves = [ArrayLeaf(np.arange(12.0).reshape(3, 4), f"leaf{i}") for i in range(3)]
     views = [as_view(leaf) for leaf in leaves]
     outs = [np.empty((3, 4)), np.empty((4, 3)), np.empty((2, 2))]
-    ledger = lazy.read_views(
+    stats = lazy.read_views(
         [
             (views[0], full_box((3, 4)), outs[0]),
             (views[0].T, full_box((4, 3)), outs[1]),
@@ -316,15 +316,15 @@ def test_several_views_are_read_in_one_go_and_each_leaf_once():
     np.testing.assert_array_equal(outs[0], leaves[0].array)
     np.testing.assert_array_equal(outs[1], leaves[0].array.T)
     np.testing.assert_array_equal(outs[2], np.concatenate([leaf.array for leaf in leaves])[2:4, 1:3])
-    assert [len(leaf.calls) for leaf in leaves] == [1, 1, 0] and [leaf.settled for leaf in leaves] == [1, 1, 0]
-    assert ledger.bytes_read == (12 + 12 + 4) * 8 and ledger.verify == "touched"
+    assert [len(leaf.calls) for leaf in leaves] == [1, 1, 0] and [leaf.verified for leaf in leaves] == [1, 1, 0]
+    assert stats.bytes_read == (12 + 12 + 4) * 8 and stats.verify == "touched"
 
 
 def test_an_empty_box_reads_nothing():
     leaf = ArrayLeaf(np.zeros((3, 4)))
     assert as_view(leaf)[1:1].get().shape == (0, 4)
     assert as_view(leaf).requests(((1, 1), (0, 4))) == [] and as_view(leaf).temp_bytes(((1, 1), (0, 4))) == 0
-    assert leaf.calls == [] and leaf.settled == 0
+    assert leaf.calls == [] and leaf.verified == 0
 
 
 def test_reading_works_where_a_loop_is_running_and_from_many_threads():

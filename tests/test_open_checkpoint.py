@@ -163,10 +163,10 @@ def test_nothing_there(tmp_path):
     for path in (tmp_path / "nowhere", tmp_path / "a\0b", "", tmp_path / ("x" * 300)):
         with pytest.raises((CheckpointNotFoundError, CheckpointIOError)):
             ot.open_checkpoint(path)
-    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "diagnostics.txt").write_text("")
     with pytest.raises(CheckpointNotFoundError) as caught:
         ot.open_checkpoint(tmp_path)
-    for word in ("looked for", "TensorFlow bundle", "_METADATA", "safetensors", "found notes.txt"):
+    for word in ("looked for", "TensorFlow bundle", "_METADATA", "safetensors", "found diagnostics.txt"):
         assert word in str(caught.value)
     assert isinstance(caught.value, FileNotFoundError)
 

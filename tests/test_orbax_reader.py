@@ -375,9 +375,9 @@ def test_many_boxes_of_one_chunk(tmp_path):
     with ot.open_checkpoint(path) as checkpoint:
         whole = np.empty_like(array)
         requests = [Request(((0, 64), (k, k + 1)), whole[:, k : k + 1]) for k in range(256)]
-        ledger = read(leaf_of(checkpoint, "w"), requests)
+        stats = read(leaf_of(checkpoint, "w"), requests)
         assert_same(whole, array)
-        assert ledger.bytes_read == array.nbytes
+        assert stats.bytes_read == array.nbytes
 
 
 def test_hundreds_of_leaves(tmp_path):

@@ -18,7 +18,7 @@ from orbax_t5x import STANDARD_LOGICAL_AXIS_RULES, with_shardings
 from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper, adamw
 from orbax_t5x.train_state import FlaxOptimTrainState, InferenceState
-from orbax_t5x.transforms import flatten
+from orbax_t5x.trees.flat import flatten
 from tests import t5_model
 
 # Flax deprecates the traversals that T5X's MultiOptimizer takes; T5X users have nothing else to pass.

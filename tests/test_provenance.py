@@ -59,7 +59,7 @@ def test_digests_tell_chains_apart_and_nothing_else():
 
 def test_digests_are_the_same_in_another_process():
     code = (
-        "from orbax_t5x import provenance\n"
+        "from orbax_t5x.provenance import records as provenance\n"
         "import json\n"
         "print(provenance.transforms_digest([json.dumps]))\n"
         "import sys; assert 'orbax.checkpoint' not in sys.modules"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError
-from tests.memory_checkpoint import AwaitedLeaf, BlockingLeaf, FailingLeaf, checkpoint
+from tests.memory_checkpoint import AwaitedLeaf, BlockedLeaf, FailingLeaf, checkpoint
 
 
 def mesh(shape=(8,), names=("x",)):
@@ -39,7 +39,7 @@ def values(shape, dtype=np.float32, seed=0):
 SPECS = {"rows": P("x"), "columns": P(None, "x"), "replicated": P()}
 
 
-@pytest.fixture(params=[BlockingLeaf, AwaitedLeaf])
+@pytest.fixture(params=[BlockedLeaf, AwaitedLeaf])
 def kind(request):
     return request.param
 
@@ -444,7 +444,7 @@ def test_several_sources():
 @given(
     sizes=st.lists(st.integers(0, 300), min_size=1, max_size=30),
     limit=st.integers(1, 2000),
-    kind=st.sampled_from([BlockingLeaf, AwaitedLeaf]),
+    kind=st.sampled_from([BlockedLeaf, AwaitedLeaf]),
 )
 def test_any_budget_gives_the_same_values(sizes, limit, kind):
     arrays = {f"a{index}": values((size,), seed=index) for index, size in enumerate(sizes)}

@@ -73,11 +73,11 @@ def test_there_and_back(networks, shapes, way):
     source = tr.flatten(full(networks[one][1]["params"]))
     if one == "unscanned":  # biases that differ by layer stay so
         source = {name: value + 1 if "relpos" in name else value for name, value in source.items()}
-    mapped, notes = run(pack, source, shapes[other])
-    assert notes.problems == [] and notes.warnings == []
+    mapped, diagnostics = run(pack, source, shapes[other])
+    assert diagnostics.problems == [] and diagnostics.warnings == []
     assert {name: value.shape for name, value in mapped.items()} == {n: leaf.shape for n, leaf in shapes[other].items()}
-    back, notes = run(pack.inverse(), mapped, shapes[one])
-    assert notes.problems == [] and notes.warnings == []
+    back, diagnostics = run(pack.inverse(), mapped, shapes[one])
+    assert diagnostics.problems == [] and diagnostics.warnings == []
     assert_same(back, source)
     assert pack.inverse().inverse() == pack and pack.inverse() != pack
 
@@ -102,23 +102,23 @@ def test_other_scan_axes(networks, scan_axis):
 def test_biases_that_differ_do_not_become_one(networks, shapes):
     pack = PACKS["minimal", "scanned"]
     scanned = tr.flatten(full(networks["scanned"][1]["params"]))
-    result = pack.inverse().apply(scanned, shapes["minimal"], tr.Notes())
+    result = pack.inverse().apply(scanned, shapes["minimal"], tr.Diagnostics())
     with pytest.raises(LeafMismatchError, match="must equal"):
         result["target/encoder/relpos_bias/rel_embedding"].get()
     # A minimal model with a bias per layer keeps them.
     per_layer = {
         name.replace("/relpos_bias/", "/layers_0/relpos_bias/"): leaf for name, leaf in shapes["minimal"].items()
     }
-    result, notes = run(pack.inverse(), scanned, per_layer)
-    assert notes.problems == [] and "target/encoder/layers_2/relpos_bias/rel_embedding" in result
+    result, diagnostics = run(pack.inverse(), scanned, per_layer)
+    assert diagnostics.problems == [] and "target/encoder/layers_2/relpos_bias/rel_embedding" in result
 
 
 def test_a_part_of_a_network_and_a_wrong_one(networks):
     pack = PACKS["minimal", "scanned"]
     source = tr.flatten(full(networks["minimal"][1]["params"]))
     encoder = {name: value for name, value in source.items() if "/encoder/" in name}
-    result, notes = run(pack, encoder)
-    assert notes.problems == [] and all("decoder" not in name for name in result)
+    result, diagnostics = run(pack, encoder)
+    assert diagnostics.problems == [] and all("decoder" not in name for name in result)
     (problem,) = run(pack, {"target/layer1/w": np.zeros(3)})[1].problems
     assert problem.kind == "unused_rule" and "layers_0" in problem.message and "infer" in problem.fix
     found = run(rules.t5_minimal_to_scanned(3, 5), source)[1].problems
@@ -201,17 +201,17 @@ def t5x_names(values):
 def test_hugging_face_files_get_the_names_of_the_table(hf, expected_hf, prefix):
     expected = {prefix + name: value for name, value in t5x_names(expected_hf).items()}
     momenta = {f"state/param_states/0/mu/{name.removeprefix(prefix)}": 0 for name in expected}
-    result, notes = run(rules.hf_t5_to_t5x(), hf, {**momenta, **expected})
-    assert notes.problems == [] and notes.warnings == []
+    result, diagnostics = run(rules.hf_t5_to_t5x(), hf, {**momenta, **expected})
+    assert diagnostics.problems == [] and diagnostics.warnings == []
     assert_same(result, expected)
 
 
 def test_hugging_face_without_a_target_and_back(hf, expected_hf):
-    result, notes = run(rules.hf_t5_to_t5x(), hf)
+    result, diagnostics = run(rules.hf_t5_to_t5x(), hf)
     assert_same(result, {"target/" + name: value for name, value in t5x_names(expected_hf).items()})
     state = {**result, "state/step": np.int32(3), "state/param_states/0/mu/token_embedder/embedding": np.zeros(2)}
-    back, notes = run(rules.t5x_to_hf_t5(), state)
-    assert notes.problems == [] and len(notes.dropped) == 2
+    back, diagnostics = run(rules.t5x_to_hf_t5(), state)
+    assert diagnostics.problems == [] and len(diagnostics.dropped) == 2
     assert_same(back, {name: as_numpy(value) for name, value in hf.items()})
 
 
@@ -222,8 +222,8 @@ def test_a_tied_head_is_the_transposed_embedding_if_outputs_are_not_scaled(hf, e
     assert json.loads((HF / "config.json").read_text())["scale_decoder_outputs"] is False
     target = {**dict.fromkeys("target/" + name for name in hugging_face_table()), HEAD: 0}
     for pack, warnings in ((rules.hf_t5_to_t5x(scale_decoder_outputs=False), 0), (rules.hf_t5_to_t5x(), 1)):
-        result, notes = run(pack, hf, target)
-        assert notes.problems == [] and len(notes.warnings) == warnings
+        result, diagnostics = run(pack, hf, target)
+        assert diagnostics.problems == [] and len(diagnostics.warnings) == warnings
         np.testing.assert_array_equal(result[HEAD], expected_hf["shared.weight"].T)
     (problem,) = run(rules.hf_t5_to_t5x(scale_decoder_outputs=True), hf, target)[1].problems
     assert (problem.kind, problem.leaf) == ("missing", HEAD) and "scales the decoder's output" in problem.message
@@ -244,8 +244,8 @@ def test_a_head_of_its_own_is_used(hf):
 
 def test_repeated_and_renamed_embeddings(hf):
     copies = {f"{tower}.embed_tokens.weight": hf["shared.weight"] for tower in ("encoder", "decoder")}
-    result, notes = run(rules.hf_t5_to_t5x(), {**hf, **copies})
-    assert notes.problems == [] and sorted(notes.dropped) == sorted(copies)
+    result, diagnostics = run(rules.hf_t5_to_t5x(), {**hf, **copies})
+    assert diagnostics.problems == [] and sorted(diagnostics.dropped) == sorted(copies)
     assert_same(result, run(rules.hf_t5_to_t5x(), hf)[0])
     only_copy = {name: value for name, value in {**hf, **copies}.items() if name != "shared.weight"}
     assert_same(run(rules.hf_t5_to_t5x(), only_copy)[0], result)
@@ -254,8 +254,8 @@ def test_repeated_and_renamed_embeddings(hf):
 def test_biases_of_every_layer_go_to_their_layers(hf):
     bias = "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weight"
     own = {**hf, bias.format(1): hf[bias.format(0)]}
-    result, notes = run(rules.hf_t5_to_t5x(), own)
-    assert "target/encoder/layers_1/relpos_bias/rel_embedding" in result and notes.problems == []
+    result, diagnostics = run(rules.hf_t5_to_t5x(), own)
+    assert "target/encoder/layers_1/relpos_bias/rel_embedding" in result and diagnostics.problems == []
     assert "target/decoder/relpos_bias/rel_embedding" in result
     assert_same(run(rules.t5x_to_hf_t5(), result)[0], {name: as_numpy(value) for name, value in own.items()})
     # One in the file, one per layer in the target.
@@ -283,8 +283,8 @@ def test_a_decoder_gets_maxtext_names_and_comes_back():
     source = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     for scanned in (True, False):
         pack = rules.t5x_decoder_to_maxtext(2, 3, scanned=scanned)
-        result, notes = run(pack, source)
-        assert notes.problems == []
+        result, diagnostics = run(pack, source)
+        assert diagnostics.problems == []
         layers = "params/params/decoder/layers" if scanned else "params/params/decoder/layers_1"
         depth = (3,) if scanned else ()
         wanted = {
@@ -320,8 +320,8 @@ def test_infer_finds_the_pack(networks, shapes, one, other):
     assert one in pack.found and other in pack.found and pack.found in repr(pack)
     source = tr.flatten(full(networks["minimal"][1]["params"]))
     source = run(PACKS["minimal", one], source)[0] if one != "minimal" else source
-    result, notes = run(pack, source, shapes[other])
-    assert notes.problems == []
+    result, diagnostics = run(pack, source, shapes[other])
+    assert diagnostics.problems == []
     assert {name: value.shape for name, value in result.items()} == {n: leaf.shape for n, leaf in shapes[other].items()}
 
 
@@ -341,13 +341,13 @@ def test_infer_goes_through_two_packs(hf, layout):
     _, variables = t5_model.init(dataclasses.replace(HF_CONFIG, **changes.get(layout, {})))
     target = tr.flatten(full(variables["params"]))
     pack = rules.infer(hf, target)
-    result, notes = run(pack, hf, target)
-    assert notes.problems == [] and "hugging face" in pack.found and layout in pack.found
+    result, diagnostics = run(pack, hf, target)
+    assert diagnostics.problems == [] and "hugging face" in pack.found and layout in pack.found
     assert {name: value.shape for name, value in result.items()} == {
         name: value.shape for name, value in target.items()
     }
-    back, notes = run(rules.infer(target, hf), result, dict(hf))
-    assert notes.problems == []
+    back, diagnostics = run(rules.infer(target, hf), result, dict(hf))
+    assert diagnostics.problems == []
     assert_same({n: v for n, v in back.items() if n != "lm_head.weight"}, {n: as_numpy(v) for n, v in hf.items()})
 
 
@@ -355,9 +355,9 @@ def test_infer_translates_bundles_with_their_slots():
     config = t5_model.T5Config(encoder_layers=2, decoder_layers=2, scan_layers=True)
     with ot.open_checkpoint(GOLDENS / "tf_bundle" / "t5_1_1_f32") as checkpoint:
         pack = rules.infer(checkpoint, full(t5_model.init(config)[1]["params"]))
-        result, notes = run(pack, checkpoint.leaves)
+        result, diagnostics = run(pack, checkpoint.leaves)
         translated, _ = run(tr.Translate(), checkpoint.leaves)
-    assert notes.problems == [] and pack.name.startswith("mesh_tf_to_t5x() then t5_minimal_to_scanned(")
+    assert diagnostics.problems == [] and pack.name.startswith("mesh_tf_to_t5x() then t5_minimal_to_scanned(")
     expected, _ = run(rules.t5_minimal_to_scanned(config.heads, config.head_dim), translated)
     assert_same(result, expected)
     assert any(name.endswith("/v_row") for name in result)

@@ -142,9 +142,9 @@ def test_only_the_asked_ranges_are_read(tmp_path):
         leaf = leaf_of(checkpoint, "w")
         out = np.empty((8, 1 << 10), np.float32)
         before = bytes_read_by_process()
-        ledger = read(leaf, [Request(((100, 108), (0, 1 << 10)), out)])
+        stats = read(leaf, [Request(((100, 108), (0, 1 << 10)), out)])
         assert bytes_read_by_process() - before < out.nbytes + 4096
-        assert ledger.bytes_read == out.nbytes
+        assert stats.bytes_read == out.nbytes
         assert_same(out, array[100:108])
 
 

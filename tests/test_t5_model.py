@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 
-from orbax_t5x.transforms import flatten
+from orbax_t5x.trees.flat import flatten
 from tests import t5_model
 
 UNROLLED = t5_model.T5Config(encoder_layers=1, decoder_layers=2)

@@ -17,7 +17,8 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.leaf import Leaf, box_slices, full_box
+from orbax_t5x.lazy.box import box_slices, full_box
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent
@@ -84,7 +85,7 @@ def test_any_boxes_of_the_goldens(goldens: Path, name: str) -> None:
                 ends = [np.sort(random.integers(0, size + 1, (2, 2)), 1) for size in value.shape]
                 boxes = [tuple((int(pair[k, 0]), int(pair[k, 1])) for pair in ends) for k in range(2)]
                 reading = read_boxes(leaf, boxes, "full")
-                assert reading.settled is True
+                assert reading.verified is True
                 for box, out in zip(boxes, reading.arrays, strict=True):
                     part = np.empty(out.shape, out.dtype)
                     part[...] = value[box_slices(box)]
@@ -329,9 +330,9 @@ def test_strings(tmp_path_factory, values: list[bytes], matrix: bool) -> None:
 def test_a_string_read_in_part_is_verified_whole(tmp_path: Path) -> None:
     array = np.array([b"a" * 200, b"", b"c"], object)
     leaf = leaf_of(open_tf_bundle(bundle_of({"text": array}).write(tmp_path)), "text")
-    assert read_boxes(leaf, [((2, 3),)]).settled is True
-    assert read_boxes(leaf, [((0, 0),)]).settled is True
-    assert read_boxes(leaf, verify="off").settled is None
+    assert read_boxes(leaf, [((2, 3),)]).verified is True
+    assert read_boxes(leaf, [((0, 0),)]).verified is True
+    assert read_boxes(leaf, verify="off").verified is None
 
 
 # -- partitioned variables
@@ -362,7 +363,7 @@ def test_partitioned_variables(tmp_path: Path, rows: int, columns: int, dtype: s
         reading = read_boxes(leaf, [box, full_box(array.shape)])
         assert same_bits(reading.arrays[0], array[box_slices(box)].copy())
         assert same_bits(reading.arrays[1], array)
-        assert reading.settled is True
+        assert reading.verified is True
 
 
 def test_a_box_touches_only_its_slices(tmp_path: Path) -> None:
@@ -372,13 +373,13 @@ def test_a_box_touches_only_its_slices(tmp_path: Path) -> None:
     prefix = bundle.write(tmp_path)
     leaf = leaf_of(open_tf_bundle(prefix), "w")
     reading = read_boxes(leaf, [((10, 20), (0, 10))])
-    assert reading.ledger.bytes_read == 400 and reading.settled is False
-    assert read_boxes(leaf, [((10, 20), (0, 10))], "full").settled is True
+    assert reading.stats.bytes_read == 400 and reading.verified is False
+    assert read_boxes(leaf, [((10, 20), (0, 10))], "full").verified is True
     data = bytearray(shard_path(prefix, 2, 3).read_bytes())
     data[7] ^= 1
     shard_path(prefix, 2, 3).write_bytes(bytes(data))
     leaf = leaf_of(open_tf_bundle(prefix), "w")
-    assert read_boxes(leaf, [((0, 20), (0, 10))]).settled is False
+    assert read_boxes(leaf, [((0, 20), (0, 10))]).verified is False
     with pytest.raises(CorruptCheckpointError, match="crc32c"):
         read_boxes(leaf, [((19, 30), (0, 10))], "full")
     with pytest.raises(CorruptCheckpointError, match="crc32c"):
@@ -395,7 +396,7 @@ def test_rows_cost_their_bytes_and_the_index(tmp_path: Path) -> None:
         for name, value in arrays.items():
             reading = read_boxes(leaf_of(checkpoint, name), [((32, 64), (0, 96))])
             assert same_bits(reading.arrays[0], value[32:64])
-            read += reading.ledger.bytes_read + reading.ledger.gap_bytes
+            read += reading.stats.bytes_read + reading.stats.gap_bytes
             wanted += value[32:64].nbytes
         assert read == wanted
         index = next(tmp_path.glob("*.index")).stat().st_size

@@ -25,7 +25,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.leaf import full_box
+from orbax_t5x.lazy.box import full_box
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, slice_key
 from tests.bundle_writer import (
@@ -430,8 +430,8 @@ def test_flips_and_zeroed_pages_in_the_data(tmp_path: Path) -> None:
                 assert caught.value.leaf == "w" and caught.value.path == str(shard_path(prefix))
             with pytest.raises(CorruptCheckpointError, match="crc32c"):
                 read_boxes(leaf, halves[:1], "full")
-            assert read_boxes(leaf, halves[:1]).settled is False
-            assert read_boxes(leaf, verify="off").settled is None
+            assert read_boxes(leaf, halves[:1]).verified is False
+            assert read_boxes(leaf, verify="off").verified is None
 
 
 # -- 20: names

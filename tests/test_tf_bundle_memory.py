@@ -49,7 +49,7 @@ CHILD = """
 
     import numpy as np
 
-    from orbax_t5x.lazy.leaf import Ledger, Request
+    from orbax_t5x.lazy.leaf import ReadStats, Request
     from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 
     def memory(field):
@@ -65,8 +65,8 @@ CHILD = """
     figures = {"leaves": len(checkpoint.leaves), "bytes": total, "seconds": time.perf_counter() - started}
     figures["open_growth"] = memory("VmHWM") - before
 
-    ledger = Ledger("touched")
-    settled = []
+    stats = ReadStats("touched")
+    verified = []
     wanted = 0
     out = np.ones((10240, 4096), np.float32)
     with open("/proc/self/clear_refs", "w") as file:
@@ -78,11 +78,11 @@ CHILD = """
             (leaf,) = view.leaves()
             part = out.reshape(-1)[: view.size].reshape(view.shape)
             part.fill(1)
-            asyncio.run(leaf.read_into([Request(tuple((0, n) for n in view.shape), part)], ledger))
-            settled.append(asyncio.run(leaf.settle(ledger, ledger.parts(leaf))))
+            asyncio.run(leaf.read_into([Request(tuple((0, n) for n in view.shape), part)], stats))
+            verified.append(asyncio.run(leaf.verify_checksum(stats, stats.ranges(leaf))))
             assert not part.any()
             wanted += view.nbytes
-    figures |= {"layer": settled, "wanted": wanted, "read": ledger.bytes_read}
+    figures |= {"layer": verified, "wanted": wanted, "read": stats.bytes_read}
     figures["layer_seconds"] = time.perf_counter() - started
     figures["layer_growth"] = memory("VmHWM") - before
     print(json.dumps(figures))

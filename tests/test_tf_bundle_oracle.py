@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orbax_t5x.lazy.leaf import box_slices
+from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, parse_header
 from tests.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype

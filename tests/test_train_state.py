@@ -25,7 +25,7 @@ import orbax_t5x as ot
 from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
 from orbax_t5x.optimizers import MultiOptimizer, adamw
 from orbax_t5x.train_state import FlaxOptimTrainState, InferenceState, TrainState
-from orbax_t5x.transforms import flatten, unflatten
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests import t5_model
 
 # Flax deprecates the traversals that T5X's MultiOptimizer takes; T5X users have nothing else to pass.

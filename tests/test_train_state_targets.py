@@ -20,7 +20,8 @@ from orbax_t5x.adafactor import Adafactor
 from orbax_t5x.optimizers import adamw
 from orbax_t5x.state_utils import apply_assignment_map
 from orbax_t5x.train_state import FlaxOptimTrainState, InferenceState
-from orbax_t5x.transforms import Translate, flatten
+from orbax_t5x.transforms import Translate
+from orbax_t5x.trees.flat import flatten
 from tests import t5_model
 from tests.memory_checkpoint import checkpoint
 

@@ -193,9 +193,9 @@ def test_assignment_maps_swap_rotate_and_share():
 def test_in_a_restore_a_rule_wins_over_a_leaf_that_nothing_takes():
     """T5X keeps the checkpoint's `a` and the rule does nothing; the answer by hand stays T5X's."""
     transform, target = tr.AssignmentMap([("a", "b")]), dict.fromkeys(("a", "b"))
-    result, notes = run(transform, AB, target)
+    result, diagnostics = run(transform, AB, target)
     assert_same(result, {"a": AB["b"], "b": AB["b"], "c": AB["c"]})
-    assert notes.dropped == ["a"]
+    assert diagnostics.dropped == ["a"]
     assert_same(transform(AB, target), AB)
 
 
@@ -216,9 +216,12 @@ def test_unused_patterns_have_t5x_text_and_the_closest_names():
 
 def test_shadowed_and_repeated_rules_are_warnings():
     rules = [("a|b", "z/\\g<0>"), ("a", "x"), ("a|b", "y")]
-    result, notes = run(tr.Rename(rules), AB)
-    assert sorted(result) == ["c", "z/a", "z/b"] and not notes.problems
-    assert [("shadowed" in text, "given twice" in text) for text in notes.warnings] == [(True, False), (False, True)]
+    result, diagnostics = run(tr.Rename(rules), AB)
+    assert sorted(result) == ["c", "z/a", "z/b"] and not diagnostics.problems
+    assert [("shadowed" in text, "given twice" in text) for text in diagnostics.warnings] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_bad_groups_are_problems_that_name_the_rule():
@@ -307,8 +310,8 @@ def test_a_pattern_that_matches_nothing_is_a_problem(transform):
     assert problem.kind == "unused_rule" and "'q" in problem.message
     if hasattr(transform, "require_match"):
         allowed = dataclasses.replace(transform, require_match=False)
-        result, notes = run(allowed, TWO)
-        assert notes.problems == [] and len(notes.warnings) == 1
+        result, diagnostics = run(allowed, TWO)
+        assert diagnostics.problems == [] and len(diagnostics.warnings) == 1
         if not isinstance(transform, tr.Keep):
             assert_same(result, TWO)
 
@@ -348,8 +351,8 @@ def test_the_layer_group_is_named_or_the_only_digits():
         (r"(enc|dec)/layers_([^/]*)/(.*)", r"\1/layers/\3"),  # told by the names
         (r"(enc|dec)/layers_((?P<i>\d+))/(.*)", r"\1/layers/\4"),
     ):
-        result, notes = run(tr.StackLayers(pattern, into, 1), LAYERS)
-        assert notes.problems == []
+        result, diagnostics = run(tr.StackLayers(pattern, into, 1), LAYERS)
+        assert diagnostics.problems == []
         assert_same(result, oracle.stack_layers(LAYERS, *STACK))
     digits_elsewhere = {"0/1": AB["a"], "1/1": AB["b"]}
     (problem,) = problems(tr.StackLayers(r"(.*)/(.*)", r"x/\2", 0), digits_elsewhere)
@@ -368,8 +371,8 @@ def test_layers_of_one_number_or_of_two_shapes_are_problems():
 
 
 def test_stacking_nones_gives_none():
-    result, notes = run(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": None, "l1": None})
-    assert result == {"l": None} and not notes.problems
+    result, diagnostics = run(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": None, "l1": None})
+    assert result == {"l": None} and not diagnostics.problems
     assert problems(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": None, "l1": AB["a"]})
 
 
@@ -403,8 +406,8 @@ def test_concat_names_the_missing_part():
 
 
 def test_none_leaves_and_strings_pass_through_what_cannot_compute_them():
-    result, notes = run(tr.Cast(".*", "float32"), {"n": None, "x": AB["a"]})
-    assert result["n"] is None and not notes.problems
+    result, diagnostics = run(tr.Cast(".*", "float32"), {"n": None, "x": AB["a"]})
+    assert result["n"] is None and not diagnostics.problems
     strings = {"s": as_view(ValueLeaf(np.array([b"x"], object), "s"))}
     assert [p.kind for p in problems(tr.Cast(".*", "float32"), strings)] == ["shape"]
 
@@ -423,7 +426,7 @@ def test_average_reads_each_source_once_and_says_what_it_rounds():
         "x/only": np.float32(1),
         "q": np.float32(7),
     }
-    result, notes = run(tr.Average([0.5, 0.5], pattern=r"(./)?(f|n|flag)"), source)
+    result, diagnostics = run(tr.Average([0.5, 0.5], pattern=r"(./)?(f|n|flag)"), source)
     assert_same(
         result,
         {
@@ -434,7 +437,7 @@ def test_average_reads_each_source_once_and_says_what_it_rounds():
             "q": source["q"],
         },
     )
-    assert len(notes.warnings) == 1 and "'n'" in notes.warnings[0] and "rounded" in notes.warnings[0]
+    assert len(diagnostics.warnings) == 1 and "'n'" in diagnostics.warnings[0] and "rounded" in diagnostics.warnings[0]
     assert [(p.kind, p.leaf) for p in problems(tr.Average([1, 1]), source)] == [("missing", "only")]
 
 
@@ -447,9 +450,9 @@ def test_average_weights_by_name_or_in_order():
 
 
 def test_overlay_prefers_the_first_and_says_what_it_drops():
-    result, notes = run(tr.Overlay(("y", "x")), TWO)
+    result, diagnostics = run(tr.Overlay(("y", "x")), TWO)
     assert_same(result, {"w": TWO["y/w"], "b": TWO["y/b"], "z/w": TWO["z/w"]})
-    assert sorted(notes.dropped) == ["x/b", "x/w"]
+    assert sorted(diagnostics.dropped) == ["x/b", "x/w"]
     assert problems(tr.Overlay(("y", "nope")), TWO)[0].kind == "missing"
 
 
@@ -473,14 +476,14 @@ def test_plain_functions_keep_t5x_protocol():
         return state
 
     chain = (with_keyword, without_keyword, everything)
-    notes = tr.Notes()
+    diagnostics = tr.Diagnostics()
     source = dict(AB)
-    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=False, notes=notes)
+    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=False, diagnostics=diagnostics)
     assert sorted(result) == ["b", "c", "new"] and list(source) == ["a", "b", "c"]
     assert calls == [("with", False, ["t"]), ("without", None, ["t"]), ("any", False, ["t"])]
-    assert "without_keyword" in notes.rule_for["new"] and not notes.dropped
+    assert "without_keyword" in diagnostics.rule_for["new"] and not diagnostics.dropped
     calls.clear()
-    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=True, notes=notes)
+    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=True, diagnostics=diagnostics)
     assert result == source and calls == [("with", True, ["t"]), ("any", True, ["t"])]
 
 
@@ -488,22 +491,22 @@ def test_a_function_that_fails_or_returns_no_dict_is_a_problem():
     def fails(state, target):
         raise ValueError("no such thing")
 
-    notes = tr.Notes()
-    tr.run_transforms((fails, lambda state, target: None), AB, {}, is_resuming=False, notes=notes)
-    assert [p.kind for p in notes.problems] == ["transform", "transform"]
-    assert "no such thing" in notes.problems[0].message and "NoneType" in notes.problems[1].message
+    diagnostics = tr.Diagnostics()
+    tr.run_transforms((fails, lambda state, target: None), AB, {}, is_resuming=False, diagnostics=diagnostics)
+    assert [p.kind for p in diagnostics.problems] == ["transform", "transform"]
+    assert "no such thing" in diagnostics.problems[0].message and "NoneType" in diagnostics.problems[1].message
 
 
 def test_dropped_names_and_rules_go_through_a_chain():
-    notes = tr.Notes()
+    diagnostics = tr.Diagnostics()
     tr.run_transforms(
         (tr.Rename([("a", "b"), ("b", "a")]), lambda s, t: {k: v for k, v in s.items() if k != "c"}, tr.Drop("a")),
         AB,
         {},
         is_resuming=False,
-        notes=notes,
+        diagnostics=diagnostics,
     )
-    assert notes.dropped == ["c", "a"] and notes.rule_for["b"] == "Rename 'a' -> 'b'"
+    assert diagnostics.dropped == ["c", "a"] and diagnostics.rule_for["b"] == "Rename 'a' -> 'b'"
 
 
 def test_names_that_clash_when_nested_are_told():

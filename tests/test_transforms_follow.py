@@ -133,18 +133,18 @@ def test_adafactor_states_are_those_of_the_other_network(sizes, layout, beta1):
     grads = [random_like(params, seed) for seed in range(2)]
     source = minimal_adafactor(embed, head_dim, beta1)
     expected = after_steps(adafactor(other, beta1=beta1), mapped(pack, params), [mapped(pack, grad) for grad in grads])
-    result, notes = run(pack, source, expected)
-    assert notes.problems == [] and notes.warnings == []
+    result, diagnostics = run(pack, source, expected)
+    assert diagnostics.problems == [] and diagnostics.warnings == []
     assert_close(result, expected)
     slots = [name for name in expected if name.startswith("state/param_states/")]
-    assert set(notes.classes) == set(slots)
-    approximate = {name for name, kind in notes.classes.items() if kind == "approximate"}
+    assert set(diagnostics.fidelity) == set(slots)
+    approximate = {name for name, kind in diagnostics.fidelity.items() if kind == "approximate"}
     assert approximate and all("/relpos_bias/" in name for name in approximate)
     # Without a target the pack's own axes decide; and the way back is exact.
     assert_close(run(pack, source)[0], expected)
     for target in (source, {}):
-        back, notes = run(pack.inverse(), result, target)
-        assert notes.problems == []
+        back, diagnostics = run(pack.inverse(), result, target)
+        assert diagnostics.problems == []
         assert sorted(back) == sorted(source)
         assert all(np.array_equal(back[name], source[name]) for name in source)
 
@@ -169,13 +169,15 @@ def test_below_the_heuristics_limit_the_state_is_reset_and_said_so():
     source = after_steps(definition, minimal["params"], [])
     pack = rules.t5_minimal_to_scanned(HEADS, 4)
     expected = after_steps(adafactor(scanned), mapped(pack, minimal["params"]), [])
-    result, notes = run(pack, source, expected)
-    reset = {name for name, kind in notes.classes.items() if kind == "reset"}
+    result, diagnostics = run(pack, source, expected)
+    reset = {name for name, kind in diagnostics.fidelity.items() if kind == "reset"}
     assert reset == set(expected) - set(result)
     assert {name.rsplit("/", 1)[1] for name in reset} == {"v_row", "v_col"}
-    assert len(notes.warnings) == 1 and "reset" in notes.warnings[0] and "fallback" in notes.warnings[0]
+    assert (
+        len(diagnostics.warnings) == 1 and "reset" in diagnostics.warnings[0] and "fallback" in diagnostics.warnings[0]
+    )
     assert all(result[name].shape == expected[name].shape for name in result)
-    assert notes.rule_for[min(reset)].startswith("reset:")
+    assert diagnostics.rule_for[min(reset)].startswith("reset:")
 
 
 @pytest.mark.parametrize(
@@ -198,8 +200,8 @@ def test_optax_states_follow_exactly(make):
     grads = [random_like(params, 0)]
     source = after_steps(OptaxWrapper(make()), params, grads)
     expected = after_steps(OptaxWrapper(make()), mapped(pack, params), [mapped(pack, grad) for grad in grads])
-    result, notes = run(pack, source, expected)
-    assert notes.problems == [] and notes.warnings == [] and "reset" not in notes.classes.values()
+    result, diagnostics = run(pack, source, expected)
+    assert diagnostics.problems == [] and diagnostics.warnings == [] and "reset" not in diagnostics.fidelity.values()
     assert_close(result, expected)
     back, _ = run(pack.inverse(), result, source)
     assert sorted(back) == sorted(source) and all(np.array_equal(back[name], source[name]) for name in source)
@@ -216,8 +218,8 @@ def test_multi_optimizer_nones_follow():
 
     source = after_steps_with_none(definition(minimal), params)
     expected = after_steps_with_none(definition(scanned), mapped(pack, params))
-    result, notes = run(pack, source, expected)
-    assert notes.problems == []
+    result, diagnostics = run(pack, source, expected)
+    assert diagnostics.problems == []
     assert sorted(result) == sorted(expected)
     nones = {name for name, value in expected.items() if value is None}
     assert nones and {name for name, value in result.items() if value is None} == nones
@@ -253,8 +255,8 @@ def test_optax_adafactor_follows_where_that_is_exact():
 
     source = tree(params, make().update(grads, make().init(params), params)[1])
     expected = tree(stacked, make().update(stacked_tree(grads), make().init(stacked), stacked)[1])
-    result, notes = run(tr.FollowOptimizer(stack), source, expected)
-    assert notes.problems == []
+    result, diagnostics = run(tr.FollowOptimizer(stack), source, expected)
+    assert diagnostics.problems == []
     assert_close(result, expected)
 
 
@@ -280,9 +282,9 @@ def test_the_transform_sees_parameters_and_step_alone():
         return flat_state
 
     source = state({"a": W}, {"0/count": np.int32(1), "0/mu/a": W + 1, "a/v": W})
-    result, notes = run(tr.FollowOptimizer(look), source)
+    result, diagnostics = run(tr.FollowOptimizer(look), source)
     assert seen == [["state/param_states/0/count", "state/step", "target/a"]]
-    assert sorted(result) == sorted(source) and notes.problems == []
+    assert sorted(result) == sorted(source) and diagnostics.problems == []
 
 
 def test_any_rule_moves_the_state_with_the_parameter():
@@ -293,9 +295,9 @@ def test_any_rule_moves_the_state_with_the_parameter():
     assert np.array_equal(result["target/a/w"], -W)
     assert np.array_equal(result["state/param_states/0/mu/a/w"], W + 3)
     assert np.array_equal(result["state/param_states/0/nu/b/w"], W + 2)
-    dropped, notes = run(tr.FollowOptimizer(tr.Drop("target/a/.*")), source)
+    dropped, diagnostics = run(tr.FollowOptimizer(tr.Drop("target/a/.*")), source)
     assert sorted(dropped) == ["state/param_states/0/mu/b/w", "state/param_states/0/nu/b/w", "state/step", "target/b/w"]
-    assert sorted(notes.dropped)[:2] == ["state/param_states/0/mu/a/w", "state/param_states/0/nu/a/w"]
+    assert sorted(diagnostics.dropped)[:2] == ["state/param_states/0/mu/a/w", "state/param_states/0/nu/a/w"]
 
 
 def test_casts_are_for_parameters_alone():
@@ -308,23 +310,23 @@ def test_one_parameter_for_two_is_approximate():
     source = state({"a": W, "b": W}, {"0/mu/a": W + 1, "0/mu/b": W + 2})
     target = {name: 0 for name in source} | {"target/c": 0, "state/param_states/0/mu/c": 0}
     share = tr.FollowOptimizer(tr.AssignmentMap([("target/c", "target/a")]))
-    result, notes = run(share, source, target)
+    result, diagnostics = run(share, source, target)
     assert np.array_equal(result["state/param_states/0/mu/c"], W + 1)
-    assert notes.classes == {
+    assert diagnostics.fidelity == {
         **dict.fromkeys(("state/param_states/0/mu/a", "state/param_states/0/mu/c"), "approximate"),
         "state/param_states/0/mu/b": "exact",
     }
-    repeated, notes = run(tr.FollowOptimizer(tr.Repeat("target/a", 2, 0)), source)
-    assert notes.classes["state/param_states/0/mu/a"] == "approximate"
-    assert notes.classes["state/param_states/0/mu/b"] == "exact"
+    repeated, diagnostics = run(tr.FollowOptimizer(tr.Repeat("target/a", 2, 0)), source)
+    assert diagnostics.fidelity["state/param_states/0/mu/a"] == "approximate"
+    assert diagnostics.fidelity["state/param_states/0/mu/b"] == "exact"
     assert repeated["state/param_states/0/mu/a"].shape == (2, 2, 3)
 
 
 def test_a_state_that_not_all_parts_have_is_reset():
     source = state({"l0": W, "l1": W}, {"0/mu/l0": W})
-    result, notes = run(tr.FollowOptimizer(tr.StackLayers(r"target/l(\d)", "target/l", 0)), source)
+    result, diagnostics = run(tr.FollowOptimizer(tr.StackLayers(r"target/l(\d)", "target/l", 0)), source)
     assert sorted(result) == ["state/step", "target/l"]
-    assert notes.classes == {"state/param_states/0/mu/l": "reset"} and "not all" in notes.warnings[0]
+    assert diagnostics.fidelity == {"state/param_states/0/mu/l": "reset"} and "not all" in diagnostics.warnings[0]
 
 
 def test_split_and_joined_rows_are_classed():
@@ -337,8 +339,8 @@ def test_split_and_joined_rows_are_classed():
         for p, n in (("x", 1), ("y", 2))
         for k, s in (("v_row", 2), ("v_col", n), ("v", 1))
     }
-    result, notes = run(cut, source, target | {"target/x": W[:, :1], "target/y": W[:, 1:]})
-    assert notes.classes["state/param_states/y/v_row"] == "approximate"
+    result, diagnostics = run(cut, source, target | {"target/x": W[:, :1], "target/y": W[:, 1:]})
+    assert diagnostics.fidelity["state/param_states/y/v_row"] == "approximate"
     assert np.array_equal(result["state/param_states/y/v_col"], [2, 3])
     assert np.array_equal(result["state/param_states/y/v_row"], [1, 2])
 
@@ -355,11 +357,13 @@ def test_ambiguous_shapes_are_reset_unless_axes_are_given():
     target = {f"target/l{i}": np.zeros((3, 3)) for i in range(2)} | {
         f"state/param_states/l{i}/{k}": np.zeros(s) for i in range(2) for k, s in (("v_row", 3), ("v_col", 3), ("v", 1))
     }
-    result, notes = run(tr.FollowOptimizer(take), state({"a": cube}, slots), target)
-    assert set(notes.classes.values()) == {"reset", "exact"} and "factors=" in notes.warnings[0]
+    result, diagnostics = run(tr.FollowOptimizer(take), state({"a": cube}, slots), target)
+    assert set(diagnostics.fidelity.values()) == {"reset", "exact"} and "factors=" in diagnostics.warnings[0]
     rows_first = tr.FollowOptimizer(take, factors=[("a", ("BATCH", "ROW", "COLUMN"))])
-    result, notes = run(rows_first, state({"a": cube}, slots), target)
-    assert set(notes.classes.values()) == {"exact"} and np.array_equal(result["state/param_states/l0/v_row"], [1, 1, 1])
+    result, diagnostics = run(rows_first, state({"a": cube}, slots), target)
+    assert set(diagnostics.fidelity.values()) == {"exact"} and np.array_equal(
+        result["state/param_states/l0/v_row"], [1, 1, 1]
+    )
     columns_first = tr.FollowOptimizer(take, factors={"a": ("batch", "column", "row")})
     result, _ = run(columns_first, state({"a": cube}, slots), target)
     assert np.array_equal(result["state/param_states/l0/v_row"], [2, 2, 2])
@@ -369,14 +373,14 @@ def test_sources_with_names_follow_too():
     one, two = state({"a": W}, {"0/mu/a": W + 1}), state({"a": -W}, {"0/mu/a": W + 2})
     source = {f"x/{n}": v for n, v in one.items()} | {f"y/{n}": v for n, v in two.items()}
     take = tr.FollowOptimizer(tr.Rename([("y/target/(.*)", r"target/\1"), ("x/.*", None), ("y/(state/step)", r"\1")]))
-    result, notes = run(take, source)
+    result, diagnostics = run(take, source)
     assert sorted(result) == ["state/param_states/0/mu/a", "state/step", "target/a"]
     assert np.array_equal(result["state/param_states/0/mu/a"], W + 2)
-    assert "x/state/param_states/0/mu/a" in notes.dropped
+    assert "x/state/param_states/0/mu/a" in diagnostics.dropped
     mean = tr.FollowOptimizer(tr.Average([1, 1], pattern="target/.*"))
-    result, notes = run(mean, source)
+    result, diagnostics = run(mean, source)
     np.testing.assert_array_equal(result["state/param_states/0/mu/a"], W + 1.5)
-    assert notes.classes["state/param_states/0/mu/a"] == "approximate"
+    assert diagnostics.fidelity["state/param_states/0/mu/a"] == "approximate"
 
 
 def test_scalars_and_nones_by_hand():
@@ -431,9 +435,9 @@ def test_following_costs_little():
     params = {f"m{i}/layers_{j}/w": W for i in range(100) for j in range(100)}
     source = state(params, {f"0/{kind}/{name}": value for kind in ("mu", "nu") for name, value in params.items()})
     start = time.process_time()
-    notes = tr.Notes()
+    diagnostics = tr.Diagnostics()
     stack = tr.StackLayers(r"target/(m\d+)/layers_(?P<i>\d+)/(.*)", r"target/\1/\3", 0)
-    result = tr.FollowOptimizer(stack).apply(source, {}, notes)
-    assert len(result) == 301 and not notes.problems
+    result = tr.FollowOptimizer(stack).apply(source, {}, diagnostics)
+    assert len(result) == 301 and not diagnostics.problems
     assert time.process_time() - start < 10
-    assert dataclasses.replace(notes, problems=[]).classes["state/param_states/0/mu/m0/w"] == "exact"
+    assert dataclasses.replace(diagnostics, problems=[]).fidelity["state/param_states/0/mu/m0/w"] == "exact"

@@ -204,11 +204,11 @@ def check(transform, source, oracle_result, target=None):
     try:
         expected = oracle_result()
     except oracle.Wrong as wrong:
-        _, notes = run(transform, source, target)
-        assert str(wrong) in {problem.kind for problem in notes.problems}
+        _, diagnostics = run(transform, source, target)
+        assert str(wrong) in {problem.kind for problem in diagnostics.problems}
     else:
-        result, notes = run(transform, source, target)
-        assert notes.problems == []
+        result, diagnostics = run(transform, source, target)
+        assert diagnostics.problems == []
         assert_same(result, expected)
 
 
@@ -232,12 +232,12 @@ def test_assignment_map_between_names_that_are_there(source, more, data):
     taken = st.sampled_from([*source, None]) if source else st.none()
     rules = [(re.escape(name), data.draw(taken)) for name in wanted if data.draw(st.booleans())]
     check(tr.AssignmentMap(rules), source, lambda: oracle.assignment_map(source, wanted, rules), wanted)
-    notes = run(tr.AssignmentMap(rules), source, wanted)[1]
+    diagnostics = run(tr.AssignmentMap(rules), source, wanted)[1]
     result = oracle.assignment_map(source, wanted, rules)
     # What is neither used nor kept was taken out, and that is noted.
     used = {old for name, old in rules if old} | {name for name in source if re.escape(name) not in dict(rules)}
-    assert set(notes.dropped) == {name for name in source if name not in used}
-    assert all(name in result or name in dict(rules).values() or name in notes.dropped for name in source)
+    assert set(diagnostics.dropped) == {name for name in source if name not in used}
+    assert all(name in result or name in dict(rules).values() or name in diagnostics.dropped for name in source)
 
 
 @settings(max_examples=2 * _EXAMPLES)
@@ -293,8 +293,8 @@ def test_stacked_layers_come_apart_again(depths, leaves, axis):
     }
     stack = tr.StackLayers(r"(.)/layers_(\d+)/(.*)", r"\1/\1/\3", axis, require_match=False)
     unstack = tr.UnstackLayers(r"(.)/\1/(.*)", r"\1/layers_{i}/\2", axis, require_match=False)
-    stacked, notes = run(stack, source)
-    assert notes.problems == []
+    stacked, diagnostics = run(stack, source)
+    assert diagnostics.problems == []
     assert_same(run(unstack, stacked)[0], source)
 
 
@@ -363,8 +363,8 @@ def _check_average(source, weights, pattern):
     except oracle.Wrong as wrong:
         assert str(wrong) in {p.kind for p in run(tr.Average(weights, pattern), source)[1].problems}
         return
-    result, notes = run(tr.Average(weights, pattern), source)
-    assert notes.problems == [] and sorted(result) == sorted(expected)
+    result, diagnostics = run(tr.Average(weights, pattern), source)
+    assert diagnostics.problems == [] and sorted(result) == sorted(expected)
     for name, value in expected.items():
         assert result[name].dtype == value.dtype
         # Sums are made in float32.

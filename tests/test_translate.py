@@ -9,27 +9,27 @@ import numpy as np
 import pytest
 
 from orbax_t5x.errors import LeafMismatchError, RestorePlanError
-from orbax_t5x.lazy import LazyThreadPoolArray, as_view
+from orbax_t5x.lazy import LazyThreadPoolArray, Leaf, as_view
 from orbax_t5x.mesh_tf.rules import t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
-from orbax_t5x.transforms import Notes
+from orbax_t5x.transforms import Diagnostics
 from orbax_t5x.transforms.translate import Translate
 
 BUNDLES = ["lm_transformer", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_f32", "t5_1_1_perlayer_rel"]
 
 
-class Unreadable:
+class Unreadable(Leaf):
     """A leaf that nobody may read: names, shapes and dtypes must do."""
 
-    path, chunks = "nowhere", None
+    path = "nowhere"
 
     def __init__(self, name: str, shape=(), dtype="float32"):
         self.name, self.shape, self.dtype = name, tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype))
 
-    async def read_into(self, requests, ledger):
+    async def read_into(self, requests, stats):
         raise AssertionError(f"{self.name} was read")
 
-    async def settle(self, ledger, parts):
+    async def verify_checksum(self, stats, parts):
         raise AssertionError(f"{self.name} was read")
 
 
@@ -51,16 +51,16 @@ def imported(goldens, name):
 
 
 def translate(source, target=None, translator=None):
-    notes = Notes()
-    result = Translate(translator).apply(source, target or {}, notes)
-    assert notes.problems == []
+    diagnostics = Diagnostics()
+    result = Translate(translator).apply(source, target or {}, diagnostics)
+    assert diagnostics.problems == []
     return result
 
 
 def problems(source, target=None, translator=None):
-    notes = Notes()
-    Translate(translator).apply(source, target or {}, notes)
-    return notes.problems
+    diagnostics = Diagnostics()
+    Translate(translator).apply(source, target or {}, diagnostics)
+    return diagnostics.problems
 
 
 def like(shapes):
@@ -79,16 +79,16 @@ def test_names_shapes_and_dtypes_are_t5xs(goldens, name, with_target):
 
 
 def test_placeholders_are_zeros_and_notes_tell_the_rule(goldens):
-    notes = Notes()
-    result = Translate().apply(bundle(goldens, "t5_1_1_f32"), {}, notes)
+    diagnostics = Diagnostics()
+    result = Translate().apply(bundle(goldens, "t5_1_1_f32"), {}, diagnostics)
     kernel = "state/param_states/decoder/layers_0/self_attention/query/kernel"
     norm = "state/param_states/decoder/decoder_norm/scale"
     for name in (f"{kernel}/m", f"{kernel}/v", f"{norm}/m", f"{norm}/v_row", f"{norm}/v_col"):
         np.testing.assert_array_equal(result[name], np.zeros((1,), np.float32))
-    assert notes.rule_for[f"{kernel}/m"] == "Adafactor placeholder"
-    assert "attention_layers" in notes.rule_for[f"{kernel}/v_row"]
-    assert "rel_embeddings" in notes.rule_for["target/encoder/relpos_bias/rel_embedding"]
-    assert set(notes.rule_for) == set(result)
+    assert diagnostics.rule_for[f"{kernel}/m"] == "Adafactor placeholder"
+    assert "attention_layers" in diagnostics.rule_for[f"{kernel}/v_row"]
+    assert "rel_embeddings" in diagnostics.rule_for["target/encoder/relpos_bias/rel_embedding"]
+    assert set(diagnostics.rule_for) == set(result)
 
 
 @pytest.mark.parametrize(

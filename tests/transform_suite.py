@@ -22,7 +22,8 @@ import pytest
 
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import LazyArray, LazyThreadPoolArray, as_view
-from orbax_t5x.transforms import Chain, Keep, Notes, flatten, run_transforms, unflatten
+from orbax_t5x.transforms import Chain, Diagnostics, Keep, run_transforms
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests.lazy_leaf import ArrayLeaf
 
 
@@ -51,10 +52,10 @@ def as_numpy(value):
 
 
 def run(transform, source, target=None):
-    """The result as NumPy, and the notes."""
-    notes = Notes()
-    result = transform.apply(dict(source), dict(target or {}), notes)
-    return {name: as_numpy(value) for name, value in result.items()}, notes
+    """The result as NumPy, and the diagnostics."""
+    diagnostics = Diagnostics()
+    result = transform.apply(dict(source), dict(target or {}), diagnostics)
+    return {name: as_numpy(value) for name, value in result.items()}, diagnostics
 
 
 def assert_same(result: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -78,7 +79,7 @@ KINDS = {
 
 
 class _Unreadable(ArrayLeaf):
-    async def read_into(self, requests, ledger):
+    async def read_into(self, requests, stats):
         raise AssertionError(f"{self.name} was read")
 
 
@@ -94,8 +95,8 @@ class TransformSuite:
     @pytest.mark.parametrize("kind", KINDS)
     def test_equals_the_oracle(self, case, kind):
         source = {name: None if v is None else KINDS[kind](name, v) for name, v in case.source.items()}
-        result, notes = run(case.make(), source, case.target)
-        assert notes.problems == []
+        result, diagnostics = run(case.make(), source, case.target)
+        assert diagnostics.problems == []
         if kind == "jax":  # 64-bit leaves are 32-bit there
             assert sorted(result) == sorted(case.result)
         else:
@@ -115,7 +116,7 @@ class TransformSuite:
 
     def test_reads_nothing(self, case):
         source = {n: None if v is None else as_view(_Unreadable(v, n)) for n, v in case.source.items()}
-        result = case.make().apply(source, dict(case.target), Notes())
+        result = case.make().apply(source, dict(case.target), Diagnostics())
         for name, value in case.result.items():
             if value is not None:
                 assert (result[name].shape, result[name].dtype) == (value.shape, value.dtype)
@@ -130,20 +131,20 @@ class TransformSuite:
     def test_resuming_leaves_the_state(self, case):
         state = unflatten(case.source)
         assert case.make()(state, {}, is_resuming=True) is state
-        flat = run_transforms((case.make(),), case.source, case.target, is_resuming=True, notes=Notes())
+        flat = run_transforms((case.make(),), case.source, case.target, is_resuming=True, diagnostics=Diagnostics())
         assert flat == dict(case.source) and all(flat[name] is case.source[name] for name in flat)
 
     def test_composes(self, case):
         alone, _ = run(case.make(), case.source, case.target)
-        notes = Notes()
+        diagnostics = Diagnostics()
         chained = run_transforms(
             (case.make(), lambda state, target: state, Keep((".*",))),
             case.source,
             case.target,
             is_resuming=False,
-            notes=notes,
+            diagnostics=diagnostics,
         )
-        assert notes.problems == []
+        assert diagnostics.problems == []
         assert_same(chained, alone)
         assert_same(run(Chain((case.make(),)), case.source, case.target)[0], alone)
 
@@ -161,10 +162,10 @@ class TransformSuite:
         assert text and "\n" not in text and text != case.other().describe()
 
     def test_credits_what_it_makes(self, case):
-        _, notes = run(case.make(), case.source, case.target)
+        _, diagnostics = run(case.make(), case.source, case.target)
         made = [name for name in case.result if name not in case.source]
-        assert set(made) <= set(notes.rule_for)
-        gone = {name for name in notes.dropped if name in case.result and name not in case.target}
+        assert set(made) <= set(diagnostics.rule_for)
+        gone = {name for name in diagnostics.dropped if name in case.result and name not in case.target}
         assert not gone or "Merge" in case.make().describe()
 
     def test_an_empty_state_raises_nothing_but_problems(self, case):

@@ -22,7 +22,7 @@ from orbax_t5x.cli.output import emit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.rows import entry_array, entry_sharding
 from orbax_t5x.text.wording import counted, leaves_text, size_text
-from orbax_t5x.transforms import flatten, unflatten
+from orbax_t5x.trees.flat import flatten, unflatten
 
 _DATA = Path(__file__).parent / "demo_data"
 _STEP = 1_000_000

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 
-from orbax_t5x.lazy.leaf import Verify
+from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
 
 Progress = Callable[[int, int, str], None]

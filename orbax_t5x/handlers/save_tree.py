@@ -25,8 +25,9 @@ from orbax_t5x.handlers.type_handlers import StreamedLeaf
 from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.targets import flatten_target, is_train_state, leaf_name
-from orbax_t5x.transforms import Notes, run_transforms, unflatten
+from orbax_t5x.transforms import Diagnostics, run_transforms
 from orbax_t5x.trees.dtypes import kind_of
+from orbax_t5x.trees.flat import unflatten
 
 _MODEL_PARAMETERS = ("target", "params")
 _SKIPPED = object()
@@ -93,10 +94,10 @@ def _named_tree(args: TrainStateSave) -> Any:
     if not transforms:
         return item.state_dict() if is_train_state(item) else item
     flattened = flatten_target(item)
-    notes = Notes(problems=list(flattened.problems))
-    flat = run_transforms(transforms, flattened.original, {}, is_resuming=False, notes=notes)
-    if notes.problems:
-        raise RestorePlanError(notes.problems)
+    diagnostics = Diagnostics(problems=list(flattened.problems))
+    flat = run_transforms(transforms, flattened.original, {}, is_resuming=False, diagnostics=diagnostics)
+    if diagnostics.problems:
+        raise RestorePlanError(diagnostics.problems)
     return unflatten(flat)
 
 

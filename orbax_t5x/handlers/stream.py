@@ -21,8 +21,8 @@ import tensorstore as ts
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.handlers.chunks import choose_chunk, pieces
 from orbax_t5x.handlers.failed_saves import as_checkpoint_error
-from orbax_t5x.lazy import Box, Ledger, View
-from orbax_t5x.lazy.leaf import box_shape, box_size, box_slices
+from orbax_t5x.lazy import Box, ReadStats, View
+from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.restoring.execute.executor import Budget
 
@@ -115,9 +115,9 @@ class ChunkWriter:
             raise _first(failures) from failures
         finally:
             for target in targets:
-                await target.settled()
+                await target.verified()
         for leaf in {id(leaf): leaf for job in jobs for leaf in job.view.leaves()}.values():
-            await leaf.settle(run.ledger, run.ledger.parts(leaf))
+            await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
 
     def chunk_of(self, view: View) -> tuple[int, ...]:
         """The shape of the chunks that a view is stored in."""
@@ -147,7 +147,7 @@ class _Target:
             self._opening = asyncio.ensure_future(self._open())
         return await asyncio.shield(self._opening)
 
-    async def settled(self) -> None:
+    async def verified(self) -> None:
         """Waits until nothing is being opened any more, whatever came of it."""
         if self._opening is not None:
             await asyncio.gather(self._opening, return_exceptions=True)
@@ -161,7 +161,7 @@ class _Run:
     """One run of a writer: the budget, what was read, how far it is."""
 
     def __init__(self, limit: int, progress: Progress | None, total: int):
-        self.ledger = Ledger("touched")
+        self.stats = ReadStats("touched")
         self._budget = Budget(limit)
         self._count = asyncio.Semaphore(_PIECES_IN_FLIGHT)
         self._progress = progress
@@ -184,7 +184,7 @@ class _Run:
             lowered = job.view.lower(box, out)
             async with asyncio.TaskGroup() as group:
                 for leaf, requests in group_reads(lowered.reads):
-                    group.create_task(leaf.read_into(requests, self.ledger))
+                    group.create_task(leaf.read_into(requests, self.stats))
             for step in lowered.finish:
                 step()
             try:

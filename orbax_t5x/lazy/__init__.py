@@ -6,26 +6,17 @@ plan can tell what it will read and an executor reads just that, straight into i
 thread made, before a value is asked for.
 """
 
+from orbax_t5x.concurrency import ReadThread
 from orbax_t5x.lazy.array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
 from orbax_t5x.lazy.assemble import Concat, Stack
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box
 from orbax_t5x.lazy.cast import Cast, CheckedCast
 from orbax_t5x.lazy.combine import AllEqual, Average
 from orbax_t5x.lazy.compose import as_view, broadcast_to, concatenate, repeat, stack
 from orbax_t5x.lazy.geometry import contiguous_dims
-from orbax_t5x.lazy.leaf import (
-    Box,
-    Leaf,
-    Ledger,
-    Part,
-    ReadThread,
-    Request,
-    Verify,
-    box_shape,
-    box_size,
-    box_slices,
-    full_box,
-)
+from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.read import group_reads, read_leaves, read_views, run_on_read_thread
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
 from orbax_t5x.lazy.reshape import Join, Split
 from orbax_t5x.lazy.strided import LeafView, Strided
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
@@ -34,9 +25,11 @@ from orbax_t5x.lazy.view import Lowered, View
 __all__ = [
     "AllEqual",
     "Average",
+    "BlockingLeaf",
     "Box",
     "Cast",
     "CheckedCast",
+    "ChecksummedRange",
     "Concat",
     "Join",
     "LazyArray",
@@ -44,10 +37,9 @@ __all__ = [
     "LazyThreadPoolArray",
     "Leaf",
     "LeafView",
-    "Ledger",
     "Lowered",
     "OpaqueLeaf",
-    "Part",
+    "ReadStats",
     "ReadThread",
     "Request",
     "Split",

@@ -10,8 +10,9 @@ import itertools
 
 import numpy as np
 
+from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.geometry import Walk
-from orbax_t5x.lazy.leaf import Box, Leaf
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.view import Lowered, View, freeze
 
 

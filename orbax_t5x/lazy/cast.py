@@ -12,8 +12,9 @@ from functools import lru_cache, partial
 import numpy as np
 
 from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.lazy.geometry import Walk
-from orbax_t5x.lazy.leaf import Box, Leaf, box_size
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.view import Lowered, View
 
 

@@ -11,8 +11,9 @@ from functools import partial
 import numpy as np
 
 from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.lazy.cast import cast_into
-from orbax_t5x.lazy.leaf import Box, Leaf, box_size
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.view import Lowered, View, freeze
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import Box
+from orbax_t5x.lazy.box import Box
 
 # A request costs about a microsecond and a seek; 4 KiB, a page, costs less than either. Lower: more requests for small
 # rows. Higher: bytes are read that readers would have skipped.

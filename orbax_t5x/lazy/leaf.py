@@ -1,45 +1,21 @@
 """What a reader promises: a leaf is a name, a shape, a dtype, and a way to fill buffers from index boxes.
 
-Readers implement `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf
+Readers subclass `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf
 never allocates what it was not asked for beyond a bounded staging buffer, never follows what a file merely claims, and
 may be read from several threads and event loops at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import math
-import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+import abc
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-Box = tuple[tuple[int, int], ...]
-"""An index box: (start, stop) per dimension, 0 <= start <= stop <= size. () is the box of a rank-0 array."""
-
-Verify = Literal["touched", "full", "off"]
-
-
-def full_box(shape: Sequence[int]) -> Box:
-    """The box of a whole array."""
-    return tuple((0, size) for size in shape)
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of the array that a box cuts out."""
-    return tuple([stop - start for start, stop in box])
-
-
-def box_size(box: Box) -> int:
-    """The number of elements in a box."""
-    return math.prod([stop - start for start, stop in box])
-
-
-def box_slices(box: Box) -> tuple[slice, ...]:
-    """The box as a NumPy index."""
-    return tuple(slice(start, stop) for start, stop in box)
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 
 
 class Request(NamedTuple):
@@ -53,71 +29,31 @@ class Request(NamedTuple):
     out: np.ndarray
 
 
-class Part(NamedTuple):
-    """The crc32c of the bytes [start, stop) of a leaf's checksummed extent, as they were read."""
-
-    start: int
-    stop: int
-    crc: int
-
-
-class Ledger:
-    """What one execution read and what was checked; filled by leaves, from any thread, reported by the executor.
-
-    Attributes:
-      verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
-      bytes_read: bytes asked for and read (for compressed formats: as stored where the reader can tell, else decoded).
-      gap_bytes: bytes read over because they lay between two wanted runs less than 4 KiB apart.
-      fill_chunks: chunks that were legitimately absent and stand for the fill value.
-    """
-
-    def __init__(self, verify: Verify = "touched"):
-        self.verify: Verify = verify
-        self.bytes_read = 0
-        self.gap_bytes = 0
-        self.fill_chunks = 0
-        self._parts: dict[int, list[Part]] = {}
-        self._lock = threading.Lock()
-
-    def count(self, bytes_read: int, gap_bytes: int = 0, fill_chunks: int = 0) -> None:
-        """Adds to the counters."""
-        with self._lock:
-            self.bytes_read += bytes_read
-            self.gap_bytes += gap_bytes
-            self.fill_chunks += fill_chunks
-
-    def add_part(self, leaf: Leaf, part: Part) -> None:
-        """Notes a checksum of some bytes of a leaf; parts of one leaf may come in any order and may overlap."""
-        with self._lock:
-            self._parts.setdefault(id(leaf), []).append(part)
-
-    def parts(self, leaf: Leaf) -> list[Part]:
-        """The parts noted for a leaf so far."""
-        with self._lock:
-            return list(self._parts.get(id(leaf), ()))
-
-
-@runtime_checkable
-class Leaf(Protocol):
-    """One stored array.
+class Leaf(abc.ABC):
+    """One stored array. Leaves are compared and hashed by identity.
 
     Attributes:
       name: '/'-joined name as the checkpoint has it; errors name it.
-      path: the file or directory that holds it, for errors.
+      path: the file or directory that holds it, for errors; empty where there is none.
       shape, dtype: of the whole array; dtype is a NumPy dtype (ml_dtypes' included), object for strings (elements are
         `bytes`).
       chunks: the shape of the unit in which the format can be read, or None where any byte range can be.
-
-    A leaf may have `read_blocking(requests, ledger)`, too: `read_into` for a caller that has a thread of its own.
+      error: what makes the leaf unreadable, found when the checkpoint was opened, or None. Reading raises it.
+      is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
     """
 
+    __slots__ = ("__weakref__",)
+
     name: str
-    path: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunks: tuple[int, ...] | None
+    path: str = ""
+    chunks: tuple[int, ...] | None = None
+    error: CheckpointError | None = None
+    is_value: bool = False
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    @abc.abstractmethod
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Fills every request's buffer, completely, reading each stored byte at most once for all of them.
 
         All requests that one execution has for this leaf at a time come in one call; boxes may overlap. A reader of
@@ -129,58 +65,32 @@ class Leaf(Protocol):
           CorruptCheckpointError, CheckpointIOError, CheckpointGoneError: naming `path` and `name`.
           ValueError: the checkpoint was closed.
         """
-        ...
 
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
+    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
         """Compares checksums after the last read of this leaf.
 
         `parts` come from all processes together. Under "full" what no part covers is read first.
 
         Returns:
           True: every byte was covered and the checksum holds. False: read only in part, so unverified. None: the format
-            keeps no checksum for this leaf (or verification is off).
+            keeps no checksum for this leaf (or verification is off), as here by default.
 
         Raises:
           CorruptCheckpointError: the checksum does not hold; the text gives the stored and the computed one.
         """
-        ...
+        return None
+
+    def raise_error(self) -> None:
+        """Raises `error` where there is one, a new exception each time: a traceback belongs to one raise."""
+        if self.error is not None:
+            raise type(self.error)(self.error.message, path=self.error.path, leaf=self.error.leaf)
 
 
-# How late an interrupt may be noticed.
-_POLL_SECS = 0.5
+class BlockingLeaf(Leaf):
+    """A leaf that can be read by blocking calls, for a caller that has a thread of its own."""
 
+    __slots__ = ()
 
-class ReadThread:
-    """An event loop in a thread of its own, on which leaves are read.
-
-    Never the caller's loop or thread: it works where a loop is already running, and no coroutine that holds arrays is
-    ever handed to `asyncio.run` (whose runner formats the finished task, and so the arrays, on exit).
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="orbax_t5x-read", daemon=True)
-        self._thread.start()
-
-    def is_current(self) -> bool:
-        """Whether the caller runs on this thread, where waiting for it would never end."""
-        return threading.current_thread() is self._thread
-
-    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine that returns None to its end; a KeyboardInterrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            # A wait without end would not notice a signal that came just before it began.
-            while not future.done():
-                with contextlib.suppress(TimeoutError):
-                    future.exception(_POLL_SECS)
-            future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Stops the loop; the thread ends."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    @abc.abstractmethod
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """`read_into`, in the calling thread."""

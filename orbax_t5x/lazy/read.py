@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import Box, Leaf, Ledger, ReadThread, Request, Verify
+from orbax_t5x.concurrency import ReadThread
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats, Verify
 
 if TYPE_CHECKING:
     from orbax_t5x.lazy.view import View
@@ -67,9 +70,9 @@ def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[tuple[Leaf, list[
     return list(groups.values())
 
 
-async def read_leaves(groups: Sequence[tuple[Leaf, list[Request]]], ledger: Ledger) -> None:
-    """Reads and settles leaves at the same time; the first failure cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(_read_leaf(leaf, requests, ledger)) for leaf, requests in groups]
+async def read_leaves(groups: Sequence[tuple[Leaf, list[Request]]], stats: ReadStats) -> None:
+    """Reads and verifies leaves at the same time; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(_read_leaf(leaf, requests, stats)) for leaf, requests in groups]
     try:
         await asyncio.gather(*tasks)
     except BaseException:
@@ -79,27 +82,27 @@ async def read_leaves(groups: Sequence[tuple[Leaf, list[Request]]], ledger: Ledg
         raise
 
 
-async def _read_leaf(leaf: Leaf, requests: list[Request], ledger: Ledger) -> None:
-    await leaf.read_into(requests, ledger)
-    await leaf.settle(ledger, ledger.parts(leaf))
+async def _read_leaf(leaf: Leaf, requests: list[Request], stats: ReadStats) -> None:
+    await leaf.read_into(requests, stats)
+    await leaf.verify_checksum(stats, stats.ranges(leaf))
 
 
-def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "touched") -> Ledger:
+def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
     """Fills each `out` with a box of a view; every leaf is asked once for all of them.
 
     Returns:
       What was read.
     """
-    ledger = Ledger(verify)
+    stats = ReadStats(verify)
     lowered = [view.lower(box, out) for view, box, out in items]
     groups = group_reads(read for one in lowered for read in one.reads)
-    if all(getattr(leaf, "is_value", False) for leaf, _ in groups):
+    if all(leaf.is_value for leaf, _ in groups):
         # Constants are in memory: nothing to wait for, nothing to check.
         for leaf, requests in groups:
-            leaf.read_blocking(requests, ledger)  # pyright: ignore[reportAttributeAccessIssue]
+            leaf.read_blocking(requests, stats)  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        run_on_read_thread(read_leaves(groups, ledger))
+        run_on_read_thread(read_leaves(groups, stats))
     for one in lowered:
         for finish in one.finish:
             finish()
-    return ledger
+    return stats

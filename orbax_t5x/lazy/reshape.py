@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 
 from orbax_t5x.lazy import geometry as _geometry
+from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.lazy.geometry import Run, box_runs, interval_boxes
-from orbax_t5x.lazy.leaf import Box, Leaf, box_size
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.view import Lowered, View, freeze
 
 _Groups = tuple[tuple[int, ...], ...]

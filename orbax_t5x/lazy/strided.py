@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_t5x.lazy import geometry as _geometry
+from orbax_t5x.lazy.box import Box, box_shape, box_size
 from orbax_t5x.lazy.geometry import Walk, compose
-from orbax_t5x.lazy.leaf import Box, Leaf, Request, box_shape, box_size
+from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.view import Lowered, View, freeze
 
 # NumPy sets the source of a copy within one array aside unless it sees that the two do not overlap; so copies along a

@@ -15,10 +15,12 @@ import numpy as np
 
 from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy.array import LazyArray
-from orbax_t5x.lazy.leaf import Box, Ledger, Part, Request, box_size, box_slices
+from orbax_t5x.lazy.box import Box, box_size, box_slices
+from orbax_t5x.lazy.leaf import BlockingLeaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
 
 
-class ValueLeaf:
+class ValueLeaf(BlockingLeaf):
     """A constant: a NumPy array, a `jax.Array` (sharded or not), a scalar, or text.
 
     Attributes:
@@ -26,8 +28,6 @@ class ValueLeaf:
     """
 
     is_value = True
-    path = ""
-    chunks: tuple[int, ...] | None = None
 
     def __init__(self, value: Any, name: str | None = None):
         self.value = value
@@ -41,16 +41,16 @@ class ValueLeaf:
                 f"{self.name}: {self._array.dtype} is no NumPy dtype; for typed keys pass `jax.random.key_data(keys)`"
             ) from None
 
-    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Copies boxes of the value; no byte of a checkpoint is read."""
         if isinstance(self._array, np.ndarray):
             _copy_boxes(self._array, requests)
         else:
             self._copy_shards(requests)
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """The same, in a thread."""
-        await asyncio.to_thread(self.read_blocking, requests, ledger)
+        await asyncio.to_thread(self.read_blocking, requests, stats)
 
     def _copy_shards(self, requests: Sequence[Request]) -> None:
         wanted = [box_size(box) for box, _ in requests]
@@ -74,22 +74,16 @@ class ValueLeaf:
                 "process addresses what it needs"
             )
 
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """There is nothing to check."""
-        return None
-
     def __repr__(self) -> str:
         return f"ValueLeaf({self.name!r}, shape={self.shape}, dtype={self.dtype.name})"
 
 
-class OpaqueLeaf:
+class OpaqueLeaf(BlockingLeaf):
     """A lazy array of the get_fn kind as a leaf; a read calls its function once and takes the boxes from the result.
 
     Attributes:
       array: the lazy array.
     """
-
-    path = ""
 
     def __init__(self, array: LazyArray, name: str | None = None):
         self.array = array
@@ -99,19 +93,19 @@ class OpaqueLeaf:
         # It can only be read whole: whoever cuts reads to size must not call the function once per piece.
         self.chunks: tuple[int, ...] | None = array.shape
 
-    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `read_into`."""
-        self._fill(self.array.get(), requests, ledger)
+        self._fill(self.array.get(), requests, stats)
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Reads the whole array and copies the boxes out of it.
 
         Raises:
           LeafMismatchError: the function returned another shape or dtype than it was declared with.
         """
-        await asyncio.to_thread(self._fill, await self.array.get_async(), requests, ledger)
+        await asyncio.to_thread(self._fill, await self.array.get_async(), requests, stats)
 
-    def _fill(self, value: Any, requests: Sequence[Request], ledger: Ledger) -> None:
+    def _fill(self, value: Any, requests: Sequence[Request], stats: ReadStats) -> None:
         value = np.asarray(value)
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LeafMismatchError(
@@ -119,12 +113,8 @@ class OpaqueLeaf:
                 f"shape {value.shape}",
                 leaf=self.name,
             )
-        ledger.count(value.nbytes)
+        stats.count(value.nbytes)
         _copy_boxes(value, requests)
-
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """A function keeps no checksum."""
-        return None
 
     def __repr__(self) -> str:
         return f"OpaqueLeaf({self.name!r}, {self.array!r})"

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from orbax_t5x.lazy.array import LazyArray
+from orbax_t5x.lazy.box import Box, box_shape, full_box
 from orbax_t5x.lazy.geometry import Walk
-from orbax_t5x.lazy.leaf import Box, Leaf, Request, box_shape, full_box
+from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read import read_views
 
 # What the constructors of views write their fields with: views refuse it otherwise.
@@ -166,7 +167,7 @@ class View(LazyArray):
     @property
     def is_value(self) -> bool:
         """Whether all of it is in memory: a constant, no checkpoint is read."""
-        return all(getattr(leaf, "is_value", False) for leaf in self.leaves())
+        return all(leaf.is_value for leaf in self.leaves())
 
     @property
     def value(self) -> Any:

@@ -82,7 +82,7 @@ def separate_embeddings(opts, key, val, encdec, slot=None):
 
 @t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/SelfAttention/relative_attention_bias{_SLOT}")
 def rel_embeddings(opts, key, val, encdec, blocknum, slot=None):
-    """A relative-position bias (H,B), named as if every layer had one; `settle_relative_bias` mends that."""
+    """A relative-position bias (H,B), named as if every layer had one; `place_relative_bias` mends that."""
     del opts, key
     return _place(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
 
@@ -144,7 +144,7 @@ _BIAS_IN_LAYER = re.compile(
 _SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relpos_bias/rel_embedding(?:/.*)?")
 
 
-def settle_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
+def place_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
     """New names for relative biases that a whole tower shares.
 
     Mesh TensorFlow keeps a shared bias in block 0. A tower whose bias the target names shared, or per layer, gets it

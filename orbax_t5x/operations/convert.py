@@ -30,7 +30,7 @@ from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.api import Source, plan_restore
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.transforms import unflatten
+from orbax_t5x.trees.flat import unflatten
 
 # A directory that holds one of these was written by Orbax, and may be replaced when the caller says so.
 _ORBAX_FILES = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
@@ -109,22 +109,18 @@ def _plan(source: Source, transforms: Any, on_unsupported: str, stack: contextli
     return plan_restore(checkpoints, None, chain, is_resuming=applied)
 
 
-class _UnreadableLeaf:
+class _UnreadableLeaf(Leaf):
     """Stands for a leaf whose type the reader does not know: it can be listed, renamed and left out, not read."""
 
     def __init__(self, name: str, error: UnsupportedCheckpointError):
         self.name = name
         self.path = error.path or ""
         self.shape: tuple[int, ...] = ()
-        self.chunks: tuple[int, ...] | None = None
         self.dtype = np.dtype(object)
         self._error = error
 
-    async def read_into(self, requests: Any, ledger: Any) -> None:
+    async def read_into(self, requests: Any, stats: Any) -> None:
         raise self._error
-
-    async def settle(self, ledger: Any, parts: Any) -> bool | None:
-        return None
 
 
 def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
@@ -132,7 +128,7 @@ def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
     leaves: dict[str, Leaf] = {}
     for name, view in checkpoint.leaves.items():
         (leaf,) = view.leaves()  # type: ignore[attr-defined]
-        error = getattr(leaf, "error", None)
+        error = leaf.error
         leaves[name] = _UnreadableLeaf(name, error) if isinstance(error, UnsupportedCheckpointError) else leaf
     return Checkpoint(
         path=checkpoint.path,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from flax.core import FrozenDict, freeze
 from flax.linen import partitioning
 
-from orbax_t5x.transforms import flatten
+from orbax_t5x.trees.flat import flatten
 
 _AXES = "_axes"
 

@@ -247,9 +247,7 @@ def _problem_of(path: str) -> CheckpointError | None:
     """What is wrong with a step, as far as opening it shows."""
     try:
         with open_checkpoint(path) as checkpoint:
-            broken = (
-                getattr(leaf, "error", None) for view in checkpoint.leaves.values() for leaf in as_view(view).leaves()
-            )
+            broken = (leaf.error for view in checkpoint.leaves.values() for leaf in as_view(view).leaves())
             return next((error for error in broken if error is not None), None)
     except CheckpointError as error:
         return error

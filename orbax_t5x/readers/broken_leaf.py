@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.lazy.leaf import Ledger, Part, Request
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
 
 
-class BrokenLeaf:
+class BrokenLeaf(Leaf):
     """Implements `lazy.Leaf` for a leaf whose shape and dtype nobody knows; they read as () and object.
 
     Attributes:
@@ -26,17 +27,12 @@ class BrokenLeaf:
         self.name = name
         self.path = error.path or ""
         self.shape: tuple[int, ...] = ()
-        self.chunks: tuple[int, ...] | None = None
         self.dtype = np.dtype(object)
         self.error = error
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Raises the error, a new one each time: a traceback belongs to one raise."""
-        raise type(self.error)(self.error.message, path=self.error.path, leaf=self.error.leaf)
-
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """There is nothing to check."""
-        return None
+        self.raise_error()
 
     def __repr__(self) -> str:
         return f"<BrokenLeaf {self.name!r}: {self.error}>"

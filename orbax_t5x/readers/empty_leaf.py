@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import Ledger, Part, Request
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
 
 
-class EmptyLeaf:
+class EmptyLeaf(Leaf):
     """Implements `lazy.Leaf` for an array of size 0; reading it is done before it begins."""
 
     def __init__(self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype):
@@ -17,11 +18,6 @@ class EmptyLeaf:
         self.path = path
         self.shape = shape
         self.dtype = dtype
-        self.chunks: tuple[int, ...] | None = None
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Does nothing: every box of it is empty."""
-
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """There is nothing to check."""
-        return None

@@ -3,8 +3,8 @@
 The spec is always ours: driver, path and settings are written here, nothing of it comes from a file, and opening is for
 reading only. Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
 once, and all boxes of a call are under way together, so that a chunk that several of them touch is decoded once. A
-chunk that is not there is damage, never zeros. There is no checksum over the data: `settle` has nothing to say. What
-TensorStore raises leaves here as a typed error that names the leaf.
+chunk that is not there is damage, never zeros. There is no checksum over the data. What TensorStore
+raises leaves here as a typed error that names the leaf.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.leaf import Ledger, Part, Request, box_size, box_slices, full_box
+from orbax_t5x.lazy.box import box_size, box_slices, full_box
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
 _FILE_IO_CONCURRENCY = 16
@@ -150,7 +152,7 @@ class OpenFlag:
             raise ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed")
 
 
-class TensorStoreLeaf:
+class TensorStoreLeaf(Leaf):
     """One zarr array; implements `lazy.Leaf`.
 
     Attributes:
@@ -194,7 +196,7 @@ class TensorStoreLeaf:
         self._open = flag
         self._check_files = check_files
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Fills the buffers; see `Leaf`. Counts decoded bytes of the distinct boxes."""
         self._open.check(self.path, self.name)
         self._refuse_huge_chunks()
@@ -235,7 +237,7 @@ class TensorStoreLeaf:
             raise
         for out, buffer in copies:
             out[...] = buffer
-        ledger.count(nbytes)
+        stats.count(nbytes)
 
     def _refuse_huge_chunks(self) -> None:
         nbytes = math.prod(self.chunks or ()) * self.dtype.itemsize
@@ -246,15 +248,11 @@ class TensorStoreLeaf:
                 leaf=self.name,
             )
 
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """None: these formats keep no checksum of the data."""
-        return None
-
     def __repr__(self) -> str:
         return f"<TensorStoreLeaf {self.name!r}: {self.dtype}{list(self.shape)}>"
 
 
-class StringLeaf:
+class StringLeaf(Leaf):
     """A string that the format keeps outside its arrays; a rank-0 array of dtype object whose element is `bytes`."""
 
     __slots__ = ("_open", "_value", "chunks", "dtype", "name", "path", "shape")
@@ -268,12 +266,8 @@ class StringLeaf:
         self._value = value
         self._open = flag
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Puts the string into each buffer; it was read when the checkpoint was opened."""
         self._open.check(self.path, self.name)
         for _, out in requests:
             out[...] = self._value
-
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """None: there is no checksum."""
-        return None

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.lazy.leaf import Verify
+from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
 from orbax_t5x.restoring.execute.executor import execute_plan
 from orbax_t5x.restoring.matching import PlanOptions

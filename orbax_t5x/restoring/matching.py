@@ -20,7 +20,7 @@ from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.fallback import Fallback
 from orbax_t5x.restoring.plan import PlanEntry
 from orbax_t5x.restoring.targets import Target, TargetLeaf
-from orbax_t5x.transforms import Notes
+from orbax_t5x.transforms import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.translate import Translate
 from orbax_t5x.trees.dtypes import conversion, kind_of
@@ -56,7 +56,7 @@ class Matcher:
         target: Target,
         state: dict[str, Any],
         options: PlanOptions,
-        notes: Notes,
+        diagnostics: Diagnostics,
         stored_names: Mapping[int, str],
     ):
         self._checkpoints = checkpoints
@@ -64,7 +64,7 @@ class Matcher:
         self._target = target
         self._state = state
         self._options = options
-        self._notes = notes
+        self._diagnostics = diagnostics
         self._stored_names = stored_names
         self._taken: set[str] = set()
         self._missing = 0
@@ -75,7 +75,7 @@ class Matcher:
     # -- the target's side
 
     def entries(self) -> list[PlanEntry]:
-        """One entry per target leaf; problems go to the notes."""
+        """One entry per target leaf; problems go to the diagnostics."""
         if self._target.kind == "everything":
             return [
                 self._entry(name, TargetLeaf("numpy", as_view(value).shape, np.dtype(as_view(value).dtype)), name)
@@ -161,8 +161,8 @@ class Matcher:
             leaf.sharding,
             "value" if view.is_value else "read",
             ", ".join(text for text in (how, fitted.describe() if fitted is not view and not how else "") if text),
-            self._notes.rule_for.get(source_name, ""),
-            self._notes.classes.get(source_name, ""),
+            self._diagnostics.rule_for.get(source_name, ""),
+            self._diagnostics.fidelity.get(source_name, ""),
             fitted,
             leaf,
         )
@@ -239,7 +239,7 @@ class Matcher:
             return None
 
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
-        fidelity = self._notes.classes.get(name, "")
+        fidelity = self._diagnostics.fidelity.get(name, "")
         if self.fallback is not None and self.fallback.leaves.get(name) is not None:
             value = self.fallback.leaves[name]
             if self.fallback.traced or isinstance(value, jax.ShapeDtypeStruct):
@@ -250,7 +250,7 @@ class Matcher:
             return PlanEntry(
                 name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", fidelity=fidelity, view=view, leaf=leaf
             )
-        if name in self._notes.explained:
+        if name in self._diagnostics.explained:
             return None  # the transform that should have made it says why it could not
         self._missing += 1
         closest = self._closest(name) if self._missing <= _LOOKUPS else []
@@ -265,7 +265,7 @@ class Matcher:
         return None
 
     def _plan_traced(self, name: str, leaf: TargetLeaf, value: Any) -> PlanEntry | None:
-        fidelity = self._notes.classes.get(name, "")
+        fidelity = self._diagnostics.fidelity.get(name, "")
         assert self.fallback is not None
         if not self.fallback.traced:
             self._problem(
@@ -333,7 +333,9 @@ class Matcher:
         )
 
     def _problem(self, kind: str, leaf: str | None, message: str, fix: str, first: bool = False) -> None:
-        self._notes.problems.insert(0 if first else len(self._notes.problems), Problem(kind, leaf, message, fix))
+        self._diagnostics.problems.insert(
+            0 if first else len(self._diagnostics.problems), Problem(kind, leaf, message, fix)
+        )
 
 
 def _described_source(view: View) -> str:

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from orbax_t5x.lazy import Box, LeafView, View
-from orbax_t5x.lazy.leaf import Verify, box_size, full_box
+from orbax_t5x.lazy.box import box_size, full_box
+from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.restoring.show import text as plan_text
 from orbax_t5x.restoring.targets import Target, TargetLeaf
 
@@ -174,7 +175,7 @@ class RestorePlan:
                 continue
             for box in entry.boxes():
                 for leaf, leaf_box in entry.view.requests(box):
-                    if not hasattr(leaf, "value"):
+                    if not leaf.is_value:
                         seen[id(leaf), leaf_box] = box_size(leaf_box) * leaf.dtype.itemsize
         return sum(seen.values())
 

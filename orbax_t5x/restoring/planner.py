@@ -17,7 +17,7 @@ from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.matching import Matcher, PlanOptions
 from orbax_t5x.restoring.plan import Execute, PlanEntry, RestorePlan
 from orbax_t5x.restoring.targets import Target, flatten_target
-from orbax_t5x.transforms import Notes, run_transforms
+from orbax_t5x.transforms import Diagnostics, run_transforms
 
 _SAVED_WHOLE = "_optimizer/"
 
@@ -45,18 +45,18 @@ def build_plan(
     stored = source = _source_leaves(checkpoints)
     if flattened.kind in ("t5x", "inference"):
         source = _without_saved_whole_prefix(source)
-    notes = Notes()
-    notes.problems.extend(flattened.problems)
+    diagnostics = Diagnostics()
+    diagnostics.problems.extend(flattened.problems)
     records = _records(checkpoints)
-    resuming = _is_resuming(records, transforms, options.is_resuming, notes)
-    state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, notes=notes)
+    resuming = _is_resuming(records, transforms, options.is_resuming, diagnostics)
+    state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
     names = {id(leaf): name for name, view in stored.items() if view is not None for leaf in view.leaves()}
-    matcher = Matcher(checkpoints, transforms, flattened, state, options, notes, names)
+    matcher = Matcher(checkpoints, transforms, flattened, state, options, diagnostics, names)
     entries = matcher.entries()
     # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.
     _raise_broken(entries)
-    if notes.problems:
-        raise RestorePlanError(notes.problems, path=_paths(checkpoints))
+    if diagnostics.problems:
+        raise RestorePlanError(diagnostics.problems, path=_paths(checkpoints))
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     gone = {name for name, value in stored.items() if value is not None} - used - set(unused)
@@ -66,7 +66,7 @@ def build_plan(
         checkpoints=checkpoints,
         unused=sorted(unused),
         dropped=sorted(gone),
-        warnings=notes.warnings,
+        warnings=diagnostics.warnings,
         provenance=_extended(records, checkpoints, () if resuming else transforms),
         fallback=matcher.fallback.compute if matcher.fallback is not None else None,
         execute=execute,
@@ -98,7 +98,7 @@ def _extended(
 
 
 def _is_resuming(
-    records: Sequence[provenance.Record], transforms: Sequence[Any], is_resuming: bool | None, notes: Notes
+    records: Sequence[provenance.Record], transforms: Sequence[Any], is_resuming: bool | None, diagnostics: Diagnostics
 ) -> bool:
     """Whether the transforms were applied already, by the caller's word or by the digest in the source's record."""
     if is_resuming is not None:
@@ -107,7 +107,7 @@ def _is_resuming(
     if digest is None or newest is None:
         return False
     if digest != newest:
-        notes.problems.append(
+        diagnostics.problems.append(
             Problem(
                 "provenance",
                 None,
@@ -144,9 +144,7 @@ def _raise_broken(entries: Iterable[PlanEntry]) -> None:
     for entry in entries:
         if entry.view is not None:
             for leaf in entry.view.leaves():
-                error = getattr(leaf, "error", None)
-                if error is not None:
-                    raise error
+                leaf.raise_error()
 
 
 def _everything(

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import Problem
-from orbax_t5x.transforms import flatten, unflatten
+from orbax_t5x.trees.flat import flatten, unflatten
 
 Kind = Literal["jax", "key", "numpy", "scalar", "keep", "none"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, target_prefix
 from orbax_t5x.transforms.arrays import Transpose
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.state import view_of
 
@@ -97,7 +97,7 @@ _TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{_BIAS})"
 class _SettleBias(Transform):
     """The bias of layer 0, where no other layer has one, is the tower's, unless the target has one per layer."""
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         renamed = {
             f"{tower}/layers_0/{_BIAS}": f"{tower}/{_BIAS}"
@@ -110,7 +110,7 @@ class _SettleBias(Transform):
             if f"{prefix}{tower}/layers_0/{_BIAS}" in target:
                 layers = rf"{tower}/layers_(\d+)/.*"
                 step = RepeatPerLayer(f"{tower}/{_BIAS}", layers, f"{tower}/layers_{{i}}/{_BIAS}", None)
-                result = step.apply(result, target, notes)
+                result = step.apply(result, target, diagnostics)
         return result
 
 
@@ -125,16 +125,16 @@ class _TiedHead(Transform):
     tie_word_embeddings: bool | None
     scale_decoder_outputs: bool | None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         wanted = target_prefix(target, _MODEL, "") + _HEAD in target
         if _HEAD in source and self.tie_word_embeddings and target and not wanted:
-            notes.drop([_HEAD])
+            diagnostics.drop([_HEAD])
             return {name: value for name, value in source.items() if name != _HEAD}
         if _HEAD in source or not wanted or _ANCHOR not in source:
             return dict(source)
-        if self._is_scaled(source, notes):
-            notes.problem(
+        if self._is_scaled(source, diagnostics):
+            diagnostics.problem(
                 "missing",
                 target_prefix(target, _MODEL, "") + _HEAD,
                 "the checkpoint has no lm_head, because the model uses its embedding for the logits and scales the "
@@ -143,17 +143,17 @@ class _TiedHead(Transform):
                 "scale_decoder_outputs: false, pass scale_decoder_outputs=False to the rule pack",
             )
             return dict(source)
-        view = view_of(_ANCHOR, source[_ANCHOR], notes)
+        view = view_of(_ANCHOR, source[_ANCHOR], diagnostics)
         if view is None:
             return dict(source)
-        notes.credit({_HEAD: (_ANCHOR, "tied: the transpose of the embedding")})
+        diagnostics.credit({_HEAD: (_ANCHOR, "tied: the transpose of the embedding")})
         return {**source, _HEAD: view.T}
 
-    def _is_scaled(self, source: Mapping[str, Any], notes: Notes) -> bool:
+    def _is_scaled(self, source: Mapping[str, Any], diagnostics: Diagnostics) -> bool:
         if self.scale_decoder_outputs is not None:
             return self.scale_decoder_outputs
         if self.tie_word_embeddings is False:
-            notes.problem(
+            diagnostics.problem(
                 "missing",
                 _HEAD,
                 "the checkpoint has no lm_head, although tie_word_embeddings=False says that it is not the embedding",
@@ -161,7 +161,7 @@ class _TiedHead(Transform):
             )
         gated = any("/mlp/wi_0/" in name for name in source)
         if gated:
-            notes.warnings.append(
+            diagnostics.warnings.append(
                 "hf_t5_to_t5x: no lm_head; taken as the transposed embedding, as scale_decoder_outputs: false in "
                 "config.json means; pass scale_decoder_outputs= to be sure"
             )

@@ -18,7 +18,7 @@ from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.steps import WithoutTarget
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.transforms import translate
-from orbax_t5x.transforms.base import Notes
+from orbax_t5x.transforms.base import Diagnostics
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.follow.trace import symbol_for
 from orbax_t5x.trees.flat import flatten
@@ -247,4 +247,4 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
     """The layout that a pack makes of a source; on symbols, so nothing can be read."""
     symbols = {name: symbol for name, leaf in source.items() if (symbol := symbol_for(name, leaf)) is not None}
-    return layout_of(pack.apply(symbols, {}, Notes()))
+    return layout_of(pack.apply(symbols, {}, Diagnostics()))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 
@@ -36,18 +36,18 @@ class RulePack(Chain):
         name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name
         return RulePack(self.back, self.steps, name, self.back_example, self.example)  # pyright: ignore[reportArgumentType]
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        before, outside = len(notes.problems), notes.in_pack
-        notes.in_pack = True
+        before, outside = len(diagnostics.problems), diagnostics.in_pack
+        diagnostics.in_pack = True
         try:
-            result = super().apply(source, target, notes)
+            result = super().apply(source, target, diagnostics)
         finally:
-            notes.in_pack = outside
+            diagnostics.in_pack = outside
         same = result.keys() == source.keys() and all(result[name] is value for name, value in source.items())
-        if self.steps and same and len(notes.problems) == before:
+        if self.steps and same and len(diagnostics.problems) == before:
             near = ClosestNames(source).to(self.example)
-            notes.problem(
+            diagnostics.problem(
                 "unused_rule",
                 None,
                 f"{self.name}: no name is one of that layout's, such as {self.example!r}"

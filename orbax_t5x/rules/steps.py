@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orbax_t5x.lazy import AllEqual, repeat
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.layers import numbered_names
 from orbax_t5x.transforms.patterns.table import compile_pattern, expand
 from orbax_t5x.transforms.state import NewState, view_of
@@ -41,27 +41,27 @@ class RepeatPerLayer(Transform):
     axis: int | None
     unless_target: str | None = None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         regex = compile_pattern(self.pattern, "rules")
-        state = NewState(notes)
+        state = NewState(diagnostics)
         for name, value in source.items():
             match = regex.fullmatch(name)
             if match is None or (self.unless_target and has_leaf(target, _filled(self.unless_target, match))):
                 state.put(name, value, name)
                 continue
             depth = _depth(compile_pattern(_filled(self.layers, match), "rules"), source)
-            view = view_of(name, value, notes)
+            view = view_of(name, value, diagnostics)
             if view is None:
                 continue
             if not depth:
                 message = f"{name!r} is for every layer, and there are no layers beside it"
-                notes.problem("rule", name, message, "restore all of the tower, or drop this leaf")
+                diagnostics.problem("rule", name, message, "restore all of the tower, or drop this leaf")
             elif self.axis is None:
-                for new in numbered_names(match, self.into, depth, "per layer", notes) or ():
+                for new in numbered_names(match, self.into, depth, "per layer", diagnostics) or ():
                     state.put(new, value, name, f"the same in each of {depth} layers")
             else:
-                new = expand(match, self.into, "per layer", notes)
+                new = expand(match, self.into, "per layer", diagnostics)
                 if new is not None:
                     state.put(new, repeat(view, depth, self.axis), name, f"repeated for {depth} layers")
         return state.finish()
@@ -81,29 +81,29 @@ class MergeEqualLayers(Transform):
     into: str
     unless_target: str | None = None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         regex = compile_pattern(self.pattern, "rules")
-        state = NewState(notes)
+        state = NewState(diagnostics)
         towers: dict[str, list[tuple[int, str]]] = {}
         for name, value in source.items():
             match = regex.fullmatch(name)
             if match is None or (self.unless_target and has_leaf(target, _filled(self.unless_target, match))):
                 state.put(name, value, name)
                 continue
-            new = expand(match, self.into, "per layer", notes)
+            new = expand(match, self.into, "per layer", diagnostics)
             if new is not None:
                 towers.setdefault(new, []).append((int(match["i"]), name))
         for new, layers in towers.items():
             names = [name for _, name in sorted(layers)]
-            views = [view_of(name, source[name], notes) for name in names]
+            views = [view_of(name, source[name], diagnostics) for name in names]
             if any(view is None for view in views):
                 continue
             rule = f"one of {len(names)} layers' that must be equal"
             try:
                 merged = AllEqual([view for view in views if view is not None]) if len(names) > 1 else source[names[0]]
             except ValueError as error:
-                notes.problem("shape", new, f"{rule}: {error}")
+                diagnostics.problem("shape", new, f"{rule}: {error}")
                 continue
             state.put(new, merged, names[0], rule)
         return state.finish()
@@ -121,11 +121,11 @@ class FirstName(Transform):
     names: tuple[str, ...]
     into: str
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         there = [name for name in self.names if name in source]
-        notes.drop(there[1:])
-        state = NewState(notes)
+        diagnostics.drop(there[1:])
+        state = NewState(diagnostics)
         for name, value in source.items():
             if there and name == there[0]:
                 state.put(self.into, value, name, f"{name!r} -> {self.into!r}")
@@ -146,11 +146,11 @@ class PrefixAsTarget(Transform):
     pattern: str
     default: str
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         prefix = target_prefix(target, self.pattern, self.default)
         regex = compile_pattern(self.pattern, "rules")
-        state = NewState(notes)
+        state = NewState(diagnostics)
         for name, value in source.items():
             if prefix and regex.fullmatch(name):
                 state.put(prefix + name, value, name, f"below {prefix!r}")
@@ -188,6 +188,6 @@ class WithoutTarget(Transform):
 
     transform: Transform
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return self.transform.apply(source, {}, notes)
+        return self.transform.apply(source, {}, diagnostics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orbax_t5x.transforms.arrays import Cast, Repeat, Reshape, Transpose
 from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.base import (
-    Notes,
+    Diagnostics,
     Transform,
     describe_transform,
     digest_of,
@@ -32,13 +32,13 @@ __all__ = [
     "Cast",
     "Chain",
     "Concat",
+    "Diagnostics",
     "Drop",
     "FollowOptimizer",
     "Intersect",
     "Keep",
     "Merge",
     "NameClashError",
-    "Notes",
     "Overlay",
     "Rename",
     "Repeat",

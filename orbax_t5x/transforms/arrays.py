@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.lazy import View, repeat
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.patterns.table import (
     Pattern,
     compile_pattern,
@@ -50,14 +50,14 @@ class OnePattern(Transform):
     def _rule(self) -> str:
         return f"{type(self).__name__} {pattern_text(self.pattern)!r}"
 
-    def _make(self, match: re.Match[str], view: View, notes: Notes) -> Iterable[tuple[str, View]] | None:
+    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
         """New names and views; None where a problem was noted."""
         raise NotImplementedError
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         table = rule_table((self.pattern,))
-        state = NewState(notes)
+        state = NewState(diagnostics)
         used: set[int] = set()
         for name, value in source.items():
             match = table.match(name)
@@ -65,25 +65,27 @@ class OnePattern(Transform):
                 state.put(name, value, name)
                 continue
             used.add(0)
-            view = view_of(name, value, notes)
-            made = None if view is None else self._make(match, view, notes)
+            view = view_of(name, value, diagnostics)
+            made = None if view is None else self._make(match, view, diagnostics)
             if made is None:
                 state.put(name, value, name)
                 continue
             for new, result in made:
                 state.put(new, result, name, self._rule())
-        note_unused(table, used, source, type(self).__name__, notes, required=self.require_match, what="the state dict")
+        note_unused(
+            table, used, source, type(self).__name__, diagnostics, required=self.require_match, what="the state dict"
+        )
         return state.finish()
 
     def _in_place(
-        self, match: re.Match[str], function: Callable[[], View], notes: Notes
+        self, match: re.Match[str], function: Callable[[], View], diagnostics: Diagnostics
     ) -> Iterable[tuple[str, View]] | None:
         """The leaf under its own name, computed; NumPy's complaint about shapes as a problem."""
         name = match.string
         try:
             return [(name, function())]
         except (ValueError, TypeError, IndexError) as error:
-            notes.problem("shape", name, f"{self._rule()}: {error}", "leave the leaf out of the pattern")
+            diagnostics.problem("shape", name, f"{self._rule()}: {error}", "leave the leaf out of the pattern")
             return None
 
 
@@ -105,8 +107,8 @@ class Reshape(OnePattern):
         shape: Any = (self.shape,) if hasattr(self.shape, "__index__") else self.shape
         self._set(shape=tuple(operator.index(size) for size in shape))
 
-    def _make(self, match: re.Match[str], view: View, notes: Notes) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(match, lambda: view.reshape(self.shape), notes)
+    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
+        return self._in_place(match, lambda: view.reshape(self.shape), diagnostics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +128,10 @@ class Transpose(OnePattern):
     def __post_init__(self) -> None:
         self._set(axes=None if self.axes is None else tuple(operator.index(axis) for axis in self.axes))
 
-    def _make(self, match: re.Match[str], view: View, notes: Notes) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(match, lambda: view.transpose(self.axes) if self.axes is not None else view.T, notes)
+    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
+        return self._in_place(
+            match, lambda: view.transpose(self.axes) if self.axes is not None else view.T, diagnostics
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +151,8 @@ class Cast(OnePattern):
     def __post_init__(self) -> None:
         self._set(dtype=as_dtype(self.dtype))
 
-    def _make(self, match: re.Match[str], view: View, notes: Notes) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(match, lambda: view.astype(self.dtype), notes)
+    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
+        return self._in_place(match, lambda: view.astype(self.dtype), diagnostics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,5 +177,5 @@ class Repeat(OnePattern):
             raise ValueError(f"Repeat: times must not be negative, not {times}")
         self._set(times=times, axis=operator.index(self.axis))
 
-    def _make(self, match: re.Match[str], view: View, notes: Notes) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(match, lambda: repeat(view, self.times, self.axis), notes)
+    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
+        return self._in_place(match, lambda: repeat(view, self.times, self.axis), diagnostics)

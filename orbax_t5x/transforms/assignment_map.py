@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.table import (
     Rule,
@@ -49,15 +49,15 @@ class AssignmentMap(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", rule_tuple(self.rules, "AssignmentMap"))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return self._assign(source, target, notes, rules_win=True)
+        return self._assign(source, target, diagnostics, rules_win=True)
 
-    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-        return self._assign(source, target, notes, rules_win=False)
+    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+        return self._assign(source, target, diagnostics, rules_win=False)
 
     def _assign(
-        self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes, *, rules_win: bool
+        self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics, *, rules_win: bool
     ) -> dict[str, Any]:
         table = rule_table(tuple(pattern for pattern, _ in self.rules))
         texts = [rule_text("AssignmentMap", rule) for rule in self.rules]
@@ -65,7 +65,7 @@ class AssignmentMap(Transform):
         left_out: set[str] = set()
         taken: set[str] = set()
         missing: list[tuple[str, str, Rule]] = []
-        state = NewState(notes)
+        state = NewState(diagnostics)
         for name in target:
             found = table.first(name)
             if found is None:
@@ -81,27 +81,29 @@ class AssignmentMap(Transform):
             try:
                 wanted = table.expand(found, name, rule[1])
             except ValueError as error:
-                note_bad_group(texts[found[0]], error, name, notes)
-                notes.explained.add(name)
+                note_bad_group(texts[found[0]], error, name, diagnostics)
+                diagnostics.explained.add(name)
                 continue
             if wanted in source:
                 state.put(name, source[wanted], wanted, texts[found[0]])
                 taken.add(wanted)
             else:
                 missing.append((name, wanted, rule))
-        self._note_missing(missing, source, notes)
-        self._note_unused(used, list(target), notes)
+        self._note_missing(missing, source, diagnostics)
+        self._note_unused(used, list(target), diagnostics)
         flat = state.finish()
         for name, value in source.items():
             if name in taken:
                 continue
             if name in left_out or (name in flat and rules_win):
-                notes.drop([name])
+                diagnostics.drop([name])
             else:
                 flat[name] = value
         return flat
 
-    def _note_missing(self, missing: list[tuple[str, str, Rule]], source: Mapping[str, Any], notes: Notes) -> None:
+    def _note_missing(
+        self, missing: list[tuple[str, str, Rule]], source: Mapping[str, Any], diagnostics: Diagnostics
+    ) -> None:
         if not missing:
             return
         names = sorted(source)
@@ -111,8 +113,8 @@ class AssignmentMap(Transform):
             near = closest.to(wanted) if count < _EXPLAINED_NAMES else []
             listed = f"Must be one of: {shown}" if count == 0 or len(names) <= _LISTED_NAMES else f"Closest: {near}"
             mended = f"({re.escape(name)!r}, {near[0]!r})" if near else f"({re.escape(name)!r}, None)"
-            notes.explained.add(name)
-            notes.problem(
+            diagnostics.explained.add(name)
+            diagnostics.problem(
                 "missing",
                 name,
                 f"Parameter {wanted!r} does not exist in restore checkpoint. {listed}",
@@ -120,14 +122,14 @@ class AssignmentMap(Transform):
                 + (f", closest are {near}" if near else " to leave the leaf out"),
             )
 
-    def _note_unused(self, used: set[int], names: list[str], notes: Notes) -> None:
+    def _note_unused(self, used: set[int], names: list[str], diagnostics: Diagnostics) -> None:
         patterns = tuple(pattern for pattern, _ in self.rules)
         used_patterns = {patterns[index] for index in used}
         unused = list(dict.fromkeys(pattern_text(pattern) for pattern in patterns if pattern not in used_patterns))
         if unused and self.require_all_rules_match:
             closest = ClosestNames(names)
             near = [f"{text!r}: {found}" for text in unused[:_EXPLAINED_NAMES] if (found := closest.to(text))]
-            notes.problem(
+            diagnostics.problem(
                 "unused_rule",
                 None,
                 f"Unused patterns in `assignment_map`: {{{', '.join(map(repr, unused))}}}",
@@ -136,4 +138,6 @@ class AssignmentMap(Transform):
                 "require_all_rules_match=False",
             )
         else:
-            note_unused(rule_table(patterns), used, names, "AssignmentMap", notes, required=False, what="the target")
+            note_unused(
+                rule_table(patterns), used, names, "AssignmentMap", diagnostics, required=False, what="the target"
+            )

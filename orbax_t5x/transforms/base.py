@@ -1,7 +1,7 @@
-"""The protocol of transforms: what one may do, what it notes down, and how a chain of them runs.
+"""The protocol of transforms: what one may do, what it records, and how a chain of them runs.
 
 A transform maps names and composes lazy views; nothing is read, and no argument is changed. Inside a restore
-transforms work on flat dicts, gather what is wrong in `Notes` and go on, so that one error can tell everything.
+transforms work on flat dicts, gather what is wrong in `Diagnostics` and go on, so that one error can tell everything.
 Called by hand, on nested dicts, a transform raises its first problem, as T5X's functions do.
 """
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class Notes:
+class Diagnostics:
     """What a chain of transforms gathers while it runs.
 
     Attributes:
@@ -35,7 +35,7 @@ class Notes:
       warnings: what a person should see: shadowed and repeated rules, unused ones where that is allowed.
       dropped: names taken out on purpose.
       rule_for: name -> the rules that produced it, in order, as text.
-      classes: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
+      fidelity: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
       explained: target names whose absence a problem here already explains.
       in_pack: whether a rule pack runs, whose single rules need not match anything.
     """
@@ -44,20 +44,20 @@ class Notes:
     warnings: list[str] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
     rule_for: dict[str, str] = dataclasses.field(default_factory=dict)
-    classes: dict[str, str] = dataclasses.field(default_factory=dict)
+    fidelity: dict[str, str] = dataclasses.field(default_factory=dict)
     explained: set[str] = dataclasses.field(default_factory=set)
     in_pack: bool = False
 
     def problem(self, kind: str, leaf: str | None, message: str, fix: str = "") -> None:
-        """Notes one problem."""
+        """Diagnostics one problem."""
         self.problems.append(Problem(kind, leaf, message, fix))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Notes names that are taken out on purpose; each once."""
+        """Diagnostics names that are taken out on purpose; each once."""
         self.dropped.extend(names)
 
     def credit(self, credits: Mapping[str, tuple[str, str]]) -> None:
-        """Notes which rule made which name.
+        """Diagnostics which rule made which name.
 
         Args:
           credits: new name -> (the name it was made from, the rule as text). What was known of the old name
@@ -72,14 +72,14 @@ class Notes:
 class Transform:
     """Base of all transforms: frozen dataclasses that follow T5X's protocol for state transformation functions."""
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """The new flat state dict.
 
         Args:
           source: leaves by '/'-joined name; not changed.
           target: the target's leaves by name: anything with `shape` and `dtype`, or `...`; empty where there is
             no target.
-          notes: gathers problems; nothing is raised for what a user got wrong.
+          diagnostics: gathers problems; nothing is raised for what a user got wrong.
         """
         raise NotImplementedError
 
@@ -98,21 +98,21 @@ class Transform:
         """
         if is_resuming:
             return state_dict
-        notes = Notes()
+        diagnostics = Diagnostics()
         try:
-            flat = self._by_hand(flatten(state_dict), flatten(target_state_dict), notes)
-            if notes.problems:
-                raise RestorePlanError(notes.problems[:1])
+            flat = self._by_hand(flatten(state_dict), flatten(target_state_dict), diagnostics)
+            if diagnostics.problems:
+                raise RestorePlanError(diagnostics.problems[:1])
             result = unflatten(flat)
         except NameClashError as error:
             raise RestorePlanError([Problem("duplicate", error.names[0], str(error))]) from error
-        for warning in notes.warnings:
+        for warning in diagnostics.warnings:
             _logger.warning("%s", warning)
         return result
 
-    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """`apply`, or what T5X's function of the same name answers where that differs."""
-        return self.apply(source, target, notes)
+        return self.apply(source, target, diagnostics)
 
     def describe(self) -> str:
         """One line for people."""
@@ -214,7 +214,12 @@ def takes_is_resuming(function: Callable[..., Any]) -> bool:
 
 
 def _run_function(
-    function: Callable[..., Any], state: dict[str, Any], target: Mapping[str, Any], *, is_resuming: bool, notes: Notes
+    function: Callable[..., Any],
+    state: dict[str, Any],
+    target: Mapping[str, Any],
+    *,
+    is_resuming: bool,
+    diagnostics: Diagnostics,
 ) -> dict[str, Any]:
     keyword = takes_is_resuming(function)
     if is_resuming and not keyword:
@@ -226,23 +231,25 @@ def _run_function(
     try:
         result = function(*nested, **arguments)
     except ValueError as error:
-        notes.problem("transform", None, f"{name} raised {type(error).__name__}: {error}")
+        diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}")
         return state
     if not isinstance(result, Mapping):
-        notes.problem(
+        diagnostics.problem(
             "transform", None, f"{name} returned {type(result).__name__}, not a state dict", "return the nested dict"
         )
         return state
     try:
         flat = flatten(result)
     except NameClashError as error:
-        notes.problem("duplicate", error.names[0], f"{name} returned {error}")
+        diagnostics.problem("duplicate", error.names[0], f"{name} returned {error}")
         return state
     kept = {id(value) for value in flat.values()}
-    notes.drop(old for old, value in state.items() if old not in flat and id(value) not in kept)
+    diagnostics.drop(old for old, value in state.items() if old not in flat and id(value) not in kept)
     names_of = {id(value): old for old, value in reversed(state.items())}
-    changed = {new: names_of.get(id(value), new) for new, value in flat.items() if state.get(new, notes) is not value}
-    notes.credit({new: (old, name) for new, old in changed.items()})
+    changed = {
+        new: names_of.get(id(value), new) for new, value in flat.items() if state.get(new, diagnostics) is not value
+    }
+    diagnostics.credit({new: (old, name) for new, old in changed.items()})
     return flat
 
 
@@ -252,9 +259,9 @@ def run_transforms(
     target_flat: Mapping[str, Any],
     *,
     is_resuming: bool,
-    notes: Notes,
+    diagnostics: Diagnostics,
 ) -> dict[str, Any]:
-    """Runs transforms in order on a flat state dict; problems and all else worth knowing go to `notes`.
+    """Runs transforms in order on a flat state dict; problems and all else worth knowing go to `diagnostics`.
 
     When resuming, our own transforms leave the state as it is, functions with the keyword `is_resuming` are called
     with True, others are not called. A ValueError of a plain function becomes a problem; anything else it raises is
@@ -263,7 +270,7 @@ def run_transforms(
     state = dict(source_flat)
     for transform in transforms:
         if not isinstance(transform, Transform):
-            state = _run_function(transform, state, target_flat, is_resuming=is_resuming, notes=notes)
+            state = _run_function(transform, state, target_flat, is_resuming=is_resuming, diagnostics=diagnostics)
         elif not is_resuming:
-            state = transform.apply(state, target_flat, notes)
+            state = transform.apply(state, target_flat, diagnostics)
     return state

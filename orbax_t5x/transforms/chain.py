@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orbax_t5x.transforms.base import Notes, Transform, run_transforms
+from orbax_t5x.transforms.base import Diagnostics, Transform, run_transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,6 @@ class Chain(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return run_transforms(self.steps, source, target, is_resuming=False, notes=notes)
+        return run_transforms(self.steps, source, target, is_resuming=False, diagnostics=diagnostics)

@@ -15,7 +15,7 @@ from typing import Any
 
 from orbax_t5x.lazy import View, stack
 from orbax_t5x.transforms.arrays import OnePattern
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, note_unused, pattern_text, rule_table
 from orbax_t5x.transforms.state import NewState, normal_axis, view_of
 
@@ -70,7 +70,7 @@ def _written_layer_group(regex: re.Pattern[str]) -> int | None:
     return digits[0] if digits else None
 
 
-def layer_group(regex: re.Pattern[str], matches: list[re.Match[str]], notes: Notes) -> int | None:
+def layer_group(regex: re.Pattern[str], matches: list[re.Match[str]], diagnostics: Diagnostics) -> int | None:
     """The number of the group that is the layer number; None, and a problem, where that cannot be told."""
     written = _written_layer_group(regex)
     if written is not None:
@@ -79,7 +79,7 @@ def layer_group(regex: re.Pattern[str], matches: list[re.Match[str]], notes: Not
     digits = [group for group in groups if all((match[group] or "").isdecimal() for match in matches)]
     if len(digits) == 1:
         return digits[0]
-    notes.problem(
+    diagnostics.problem(
         "rule",
         None,
         f"StackLayers {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match digits alone, "
@@ -118,7 +118,7 @@ class StackLayers(Transform):
             raise ValueError(f"StackLayers: into {self.into!r} uses the layer number, which the stack does away with")
         object.__setattr__(self, "axis", operator.index(self.axis))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         table = rule_table((self.pattern,))
         matches = {name: match for name in source if (match := table.match(name)) is not None}
@@ -127,53 +127,55 @@ class StackLayers(Transform):
             {0} if matches else set(),
             source,
             "StackLayers",
-            notes,
+            diagnostics,
             required=self.require_match,
             what="the state dict",
         )
-        group = layer_group(table.regex(0), list(matches.values()), notes) if matches else None
+        group = layer_group(table.regex(0), list(matches.values()), diagnostics) if matches else None
         if group is None:
             return dict(source)
-        stacks = self._collect(matches, group, notes)
+        stacks = self._collect(matches, group, diagnostics)
         depths = _depths(stacks.values(), group)
-        state = NewState(notes)
+        state = NewState(diagnostics)
         for name, value in source.items():
             if name not in matches:
                 state.put(name, value, name)
         for new, layers in stacks.items():
-            if self._is_whole(new, layers, depths[_tower(layers, group)], notes):
-                self._stack(new, [layers[i].string for i in range(len(layers))], source, state, notes)
+            if self._is_whole(new, layers, depths[_tower(layers, group)], diagnostics):
+                self._stack(new, [layers[i].string for i in range(len(layers))], source, state, diagnostics)
             else:
-                notes.explained.add(new)
+                diagnostics.explained.add(new)
         return state.finish()
 
     def _collect(
-        self, matches: Mapping[str, re.Match[str]], group: int, notes: Notes
+        self, matches: Mapping[str, re.Match[str]], group: int, diagnostics: Diagnostics
     ) -> dict[str, dict[int, re.Match[str]]]:
         """New name -> layer number -> match."""
         stacks: dict[str, dict[int, re.Match[str]]] = {}
         for name, match in matches.items():
-            new = expand(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", notes)
+            new = expand(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", diagnostics)
             text = match[group]
             if new is None:
                 continue
             if text is None or not text.isdecimal():
                 message = f"StackLayers: the layer number of {name!r} is {text!r}"
-                notes.problem("rule", name, message, "let the group match digits alone")
+                diagnostics.problem("rule", name, message, "let the group match digits alone")
                 continue
             other = stacks.setdefault(new, {}).setdefault(int(text), match)
             if other is not match:
                 message = f"StackLayers: {other.string!r} and {name!r} are both layer {int(text)} of {new!r}"
-                notes.problem("duplicate", new, message, "tell them apart by a group of the pattern that `into` uses")
+                diagnostics.problem(
+                    "duplicate", new, message, "tell them apart by a group of the pattern that `into` uses"
+                )
         return stacks
 
-    def _is_whole(self, new: str, layers: Mapping[int, re.Match[str]], depth: int, notes: Notes) -> bool:
+    def _is_whole(self, new: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics) -> bool:
         lacking = [number for number in range(depth) if number not in layers]
         if not lacking:
             return True
         shown = ", ".join(map(str, lacking[:_SHOWN_LAYERS])) + (", …" if len(lacking) > _SHOWN_LAYERS else "")
         have = layers[min(layers)].string
-        notes.problem(
+        diagnostics.problem(
             "missing",
             new,
             f"StackLayers: layer {shown} of {depth} is missing for {new!r}; it has {len(layers)}, such as {have!r}",
@@ -181,24 +183,26 @@ class StackLayers(Transform):
         )
         return False
 
-    def _stack(self, new: str, names: list[str], source: Mapping[str, Any], state: NewState, notes: Notes) -> None:
+    def _stack(
+        self, new: str, names: list[str], source: Mapping[str, Any], state: NewState, diagnostics: Diagnostics
+    ) -> None:
         rule = f"StackLayers {pattern_text(self.pattern)!r} -> {self.into!r}"
         values = [source[name] for name in names]
         if all(value is None for value in values):
             state.put(new, None, names[0], rule)
             return
-        views = [view_of(name, value, notes) for name, value in zip(names, values, strict=True)]
-        notes.explained.add(new)
+        views = [view_of(name, value, diagnostics) for name, value in zip(names, values, strict=True)]
+        diagnostics.explained.add(new)
         if any(view is None for view in views):
             return
         try:
             stacked = stack(views, self.axis)
         except ValueError as error:
-            notes.problem(
+            diagnostics.problem(
                 "shape", new, f"{rule}: {error}", "all layers need one shape and dtype, and the axis must exist"
             )
             return
-        notes.explained.discard(new)
+        diagnostics.explained.discard(new)
         state.put(new, stacked, names[0], rule)
 
 
@@ -239,19 +243,23 @@ class UnstackLayers(OnePattern):
             raise ValueError(f"UnstackLayers: into {self.into!r} has no {{i}} for the layer number")
         self._set(axis=operator.index(self.axis))
 
-    def _make(self, match: re.Match[str], view: View, notes: Notes) -> Iterable[tuple[str, View]] | None:
+    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
         axis = normal_axis(self.axis, view.ndim)
         if axis is None:
-            notes.problem("shape", match.string, f"{self._rule()}: there is no axis {self.axis} in shape {view.shape}")
+            diagnostics.problem(
+                "shape", match.string, f"{self._rule()}: there is no axis {self.axis} in shape {view.shape}"
+            )
             return None
-        names = numbered_names(match, self.into, view.shape[axis], self._rule(), notes)
+        names = numbered_names(match, self.into, view.shape[axis], self._rule(), diagnostics)
         if names is None:
             return None
         before = (slice(None),) * axis
         return [(name, view[(*before, number)]) for number, name in enumerate(names)]
 
 
-def numbered_names(match: re.Match[str], into: str, count: int, rule: str, notes: Notes) -> list[str] | None:
+def numbered_names(
+    match: re.Match[str], into: str, count: int, rule: str, diagnostics: Diagnostics
+) -> list[str] | None:
     """The names that a template with `{i}` gives for numbers from 0; None, and a problem, where it names a bad
     group.
     """
@@ -263,7 +271,7 @@ def numbered_names(match: re.Match[str], into: str, count: int, rule: str, notes
         pieces.append(into[at : field.start()])
         formats.append(field["format"] or "")
         at = field.end()
-    texts = [expand(match, piece, rule, notes) for piece in (*pieces, into[at:])]
+    texts = [expand(match, piece, rule, diagnostics) for piece in (*pieces, into[at:])]
     if any(text is None for text in texts):
         return None
     *heads, tail = texts

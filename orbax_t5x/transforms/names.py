@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import LazyArray
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.patterns.table import (
     Pattern,
     Rule,
@@ -28,9 +28,9 @@ from orbax_t5x.trees.flat import NameClashError, flatten
 class Intersect(Transform):
     """T5X's `intersect_state`: drops every leaf whose name the target lacks."""
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        notes.drop(name for name in source if name not in target)
+        diagnostics.drop(name for name in source if name not in target)
         return {name: value for name, value in source.items() if name in target}
 
 
@@ -65,20 +65,20 @@ class Merge(Transform):
     def __hash__(self) -> int:
         return hash((self.overwrite, frozenset(self._flat)))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         flat = dict(source)
         for name, value in self._flat.items():
             if name in flat and not self.overwrite:
                 continue
             if name in flat:
-                notes.drop([name])
+                diagnostics.drop([name])
             flat[name] = value
-            notes.rule_for[name] = "Merge"
+            diagnostics.rule_for[name] = "Merge"
         clash = _leaf_above_leaf(flat)
         if clash is not None:
             error = NameClashError(*clash)
-            notes.problem("duplicate", clash[0], str(error), "rename or drop one of the two before merging")
+            diagnostics.problem("duplicate", clash[0], str(error), "rename or drop one of the two before merging")
         return flat
 
     def describe(self) -> str:
@@ -127,12 +127,12 @@ class Rename(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", rule_tuple(self.rules, "Rename"))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         table = rule_table(tuple(pattern for pattern, _ in self.rules))
         texts = [rule_text("Rename", rule) for rule in self.rules]
         used: set[int] = set()
-        state = NewState(notes)
+        state = NewState(diagnostics)
         for name, value in source.items():
             found = table.first(name)
             if found is None:
@@ -141,13 +141,13 @@ class Rename(Transform):
             used.add(found[0])
             replacement = self.rules[found[0]][1]
             if replacement is None:
-                notes.drop([name])
+                diagnostics.drop([name])
                 continue
             try:
                 state.put(table.expand(found, name, replacement), value, name, texts[found[0]])
             except ValueError as error:
-                note_bad_group(texts[found[0]], error, name, notes)
-        note_unused(table, used, source, "Rename", notes, required=self.require_match, what="the state dict")
+                note_bad_group(texts[found[0]], error, name, diagnostics)
+        note_unused(table, used, source, "Rename", diagnostics, required=self.require_match, what="the state dict")
         return state.finish()
 
 
@@ -166,9 +166,9 @@ class Drop(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return _sift(self.patterns, source, type(self).__name__, notes, keep=False, required=self.require_match)
+        return _sift(self.patterns, source, type(self).__name__, diagnostics, keep=False, required=self.require_match)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,13 +186,19 @@ class Keep(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return _sift(self.patterns, source, type(self).__name__, notes, keep=True, required=self.require_match)
+        return _sift(self.patterns, source, type(self).__name__, diagnostics, keep=True, required=self.require_match)
 
 
 def _sift(
-    patterns: tuple[Pattern, ...], source: dict[str, Any], owner: str, notes: Notes, *, keep: bool, required: bool
+    patterns: tuple[Pattern, ...],
+    source: dict[str, Any],
+    owner: str,
+    diagnostics: Diagnostics,
+    *,
+    keep: bool,
+    required: bool,
 ) -> dict[str, Any]:
     table = rule_table(patterns)
     used: set[int] = set()
@@ -204,6 +210,6 @@ def _sift(
         if (found is not None) is keep:
             flat[name] = value
         else:
-            notes.drop([name])
-    note_unused(table, used, source, owner, notes, required=required, what="the state dict")
+            diagnostics.drop([name])
+    note_unused(table, used, source, owner, diagnostics, required=required, what="the state dict")
     return flat

@@ -10,7 +10,7 @@ from typing import Any
 
 from orbax_t5x.lazy import View, concatenate
 from orbax_t5x.transforms.arrays import OnePattern
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.patterns.table import (
     Pattern,
     expand,
@@ -50,17 +50,17 @@ class Split(OnePattern):
             raise ValueError(f"Split: {len(into)} names and sizes {sizes}")
         self._set(into=into, axis=operator.index(self.axis), sizes=sizes)
 
-    def _make(self, match: re.Match[str], view: View, notes: Notes) -> Iterable[tuple[str, View]] | None:
+    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
         name = match.string
         axis = normal_axis(self.axis, view.ndim)
         if axis is None:
-            notes.problem("shape", name, f"{self._rule()}: there is no axis {self.axis} in shape {view.shape}")
+            diagnostics.problem("shape", name, f"{self._rule()}: there is no axis {self.axis} in shape {view.shape}")
             return None
         size, count = view.shape[axis], len(self.into)
         sizes = self.sizes if self.sizes is not None else (size // count,) * count
         if sum(sizes) != size:
             parts = f"{count} equal parts" if self.sizes is None else f"parts of {sizes}"
-            notes.problem(
+            diagnostics.problem(
                 "shape",
                 name,
                 f"{self._rule()}: axis {axis} of shape {view.shape} is not made of {parts}",
@@ -70,7 +70,7 @@ class Split(OnePattern):
         made = []
         start = 0
         for template, part in zip(self.into, sizes, strict=True):
-            new = expand(match, template, self._rule(), notes)
+            new = expand(match, template, self._rule(), diagnostics)
             if new is None:
                 return None
             made.append((new, view[(slice(None),) * axis + (slice(start, start + part),)]))
@@ -100,11 +100,11 @@ class Concat(Transform):
         if not isinstance(self.into, str):
             raise TypeError(f"Concat: into is a name, not {self.into!r}")
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         table = rule_table(self.patterns)
         used: set[int] = set()
-        state = NewState(notes)
+        state = NewState(diagnostics)
         groups: dict[str, dict[int, tuple[str, Any]]] = {}
         for name, value in source.items():
             found = table.first(name)
@@ -116,35 +116,37 @@ class Concat(Transform):
             try:
                 new = table.expand(found, name, self.into)
             except ValueError as error:
-                note_bad_group(f"Concat {pattern_text(self.patterns[index])!r}", error, name, notes)
+                note_bad_group(f"Concat {pattern_text(self.patterns[index])!r}", error, name, diagnostics)
                 continue
             parts = groups.setdefault(new, {})
             if index in parts:
                 message = f"Concat: {parts[index][0]!r} and {name!r} are both part {index} of {new!r}"
-                notes.problem("duplicate", new, message, "tell them apart by a group of the pattern that `into` uses")
+                diagnostics.problem(
+                    "duplicate", new, message, "tell them apart by a group of the pattern that `into` uses"
+                )
             else:
                 parts[index] = (name, value)
         for new, parts in groups.items():
-            joined = self._join(new, parts, notes)
+            joined = self._join(new, parts, diagnostics)
             if joined is not None:
                 state.put(new, joined, parts[min(parts)][0], f"Concat of {len(parts)} into {self.into!r}")
-        note_unused(table, used, source, "Concat", notes, required=self.require_match, what="the state dict")
+        note_unused(table, used, source, "Concat", diagnostics, required=self.require_match, what="the state dict")
         return state.finish()
 
-    def _join(self, new: str, parts: Mapping[int, tuple[str, Any]], notes: Notes) -> View | None:
+    def _join(self, new: str, parts: Mapping[int, tuple[str, Any]], diagnostics: Diagnostics) -> View | None:
         lacking = [pattern_text(pattern) for index, pattern in enumerate(self.patterns) if index not in parts]
-        notes.explained.add(new)
+        diagnostics.explained.add(new)
         if lacking:
             message = f"Concat: nothing matches {lacking} for {new!r}, which has {[parts[i][0] for i in sorted(parts)]}"
-            notes.problem("missing", new, message, "give it all its parts, or narrow the patterns")
+            diagnostics.problem("missing", new, message, "give it all its parts, or narrow the patterns")
             return None
-        views = [view_of(*parts[index], notes) for index in sorted(parts)]
+        views = [view_of(*parts[index], diagnostics) for index in sorted(parts)]
         if any(view is None for view in views):
             return None
         try:
             joined = concatenate(views, self.axis)
         except ValueError as error:
-            notes.problem("shape", new, f"Concat: {error}", "cast or reshape the parts first")
+            diagnostics.problem("shape", new, f"Concat: {error}", "cast or reshape the parts first")
             return None
-        notes.explained.discard(new)
+        diagnostics.explained.discard(new)
         return joined

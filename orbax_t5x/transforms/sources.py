@@ -13,7 +13,7 @@ from typing import Any
 
 from orbax_t5x.lazy import AllEqual, View
 from orbax_t5x.lazy import Average as AverageView
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
 from orbax_t5x.transforms.state import NewState, view_of
 
@@ -49,42 +49,42 @@ class Average(Transform):
         # A mapping's order means nothing.
         object.__setattr__(self, "weights", tuple(sorted(fixed)) if isinstance(weights, Mapping) else fixed)
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         sources = list(dict.fromkeys(name.split("/", 1)[0] for name in source if "/" in name))
-        weights = self._weights_of(sources, notes)
+        weights = self._weights_of(sources, diagnostics)
         if weights is None:
             return dict(source)
         groups = self._groups(source, weights)
         if not groups:
-            notes.problem(
+            diagnostics.problem(
                 "unused_rule",
                 None,
                 f"Average: pattern {pattern_text(self.pattern)!r} matches no name of the sources {list(weights)}",
                 "a pattern must match a whole name",
             )
-        state = NewState(notes)
+        state = NewState(diagnostics)
         averaged = {name for parts in groups.values() for name in parts.values()}
         for name, value in source.items():
             if name not in averaged:
                 state.put(name, value, name)
         for new, parts in groups.items():
-            self._put_average(new, parts, weights, source, state, notes)
+            self._put_average(new, parts, weights, source, state, diagnostics)
         return state.finish()
 
-    def _weights_of(self, sources: list[str], notes: Notes) -> dict[str, float] | None:
+    def _weights_of(self, sources: list[str], diagnostics: Diagnostics) -> dict[str, float] | None:
         given: Any = self.weights
         if isinstance(given[0], tuple):
             weights: dict[str, float] = dict(given)
             lacking = [name for name in weights if name not in sources]
             if lacking:
                 message = f"Average: there are no sources {lacking}; the names begin with {sources}"
-                notes.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
+                diagnostics.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
                 return None
             return weights
         if len(given) != len(sources):
             message = f"Average: {len(given)} weights for {len(sources)} sources {sources}"
-            notes.problem("rule", None, message, "give one weight per source, or a mapping from source to weight")
+            diagnostics.problem("rule", None, message, "give one weight per source, or a mapping from source to weight")
             return None
         return dict(zip(sources, given, strict=True))
 
@@ -108,36 +108,38 @@ class Average(Transform):
         weights: Mapping[str, float],
         source: Mapping[str, Any],
         state: NewState,
-        notes: Notes,
+        diagnostics: Diagnostics,
     ) -> None:
         lacking = [name for name in weights if name not in parts]
-        notes.explained.add(new)
+        diagnostics.explained.add(new)
         if lacking:
             message = f"Average: {', '.join(map(repr, lacking))} {'lack' if len(lacking) > 1 else 'lacks'} {new!r}"
             fix = f"take it from one source before: Rename([({next(iter(parts.values()))!r}, {new!r})])"
-            notes.problem("missing", new, message, fix)
+            diagnostics.problem("missing", new, message, fix)
             return
         names = [parts[name] for name in weights]
         if all(source[name] is None for name in names):
             state.put(new, None, names[0], "Average")
             return
-        views = [view_of(name, source[name], notes) for name in names]
+        views = [view_of(name, source[name], diagnostics) for name in names]
         if any(view is None for view in views):
             return
         try:
-            value = _average([view for view in views if view is not None], list(weights.values()), new, notes)
+            value = _average([view for view in views if view is not None], list(weights.values()), new, diagnostics)
         except (ValueError, TypeError) as error:
-            notes.problem("shape", new, f"Average: {error}", "only arrays of one shape have an average")
+            diagnostics.problem("shape", new, f"Average: {error}", "only arrays of one shape have an average")
             return
-        notes.explained.discard(new)
+        diagnostics.explained.discard(new)
         state.put(new, value, names[0], f"Average of {', '.join(f'{w:g} {name}' for name, w in weights.items())}")
 
 
-def _average(views: list[View], weights: list[float], name: str, notes: Notes) -> View:
+def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View:
     if views[0].dtype.kind in "bOSU":
         return AllEqual(views)
     if views[0].dtype.kind in "iu":
-        notes.warnings.append(f"Average: {name!r} holds integers ({views[0].dtype.name}); their average is rounded")
+        diagnostics.warnings.append(
+            f"Average: {name!r} holds integers ({views[0].dtype.name}); their average is rounded"
+        )
     return AverageView(views, weights)
 
 
@@ -159,10 +161,10 @@ class Overlay(Transform):
             raise TypeError(f"Overlay: sources is a sequence of names, not {self.sources!r}")
         object.__setattr__(self, "sources", tuple(map(str, self.sources)))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         by_source: dict[str, list[tuple[str, str]]] = {name: [] for name in self.sources}
-        state = NewState(notes)
+        state = NewState(diagnostics)
         for name, value in source.items():
             first, _, rest = name.partition("/")
             if rest and first in by_source:
@@ -173,10 +175,10 @@ class Overlay(Transform):
         for first, leaves in by_source.items():
             if not leaves:
                 message = f"Overlay: there is no leaf of a source {first!r}"
-                notes.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
+                diagnostics.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
             for rest, name in leaves:
                 if rest in seen:
-                    notes.drop([name])
+                    diagnostics.drop([name])
                 else:
                     state.put(rest, source[name], name, f"Overlay: {first!r} has it first")
             seen.update(rest for rest, _ in leaves)

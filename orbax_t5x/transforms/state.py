@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
-from orbax_t5x.transforms.base import Notes
+from orbax_t5x.transforms.base import Diagnostics
 
 
 class NewState:
-    """Collects results under new names and notes clashes.
+    """Collects results under new names and records clashes.
 
     Attributes:
       flat: the new state dict.
     """
 
-    def __init__(self, notes: Notes):
+    def __init__(self, diagnostics: Diagnostics):
         self.flat: dict[str, Any] = {}
-        self._notes = notes
+        self._diagnostics = diagnostics
         self._made_from: dict[str, str] = {}
         self._credits: dict[str, tuple[str, str]] = {}
 
@@ -34,7 +34,7 @@ class NewState:
           rule: what made it, as text; None where the leaf stays what it was.
         """
         if name in self.flat:
-            self._notes.problem(
+            self._diagnostics.problem(
                 "duplicate",
                 name,
                 f"{self._made_from[name]!r} and {made_from!r} both become {name!r}" + (f" ({rule})" if rule else ""),
@@ -47,17 +47,17 @@ class NewState:
             self._credits[name] = (made_from, rule)
 
     def finish(self) -> dict[str, Any]:
-        """The new state dict; what made each leaf goes into the notes."""
-        self._notes.credit(self._credits)
+        """The new state dict; what made each leaf goes into the diagnostics."""
+        self._diagnostics.credit(self._credits)
         return self.flat
 
 
-def view_of(name: str, value: Any, notes: Notes) -> View | None:
+def view_of(name: str, value: Any, diagnostics: Diagnostics) -> View | None:
     """A leaf as a view; None, and a problem, where it is no array."""
     try:
         return as_view(value, name=name)
     except (TypeError, ValueError) as error:
-        notes.problem("transform", name, f"not an array: {error}", "leave it out of the pattern")
+        diagnostics.problem("transform", name, f"not an array: {error}", "leave it out of the pattern")
         return None
 
 

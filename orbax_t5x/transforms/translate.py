@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.mesh_tf.rules import adafactor_placeholders, settle_relative_bias, t5_importer
+from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 
 # Unmatched names shown in the one problem that counts them.
 _SHOWN_NAMES = 20
@@ -34,14 +34,14 @@ class Translate(Transform):
 
     translator: Any = None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        translation = _translate(t5_importer if self.translator is None else self.translator, source, notes)
-        _note_failures(translation, len(source), notes)
-        notes.drop(translation.dropped)
+        translation = _translate(t5_importer if self.translator is None else self.translator, source, diagnostics)
+        _note_failures(translation, len(source), diagnostics)
+        diagnostics.drop(translation.dropped)
         values = translation.values
         completed = self.translator is None or bool(target)
-        renamed = settle_relative_bias(values, target) if completed else {}
+        renamed = place_relative_bias(values, target) if completed else {}
         credits = {
             renamed.get(name, name): (old, translation.rule_for[name]) for name, old in translation.sources.items()
         }
@@ -50,7 +50,7 @@ class Translate(Transform):
             added = adafactor_placeholders(values, target or None)
             values.update(added)
             credits.update((name, (name, "Adafactor placeholder")) for name in added)
-        notes.credit(credits)
+        diagnostics.credit(credits)
         return values
 
     def describe(self) -> str:
@@ -64,29 +64,29 @@ class Translate(Transform):
         return hashlib.sha256(f"Translate: {self.translator.describe()}".encode()).hexdigest()[:32]
 
 
-def _translate(translator: Any, source: Mapping[str, Any], notes: Notes) -> Translation:
+def _translate(translator: Any, source: Mapping[str, Any], diagnostics: Diagnostics) -> Translation:
     """Gathers what a translator of ours finds wrong; one that has only `apply` can but raise its first."""
     if isinstance(translator, CheckpointTranslator) and type(translator).apply is CheckpointTranslator.apply:
         return translator.translate(source, {})
     try:
         values = dict(translator.apply(source))
     except ValueError as error:
-        notes.problem("translate", None, str(error))
+        diagnostics.problem("translate", None, str(error))
         return Translation({}, {}, {}, [], [], [])
     names = {id(value): name for name, value in source.items()}
     sources = {new: names.get(id(value), new) for new, value in values.items()}
     return Translation(values, sources, dict.fromkeys(values, type(translator).__name__), [], [], [])
 
 
-def _note_failures(translation: Translation, count: int, notes: Notes) -> None:
+def _note_failures(translation: Translation, count: int, diagnostics: Diagnostics) -> None:
     for name, message in translation.failed:
-        notes.problem("translate", name, message, "leave it out before Translate with Drop, or add a rule")
+        diagnostics.problem("translate", name, message, "leave it out before Translate with Drop, or add a rule")
     unmatched = translation.unmatched
     if not unmatched:
         return
     shown = ", ".join(repr(name) for name in unmatched[:_SHOWN_NAMES])
     more = len(unmatched) - _SHOWN_NAMES
-    notes.problem(
+    diagnostics.problem(
         "translate",
         unmatched[0] if len(unmatched) == 1 else None,
         f"no translation rule matches {len(unmatched)} of {count} names: {shown}"

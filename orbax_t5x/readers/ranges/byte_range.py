@@ -20,7 +20,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy.leaf import Part, Request, box_size
+from orbax_t5x.lazy.box import box_size
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, place_box, split_ends, union_runs
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
 from orbax_t5x.storage import crc32c as _crc
@@ -50,7 +52,7 @@ def _staging() -> np.ndarray:
 class Outcome(NamedTuple):
     """What a read did: checksums of the byte ranges read (relative to the array), and bytes wanted and read over."""
 
-    parts: list[Part]
+    parts: list[ChecksummedRange]
     wanted: int
     gaps: int
 
@@ -71,7 +73,7 @@ class _Checksums:
         self._join = join
         self._start = self._stop = 0
         self._crc = 0
-        self.parts: list[Part] = []
+        self.parts: list[ChecksummedRange] = []
 
     def add(self, start: int, data: np.ndarray) -> None:
         if not self._wanted:
@@ -82,9 +84,9 @@ class _Checksums:
         self._crc = _crc.extend(self._crc, data)
         self._stop = start + data.nbytes
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[ChecksummedRange]:
         if self._stop > self._start:
-            self.parts.append(Part(self._start, self._stop, self._crc))
+            self.parts.append(ChecksummedRange(self._start, self._stop, self._crc))
         self._start, self._crc = self._stop, 0
         return self.parts
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from orbax_t5x.lazy.leaf import Box, box_size
+from orbax_t5x.lazy.box import Box, box_size
 
 
 class Run(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import Part
+from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.storage import crc32c as _crc
 
 
@@ -30,7 +30,7 @@ class Coverage(NamedTuple):
     conflict: tuple[int, int] | None = None
 
 
-def cover(parts: Sequence[Part], size: int) -> Coverage:
+def cover(parts: Sequence[ChecksummedRange], size: int) -> Coverage:
     """What `parts` say about `size` bytes."""
     if not size:
         return Coverage(0, True)
@@ -69,7 +69,7 @@ def _chains(parts: list[list[int]], size: int) -> Coverage:
     return Coverage(known.get(size), complete and size in known)
 
 
-def uncovered(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:
+def uncovered(parts: Sequence[ChecksummedRange], size: int) -> list[tuple[int, int]]:
     """The byte ranges that no part covers."""
     holes: list[tuple[int, int]] = []
     reached = 0

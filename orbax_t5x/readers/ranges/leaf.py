@@ -10,23 +10,22 @@ from typing import Protocol
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
-from orbax_t5x.lazy.leaf import Ledger, Part, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import Outcome
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.storage.files import File
 from orbax_t5x.storage.pools import reader_pool
 
 
-class BlockingLeaf:
+class RangeLeaf(BlockingLeaf):
     """Base of leaves whose reads block: `read_into` puts them into a thread.
 
     Attributes:
       error: what makes the leaf unreadable, found when the checkpoint was opened; reading raises it.
     """
 
-    __slots__ = ("__weakref__", "dtype", "error", "name", "path", "shape")
-
-    chunks: tuple[int, ...] | None = None
+    __slots__ = ("dtype", "error", "name", "path", "shape")
 
     def __init__(
         self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype, error: CheckpointError | None = None
@@ -37,18 +36,9 @@ class BlockingLeaf:
         self.dtype = dtype
         self.error = error
 
-    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
-        """`read_into` for a caller that has a thread of its own."""
-        raise NotImplementedError
-
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
-        await asyncio.get_running_loop().run_in_executor(reader_pool(), partial(self.read_blocking, requests, ledger))
-
-    def check(self) -> None:
-        """Raises the error found at opening, a new one each time: a traceback belongs to one raise."""
-        if self.error is not None:
-            raise type(self.error)(self.error.message, path=self.error.path, leaf=self.error.leaf)
+        await asyncio.get_running_loop().run_in_executor(reader_pool(), partial(self.read_blocking, requests, stats))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self.dtype} {self.shape} of {self.path!r}>"
@@ -58,16 +48,24 @@ class StoredRange(Protocol):
     """An array in a byte range of a file: `ByteRange`, or another encoding with one checksum over it."""
 
     @property
-    def file(self) -> File: ...
+    def file(self) -> File:
+        """The file that holds it."""
+        ...
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Where it begins in the file."""
+        ...
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        ...
 
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self) -> np.dtype:
+        """Of the array."""
+        ...
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +81,7 @@ class StoredRange(Protocol):
         ...
 
 
-class ByteRangeLeaf(BlockingLeaf):
+class ByteRangeLeaf(RangeLeaf):
     """One array in one byte range; `crc` is the crc32c of the bytes as stored, or None where the format keeps none."""
 
     __slots__ = ("crc", "range")
@@ -93,28 +91,28 @@ class ByteRangeLeaf(BlockingLeaf):
         self.range = range
         self.crc = crc
 
-    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
-        self.check()
-        outcome = self.range.read(requests, checksum=self.crc is not None and ledger.verify != "off", leaf=self.name)
-        ledger.count(outcome.wanted, outcome.gaps)
+        self.raise_error()
+        outcome = self.range.read(requests, checksum=self.crc is not None and stats.verify != "off", leaf=self.name)
+        stats.count(outcome.wanted, outcome.gaps)
         for part in outcome.parts:
-            ledger.add_part(self, part)
+            stats.add_range(self, part)
 
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """See `Leaf.settle`."""
-        if self.crc is None or ledger.verify == "off":
+    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+        """See `Leaf.verify_checksum`."""
+        if self.crc is None or stats.verify == "off":
             return None
-        settled = settle_range(self.range, self.crc, parts, self.name)
-        if settled or ledger.verify != "full":
-            return settled
-        self.check()
+        verified = verify_range(self.range, self.crc, parts, self.name)
+        if verified or stats.verify != "full":
+            return verified
+        self.raise_error()
         return await asyncio.get_running_loop().run_in_executor(
-            reader_pool(), settle_rest, self.range, self.crc, parts, self.name, ledger
+            reader_pool(), verify_rest, self.range, self.crc, parts, self.name, stats
         )
 
 
-def settle_range(range: StoredRange, crc: int, parts: Sequence[Part], leaf: str) -> bool:
+def verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:
     """Whether parts cover a range and every one is verified.
 
     Raises:
@@ -135,14 +133,14 @@ def settle_range(range: StoredRange, crc: int, parts: Sequence[Part], leaf: str)
     return found.complete
 
 
-def settle_rest(range: StoredRange, crc: int, parts: Sequence[Part], leaf: str, ledger: Ledger) -> bool:
-    """Reads what no part covers, once, and settles; blocks."""
+def verify_rest(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str, stats: ReadStats) -> bool:
+    """Reads what no part covers, once, and verifies; blocks."""
     holes = uncovered(parts, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
-    ledger.count(outcome.wanted)
-    if settle_range(range, crc, [*parts, *outcome.parts], leaf):
+    stats.count(outcome.wanted)
+    if verify_range(range, crc, [*parts, *outcome.parts], leaf):
         return True
     # Overlapping parts of different boundaries have no common checksum: only reading the whole tells.
     outcome = range.sum([(0, range.nbytes)], leaf=leaf)
-    ledger.count(outcome.wanted)
-    return settle_range(range, crc, outcome.parts, leaf)
+    stats.count(outcome.wanted)
+    return verify_range(range, crc, outcome.parts, leaf)

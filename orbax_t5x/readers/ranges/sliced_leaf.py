@@ -15,8 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.lazy.leaf import Box, Ledger, Part, Request
-from orbax_t5x.readers.ranges.leaf import BlockingLeaf, StoredRange, settle_range, settle_rest
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
+from orbax_t5x.readers.ranges.leaf import RangeLeaf, StoredRange, verify_range, verify_rest
 from orbax_t5x.storage.pools import reader_pool
 
 
@@ -28,7 +30,7 @@ class Piece(NamedTuple):
     crc: int
 
 
-class SlicedLeaf(BlockingLeaf):
+class SlicedLeaf(RangeLeaf):
     """One array in pieces that tile it; whoever makes one has proven that they do."""
 
     __slots__ = ("_bases", "_pieces")
@@ -46,39 +48,39 @@ class SlicedLeaf(BlockingLeaf):
         self._pieces = tuple(pieces)
         self._bases = list(itertools.accumulate((piece.range.nbytes for piece in pieces), initial=0))
 
-    def read_blocking(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
-        self.check()
-        checksum = ledger.verify != "off"
+        self.raise_error()
+        checksum = stats.verify != "off"
         for base, piece in zip(self._bases, self._pieces, strict=False):
             wanted = [part for request in requests if (part := _within(request, piece.box)) is not None]
             if not wanted:
                 continue
             outcome = piece.range.read(wanted, checksum=checksum, leaf=self.name)
-            ledger.count(outcome.wanted, outcome.gaps)
+            stats.count(outcome.wanted, outcome.gaps)
             for start, stop, crc in outcome.parts:
-                ledger.add_part(self, Part(base + start, base + stop, crc))
+                stats.add_range(self, ChecksummedRange(base + start, base + stop, crc))
 
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """See `Leaf.settle`."""
-        if ledger.verify == "off":
+    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+        """See `Leaf.verify_checksum`."""
+        if stats.verify == "off":
             return None
-        by_piece: list[list[Part]] = [[] for _ in self._pieces]
+        by_piece: list[list[ChecksummedRange]] = [[] for _ in self._pieces]
         for start, stop, crc in parts:
             number = bisect.bisect_right(self._bases, start) - 1
             base = self._bases[number]
-            by_piece[number].append(Part(start - base, stop - base, crc))
-        settled = True
+            by_piece[number].append(ChecksummedRange(start - base, stop - base, crc))
+        verified = True
         for piece, own in zip(self._pieces, by_piece, strict=True):
-            if settle_range(piece.range, piece.crc, own, self.name):
+            if verify_range(piece.range, piece.crc, own, self.name):
                 continue
-            if ledger.verify == "full":
+            if stats.verify == "full":
                 await asyncio.get_running_loop().run_in_executor(
-                    reader_pool(), settle_rest, piece.range, piece.crc, own, self.name, ledger
+                    reader_pool(), verify_rest, piece.range, piece.crc, own, self.name, stats
                 )
             else:
-                settled = False
-        return settled
+                verified = False
+        return verified
 
 
 def _within(request: Request, box: Box) -> Request | None:

@@ -20,7 +20,8 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.leaf import Box, Leaf
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, StoredRange

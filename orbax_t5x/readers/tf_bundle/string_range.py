@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.lazy.leaf import Part, Request, box_shape, box_slices
+from orbax_t5x.lazy.box import box_shape, box_slices
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_range import Outcome
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.files import File
@@ -61,7 +63,7 @@ class StringRange:
         return self._outcome(self._load(leaf), True) if list(ranges) else Outcome([], 0, 0)
 
     def _outcome(self, strings: _Strings, checksum: bool) -> Outcome:
-        return Outcome([Part(0, self.nbytes, strings.crc)] if checksum else [], self.nbytes, 0)
+        return Outcome([ChecksummedRange(0, self.nbytes, strings.crc)] if checksum else [], self.nbytes, 0)
 
     def _load(self, leaf: str) -> _Strings:
         def corrupt(message: str) -> CorruptCheckpointError:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.lazy.leaf import Box
+from orbax_t5x.lazy.box import Box
 
 # Filling the grid takes at most the number of boxes times its cells: a fraction of a second.
 _MAX_STEPS = 200_000_000

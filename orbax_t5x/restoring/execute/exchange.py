@@ -14,17 +14,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import Ledger
-from orbax_t5x.lazy.leaf import Leaf, Part
+from orbax_t5x.lazy import ReadStats
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.lazy.read_stats import ChecksummedRange
 
 _COLUMNS = 4  # leaf, start, stop, crc
 
 
-def gather_parts(ledger: Ledger, leaves: Sequence[Leaf], *, failed: bool) -> dict[int, list[Part]]:
+def gather_parts(stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool) -> dict[int, list[ChecksummedRange]]:
     """The parts of all processes, by `id` of this process's leaf.
 
     Args:
-      ledger: what this process noted.
+      stats: what this process noted.
       leaves: of the plan, in an order that all processes have.
       failed: whether this process could not read.
 
@@ -32,7 +33,7 @@ def gather_parts(ledger: Ledger, leaves: Sequence[Leaf], *, failed: bool) -> dic
       CheckpointIOError: some process could not.
     """
     noted = [
-        (index, part.start, part.stop, part.crc) for index, leaf in enumerate(leaves) for part in ledger.parts(leaf)
+        (index, part.start, part.stop, part.crc) for index, leaf in enumerate(leaves) for part in stats.ranges(leaf)
     ]
     # Without jax_enable_x64 an all-gather would narrow int64: each number travels as two uint32.
     mine = np.asarray(noted, np.uint64).reshape(-1, _COLUMNS)
@@ -46,9 +47,9 @@ def gather_parts(ledger: Ledger, leaves: Sequence[Leaf], *, failed: bool) -> dic
     padded = np.zeros((longest, _COLUMNS), np.uint64)
     padded[: len(mine)] = mine
     gathered = np.asarray(multihost_utils.process_allgather(padded.view(np.uint32)))
-    parts: dict[int, list[Part]] = {}
+    parts: dict[int, list[ChecksummedRange]] = {}
     for count, block in zip(counts, gathered.reshape(-1, longest, 2 * _COLUMNS), strict=True):
         rows = np.ascontiguousarray(block[: int(count)]).view(np.uint64).tolist()
         for index, start, stop, crc in rows:
-            parts.setdefault(id(leaves[index]), []).append(Part(start, stop, crc))
+            parts.setdefault(id(leaves[index]), []).append(ChecksummedRange(start, stop, crc))
     return parts

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import Leaf, Ledger, ReadThread, Verify, box_size
+from orbax_t5x.lazy import Leaf, ReadStats, ReadThread, Verify, box_size
 from orbax_t5x.restoring.execute.buffers import make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
@@ -107,12 +107,12 @@ class _Execution:
         self._plan = plan
         self._limit = limit
         self._progress = progress
-        self._ledger = Ledger(verify)
+        self._stats = ReadStats(verify)
         self._values: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._done_bytes = 0
         self._pending: dict[int, int] = {}
-        self._settled: dict[int, tuple[Leaf, bool | None]] = {}
+        self._verified: dict[int, tuple[Leaf, bool | None]] = {}
         self._several = jax.process_count() > 1
         self._stop = threading.Event()
 
@@ -146,21 +146,21 @@ class _Execution:
                 finally:
                     self._stop.set()
                 if self._several and (error is None or isinstance(error, Exception)):
-                    self._settle_together(thread, error)
+                    self._verify_together(thread, error)
                 if error is not None:
                     raise error
         finally:
             thread.close()
 
-    def _settle_together(self, thread: ReadThread, error: Exception | None) -> None:
+    def _verify_together(self, thread: ReadThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
-            parts = gather_parts(self._ledger, self._leaves_in_order(), failed=error is not None)
+            parts = gather_parts(self._stats, self._leaves_in_order(), failed=error is not None)
         except CheckpointIOError:
             if error is None:
                 raise
             return
-        thread.run(self._settle_all(parts))
+        thread.run(self._verify_all(parts))
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
         loop = asyncio.get_running_loop()
@@ -173,7 +173,7 @@ class _Execution:
                     await loop.run_in_executor(pool, self._run_blocking, group)
                 else:
                     await self._run_async(group, loop, pool)
-                await self._settle(group)
+                await self._verify_group(group)
             finally:
                 budget.give(group.size)
 
@@ -204,7 +204,7 @@ class _Execution:
                 if self._stop.is_set():
                     return
                 # Only groups whose leaves all have this optional method are blocking.
-                leaf.read_blocking(requests, self._ledger)  # type: ignore[attr-defined]
+                leaf.read_blocking(requests, self._stats)  # type: ignore[attr-defined]
             for step in finish:
                 step()
         self._place(group, buffers)
@@ -216,14 +216,14 @@ class _Execution:
         buffers, to_read = _allocate(group)
         for shards in slabs(to_read):
             reads, finish = lower_shards(shards)
-            await _all(leaf.read_into(requests, self._ledger) for leaf, requests in reads)
+            await _all(leaf.read_into(requests, self._stats) for leaf, requests in reads)
             if finish:
                 await loop.run_in_executor(pool, _run_steps, finish)
         self._place(group, buffers)
 
     # -- checksums
 
-    async def _settle(self, group: Group) -> None:
+    async def _verify_group(self, group: Group) -> None:
         """Compares the checksums of the leaves whose last read this was; over several processes that waits for the
         others.
         """
@@ -232,11 +232,11 @@ class _Execution:
         for key, leaf in group.leaves.items():
             self._pending[key] -= 1
             if not self._pending[key]:
-                self._settled[key] = leaf, await leaf.settle(self._ledger, self._ledger.parts(leaf))
+                self._verified[key] = leaf, await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
 
-    async def _settle_all(self, parts: Mapping[int, Any]) -> None:
+    async def _verify_all(self, parts: Mapping[int, Any]) -> None:
         for leaf in self._leaves_in_order():
-            self._settled[id(leaf)] = leaf, await leaf.settle(self._ledger, parts.get(id(leaf), ()))
+            self._verified[id(leaf)] = leaf, await leaf.verify_checksum(self._stats, parts.get(id(leaf), ()))
 
     def _leaves_in_order(self) -> list[Leaf]:
         """In plan order, which every process has alike; grouping depends on its own boxes."""
@@ -281,14 +281,14 @@ class _Execution:
 
     def _report(self, seconds: float) -> RestoreReport:
         def named(outcome: bool | None) -> tuple[str, ...]:
-            leaves = (leaf for leaf, settled in self._settled.values() if settled is outcome)
-            return tuple(sorted(leaf.name for leaf in leaves if not hasattr(leaf, "value")))
+            leaves = (leaf for leaf, verified in self._verified.values() if verified is outcome)
+            return tuple(sorted(leaf.name for leaf in leaves if not leaf.is_value))
 
         return RestoreReport(
-            bytes_read=self._ledger.bytes_read,
-            gap_bytes=self._ledger.gap_bytes,
+            bytes_read=self._stats.bytes_read,
+            gap_bytes=self._stats.gap_bytes,
             index_bytes=sum(checkpoint.index_bytes for checkpoint in self._plan.checkpoints.values()),
-            fill_chunks=self._ledger.fill_chunks,
+            fill_chunks=self._stats.fill_chunks,
             verified=named(True),
             unverified=named(False),
             without_checksum=named(None),

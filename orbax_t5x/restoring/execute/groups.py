@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from orbax_t5x.lazy import Box, Leaf
+from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
 from orbax_t5x.restoring.execute.buffers import pieces_of
 from orbax_t5x.restoring.execute.lowering import SCRATCH_BYTES, scratch
 from orbax_t5x.restoring.plan import PlanEntry
@@ -53,7 +53,7 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
 def _as_group(entries: list[PlanEntry], limit: int) -> Group:
     leaves = {id(leaf): leaf for entry in entries if entry.view is not None for leaf in entry.view.leaves()}
     size = sum(_host_bytes(entry) for entry in entries)
-    blocking = all(hasattr(leaf, "read_blocking") for leaf in leaves.values())
+    blocking = all(isinstance(leaf, BlockingLeaf) for leaf in leaves.values())
     return Group(entries, max(1, size), leaves, blocking)
 
 

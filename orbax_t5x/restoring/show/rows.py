@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from orbax_t5x.lazy.leaf import box_size
+from orbax_t5x.lazy.box import box_size
 from orbax_t5x.text.fold import fold, fold_names, times_text
 from orbax_t5x.text.wording import (
     array_bytes,
@@ -97,7 +97,7 @@ def entry_reads(entry: PlanEntry) -> list[tuple[str, Box, int]]:
         (id(leaf), box): (leaf.name, box, box_size(box) * leaf.dtype.itemsize)
         for wanted in entry.boxes()
         for leaf, box in entry.view.requests(wanted)
-        if not hasattr(leaf, "value")
+        if not leaf.is_value
     }
     return list(found.values())
 
@@ -153,7 +153,7 @@ def heading(plan: RestorePlan) -> list[str]:
     facts += [counted(len(plan.warnings), "warning")] if plan.warnings else []
     lines.append(" · ".join(facts) or "nothing to do")
     stored = {id(leaf): leaf for entry in plan.entries if entry.view is not None for leaf in entry.view.leaves()}
-    whole = sum(array_bytes(leaf.dtype, leaf.shape) for leaf in stored.values() if not hasattr(leaf, "value"))
+    whole = sum(array_bytes(leaf.dtype, leaf.shape) for leaf in stored.values() if not leaf.is_value)
     reads = f"This process reads {size_text(plan.bytes_to_read)}"
     # Where two leaves want one source in other cuts, parts of it are read twice, and this says nothing worth comparing.
     reads += f" of the {size_text(whole)} that these leaves take." if plan.bytes_to_read < whole else "."

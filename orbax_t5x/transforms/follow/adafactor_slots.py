@@ -10,7 +10,7 @@ import numpy as np
 
 from orbax_t5x.optim.factored_state import T5X_STEP, Conversion, Shape, optax_to_t5x, t5x_to_optax
 from orbax_t5x.optim.factoring import FactorDim
-from orbax_t5x.transforms.base import Notes, Transform
+from orbax_t5x.transforms.base import Diagnostics, Transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +33,18 @@ class AdafactorSlots(Transform):
         pairs = given.items() if isinstance(given, Mapping) else given
         object.__setattr__(self, "rules", tuple((str(name), tuple(map(FactorDim, rule))) for name, rule in pairs))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         have, want = _shapes(source), _shapes(target)
         rules: dict[str, Sequence[FactorDim]] = dict(self.rules)
         found = t5x_to_optax(have, want, rules)
         if not found.renames and not found.problems:
             found = optax_to_t5x(have, want, rules)
-        notes.problems.extend(found.problems)
+        diagnostics.problems.extend(found.problems)
         if found.problems:
             return source
         if not found.renames:
-            notes.problem(
+            diagnostics.problem(
                 "unused_rule",
                 None,
                 "AdafactorSlots: the target has not optax.adafactor's state for T5X's slots in the checkpoint, nor "
@@ -52,10 +52,10 @@ class AdafactorSlots(Transform):
                 "remove it, or check that the names still are those that the libraries gave",
             )
             return source
-        return self._renamed(source, target, found, notes)
+        return self._renamed(source, target, found, diagnostics)
 
     def _renamed(
-        self, source: dict[str, Any], target: Mapping[str, Any], found: Conversion, notes: Notes
+        self, source: dict[str, Any], target: Mapping[str, Any], found: Conversion, diagnostics: Diagnostics
     ) -> dict[str, Any]:
         # The step is the train state's as well as Optax's counters': what becomes of it is for the caller to say.
         leaving = (*found.renames.values(), *found.unused)
@@ -63,9 +63,9 @@ class AdafactorSlots(Transform):
         state = {name: value for name, value in source.items() if name not in moved}
         state.update({to: source[origin] for to, origin in found.renames.items()})
         state.update({name: np.zeros((1,), np.float32) for name in found.placeholders})
-        notes.drop(name for name in found.unused if name in moved)
-        notes.credit({to: (origin, self.describe()) for to, origin in found.renames.items()})
-        notes.classes.update(dict.fromkeys(found.renames, "exact"))
+        diagnostics.drop(name for name in found.unused if name in moved)
+        diagnostics.credit({to: (origin, self.describe()) for to, origin in found.renames.items()})
+        diagnostics.fidelity.update(dict.fromkeys(found.renames, "exact"))
         return state
 
 

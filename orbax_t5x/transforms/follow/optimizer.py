@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
-from orbax_t5x.transforms.base import Notes, Transform, describe_transform, run_transforms
+from orbax_t5x.transforms.base import Diagnostics, Transform, describe_transform, run_transforms
 from orbax_t5x.transforms.follow.factoring import Spec, checked_spec
 from orbax_t5x.transforms.follow.move import Move, Outcome, move_leaves
 from orbax_t5x.transforms.follow.slots import STANDARD_ROOTS, Names, Place, Roots, Slot, Tree, by_tree, checked_roots
@@ -28,7 +28,7 @@ class FollowOptimizer(Transform):
     """Runs a transform, and does to the optimizer's leaves what it does to their parameters.
 
     The transform sees parameters, step and counts, not the leaves that belong to parameters; its patterns are for
-    the parameters. Each leaf that follows is classed in `Notes.classes`: "exact"; "approximate" (averaged,
+    the parameters. Each leaf that follows is classed in `Diagnostics.fidelity`: "exact"; "approximate" (averaged,
     repeated, or a part of what was averaged over more); "reset": left out, because it has no counterpart. Casts are
     for parameters alone.
 
@@ -57,7 +57,7 @@ class FollowOptimizer(Transform):
         """One line for people."""
         return f"FollowOptimizer({describe_transform(self.transform)})"
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         names = Names(self.roots)
         slots, target_slots = names.slots(source), names.slots(target)
@@ -67,8 +67,8 @@ class FollowOptimizer(Transform):
                 symbol = symbol_for(name, value) if names.param(name) is not None else None
                 state[name] = value if symbol is None else symbol
         inner_target = {name: value for name, value in target.items() if name not in target_slots}
-        moved = run_transforms((self.transform,), state, inner_target, is_resuming=False, notes=notes)
-        following = _Following(self, names, source, slots, target, moved, notes)
+        moved = run_transforms((self.transform,), state, inner_target, is_resuming=False, diagnostics=diagnostics)
+        following = _Following(self, names, source, slots, target, moved, diagnostics)
         result = {name: following.parameter(value) for name, value in moved.items()}
         for name, value in moved.items():
             result.update(following.slots_of(name, value))
@@ -84,7 +84,7 @@ class FollowOptimizer(Transform):
 
 
 class _Following:
-    """One run of `FollowOptimizer`: finds what belongs to what, and notes what became of it."""
+    """One run of `FollowOptimizer`: finds what belongs to what, and records what became of it."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class _Following:
         slots: Mapping[str, Slot],
         target: Mapping[str, Any],
         moved: Mapping[str, Any],
-        notes: Notes,
+        diagnostics: Diagnostics,
     ):
         self._owner = owner
         self._names = names
         self._source = source
         self._slots = slots
         self._target = target
-        self._notes = notes
+        self._diagnostics = diagnostics
         self._used: set[str] = set()
         self._reset: dict[str, list[str]] = collections.defaultdict(list)
         # Parameters that stand under several names now: each of those will get but a part of the old one's gradient.
@@ -158,23 +158,25 @@ class _Following:
         return result
 
     def _note(self, name: str, new: Mapping[str, str], outcome: Outcome) -> None:
-        rule = self._notes.rule_for.get(name)
+        rule = self._diagnostics.rule_for.get(name)
         for kind in outcome.leaves:
             fidelity = "approximate" if kind in outcome.approximate else "exact"
-            self._notes.classes[new[kind]] = fidelity
+            self._diagnostics.fidelity[new[kind]] = fidelity
             if rule is not None:
-                self._notes.rule_for[new[kind]] = f"{rule}; followed ({fidelity})"
+                self._diagnostics.rule_for[new[kind]] = f"{rule}; followed ({fidelity})"
         for kind, reason in outcome.reset.items():
             # A target without this optimizer misses nothing.
             if not self._target or new[kind] in self._target:
-                self._notes.classes[new[kind]] = "reset"
-                self._notes.rule_for[new[kind]] = f"reset: {reason}"
+                self._diagnostics.fidelity[new[kind]] = "reset"
+                self._diagnostics.rule_for[new[kind]] = f"reset: {reason}"
                 self._reset[reason].append(new[kind])
 
     def finish(self) -> None:
-        """Notes what was dropped, and one warning per reason for what was reset."""
-        self._notes.drop(name for name in self._slots if name not in self._used)
+        """Diagnostics what was dropped, and one warning per reason for what was reset."""
+        self._diagnostics.drop(name for name in self._slots if name not in self._used)
         for reason, names in self._reset.items():
             count = f"{len(names)} optimizer leaves are" if len(names) > 1 else "one optimizer leaf is"
             more = f"{names[0]!r} …" if len(names) > 1 else repr(names[0])
-            self._notes.warnings.append(f"FollowOptimizer: {count} reset ({reason}): {more}; give them by fallback=")
+            self._diagnostics.warnings.append(
+                f"FollowOptimizer: {count} reset ({reason}): {more}; give them by fallback="
+            )

@@ -21,9 +21,9 @@ from orbax_t5x.lazy import (
     Cast,
     Concat,
     Join,
+    Leaf,
     LeafView,
-    Ledger,
-    Part,
+    ReadStats,
     Request,
     Split,
     Stack,
@@ -43,26 +43,19 @@ class CannotFollowError(ValueError):
     """What was done to the parameter cannot be done to what belongs to it; the text says why."""
 
 
-class Symbol:
+class Symbol(Leaf):
     """A leaf that stands for a parameter and cannot be read."""
-
-    path = ""
-    chunks = None
 
     def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype):
         self.name = name
         self.shape = tuple(shape)
         self.dtype = dtype
 
-    async def read_into(self, requests: Sequence[Request], ledger: Ledger) -> None:
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Refuses."""
         raise TypeError(
             f"{self.name!r} stands for a parameter while its optimizer state is followed; it cannot be read"
         )
-
-    async def settle(self, ledger: Ledger, parts: Sequence[Part]) -> bool | None:
-        """There is no checksum."""
-        return None
 
 
 def symbol_for(name: str, value: Any) -> View | None:

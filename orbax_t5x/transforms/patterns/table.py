@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from orbax_t5x.transforms.base import Notes
+from orbax_t5x.transforms.base import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.regex import demanded_texts, expand_match
 
@@ -165,18 +165,18 @@ def rule_table(patterns: tuple[Pattern, ...]) -> RuleTable:
     return RuleTable(patterns)
 
 
-def expand(match: re.Match[str], template: str, rule: str, notes: Notes) -> str | None:
+def expand(match: re.Match[str], template: str, rule: str, diagnostics: Diagnostics) -> str | None:
     """A replacement with its groups filled in; None, and a problem, where it names a group that is not there."""
     try:
         return expand_match(match, template)
     except ValueError as error:
-        note_bad_group(rule, error, match.string, notes)
+        note_bad_group(rule, error, match.string, diagnostics)
         return None
 
 
-def note_bad_group(rule: str, error: Exception, name: str, notes: Notes) -> None:
-    """Notes a replacement that its pattern cannot fill in."""
-    notes.problem("rule", name, f"{rule}: {error}", "name only groups that the pattern has")
+def note_bad_group(rule: str, error: Exception, name: str, diagnostics: Diagnostics) -> None:
+    """Diagnostics a replacement that its pattern cannot fill in."""
+    diagnostics.problem("rule", name, f"{rule}: {error}", "name only groups that the pattern has")
 
 
 # A table of hundreds of forgotten rules is scanned for the cause of the first few only.
@@ -184,13 +184,20 @@ _EXPLAINED_RULES = 10
 
 
 def note_unused(
-    table: RuleTable, used: set[int], names: Iterable[str], owner: str, notes: Notes, *, required: bool, what: str
+    table: RuleTable,
+    used: set[int],
+    names: Iterable[str],
+    owner: str,
+    diagnostics: Diagnostics,
+    *,
+    required: bool,
+    what: str,
 ) -> None:
-    """Notes rules that decided nothing: a problem where they matched nothing and had to, else a warning.
+    """Diagnostics rules that decided nothing: a problem where they matched nothing and had to, else a warning.
 
     A rule that matches names which earlier rules decide is shadowed: a warning. A pattern given twice counts once.
     """
-    if len(used) == len(table.patterns) or (notes.in_pack and not required):
+    if len(used) == len(table.patterns) or (diagnostics.in_pack and not required):
         return
     names = list(names)
     closest = ClosestNames(names)
@@ -199,7 +206,7 @@ def note_unused(
     for index, pattern in enumerate(table.patterns):
         text = pattern_text(pattern)
         if first_of.setdefault(pattern, index) < index:
-            notes.warnings.append(f"{owner}: pattern {text!r} is given twice; only the first counts")
+            diagnostics.warnings.append(f"{owner}: pattern {text!r} is given twice; only the first counts")
             continue
         if index in used:
             continue
@@ -209,12 +216,12 @@ def note_unused(
         by = None if seen is None else table.first(seen)
         if by is not None:
             deciding = pattern_text(table.patterns[by[0]])
-            notes.warnings.append(f"{owner}: pattern {text!r} is shadowed: {deciding!r} decides {seen!r}")
+            diagnostics.warnings.append(f"{owner}: pattern {text!r} is shadowed: {deciding!r} decides {seen!r}")
             continue
         message = f"{owner}: pattern {text!r} matches no name in {what}"
         if not required:
-            notes.warnings.append(message)
+            diagnostics.warnings.append(message)
             continue
         near = closest.to(text) if regex is not None else []
         message += f"; closest: {near}" if near else ""
-        notes.problem("unused_rule", None, message, "mend or remove it (a pattern must match a whole name)")
+        diagnostics.problem("unused_rule", None, message, "mend or remove it (a pattern must match a whole name)")

@@ -1,0 +1,52 @@
+"""Read stats: what one execution read, and the checksums of what it read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal, NamedTuple
+
+Verify = Literal["touched", "full", "off"]
+
+
+class ChecksummedRange(NamedTuple):
+    """The crc32c of the bytes [start, stop) of a leaf's checksummed extent, as they were read."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+class ReadStats:
+    """What one execution read and what was checked; filled by leaves, from any thread, reported by the executor.
+
+    Attributes:
+      verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
+      bytes_read: bytes asked for and read (for compressed formats: as stored where the reader can tell, else decoded).
+      gap_bytes: bytes read over because they lay between two wanted runs less than 4 KiB apart.
+      fill_chunks: chunks that were legitimately absent and stand for the fill value.
+    """
+
+    def __init__(self, verify: Verify = "touched"):
+        self.verify: Verify = verify
+        self.bytes_read = 0
+        self.gap_bytes = 0
+        self.fill_chunks = 0
+        self._ranges: dict[object, list[ChecksummedRange]] = {}
+        self._lock = threading.Lock()
+
+    def count(self, bytes_read: int, gap_bytes: int = 0, fill_chunks: int = 0) -> None:
+        """Adds to the counters."""
+        with self._lock:
+            self.bytes_read += bytes_read
+            self.gap_bytes += gap_bytes
+            self.fill_chunks += fill_chunks
+
+    def add_range(self, leaf: object, part: ChecksummedRange) -> None:
+        """Records the checksum of some bytes of a leaf; parts of one leaf may come in any order and may overlap."""
+        with self._lock:
+            self._ranges.setdefault(leaf, []).append(part)
+
+    def ranges(self, leaf: object) -> list[ChecksummedRange]:
+        """What was recorded for a leaf so far."""
+        with self._lock:
+            return list(self._ranges.get(leaf, ()))
