@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES, with_shardings
     from orbax_t5x.readers import Checkpoint, Limits, latest_step, open_checkpoint
     from orbax_t5x.restoring.api import plan_restore, restore
-    from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
+    from orbax_t5x.restoring.plan import RestorePlan
+    from orbax_t5x.restoring.plan_data import PlanEntry
 
 __version__ = "0.1.0"
 
@@ -48,7 +49,7 @@ _PUBLIC: dict[str, str] = {
     "LazyAwaitableArray": "orbax_t5x.lazy",
     "LazyThreadPoolArray": "orbax_t5x.lazy",
     "Limits": "orbax_t5x.readers",
-    "PlanEntry": "orbax_t5x.restoring.plan",
+    "PlanEntry": "orbax_t5x.restoring.plan_data",
     "Problem": "orbax_t5x.errors",
     "RestorePlan": "orbax_t5x.restoring.plan",
     "RestorePlanError": "orbax_t5x.errors",

@@ -9,9 +9,9 @@ from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
-from orbax_t5x.restoring.execute.executor import execute_plan
 from orbax_t5x.restoring.matching import PlanOptions
-from orbax_t5x.restoring.plan import Progress, RestorePlan
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.plan_data import Progress
 from orbax_t5x.restoring.planner import build_plan
 
 Path = str | os.PathLike[str]
@@ -45,7 +45,7 @@ def plan_restore(
     opened = _open(source, item, limits)
     options = PlanOptions(fallback, is_resuming, strict, dtype, allow_lossy_cast)
     chain = (transforms,) if callable(transforms) else tuple(transforms or ())
-    return build_plan(opened, target, chain, options, execute_plan)
+    return build_plan(opened, target, chain, options)
 
 
 def restore(

@@ -18,7 +18,7 @@ from orbax_t5x.errors import Problem
 from orbax_t5x.lazy import LazyArray, View, as_view
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.fallback import Fallback
-from orbax_t5x.restoring.plan import PlanEntry
+from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.targets import Target, TargetLeaf
 from orbax_t5x.transforms import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames

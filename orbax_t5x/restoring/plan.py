@@ -1,116 +1,16 @@
-"""A restore plan: for each leaf of the target, what will be read from where, decided before a byte of an array is read.
-
-A plan is data. It holds views (what to read), target leaves (what to make) and everything a person wants to know first:
-what comes from where, what stays unread and why, how many bytes this process will read. `execute` hands it to the
-executor, which does all I/O.
-"""
+"""A restore plan as its users have it: data, printed by `show`, carried out by `execute`."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-import jax
-import numpy as np
-
-from orbax_t5x.lazy import Box, LeafView, View
-from orbax_t5x.lazy.box import box_size, full_box
-from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.lazy import Verify
+from orbax_t5x.restoring.execute.executor import execute_plan
+from orbax_t5x.restoring.plan_data import PlanData, Progress
 from orbax_t5x.restoring.show import text as plan_text
-from orbax_t5x.restoring.targets import Target, TargetLeaf
-
-if TYPE_CHECKING:
-    from orbax_t5x.readers import Checkpoint
-
-Action = Literal["read", "value", "fallback", "keep"]
-Progress = Callable[[int, int, str], None]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlanEntry:
-    """One leaf of the target.
-
-    Attributes:
-      name: '/'-joined name in the target.
-      sources: names of the checkpoint's leaves that it is made from, in order; empty for what is not read.
-      shape, dtype: of what comes back.
-      sharding: of the array that is made; None for what stays on the host.
-      action: "read"; "value": a constant that a transform put there; "fallback"; "keep": a placeholder stays.
-      how: what happens on the way, in words ("stack of 24 on axis 1"); empty for a plain read.
-      rule: the rule that decided where it comes from, in words; empty where names matched.
-      fidelity: of an optimizer's leaf that followed its parameter: "exact", "approximate" or "reset"; else empty.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: jax.sharding.Sharding | None
-    action: Action
-    how: str = ""
-    rule: str = ""
-    fidelity: str = ""
-    view: View | None = dataclasses.field(default=None, repr=False)
-    leaf: TargetLeaf | None = dataclasses.field(default=None, repr=False)
-
-    def boxes(self) -> tuple[Box, ...]:
-        """The unique index boxes that this process needs, in device order."""
-        if self.leaf is None or self.view is None:
-            return ()
-        return addressable_boxes(self.leaf.sharding, self.leaf.shape)
-
-
-def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """The unique index boxes of the shards that this process holds; the whole array without a sharding."""
-    return (full_box(shape),) if sharding is None else _boxes_of(sharding, shape)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return tuple(dict.fromkeys(box_of_index(index or (), shape) for index in indices))
-
-
-def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """A shard's index, as JAX gives it, as a box."""
-    bounds = [
-        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=False)
-    ]
-    return (*bounds, *((0, size) for size in shape[len(bounds) :]))
-
-
-@dataclasses.dataclass(frozen=True)
-class RestoreReport:
-    """What one execution read and checked.
-
-    Attributes:
-      bytes_read: bytes of array data read by this process, without gaps.
-      gap_bytes: bytes read over because they lay in gaps below 4 KiB between wanted runs.
-      index_bytes: bytes read to open the checkpoints.
-      fill_chunks: chunks that were absent, legitimately, and stand for the fill value.
-      verified: leaves whose checksum was computed over all their bytes and holds.
-      unverified: leaves that were read only in part, so that their checksum could not be compared.
-      without_checksum: leaves whose format keeps no checksum of data.
-      seconds: wall time.
-    """
-
-    bytes_read: int
-    gap_bytes: int
-    index_bytes: int
-    fill_chunks: int
-    verified: tuple[str, ...]
-    unverified: tuple[str, ...]
-    without_checksum: tuple[str, ...]
-    seconds: float
-
-
-Execute = Callable[..., Any]
-Compute = Callable[[Sequence[str], Sequence[Any], Sequence[Any]], tuple[Any, ...]]
-
-
-class RestorePlan:
+class RestorePlan(PlanData):
     """What a restore will do; made by `orbax_t5x.plan_restore`, run by `execute`.
 
     Attributes:
@@ -122,31 +22,6 @@ class RestorePlan:
       report: after `execute`, what was read and checked.
     """
 
-    def __init__(
-        self,
-        *,
-        entries: Sequence[PlanEntry],
-        target: Target,
-        checkpoints: Mapping[str, Checkpoint],
-        unused: Sequence[str],
-        dropped: Sequence[str],
-        warnings: Sequence[str],
-        provenance: Sequence[Mapping[str, Any]],
-        fallback: Compute | None,
-        execute: Execute,
-    ):
-        """Made by the planner: it has checked everything."""
-        self.entries = tuple(entries)
-        self.target = target
-        self.checkpoints = dict(checkpoints)
-        self.unused = tuple(unused)
-        self.dropped = tuple(dropped)
-        self.warnings = tuple(warnings)
-        self.provenance = tuple(provenance)
-        self.fallback = fallback
-        self.report: RestoreReport | None = None
-        self._execute = execute
-
     def execute(
         self,
         *,
@@ -156,32 +31,10 @@ class RestorePlan:
         broadcast: bool = False,
     ) -> Any:
         """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
-        return self._execute(
+        values, self.report = execute_plan(
             self, verify=verify, memory_limit_bytes=memory_limit_bytes, progress=progress, broadcast=broadcast
         )
-
-    @functools.cached_property
-    def bytes_to_read(self) -> int:
-        """Bytes of array data that this process will read: each box of each leaf once, decoded, gaps not counted."""
-        seen: dict[tuple[int, Box], int] = {}
-        for entry in self.entries:
-            if entry.view is None or entry.action != "read":
-                continue
-            if isinstance(entry.view, LeafView):
-                # The common case, without a call per box: the boxes of a bare leaf are the boxes that it is asked for.
-                key, itemsize = id(entry.view.leaf), entry.view.dtype.itemsize
-                for box in entry.boxes():
-                    seen[key, box] = box_size(box) * itemsize
-                continue
-            for box in entry.boxes():
-                for leaf, leaf_box in entry.view.requests(box):
-                    if not leaf.is_value:
-                        seen[id(leaf), leaf_box] = box_size(leaf_box) * leaf.dtype.itemsize
-        return sum(seen.values())
-
-    @functools.cached_property
-    def _by_name(self) -> dict[str, PlanEntry]:
-        return {entry.name: entry for entry in self.entries}
+        return self.target.rebuild(values)
 
     def explain(self, leaf: str) -> str:
         """Where one leaf of the target comes from, or what becomes of one leaf of the checkpoint.
@@ -212,8 +65,3 @@ class RestorePlan:
         }
         told = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
         return f"<RestorePlan: {told or 'nothing to do'}; {len(self.unused)} unused, {len(self.dropped)} dropped>"
-
-
-def nbytes(shape: Sequence[int], dtype: np.dtype) -> int:
-    """Bytes of an array in memory."""
-    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize

@@ -15,7 +15,8 @@ from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.matching import Matcher, PlanOptions
-from orbax_t5x.restoring.plan import Execute, PlanEntry, RestorePlan
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms import Diagnostics, run_transforms
 
@@ -27,7 +28,6 @@ def build_plan(
     target: Any,
     transforms: Sequence[Callable[..., Any]],
     options: PlanOptions,
-    execute: Execute,
 ) -> RestorePlan:
     """Plans a restore.
 
@@ -36,7 +36,6 @@ def build_plan(
       target: as `orbax_t5x.restore` takes it.
       transforms: in order.
       options: the rest of the keywords.
-      execute: what `RestorePlan.execute` calls.
 
     Raises:
       RestorePlanError: with every problem found.
@@ -69,7 +68,6 @@ def build_plan(
         warnings=diagnostics.warnings,
         provenance=_extended(records, checkpoints, () if resuming else transforms),
         fallback=matcher.fallback.compute if matcher.fallback is not None else None,
-        execute=execute,
     )
 
 

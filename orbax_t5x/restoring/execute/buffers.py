@@ -17,7 +17,7 @@ import numpy as np
 
 from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
-from orbax_t5x.restoring.plan import PlanEntry, addressable_boxes, box_of_index
+from orbax_t5x.restoring.plan_data import PlanEntry, addressable_boxes, box_of_index
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64

@@ -31,7 +31,7 @@ from orbax_t5x.restoring.execute.buffers import make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard, lower_shards, slabs
-from orbax_t5x.restoring.plan import PlanEntry, Progress, RestorePlan, RestoreReport
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, Progress, RestoreReport
 
 _MIB = 1 << 20
 # In flight at once. Below about eight chunks of a chunked format in flight, chunks that several shards need are decoded
@@ -43,14 +43,17 @@ _THREADS = max(2, min(8, os.cpu_count() or 1))
 
 
 def execute_plan(
-    plan: RestorePlan,
+    plan: PlanData,
     *,
     verify: Verify = "touched",
     memory_limit_bytes: int | None = None,
     progress: Progress | None = None,
     broadcast: bool = False,
-) -> Any:
+) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan; what `RestorePlan.execute` calls.
+
+    Returns:
+      The value of each leaf of the target by name, and what was read and checked.
 
     Raises:
       ValueError: an unknown `verify`, or a limit below one byte.
@@ -103,7 +106,7 @@ class Budget:
 class _Execution:
     """One run of one plan."""
 
-    def __init__(self, plan: RestorePlan, verify: Verify, limit: int, progress: Progress | None):
+    def __init__(self, plan: PlanData, verify: Verify, limit: int, progress: Progress | None):
         self._plan = plan
         self._limit = limit
         self._progress = progress
@@ -116,7 +119,7 @@ class _Execution:
         self._several = jax.process_count() > 1
         self._stop = threading.Event()
 
-    def run(self) -> Any:
+    def run(self) -> tuple[dict[str, Any], RestoreReport]:
         started = time.monotonic()
         entries = [entry for entry in self._plan.entries if entry.view is not None]
         groups = group_entries(entries, self._limit)
@@ -126,11 +129,11 @@ class _Execution:
         if groups or self._several:
             self._read(groups)
         self._values.update(self._computed())
-        self._plan.report = self._report(time.monotonic() - started)
+        report = self._report(time.monotonic() - started)
         for entry in self._plan.entries:
             if entry.action == "keep":
                 self._values[entry.name] = self._plan.target.original.get(entry.name)
-        return self._plan.target.rebuild(self._values)
+        return self._values, report
 
     # -- reading
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
 from orbax_t5x.restoring.execute.buffers import pieces_of
 from orbax_t5x.restoring.execute.lowering import SCRATCH_BYTES, scratch
-from orbax_t5x.restoring.plan import PlanEntry
+from orbax_t5x.restoring.plan_data import PlanEntry
 
 # Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first
 # bytes.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show.rows import Row, heading, more_rows, name_sections, outcome, plan_rows
-
-if TYPE_CHECKING:
-    from orbax_t5x.restoring.plan import RestorePlan
 
 # Colours are those of the page, so that it can be dark; only weights and rules are ours.
 _STYLE = """
@@ -26,7 +23,7 @@ _STYLE = """
 """
 
 
-def html(plan: RestorePlan) -> str:
+def html(plan: PlanData) -> str:
     """The plan as an HTML fragment."""
     title, *facts = heading(plan)
     rows, left_out = plan_rows(plan)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_size
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
 from orbax_t5x.text.fold import fold, fold_names, times_text
 from orbax_t5x.text.wording import (
     array_bytes,
@@ -22,10 +23,6 @@ from orbax_t5x.text.wording import (
     sharding_text,
     size_text,
 )
-
-if TYPE_CHECKING:
-    from orbax_t5x.lazy import Box
-    from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
 
 # Rows shown; a plan that needs more is read by programs, not by people.
 SHOWN_ROWS = 200
@@ -66,7 +63,7 @@ class Row:
         return self.name + times_text(self.count)
 
 
-def plan_rows(plan: RestorePlan) -> tuple[list[Row], int]:
+def plan_rows(plan: PlanData) -> tuple[list[Row], int]:
     """The rows to show, and how many leaves are not among them; constants have a section of their own."""
     entries = [entry for entry in plan.entries if entry.action != "value"]
     if plan.target.kind == "everything":
@@ -137,7 +134,7 @@ def entry_how(entry: PlanEntry) -> str:
     return ", ".join(text for text in (told, noted) if text)
 
 
-def heading(plan: RestorePlan) -> list[str]:
+def heading(plan: PlanData) -> list[str]:
     """What the plan is, in up to three lines."""
     sources = [
         (f"{name}: " if name else "")
@@ -163,7 +160,7 @@ def heading(plan: RestorePlan) -> list[str]:
     return [*lines, reads]
 
 
-def outcome(plan: RestorePlan) -> str:
+def outcome(plan: PlanData) -> str:
     """What the last execution read and checked; empty before one."""
     report = plan.report
     if report is None:
@@ -182,7 +179,7 @@ def outcome(plan: RestorePlan) -> str:
     return "Executed: " + ", ".join(parts) + "."
 
 
-def name_sections(plan: RestorePlan) -> list[tuple[str, list[str], str]]:
+def name_sections(plan: PlanData) -> list[tuple[str, list[str], str]]:
     """Title, folded names and what is left out, for constants, unused and dropped leaves."""
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
     sections = [

@@ -5,12 +5,9 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show.rows import Row, heading, more_rows, name_sections, outcome, plan_rows
-
-if TYPE_CHECKING:
-    from orbax_t5x.restoring.plan import RestorePlan
 
 # Without a terminal, as in a log: two panes of an editor, one window of a browser.
 _WIDTH_WITHOUT_TERMINAL = 120
@@ -25,7 +22,7 @@ def terminal_width() -> int:
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns)
 
 
-def table(plan: RestorePlan) -> str:
+def table(plan: PlanData) -> str:
     """The plan for people, as wide as the terminal."""
     width = terminal_width()
     rows, left_out = plan_rows(plan)

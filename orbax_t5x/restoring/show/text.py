@@ -7,10 +7,12 @@ has everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from orbax_t5x.lazy import Box
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
 from orbax_t5x.restoring.show.html import html
 from orbax_t5x.restoring.show.rows import (
     SHOWN_ROWS,
@@ -27,10 +29,6 @@ from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text,
 from orbax_t5x.transforms.patterns.closest import closest_names
 from orbax_t5x.trees.dtypes import conversion
 
-if TYPE_CHECKING:
-    from orbax_t5x.lazy import Box
-    from orbax_t5x.restoring.plan import PlanEntry, RestorePlan
-
 __all__ = ["diff", "explain", "html", "table", "to_json"]
 
 # Boxes and sources listed for one leaf.
@@ -38,7 +36,7 @@ _SHOWN_BOXES = 8
 _LABEL_WIDTH = 10
 
 
-def explain(plan: RestorePlan, leaf: str) -> str:
+def explain(plan: PlanData, leaf: str) -> str:
     """Where one target leaf comes from and what this process reads for it; what becomes of a leaf of the checkpoint.
 
     Raises:
@@ -54,7 +52,7 @@ def explain(plan: RestorePlan, leaf: str) -> str:
     raise KeyError(f"neither the target nor the checkpoint has a leaf {leaf!r}{hint}")
 
 
-def diff(plan: RestorePlan, other: RestorePlan) -> str:
+def diff(plan: PlanData, other: PlanData) -> str:
     """What the second plan does otherwise than the first, leaf by leaf; empty when nothing."""
     ours, theirs = ({entry.name: entry for entry in one.entries} for one in (plan, other))
     lines = [f"- {name}" for name in _folded(name for name in ours if name not in theirs)]
@@ -73,7 +71,7 @@ def diff(plan: RestorePlan, other: RestorePlan) -> str:
     return "\n".join(plain(line) for line in lines)
 
 
-def to_json(plan: RestorePlan) -> dict[str, Any]:
+def to_json(plan: PlanData) -> dict[str, Any]:
     """The plan as data that `json.dumps` takes; bytes are those of this process."""
     return {
         "sources": {
@@ -127,7 +125,7 @@ def _line(label: str, text: str) -> str:
     return f"  {label:<{_LABEL_WIDTH}}{text}"
 
 
-def _explain_entry(entry: PlanEntry, plan: RestorePlan) -> list[str]:
+def _explain_entry(entry: PlanEntry, plan: PlanData) -> list[str]:
     lines = [f"{entry.name}: a leaf of the target, {_WHAT[entry.action]}"]
     if entry.dtype is not None:
         lines.append(_line("becomes", f"{entry_array(entry)}, {size_text(array_bytes(entry.dtype, entry.shape))}"))
@@ -192,7 +190,7 @@ def _box_text(box: Box) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
-def _stored(plan: RestorePlan) -> dict[str, Any]:
+def _stored(plan: PlanData) -> dict[str, Any]:
     """All leaves of the checkpoints by the names that the plan uses."""
     return {
         (f"{prefix}/{name}" if prefix else name): view
@@ -201,14 +199,14 @@ def _stored(plan: RestorePlan) -> dict[str, Any]:
     }
 
 
-def _path_of(plan: RestorePlan, name: str) -> str:
+def _path_of(plan: PlanData, name: str) -> str:
     for prefix, checkpoint in plan.checkpoints.items():
         if not prefix or name.startswith(f"{prefix}/"):
             return checkpoint.path
     return ""
 
 
-def _explain_stored(plan: RestorePlan, leaf: str) -> list[list[str]]:
+def _explain_stored(plan: PlanData, leaf: str) -> list[list[str]]:
     view = _stored(plan).get(leaf)
     if view is None:
         return []

@@ -1,0 +1,161 @@
+"""A restore plan as data: for each leaf of the target, what is read from where, decided before an array byte is read.
+
+Views say what to read, target leaves what to make. Nothing here reads, prints or opens anything: `show` turns a plan
+into text, `execute` carries it out, and `RestorePlan` (`plan.py`) puts the three together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from orbax_t5x.lazy import Box, LeafView, View
+from orbax_t5x.lazy.box import box_size, full_box
+from orbax_t5x.readers import Checkpoint
+from orbax_t5x.restoring.targets import Target, TargetLeaf
+
+Action = Literal["read", "value", "fallback", "keep"]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanEntry:
+    """One leaf of the target.
+
+    Attributes:
+      name: '/'-joined name in the target.
+      sources: names of the checkpoint's leaves that it is made from, in order; empty for what is not read.
+      shape, dtype: of what comes back.
+      sharding: of the array that is made; None for what stays on the host.
+      action: "read"; "value": a constant that a transform put there; "fallback"; "keep": a placeholder stays.
+      how: what happens on the way, in words ("stack of 24 on axis 1"); empty for a plain read.
+      rule: the rule that decided where it comes from, in words; empty where names matched.
+      fidelity: of an optimizer's leaf that followed its parameter: "exact", "approximate" or "reset"; else empty.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding | None
+    action: Action
+    how: str = ""
+    rule: str = ""
+    fidelity: str = ""
+    view: View | None = dataclasses.field(default=None, repr=False)
+    leaf: TargetLeaf | None = dataclasses.field(default=None, repr=False)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """The unique index boxes that this process needs, in device order."""
+        if self.leaf is None or self.view is None:
+            return ()
+        return addressable_boxes(self.leaf.sharding, self.leaf.shape)
+
+
+def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """The unique index boxes of the shards that this process holds; the whole array without a sharding."""
+    return (full_box(shape),) if sharding is None else _boxes_of(sharding, shape)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return tuple(dict.fromkeys(box_of_index(index or (), shape) for index in indices))
+
+
+def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """A shard's index, as JAX gives it, as a box."""
+    bounds = [
+        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=False)
+    ]
+    return (*bounds, *((0, size) for size in shape[len(bounds) :]))
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreReport:
+    """What one execution read and checked.
+
+    Attributes:
+      bytes_read: bytes of array data read by this process, without gaps.
+      gap_bytes: bytes read over because they lay in gaps below 4 KiB between wanted runs.
+      index_bytes: bytes read to open the checkpoints.
+      fill_chunks: chunks that were absent, legitimately, and stand for the fill value.
+      verified: leaves whose checksum was computed over all their bytes and holds.
+      unverified: leaves that were read only in part, so that their checksum could not be compared.
+      without_checksum: leaves whose format keeps no checksum of data.
+      seconds: wall time.
+    """
+
+    bytes_read: int
+    gap_bytes: int
+    index_bytes: int
+    fill_chunks: int
+    verified: tuple[str, ...]
+    unverified: tuple[str, ...]
+    without_checksum: tuple[str, ...]
+    seconds: float
+
+
+Compute = Callable[[Sequence[str], Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+"""Computes leaves by name from a traced fallback: names, shardings and dtypes (None: as it comes) -> values."""
+
+
+class PlanData:
+    """What a plan knows.
+
+    Attributes:
+      entries: one per leaf of the target, in its order.
+      target: the flattened target.
+      checkpoints: the open sources, by the prefix of their leaf names; one alone under "".
+      unused: names of the checkpoint's leaves that no rule took out and that have no place in the target.
+      dropped: names that a transform, a placeholder or an `InferenceState` took out.
+      warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
+      provenance: what was applied to this state, oldest first; handlers write it beside what they save.
+      fallback: computes the leaves that only a traced fallback can give, or None.
+      report: after an execution, what was read and checked.
+    """
+
+    def __init__(
+        self,
+        *,
+        entries: Sequence[PlanEntry],
+        target: Target,
+        checkpoints: Mapping[str, Checkpoint],
+        unused: Sequence[str],
+        dropped: Sequence[str],
+        warnings: Sequence[str],
+        provenance: Sequence[Mapping[str, Any]],
+        fallback: Compute | None,
+    ):
+        self.entries = tuple(entries)
+        self.target = target
+        self.checkpoints = dict(checkpoints)
+        self.unused = tuple(unused)
+        self.dropped = tuple(dropped)
+        self.warnings = tuple(warnings)
+        self.provenance = tuple(provenance)
+        self.fallback = fallback
+        self.report: RestoreReport | None = None
+
+    @functools.cached_property
+    def bytes_to_read(self) -> int:
+        """Bytes of array data that this process will read: each box of each leaf once, decoded, gaps not counted."""
+        seen: dict[tuple[int, Box], int] = {}
+        for entry in self.entries:
+            if entry.view is None or entry.action != "read":
+                continue
+            if isinstance(entry.view, LeafView):
+                # The common case, without a call per box: the boxes of a bare leaf are the boxes that it is asked for.
+                key, itemsize = id(entry.view.leaf), entry.view.dtype.itemsize
+                for box in entry.boxes():
+                    seen[key, box] = box_size(box) * itemsize
+                continue
+            for box in entry.boxes():
+                for leaf, leaf_box in entry.view.requests(box):
+                    if not leaf.is_value:
+                        seen[id(leaf), leaf_box] = box_size(leaf_box) * leaf.dtype.itemsize
+        return sum(seen.values())
