@@ -21,7 +21,7 @@ from orbax_t5x.cli import demo_job, inspect_command
 from orbax_t5x.cli.arguments import size_argument
 from orbax_t5x.cli.main import main
 from orbax_t5x.cli.progress import ProgressBar
-from orbax_t5x.restoring.show.table import terminal_width
+from orbax_t5x.text.table import terminal_width
 
 BUNDLE = Path(demo_job.__file__).parent / "demo_data" / "model.ckpt-1000000"
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointError, Problem, RestorePlanError
-from orbax_t5x.restoring.show.table import terminal_width
 from orbax_t5x.text.fold import fold
+from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import counted, leaves_text, plain
 
 # What the library tells programmers to pass, and what that is called here.

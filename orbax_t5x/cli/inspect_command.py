@@ -15,8 +15,8 @@ import numpy as np
 
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.readers import Checkpoint, open_checkpoint
-from orbax_t5x.restoring.show.table import terminal_width
 from orbax_t5x.text.fold import fold, times_text
+from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, leaves_text, plain, size_text
 
 _INDENT = "  "

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from orbax_t5x.restoring.show.table import terminal_width
+from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import size_text
 
 # Redrawing more often costs more than it tells.

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 from collections.abc import Sequence
 
 from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show.rows import Row, heading, more_rows, name_sections, outcome, plan_rows
+from orbax_t5x.text.table import terminal_width
 
-# Without a terminal, as in a log: two panes of an editor, one window of a browser.
-_WIDTH_WITHOUT_TERMINAL = 120
-_LEAST_WIDTH = 40
 # With more rows broken than this share, a table of one line a row is harder to read than one of two.
 _LEAST_ON_ONE_LINE = 0.75
 _GAP = 2
-
-
-def terminal_width() -> int:
-    """Columns to write for."""
-    return max(_LEAST_WIDTH, shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns)
 
 
 def table(plan: PlanData) -> str:
