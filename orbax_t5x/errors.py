@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 
 class CheckpointError(Exception):
@@ -54,11 +55,61 @@ class LimitExceededError(CheckpointError, ValueError):
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """The operating system or a remote store failed to read or write."""
+    """The operating system or a remote store failed to read or write.
+
+    Attributes:
+      errno: the operating system's error number, or None where it gave none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        leaf: str | None = None,
+        errno: int | None = None,
+    ):
+        super().__init__(message, path=path, leaf=leaf)
+        self.errno = errno
 
 
 class LeafMismatchError(CheckpointError, ValueError):
     """A file disagrees with itself about a leaf, or a T5X function found a shape that does not fit."""
+
+
+ProblemKind = Literal[
+    "missing",
+    "leftover",
+    "shape",
+    "dtype",
+    "sharding",
+    "target",
+    "fallback",
+    "duplicate",
+    "rule",
+    "unused_rule",
+    "transform",
+    "translate",
+    "optimizer",
+    "provenance",
+]
+"""What a `Problem` is about. The words are stable, and programs may compare them:
+
+* "missing": a leaf that is wanted, or a part of one that a transform makes, is nowhere.
+* "leftover": a leaf of the checkpoint has no place in the target, and `strict` is set.
+* "shape": two shapes disagree, or a transform does not apply to a shape.
+* "dtype": a conversion that may lose values, or that needs `Cast`, and that nobody asked for.
+* "sharding": a sharding does not fit its leaf, or is needed and missing.
+* "target": the target holds something that no leaf can be restored into.
+* "fallback": the fallback cannot be used for a leaf.
+* "duplicate": two leaves have one name.
+* "rule": a rule cannot be applied as it is written.
+* "unused_rule": a rule that must match matches nothing.
+* "transform": a transform raised an exception or returned something that is no state dict.
+* "translate": a name of Mesh TensorFlow has no translation into T5X's.
+* "optimizer": two optimizers keep states that cannot be converted exactly.
+* "provenance": what was applied to this state before disagrees with what is to be applied now.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +117,13 @@ class Problem:
     """One thing that is wrong with a restore, found before anything is read.
 
     Attributes:
-      kind: a stable short word for programs, such as "missing", "leftover", "shape", "dtype", "sharding",
-        "unused_rule", "duplicate", "rule", "provenance".
+      kind: a stable short word for programs; see `ProblemKind`.
       leaf: the '/'-joined name concerned, or None where the problem is not about one leaf.
       message: what is wrong, with both values.
       fix: what to do about it, as a call or an argument; may be empty.
     """
 
-    kind: str
+    kind: ProblemKind
     leaf: str | None
     message: str
     fix: str = ""

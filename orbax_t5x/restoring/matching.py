@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, View, as_view
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.fallback import Fallback
@@ -332,7 +332,7 @@ class Matcher:
             "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules",
         )
 
-    def _problem(self, kind: str, leaf: str | None, message: str, fix: str, first: bool = False) -> None:
+    def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str, first: bool = False) -> None:
         self._diagnostics.problems.insert(
             0 if first else len(self._diagnostics.problems), Problem(kind, leaf, message, fix)
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
 from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Diagnostics:
     explained: set[str] = dataclasses.field(default_factory=set)
     in_pack: bool = False
 
-    def problem(self, kind: str, leaf: str | None, message: str, fix: str = "") -> None:
+    def problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str = "") -> None:
         """Diagnostics one problem."""
         self.problems.append(Problem(kind, leaf, message, fix))
 
