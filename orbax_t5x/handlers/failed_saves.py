@@ -50,9 +50,7 @@ def as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | Non
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         number = next((number for part, number in _ERRNO_TEXTS.items() if part in text), None)
-    typed = CheckpointIOError(f"could not be written: {text}", path=os.fspath(directory), leaf=leaf)
-    typed.errno = number
-    return typed
+    return CheckpointIOError(f"could not be written: {text}", path=os.fspath(directory), leaf=leaf, errno=number)
 
 
 def discard(directory: Any) -> None:

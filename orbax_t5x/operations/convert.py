@@ -180,9 +180,7 @@ def _check_not_around(target: Path, source: str) -> None:
 
 
 def _exists(target: Path, message: str) -> CheckpointIOError:
-    error = CheckpointIOError(message, path=target)
-    error.errno = errno.EEXIST
-    return error
+    return CheckpointIOError(message, path=target, errno=errno.EEXIST)
 
 
 def _write(args: TrainStateSave, target: Path, overwrite: bool) -> None:
@@ -202,9 +200,7 @@ def _write(args: TrainStateSave, target: Path, overwrite: bool) -> None:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and not isinstance(error, CheckpointIOError):
-            failed = CheckpointIOError(f"could not be written: {error}", path=target)
-            failed.errno = error.errno
-            raise failed from error
+            raise CheckpointIOError(f"could not be written: {error}", path=target, errno=error.errno) from error
         raise
 
 
@@ -217,9 +213,7 @@ def _make_parents(parent: Path) -> list[Path]:
             path.mkdir()
             made.append(path)
     except OSError as error:
-        failed = CheckpointIOError(f"the directory could not be made: {error}", path=parent)
-        failed.errno = error.errno
-        raise failed from error
+        raise CheckpointIOError(f"the directory could not be made: {error}", path=parent, errno=error.errno) from error
     return made
 
 

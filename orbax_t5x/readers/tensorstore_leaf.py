@@ -122,9 +122,7 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
     if found := _OS_ERROR.search(str(error)):
         number = int(found["errno"])
         if number not in _DAMAGE_ERRNOS:
-            typed = CheckpointIOError(message, path=path, leaf=leaf)
-            typed.errno = number
-            return typed
+            return CheckpointIOError(message, path=path, leaf=leaf, errno=number)
     elif status in _IO_STATUSES:
         return CheckpointIOError(message, path=path, leaf=leaf)
     if "Invalid key: " in text or "Invalid file path: " in text:

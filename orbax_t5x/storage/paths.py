@@ -87,9 +87,7 @@ def _os_error(error: OSError, path: str, leaf: str | None, doing: str) -> Except
 
 def io_error(error: OSError, doing: str, *, path: str, leaf: str | None = None) -> CheckpointIOError:
     """What the operating system refused, typed, with its errno."""
-    typed = CheckpointIOError(f"{doing}: {error.strerror or error}", path=path, leaf=leaf)
-    typed.errno = error.errno
-    return typed
+    return CheckpointIOError(f"{doing}: {error.strerror or error}", path=path, leaf=leaf, errno=error.errno)
 
 
 class Root:
