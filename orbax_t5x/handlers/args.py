@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
-
-Progress = Callable[[int, int, str], None]
-"""`progress(done_bytes, total_bytes, leaf)`, from one thread at a time."""
+from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
 
 
 class _Missing(enum.Enum):
@@ -57,8 +55,8 @@ class TrainStateSave(ocp.args.CheckpointArgs):
     provenance: Sequence[Mapping[str, Any]] | None = None
     on_unsupported: Literal["error", "skip"] = "error"
     custom_metadata: Mapping[str, Any] | None = None
-    memory_limit_bytes: int | None = None
-    progress: Progress | None = None
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
+    progress: Progress | None = ReadOptions.progress
     ocdbt_target_data_file_size: int | None = None
 
 
@@ -78,17 +76,17 @@ class TrainStateRestore(ocp.args.CheckpointArgs):
     transforms: Any = ()
     _: dataclasses.KW_ONLY
     source: Any = None
-    item: str | None = None
-    fallback: Any = dataclasses.field(default=None, repr=False)
-    is_resuming: bool | None = None
-    strict: bool = True
-    dtype: Any = None
-    allow_lossy_cast: bool = False
-    verify: Verify = "touched"
-    memory_limit_bytes: int | None = None
-    progress: Progress | None = None
-    limits: Limits | None = None
-    broadcast: bool = False
+    item: str | None = PlanOptions.item
+    fallback: Any = dataclasses.field(default=PlanOptions.fallback, repr=False)
+    is_resuming: bool | None = PlanOptions.is_resuming
+    strict: bool = PlanOptions.strict
+    dtype: Any = PlanOptions.dtype
+    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast
+    verify: Verify = ReadOptions.verify
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
+    progress: Progress | None = ReadOptions.progress
+    limits: Limits | None = PlanOptions.limits
+    broadcast: bool = ReadOptions.broadcast
 
     def given(self) -> list[str]:
         """The names of the keywords that are not at their defaults."""

@@ -21,8 +21,8 @@ from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLeaves
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.api import plan_restore
+from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 
 _ITEM_METADATA = "_METADATA"
 _PLACEHOLDER = '"placeholder"'
@@ -158,29 +158,10 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             if given:
                 raise _without_target(given, directory)
             return self._stock_restore(directory)
-        plan = plan_restore(
-            directory if args.source is None else args.source,
-            args.target,
-            args.transforms,
-            item=args.item,
-            fallback=args.fallback,
-            is_resuming=args.is_resuming,
-            strict=args.strict,
-            dtype=args.dtype,
-            allow_lossy_cast=args.allow_lossy_cast,
-            limits=args.limits,
-        )
-        try:
-            restored = plan.execute(
-                verify=args.verify,
-                memory_limit_bytes=args.memory_limit_bytes,
-                progress=args.progress,
-                broadcast=args.broadcast,
-            )
-        finally:
-            for checkpoint in plan.checkpoints.values():
-                if not _is_callers(checkpoint, args.source):
-                    checkpoint.close()
+        source = directory if args.source is None else args.source
+        reading = ReadOptions.of(args)
+        with open_plan(source, args.target, args.transforms, PlanOptions.of(args)) as plan:
+            restored = plan.run(reading)
         self._records = tuple(plan.provenance)
         return restored
 
@@ -230,11 +211,6 @@ def _without_target(given: Sequence[str], directory: epath.Path) -> RestorePlanE
         ],
         path=directory,
     )
-
-
-def _is_callers(checkpoint: Checkpoint, source: Any) -> bool:
-    given = source.values() if isinstance(source, Mapping) else (source,)
-    return any(checkpoint is one for one in given)
 
 
 ocp.args.register_with_handler(TrainStateHandler, for_save=True)(TrainStateSave)

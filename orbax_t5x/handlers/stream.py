@@ -25,9 +25,9 @@ from orbax_t5x.lazy import Box, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.restoring.execute.executor import Budget
+from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES, Progress
 
 _MIB = 1 << 20
-MEMORY_LIMIT_BYTES = 256 * _MIB
 # Larger chunks make a restore of one shard of many decode too much; smaller ones cost a write each. T5X writes the
 # same.
 _CHUNK_BYTES = 64 * _MIB
@@ -43,8 +43,6 @@ _FILE_THREADS = 16
 _SIGNAL_SECS = 0.2
 # Of the small leaves, this many are on their way at once; more only lengthen the queue.
 _PIECES_IN_FLIGHT = 128
-
-Progress = Callable[[int, int, str], None]
 
 
 class Job(NamedTuple):

@@ -22,13 +22,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
-from orbax_t5x.handlers.args import Progress, TrainStateSave
+from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
 from orbax_t5x.handlers.failed_saves import remove_tree, sync, sync_directory
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.api import Source, plan_restore
+from orbax_t5x.restoring.options import Progress, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.trees.flat import unflatten
 
@@ -44,8 +45,8 @@ def convert(
     format: str = "orbax",
     dtype: Any = None,
     overwrite: bool = False,
-    memory_limit_bytes: int | None = None,
-    progress: Progress | None = None,
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
+    progress: Progress | None = ReadOptions.progress,
     on_unsupported: Literal["error", "skip"] = "error",
 ) -> None:
     """Writes what a checkpoint holds as a plain Orbax item that `ocp.PyTreeCheckpointer().restore(destination)` reads.

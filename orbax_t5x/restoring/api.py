@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
-from orbax_t5x.restoring.matching import PlanOptions
+from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.plan_data import Progress
 from orbax_t5x.restoring.planner import build_plan
 
 Path = str | os.PathLike[str]
 Source = Path | Checkpoint | Mapping[str, Path | Checkpoint]
+Transforms = Sequence[Callable[..., Any]] | Callable[..., Any]
 
 
 def plan_restore(
     source: Source,
     target: Any,
-    transforms: Sequence[Callable[..., Any]] | Callable[..., Any] = (),
+    transforms: Transforms = (),
     *,
-    item: str | None = None,
-    fallback: Any = None,
-    is_resuming: bool | None = None,
-    strict: bool = True,
-    dtype: Any = None,
-    allow_lossy_cast: bool = False,
-    limits: Limits | None = None,
+    item: str | None = PlanOptions.item,
+    fallback: Any = PlanOptions.fallback,
+    is_resuming: bool | None = PlanOptions.is_resuming,
+    strict: bool = PlanOptions.strict,
+    dtype: Any = PlanOptions.dtype,
+    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
+    limits: Limits | None = PlanOptions.limits,
 ) -> RestorePlan:
     """Plans a restore: reads metadata only, and finds everything that is wrong before an array byte is read.
 
@@ -42,28 +42,29 @@ def plan_restore(
       RestorePlanError: with every problem in `.problems`.
       CheckpointError: a source could not be opened.
     """
-    opened = _open(source, item, limits)
-    options = PlanOptions(fallback, is_resuming, strict, dtype, allow_lossy_cast)
-    chain = (transforms,) if callable(transforms) else tuple(transforms or ())
-    return build_plan(opened, target, chain, options)
+    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
+    with contextlib.ExitStack() as stack:
+        plan = _plan(source, target, transforms, options, stack)
+        stack.pop_all()
+    return plan
 
 
 def restore(
     source: Source,
     target: Any,
-    transforms: Sequence[Callable[..., Any]] | Callable[..., Any] = (),
+    transforms: Transforms = (),
     *,
-    item: str | None = None,
-    fallback: Any = None,
-    is_resuming: bool | None = None,
-    strict: bool = True,
-    dtype: Any = None,
-    allow_lossy_cast: bool = False,
-    verify: Verify = "touched",
-    memory_limit_bytes: int | None = None,
-    progress: Progress | None = None,
-    limits: Limits | None = None,
-    broadcast: bool = False,
+    item: str | None = PlanOptions.item,
+    fallback: Any = PlanOptions.fallback,
+    is_resuming: bool | None = PlanOptions.is_resuming,
+    strict: bool = PlanOptions.strict,
+    dtype: Any = PlanOptions.dtype,
+    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
+    verify: Verify = ReadOptions.verify,
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
+    progress: Progress | None = ReadOptions.progress,
+    limits: Limits | None = PlanOptions.limits,
+    broadcast: bool = ReadOptions.broadcast,
 ) -> Any:
     """Restores a checkpoint of any format into a target, each process reading only what its own shards need.
 
@@ -94,36 +95,37 @@ def restore(
       RestorePlanError: the checkpoint, the transforms and the target disagree; all problems at once, nothing was read.
       CheckpointError: the checkpoint could not be opened or read, or is damaged.
     """
+    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
+    reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
+    with open_plan(source, target, transforms, options) as plan:
+        return plan.run(reading)
+
+
+@contextlib.contextmanager
+def open_plan(source: Source, target: Any, transforms: Transforms, options: PlanOptions) -> Iterator[RestorePlan]:
+    """The plan of a restore, as long as its checkpoints are open: those that were opened here are closed at the end."""
     with contextlib.ExitStack() as stack:
-        opened = _open(source, item, limits)
-        for name, checkpoint in opened.items():
-            given = source if not isinstance(source, Mapping) else source[name]
-            if given is not checkpoint:
-                stack.callback(checkpoint.close)
-        plan = plan_restore(
-            opened if isinstance(source, Mapping) else opened[""],
-            target,
-            transforms,
-            fallback=fallback,
-            is_resuming=is_resuming,
-            strict=strict,
-            dtype=dtype,
-            allow_lossy_cast=allow_lossy_cast,
-        )
-        return plan.execute(
-            verify=verify, memory_limit_bytes=memory_limit_bytes, progress=progress, broadcast=broadcast
-        )
+        yield _plan(source, target, transforms, options, stack)
 
 
-def _open(source: Source, item: str | None, limits: Limits | None) -> dict[str, Checkpoint]:
+def _plan(
+    source: Source, target: Any, transforms: Transforms, options: PlanOptions, stack: contextlib.ExitStack
+) -> RestorePlan:
+    chain = (transforms,) if callable(transforms) else tuple(transforms or ())
+    return build_plan(_open(source, options, stack), target, chain, options)
+
+
+def _open(source: Source, options: PlanOptions, stack: contextlib.ExitStack) -> dict[str, Checkpoint]:
+    """The open sources by name, a single one under ""; the stack closes those that were opened here."""
+
+    def opened(one: Path | Checkpoint) -> Checkpoint:
+        if isinstance(one, Checkpoint):
+            return one
+        limits = options.limits if options.limits is not None else Limits()
+        return stack.enter_context(open_checkpoint(one, item=options.item, limits=limits))
+
     if not isinstance(source, Mapping):
-        return {"": _open_one(source, item, limits)}
+        return {"": opened(source)}
     if not source:
         raise ValueError("no source was given: the mapping is empty")
-    return {name: _open_one(path, item, limits) for name, path in source.items()}
-
-
-def _open_one(source: Path | Checkpoint, item: str | None, limits: Limits | None) -> Checkpoint:
-    if isinstance(source, Checkpoint):
-        return source
-    return open_checkpoint(source, item=item, limits=limits if limits is not None else Limits())
+    return {name: opened(one) for name, one in source.items()}

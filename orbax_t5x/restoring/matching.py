@@ -18,6 +18,7 @@ from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, View, as_view
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.fallback import Fallback
+from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.targets import Target, TargetLeaf
 from orbax_t5x.transforms import Diagnostics
@@ -33,17 +34,6 @@ _SHOWN_LEFTOVERS = 5
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 _STEP_NAMES = frozenset({"step", "global_step"})
 _MESH_TF_NAME = re.compile(r"(encoder|decoder|transformer)/block_\d+/.*|shared/embedding.*|global_step")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """The keywords of `orbax_t5x.plan_restore` that decide what is planned."""
-
-    fallback: Any = None
-    is_resuming: bool | None = None
-    strict: bool = True
-    dtype: Any = None
-    allow_lossy_cast: bool = False
 
 
 class Matcher:

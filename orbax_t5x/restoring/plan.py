@@ -6,7 +6,8 @@ from typing import Any
 
 from orbax_t5x.lazy import Verify
 from orbax_t5x.restoring.execute.executor import execute_plan
-from orbax_t5x.restoring.plan_data import PlanData, Progress
+from orbax_t5x.restoring.options import Progress, ReadOptions
+from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show import text as plan_text
 
 
@@ -25,15 +26,17 @@ class RestorePlan(PlanData):
     def execute(
         self,
         *,
-        verify: Verify = "touched",
-        memory_limit_bytes: int | None = None,
-        progress: Progress | None = None,
-        broadcast: bool = False,
+        verify: Verify = ReadOptions.verify,
+        memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
+        progress: Progress | None = ReadOptions.progress,
+        broadcast: bool = ReadOptions.broadcast,
     ) -> Any:
         """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
-        values, self.report = execute_plan(
-            self, verify=verify, memory_limit_bytes=memory_limit_bytes, progress=progress, broadcast=broadcast
-        )
+        return self.run(ReadOptions(verify, memory_limit_bytes, progress, broadcast))
+
+    def run(self, options: ReadOptions) -> Any:
+        """`execute`, with its keywords as one record."""
+        values, self.report = execute_plan(self, options)
         return self.target.rebuild(values)
 
     def explain(self, leaf: str) -> str:

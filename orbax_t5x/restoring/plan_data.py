@@ -19,7 +19,6 @@ from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.targets import Target, TargetLeaf
 
 Action = Literal["read", "value", "fallback", "keep"]
-Progress = Callable[[int, int, str], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,8 @@ from typing import Any
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.matching import Matcher, PlanOptions
+from orbax_t5x.restoring.matching import Matcher
+from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.targets import Target, flatten_target

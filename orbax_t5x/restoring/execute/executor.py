@@ -26,47 +26,32 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import Leaf, ReadStats, ReadThread, Verify, box_size
+from orbax_t5x.lazy import Leaf, ReadStats, ReadThread, box_size
 from orbax_t5x.restoring.execute.buffers import make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard, lower_shards, slabs
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, Progress, RestoreReport
+from orbax_t5x.restoring.options import Progress, ReadOptions
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
 
-_MIB = 1 << 20
-# In flight at once. Below about eight chunks of a chunked format in flight, chunks that several shards need are decoded
-# twice.
-_MEMORY_LIMIT_BYTES = 256 * _MIB
 # Workers for blocking reads. More than cores and they wait for one another: on two cores four take 1.4 s and 2.0 s
 # of processor time for what two do in 1.0 s and 1.5 s.
 _THREADS = max(2, min(8, os.cpu_count() or 1))
 
 
-def execute_plan(
-    plan: PlanData,
-    *,
-    verify: Verify = "touched",
-    memory_limit_bytes: int | None = None,
-    progress: Progress | None = None,
-    broadcast: bool = False,
-) -> tuple[dict[str, Any], RestoreReport]:
+def execute_plan(plan: PlanData, options: ReadOptions) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan; what `RestorePlan.execute` calls.
 
     Returns:
       The value of each leaf of the target by name, and what was read and checked.
 
     Raises:
-      ValueError: an unknown `verify`, or a limit below one byte.
+      ValueError: `broadcast` with several processes.
       CheckpointError: a leaf could not be read or its checksum does not hold; nothing is returned then.
     """
-    if verify not in ("touched", "full", "off"):
-        raise ValueError(f"verify must be 'touched', 'full' or 'off', not {verify!r}")
-    limit = _MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
-    if limit < 1:
-        raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
-    if broadcast and jax.process_count() > 1:
+    if options.broadcast and jax.process_count() > 1:
         raise ValueError("broadcast=True over several processes is not available in this version; use broadcast=False")
-    return _Execution(plan, verify, limit, progress).run()
+    return _Execution(plan, options).run()
 
 
 class _Interrupted(Exception):
@@ -106,11 +91,11 @@ class Budget:
 class _Execution:
     """One run of one plan."""
 
-    def __init__(self, plan: PlanData, verify: Verify, limit: int, progress: Progress | None):
+    def __init__(self, plan: PlanData, options: ReadOptions):
         self._plan = plan
-        self._limit = limit
-        self._progress = progress
-        self._stats = ReadStats(verify)
+        self._limit = options.limit
+        self._progress = options.progress
+        self._stats = ReadStats(options.verify)
         self._values: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._done_bytes = 0

@@ -1,0 +1,87 @@
+"""The keywords of a restore, defined once: what decides the plan, and what decides how it is read.
+
+`restore`, `plan_restore`, `RestorePlan.execute`, `TrainStateRestore` and `convert` spell these keywords in their
+signatures, for `help()` and for editors; each takes its defaults from the fields here (`strict: bool =
+PlanOptions.strict`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.readers import Limits
+
+Progress = Callable[[int, int, str], None]
+"""`progress(done_bytes, total_bytes, leaf)`, from one thread at a time."""
+
+MEMORY_LIMIT_BYTES = 256 << 20
+"""Host buffers in flight where no limit is given. Below about eight chunks of a chunked format in flight, chunks that
+several shards need are decoded twice."""
+
+
+class _FromKeywords:
+    """Options that can be taken from an object with attributes of the same names."""
+
+    @classmethod
+    def of(cls, keywords: Any) -> Self:
+        """The options that an object (`TrainStateRestore`) has as attributes of the same names."""
+        return cls(**{field.name: getattr(keywords, field.name) for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
+
+
+# Not compared by value: a fallback may hold arrays.
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanOptions(_FromKeywords):
+    """What decides which bytes become which leaf; nothing here needs an array byte.
+
+    Attributes:
+      item: which item of an Orbax step.
+      fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a
+        function that returns one, of which only the missing leaves are computed.
+      is_resuming: whether the transforms were applied already; None decides by the record in the checkpoint.
+      strict: whether a leaf of the checkpoint without a place in the target is a problem.
+      dtype: replaces the target's dtype for floating-point model parameters alone.
+      allow_lossy_cast: permits conversions that may lose values.
+      limits: what a file's headers may claim; None: `Limits()`.
+    """
+
+    item: str | None = None
+    fallback: Any = dataclasses.field(default=None, repr=False)
+    is_resuming: bool | None = None
+    strict: bool = True
+    dtype: Any = None
+    allow_lossy_cast: bool = False
+    limits: Limits | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReadOptions(_FromKeywords):
+    """How a plan is carried out; nothing here changes a value.
+
+    Attributes:
+      verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read too; "off".
+      memory_limit_bytes: host buffers in flight, None for `MEMORY_LIMIT_BYTES`; an item larger than that goes alone.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time.
+      broadcast: with one process nothing changes; several are an error in this version.
+
+    Raises:
+      ValueError: an unknown `verify`, or a limit below one byte.
+    """
+
+    verify: Verify = "touched"
+    memory_limit_bytes: int | None = None
+    progress: Progress | None = None
+    broadcast: bool = False
+
+    def __post_init__(self) -> None:
+        if self.verify not in ("touched", "full", "off"):
+            raise ValueError(f"verify must be 'touched', 'full' or 'off', not {self.verify!r}")
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes < 1:
+            raise ValueError(f"memory_limit_bytes must be at least 1, not {self.memory_limit_bytes}")
+
+    @property
+    def limit(self) -> int:
+        """`memory_limit_bytes`, or the default."""
+        return MEMORY_LIMIT_BYTES if self.memory_limit_bytes is None else self.memory_limit_bytes

@@ -1,0 +1,55 @@
+"""The keywords of a restore have one definition, and what was opened for a restore that fails is closed."""
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import orbax_t5x as ot
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+
+DEFAULTS = {field.name: field.default for kind in (PlanOptions, ReadOptions) for field in dataclasses.fields(kind)}
+READING = {field.name for field in dataclasses.fields(ReadOptions)}
+
+
+def keyword_defaults(function):
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.name in DEFAULTS}
+
+
+def test_every_signature_has_the_keywords_and_defaults_of_the_options():
+    assert keyword_defaults(ot.restore) == DEFAULTS
+    assert keyword_defaults(ot.args.TrainStateRestore) == DEFAULTS
+    assert keyword_defaults(ot.plan_restore) == {name: DEFAULTS[name] for name in DEFAULTS.keys() - READING}
+    assert keyword_defaults(ot.RestorePlan.execute) == {name: DEFAULTS[name] for name in READING}
+
+
+def test_options_are_taken_from_the_arguments_of_a_handler():
+    args = ot.args.TrainStateRestore(None, item="state", strict=False, verify="off", memory_limit_bytes=5)
+    assert PlanOptions.of(args).item == "state" and PlanOptions.of(args).strict is False
+    assert ReadOptions.of(args).verify == "off" and ReadOptions.of(args).limit == 5
+
+
+@pytest.mark.parametrize("plan_or_restore", [ot.plan_restore, ot.restore])
+def test_a_source_that_does_not_open_closes_those_opened_before(tmp_path, monkeypatch, plan_or_restore):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": np.zeros(2, np.float32)}, path)
+    closed = []
+    close = ot.Checkpoint.close
+    monkeypatch.setattr(ot.Checkpoint, "close", lambda self: (closed.append(self.path), close(self))[1])
+    with pytest.raises(ot.errors.CheckpointNotFoundError):
+        plan_or_restore({"first": path, "second": tmp_path / "missing"}, None)
+    assert closed == [str(path)]
+
+
+def test_a_plan_with_problems_closes_what_it_opened(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": np.zeros(2, np.float32)}, path)
+    closed = []
+    close = ot.Checkpoint.close
+    monkeypatch.setattr(ot.Checkpoint, "close", lambda self: (closed.append(self.path), close(self))[1])
+    with pytest.raises(ot.RestorePlanError):
+        ot.plan_restore(path, {"b": np.zeros(2, np.float32)})
+    assert closed == [str(path)]
