@@ -38,7 +38,7 @@ from orbax_t5x.mesh_tf.rules import (
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
-from orbax_t5x.transforms import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.translate import Translate
 from orbax_t5x.trees.flat import flatten, unflatten
 

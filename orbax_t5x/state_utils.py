@@ -14,7 +14,7 @@ from typing import Any
 from flax.traverse_util import empty_node
 
 from orbax_t5x.transforms.assignment_map import AssignmentMap
-from orbax_t5x.transforms.base import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Intersect, Merge
 from orbax_t5x.trees.flat import flatten, is_tensorstore_spec, unflatten
 

@@ -8,6 +8,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.adafactor import Adafactor
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests.memory_checkpoint import checkpoint
 
 T = ot.transforms
@@ -68,7 +69,7 @@ def test_and_back():
     state = ot.restore(saved(optimizer), target, TO_PARAMS)
     flat = {
         **{f"target/{name}": value for name, value in state["params"].items()},
-        **T.flatten({"opt_state": ot.transforms.unflatten(_named(state["opt_state"]))}),
+        **flatten({"opt_state": unflatten(_named(state["opt_state"]))}),
     }
     abstract = jax.eval_shape(lambda: optimizer.state_dict())
     again = ot.restore(checkpoint(flat), abstract, [T.AdafactorSlots()])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.trees.flat import flatten, unflatten
 
 BUNDLES = [
     "t5_1_0_bf16",
@@ -65,7 +66,7 @@ def target_leaf(value, mesh, spec):
 
 
 def nested(flat):
-    return ot.transforms.unflatten(flat)
+    return unflatten(flat)
 
 
 def assert_bits(got, expected):
@@ -114,7 +115,7 @@ def test_translated_as_t5x_translates(goldens, meshes, name, spec):
     with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
         through_orbax = checkpointer.restore(folder, args=arguments)
     for state in (ours, through_orbax):
-        flat = ot.transforms.flatten(state)
+        flat = flatten(state)
         assert set(flat) == set(expected)
         for key, value in expected.items():
             assert_bits(flat[key], value.astype(target[key].dtype))

@@ -13,6 +13,8 @@ import orbax_t5x as ot
 from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.errors import LeafMismatchError, RestorePlanError
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.trees.flat import flatten
 from tests import t5_model
 from tests.conftest import GOLDENS
 from tests.transform_suite import as_numpy, assert_same, run
@@ -42,7 +44,7 @@ def networks():
 def shapes(networks):
     """Flat abstract state dicts by layout, below `target/`."""
     return {
-        name: tr.flatten({"target": jax.eval_shape(lambda tree=variables["params"]: tree)})
+        name: flatten({"target": jax.eval_shape(lambda tree=variables["params"]: tree)})
         for name, (_, variables) in networks.items()
     }
 
@@ -70,7 +72,7 @@ def test_logits_agree_in_every_layout(networks):
 @pytest.mark.parametrize("way", PACKS, ids="-".join)
 def test_there_and_back(networks, shapes, way):
     pack, (one, other) = PACKS[way], way
-    source = tr.flatten(full(networks[one][1]["params"]))
+    source = flatten(full(networks[one][1]["params"]))
     if one == "unscanned":  # biases that differ by layer stay so
         source = {name: value + 1 if "relpos" in name else value for name, value in source.items()}
     mapped, diagnostics = run(pack, source, shapes[other])
@@ -101,8 +103,8 @@ def test_other_scan_axes(networks, scan_axis):
 
 def test_biases_that_differ_do_not_become_one(networks, shapes):
     pack = PACKS["minimal", "scanned"]
-    scanned = tr.flatten(full(networks["scanned"][1]["params"]))
-    result = pack.inverse().apply(scanned, shapes["minimal"], tr.Diagnostics())
+    scanned = flatten(full(networks["scanned"][1]["params"]))
+    result = pack.inverse().apply(scanned, shapes["minimal"], Diagnostics())
     with pytest.raises(LeafMismatchError, match="must equal"):
         result["target/encoder/relpos_bias/rel_embedding"].get()
     # A minimal model with a bias per layer keeps them.
@@ -115,7 +117,7 @@ def test_biases_that_differ_do_not_become_one(networks, shapes):
 
 def test_a_part_of_a_network_and_a_wrong_one(networks):
     pack = PACKS["minimal", "scanned"]
-    source = tr.flatten(full(networks["minimal"][1]["params"]))
+    source = flatten(full(networks["minimal"][1]["params"]))
     encoder = {name: value for name, value in source.items() if "/encoder/" in name}
     result, diagnostics = run(pack, encoder)
     assert diagnostics.problems == [] and all("decoder" not in name for name in result)
@@ -318,7 +320,7 @@ def test_infer_finds_the_pack(networks, shapes, one, other):
     else:
         assert pack == expected and pack.digest() == expected.digest()
     assert one in pack.found and other in pack.found and pack.found in repr(pack)
-    source = tr.flatten(full(networks["minimal"][1]["params"]))
+    source = flatten(full(networks["minimal"][1]["params"]))
     source = run(PACKS["minimal", one], source)[0] if one != "minimal" else source
     result, diagnostics = run(pack, source, shapes[other])
     assert diagnostics.problems == []
@@ -339,7 +341,7 @@ def test_infer_finds_the_axis_where_sizes_agree(axis):
 def test_infer_goes_through_two_packs(hf, layout):
     changes = {"scanned": {"scan_layers": True}, "unscanned": {"split_heads": True, "per_layer_bias": True}}
     _, variables = t5_model.init(dataclasses.replace(HF_CONFIG, **changes.get(layout, {})))
-    target = tr.flatten(full(variables["params"]))
+    target = flatten(full(variables["params"]))
     pack = rules.infer(hf, target)
     result, diagnostics = run(pack, hf, target)
     assert diagnostics.problems == [] and "hugging face" in pack.found and layout in pack.found

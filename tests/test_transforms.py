@@ -12,6 +12,9 @@ import pytest
 from orbax_t5x import transforms as tr
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import ValueLeaf, as_view
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
 from tests import transform_oracle as oracle
 from tests.transform_suite import Case, TransformSuite, assert_same, run
 
@@ -174,7 +177,7 @@ def problems(transform, source, target=None):
 def only_problem(transform, source, target=None):
     (problem,) = problems(transform, source, target)
     with pytest.raises(RestorePlanError) as caught:
-        transform(tr.unflatten(source), tr.unflatten(target or {}))
+        transform(unflatten(source), unflatten(target or {}))
     assert caught.value.problems == (problem,)
     return problem
 
@@ -476,14 +479,14 @@ def test_plain_functions_keep_t5x_protocol():
         return state
 
     chain = (with_keyword, without_keyword, everything)
-    diagnostics = tr.Diagnostics()
+    diagnostics = Diagnostics()
     source = dict(AB)
-    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=False, diagnostics=diagnostics)
+    result = run_transforms(chain, source, {"t/u": 0}, is_resuming=False, diagnostics=diagnostics)
     assert sorted(result) == ["b", "c", "new"] and list(source) == ["a", "b", "c"]
     assert calls == [("with", False, ["t"]), ("without", None, ["t"]), ("any", False, ["t"])]
     assert "without_keyword" in diagnostics.rule_for["new"] and not diagnostics.dropped
     calls.clear()
-    result = tr.run_transforms(chain, source, {"t/u": 0}, is_resuming=True, diagnostics=diagnostics)
+    result = run_transforms(chain, source, {"t/u": 0}, is_resuming=True, diagnostics=diagnostics)
     assert result == source and calls == [("with", True, ["t"]), ("any", True, ["t"])]
 
 
@@ -491,15 +494,15 @@ def test_a_function_that_fails_or_returns_no_dict_is_a_problem():
     def fails(state, target):
         raise ValueError("no such thing")
 
-    diagnostics = tr.Diagnostics()
-    tr.run_transforms((fails, lambda state, target: None), AB, {}, is_resuming=False, diagnostics=diagnostics)
+    diagnostics = Diagnostics()
+    run_transforms((fails, lambda state, target: None), AB, {}, is_resuming=False, diagnostics=diagnostics)
     assert [p.kind for p in diagnostics.problems] == ["transform", "transform"]
     assert "no such thing" in diagnostics.problems[0].message and "NoneType" in diagnostics.problems[1].message
 
 
 def test_dropped_names_and_rules_go_through_a_chain():
-    diagnostics = tr.Diagnostics()
-    tr.run_transforms(
+    diagnostics = Diagnostics()
+    run_transforms(
         (tr.Rename([("a", "b"), ("b", "a")]), lambda s, t: {k: v for k, v in s.items() if k != "c"}, tr.Drop("a")),
         AB,
         {},
@@ -512,12 +515,12 @@ def test_dropped_names_and_rules_go_through_a_chain():
 def test_names_that_clash_when_nested_are_told():
     with pytest.raises(RestorePlanError, match="'a'"):
         tr.Rename([("b", "a/b")])(AB, {})
-    with pytest.raises(tr.NameClashError):
-        tr.unflatten({"a/b": 1, "a": 2})
-    joined = tr.unflatten({"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}, join_clashes=True)
-    assert tr.flatten(joined) == {"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}
-    with pytest.raises(tr.NameClashError):
-        tr.flatten({"a": {"b": 1}, "a/b": 2})
+    with pytest.raises(NameClashError):
+        unflatten({"a/b": 1, "a": 2})
+    joined = unflatten({"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}, join_clashes=True)
+    assert flatten(joined) == {"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}
+    with pytest.raises(NameClashError):
+        flatten({"a": {"b": 1}, "a/b": 2})
 
 
 def test_digests_tell_rules_apart_and_not_how_they_were_written():
@@ -526,3 +529,31 @@ def test_digests_tell_rules_apart_and_not_how_they_were_written():
     assert tr.Cast("a", np.float32).digest() == tr.Cast("a", "float32").digest()
     assert tr.Merge({"a": np.zeros(2)}).digest() == tr.Merge({"a": np.ones(2)}).digest()
     assert tr.Merge({"a": np.zeros(2)}).digest() != tr.Merge({"a": np.zeros(3)}).digest()
+
+
+def test_public_names():
+    """The transforms and their base; what runs them is imported from its own module."""
+    assert set(tr.__all__) == {
+        "AdafactorSlots",
+        "AssignmentMap",
+        "Average",
+        "Cast",
+        "Chain",
+        "Concat",
+        "Drop",
+        "FollowOptimizer",
+        "Intersect",
+        "Keep",
+        "Merge",
+        "Overlay",
+        "Rename",
+        "Repeat",
+        "Reshape",
+        "Split",
+        "StackLayers",
+        "Transform",
+        "Translate",
+        "Transpose",
+        "UnstackLayers",
+    }
+    assert all(issubclass(getattr(tr, name), tr.Transform) for name in tr.__all__)

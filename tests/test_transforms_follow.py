@@ -18,8 +18,10 @@ from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.factoring import by_size, by_spec, candidates
 from orbax_t5x.transforms.follow.slots import Names
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests.transform_suite import as_numpy, run
 
 HEADS = 4
@@ -65,8 +67,8 @@ def network(embed, head_dim, layout):
     rng = np.random.default_rng(0)
     params = {name: rng.standard_normal(shape).astype(np.float32) for name, (shape, _) in found.items()}
     return {
-        "params": tr.unflatten(params),
-        "axes": tr.unflatten({name: PartitionSpec(*axes) for name, (_, axes) in found.items()}),
+        "params": unflatten(params),
+        "axes": unflatten({name: PartitionSpec(*axes) for name, (_, axes) in found.items()}),
     }
 
 
@@ -95,7 +97,7 @@ def after_steps(definition, params, grads):
     step = jax.jit(lambda optimizer, grad: optimizer.apply_gradient(grad), compiler_options=options)
     for grad in grads:
         optimizer = step(optimizer, grad)
-    return tr.flatten(jax.tree.map(np.asarray, optimizer.state_dict()))
+    return flatten(jax.tree.map(np.asarray, optimizer.state_dict()))
 
 
 @functools.cache
@@ -227,7 +229,7 @@ def test_multi_optimizer_nones_follow():
 
 def after_steps_with_none(definition, params):
     state = definition.create(params).state_dict()
-    return {name: None if leaf is None else np.asarray(leaf) for name, leaf in tr.flatten(state).items()}
+    return {name: None if leaf is None else np.asarray(leaf) for name, leaf in flatten(state).items()}
 
 
 def test_optax_adafactor_follows_where_that_is_exact():
@@ -247,7 +249,7 @@ def test_optax_adafactor_follows_where_that_is_exact():
     )
 
     def tree(values, state):
-        flat = tr.flatten({"params": values, "opt_state": to_state_dict(state)})
+        flat = flatten({"params": values, "opt_state": to_state_dict(state)})
         return {name: np.asarray(value) for name, value in flat.items()}
 
     def stacked_tree(values):
@@ -278,7 +280,7 @@ def test_the_transform_sees_parameters_and_step_alone():
     seen = []
 
     def look(flat_state, target):
-        seen.append(sorted(tr.flatten(flat_state)))
+        seen.append(sorted(flatten(flat_state)))
         return flat_state
 
     source = state({"a": W}, {"0/count": np.int32(1), "0/mu/a": W + 1, "a/v": W})
@@ -435,7 +437,7 @@ def test_following_costs_little():
     params = {f"m{i}/layers_{j}/w": W for i in range(100) for j in range(100)}
     source = state(params, {f"0/{kind}/{name}": value for kind in ("mu", "nu") for name, value in params.items()})
     start = time.process_time()
-    diagnostics = tr.Diagnostics()
+    diagnostics = Diagnostics()
     stack = tr.StackLayers(r"target/(m\d+)/layers_(?P<i>\d+)/(.*)", r"target/\1/\3", 0)
     result = tr.FollowOptimizer(stack).apply(source, {}, diagnostics)
     assert len(result) == 301 and not diagnostics.problems

@@ -15,6 +15,7 @@ import orbax_t5x as ot
 from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests.conftest import GOLDENS
 
 # Three leaves of one shape in each checkpoint.
@@ -52,7 +53,7 @@ def manager_root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sources(manager_root):
     """Format -> (path, keywords, values by name as others read them)."""
-    orbax = {name: np.asarray(leaf) for name, leaf in tr.flatten(stock_tree()).items()}
+    orbax = {name: np.asarray(leaf) for name, leaf in flatten(stock_tree()).items()}
     with np.load(GOLDENS / "safetensors" / "t5_1_1_expected.npz") as file:
         safetensors = {name: file[name] for name in LEAVES["safetensors"]}
     with np.load(GOLDENS / "importer" / "t5_1_1_f32.npz") as file:
@@ -77,7 +78,7 @@ def sharded(shape):
 
 
 def assert_leaves(result, expected):
-    flat = tr.flatten(result)
+    flat = flatten(result)
     assert sorted(flat) == sorted(expected)
     for name, value in expected.items():
         assert np.array_equal(np.asarray(flat[name]), value), name
@@ -107,8 +108,8 @@ def test_maps_give_the_right_values(sources, kind, name):
     if name == "drop_and_fallback":
         left_out = LEAVES[kind][0]
         expected[left_out] = np.full(shape, 7, np.float32)
-        fallback = tr.unflatten({left_out: expected[left_out]})
-    target = tr.unflatten({new: sharded(value.shape) for new, value in expected.items()})
+        fallback = unflatten({left_out: expected[left_out]})
+    target = unflatten({new: sharded(value.shape) for new, value in expected.items()})
     result = ot.restore(path, target, [tr.AssignmentMap(rules_)], strict=False, fallback=fallback, **keywords)
     assert_leaves(result, expected)
 
@@ -121,8 +122,8 @@ def test_maps_on_steps_that_stock_orbax_saved(manager_root, sources, name):
     fallback = None
     if name == "drop_and_fallback":
         expected[LEAVES["orbax"][0]] = np.zeros((8, 6), np.float32)
-        fallback = tr.unflatten({LEAVES["orbax"][0]: expected[LEAVES["orbax"][0]]})
-    target = tr.unflatten({new: sharded(value.shape) for new, value in expected.items()})
+        fallback = unflatten({LEAVES["orbax"][0]: expected[LEAVES["orbax"][0]]})
+    target = unflatten({new: sharded(value.shape) for new, value in expected.items()})
     with ocp.CheckpointManager(manager_root, item_handlers=ot.TrainStateHandler()) as manager:
         args = ot.args.TrainStateRestore(target, transforms=[tr.AssignmentMap(rules_)], strict=False, fallback=fallback)
         assert_leaves(manager.restore(4, args=args), expected)
@@ -135,7 +136,7 @@ def test_a_swap_takes_the_optimizer_along(manager_root, sources):
     plan = ot.plan_restore(manager_root, target, [swap])
     name = "state/param_states/0/mu/a/w"
     assert "followed (exact)" in plan.explain(name)
-    flat = tr.flatten(plan.execute())
+    flat = flatten(plan.execute())
     assert np.array_equal(flat[name], values["state/param_states/0/mu/b/w"])
     assert np.array_equal(flat["state/param_states/0/mu/c/w"], values["state/param_states/0/mu/c/w"])
 
@@ -211,7 +212,7 @@ def test_maps_on_steps_that_t5x_saved_through_orbax(sources, tmp_path, name):
     shutil.copytree(path, root, ignore=shutil.ignore_patterns("expected*"))
     rules_, wanted = MAPS[name](*LEAVES["t5x_orbax"])
     expected = {new: values[old] for new, old in wanted.items()}
-    target = tr.unflatten({new: sharded(value.shape) for new, value in expected.items()})
+    target = unflatten({new: sharded(value.shape) for new, value in expected.items()})
     options = ocp.CheckpointManagerOptions(step_prefix="checkpoint")
     with ocp.CheckpointManager(root, item_handlers={"state": ot.TrainStateHandler()}, options=options) as manager:
         args = ot.args.TrainStateRestore(target, transforms=[tr.AssignmentMap(rules_)], strict=False)

@@ -12,7 +12,7 @@ from orbax_t5x.errors import LeafMismatchError, RestorePlanError
 from orbax_t5x.lazy import LazyThreadPoolArray, Leaf, as_view
 from orbax_t5x.mesh_tf.rules import t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
-from orbax_t5x.transforms import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.translate import Translate
 
 BUNDLES = ["lm_transformer", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_f32", "t5_1_1_perlayer_rel"]

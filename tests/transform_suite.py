@@ -22,7 +22,9 @@ import pytest
 
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import LazyArray, LazyThreadPoolArray, as_view
-from orbax_t5x.transforms import Chain, Diagnostics, Keep, run_transforms
+from orbax_t5x.transforms import Chain, Keep
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.lazy_leaf import ArrayLeaf
 

@@ -21,7 +21,7 @@ from orbax_t5x.restoring.fallback import Fallback
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.targets import Target, TargetLeaf
-from orbax_t5x.transforms import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.translate import Translate
 from orbax_t5x.trees.dtypes import conversion, kind_of

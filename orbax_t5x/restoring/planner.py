@@ -19,7 +19,8 @@ from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.targets import Target, flatten_target
-from orbax_t5x.transforms import Diagnostics, run_transforms
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
 
 _SAVED_WHOLE = "_optimizer/"
 

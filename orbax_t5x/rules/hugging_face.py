@@ -14,7 +14,8 @@ from typing import Any
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, target_prefix
 from orbax_t5x.transforms.arrays import Transpose
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.state import view_of
 

@@ -18,8 +18,8 @@ from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.steps import WithoutTarget
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.transforms import translate
-from orbax_t5x.transforms.base import Diagnostics
 from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.trace import symbol_for
 from orbax_t5x.trees.flat import flatten
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orbax_t5x.lazy import AllEqual, repeat
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
 from orbax_t5x.transforms.patterns.table import compile_pattern, expand
 from orbax_t5x.transforms.state import NewState, view_of

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from orbax_t5x.transforms.arrays import Cast, Repeat, Reshape, Transpose
 from orbax_t5x.transforms.assignment_map import AssignmentMap
-from orbax_t5x.transforms.base import (
-    Diagnostics,
-    Transform,
-    describe_transform,
-    digest_of,
-    flatten,
-    qualified_name,
-    run_transforms,
-    takes_is_resuming,
-    unflatten,
-)
+from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
@@ -23,7 +13,6 @@ from orbax_t5x.transforms.names import Drop, Intersect, Keep, Merge, Rename
 from orbax_t5x.transforms.parts import Concat, Split
 from orbax_t5x.transforms.sources import Average, Overlay
 from orbax_t5x.transforms.translate import Translate
-from orbax_t5x.trees.flat import NameClashError
 
 __all__ = [
     "AdafactorSlots",
@@ -32,13 +21,11 @@ __all__ = [
     "Cast",
     "Chain",
     "Concat",
-    "Diagnostics",
     "Drop",
     "FollowOptimizer",
     "Intersect",
     "Keep",
     "Merge",
-    "NameClashError",
     "Overlay",
     "Rename",
     "Repeat",
@@ -49,11 +36,4 @@ __all__ = [
     "Translate",
     "Transpose",
     "UnstackLayers",
-    "describe_transform",
-    "digest_of",
-    "flatten",
-    "qualified_name",
-    "run_transforms",
-    "takes_is_resuming",
-    "unflatten",
 ]

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.lazy import View, repeat
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import (
     Pattern,
     compile_pattern,

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orbax_t5x.transforms.base import Diagnostics, Transform, run_transforms
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 from orbax_t5x.lazy import View, stack
 from orbax_t5x.transforms.arrays import OnePattern
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, note_unused, pattern_text, rule_table
 from orbax_t5x.transforms.state import NewState, normal_axis, view_of
 

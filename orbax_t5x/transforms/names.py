@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import LazyArray
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import (
     Pattern,
     Rule,

@@ -10,7 +10,8 @@ from typing import Any
 
 from orbax_t5x.lazy import View, concatenate
 from orbax_t5x.transforms.arrays import OnePattern
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import (
     Pattern,
     expand,

@@ -13,7 +13,8 @@ from typing import Any
 
 from orbax_t5x.lazy import AllEqual, View
 from orbax_t5x.lazy import Average as AverageView
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
 from orbax_t5x.transforms.state import NewState, view_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
-from orbax_t5x.transforms.base import Diagnostics
+from orbax_t5x.transforms.diagnostics import Diagnostics
 
 
 class NewState:

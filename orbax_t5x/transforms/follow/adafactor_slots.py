@@ -10,7 +10,8 @@ import numpy as np
 
 from orbax_t5x.optim.factored_state import T5X_STEP, Conversion, Shape, optax_to_t5x, t5x_to_optax
 from orbax_t5x.optim.factoring import FactorDim
-from orbax_t5x.transforms.base import Diagnostics, Transform
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
-from orbax_t5x.transforms.base import Diagnostics, Transform, describe_transform, run_transforms
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.digest import describe_transform
 from orbax_t5x.transforms.follow.factoring import Spec, checked_spec
 from orbax_t5x.transforms.follow.move import Move, Outcome, move_leaves
 from orbax_t5x.transforms.follow.slots import STANDARD_ROOTS, Names, Place, Roots, Slot, Tree, by_tree, checked_roots
 from orbax_t5x.transforms.follow.trace import Kept, Replay, Symbol, is_symbol, symbol_for, symbols_of
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
+from orbax_t5x.transforms.run import run_transforms
 
 
 @dataclasses.dataclass(frozen=True)

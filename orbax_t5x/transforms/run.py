@@ -1,0 +1,88 @@
+"""Runs a chain of transforms: ours, and plain functions of T5X's protocol."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from orbax_t5x.transforms.base import AnyTransform, Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.digest import qualified_name
+from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
+
+
+def takes_is_resuming(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with the keyword `is_resuming`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD
+        or (parameter.name == "is_resuming" and parameter.kind is not parameter.POSITIONAL_ONLY)
+        for parameter in parameters
+    )
+
+
+def _run_function(
+    function: Callable[..., Any],
+    state: dict[str, Any],
+    target: Mapping[str, Any],
+    *,
+    is_resuming: bool,
+    diagnostics: Diagnostics,
+) -> dict[str, Any]:
+    keyword = takes_is_resuming(function)
+    if is_resuming and not keyword:
+        return state
+    arguments = {"is_resuming": is_resuming} if keyword else {}
+    name = qualified_name(function)
+    # Fresh nested dicts: what the function does to them reaches nobody.
+    nested = unflatten(state, join_clashes=True), unflatten(target, join_clashes=True)
+    try:
+        result = function(*nested, **arguments)
+    except ValueError as error:
+        diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}")
+        return state
+    if not isinstance(result, Mapping):
+        diagnostics.problem(
+            "transform", None, f"{name} returned {type(result).__name__}, not a state dict", "return the nested dict"
+        )
+        return state
+    try:
+        flat = flatten(result)
+    except NameClashError as error:
+        diagnostics.problem("duplicate", error.names[0], f"{name} returned {error}")
+        return state
+    kept = {id(value) for value in flat.values()}
+    diagnostics.drop(old for old, value in state.items() if old not in flat and id(value) not in kept)
+    names_of = {id(value): old for old, value in reversed(state.items())}
+    changed = {
+        new: names_of.get(id(value), new) for new, value in flat.items() if state.get(new, diagnostics) is not value
+    }
+    diagnostics.credit({new: (old, name) for new, old in changed.items()})
+    return flat
+
+
+def run_transforms(
+    transforms: Sequence[AnyTransform],
+    source_flat: Mapping[str, Any],
+    target_flat: Mapping[str, Any],
+    *,
+    is_resuming: bool,
+    diagnostics: Diagnostics,
+) -> dict[str, Any]:
+    """Runs transforms in order on a flat state dict; problems and all else worth knowing go to `diagnostics`.
+
+    When resuming, our own transforms leave the state as it is, functions with the keyword `is_resuming` are called
+    with True, others are not called. A ValueError of a plain function becomes a problem; anything else it raises is
+    its own.
+    """
+    state = dict(source_flat)
+    for transform in transforms:
+        if not isinstance(transform, Transform):
+            state = _run_function(transform, state, target_flat, is_resuming=is_resuming, diagnostics=diagnostics)
+        elif not is_resuming:
+            state = transform.apply(state, target_flat, diagnostics)
+    return state
