@@ -247,3 +247,16 @@ def test_what_is_asked_for_holds_what_is_wanted_and_no_more(data):
     if program.exact or gap == 8:
         assert asked == needed, (program.trace, view, box)
     assert {leaf.name for leaf, _ in view.requests(box)} <= {leaf.name for leaf in view.leaves()}
+
+
+def test_a_description_says_what_was_done_to_which_input():
+    a, b = (lazy.as_view(np.zeros((2, 3), np.float32)) for _ in range(2))
+    assert lazy.concatenate([a, b], 0).describe() == "concatenation of 2 on axis 0"
+    assert lazy.concatenate([a.T, b.T], 0).describe() == "transpose (1, 0), concatenation of 2 on axis 0"
+    mixed = lazy.concatenate([a.T, lazy.as_view(np.zeros((3, 2), np.float32))], 0).astype(np.float64)
+    assert mixed.describe() == "transpose (1, 0) of input 1, concatenation of 2 on axis 0, cast float64"
+    many = lazy.stack([a.T if place % 2 else a.reshape((3, 2)) for place in range(12)], 0)
+    assert many.describe() == (
+        "reshape (3, 2) of inputs 1, 3, 5, 7 and 2 more; transpose (1, 0) of inputs 2, 4, 6, 8 and 2 more, "
+        "stack of 12 on axis 0"
+    )

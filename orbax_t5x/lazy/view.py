@@ -24,6 +24,8 @@ from orbax_t5x.lazy.read import read_views
 # What the constructors of views write their fields with: views refuse it otherwise.
 freeze = object.__setattr__
 
+# Inputs of a stack, and things done to them, that a description names.
+_SHOWN_INPUTS = 4
 _Reads = list[tuple[Leaf, Request]]
 
 
@@ -220,9 +222,13 @@ class View(LazyArray):
             if text and not (text.startswith("reshape") and follows.startswith("reshape")):
                 texts.append(text)
                 follows = text
+            if len(view.inputs) > 1:
+                texts.append(_inputs_text([one.describe() for one in view.inputs]))
+                break
             if not view.inputs:
-                return ", ".join(reversed(texts))
+                break
             view = view.inputs[0]
+        return ", ".join(text for text in reversed(texts) if text)
 
     def __repr__(self) -> str:
         names = [leaf.name for leaf in self.leaves()]
@@ -250,6 +256,23 @@ class View(LazyArray):
 
     def _lower(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
         raise NotImplementedError
+
+
+def _inputs_text(texts: list[str]) -> str:
+    """What was done to each of several inputs: once where it is the same for all, else with the inputs' numbers."""
+    inputs_of: dict[str, list[str]] = {}
+    for number, text in enumerate(texts, 1):
+        inputs_of.setdefault(text, []).append(str(number))
+    if len(inputs_of) == 1:
+        return texts[0]
+    parts = [
+        f"{text} of input{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_SHOWN_INPUTS])}"
+        + (f" and {len(numbers) - _SHOWN_INPUTS} more" if len(numbers) > _SHOWN_INPUTS else "")
+        for text, numbers in inputs_of.items()
+        if text
+    ]
+    left = len(parts) - _SHOWN_INPUTS
+    return "; ".join(parts[:_SHOWN_INPUTS]) + (f"; and {left} other ways" if left > 0 else "")
 
 
 # Down here because the node kinds are subclasses of `View` and its methods make them.
