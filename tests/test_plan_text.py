@@ -406,6 +406,24 @@ def test_explain_names_the_source_among_several():
     assert "in /memory" in plan.explain("b/x")
 
 
+def test_an_entry_says_all_that_happens_and_its_cast():
+    arrays = {"a": np.zeros((2, 3), np.float16), "b": np.zeros((3, 2), np.float16), "c": np.zeros(2, np.float16)}
+
+    def join(state, target):
+        return {"joined": ot.concatenate([state["a"].T, state["b"]], 0), "c": state["c"]}
+
+    target = {"joined": leaf((6, 2)), "c": leaf((2,)), "new": leaf((2,))}
+    plan = ot.plan_restore(checkpoint(arrays), target, join, fallback={"new": np.zeros(2, np.float16)})
+    expected = {
+        "joined": "transpose (1, 0) of input 1, concatenation of 2 on axis 0, cast float32",
+        "c": "cast float32",
+        "new": "cast float32",
+    }
+    assert {entry.name: entry.how for entry in plan.entries} == expected
+    assert {entry["name"]: entry["how"] for entry in plan.to_json()["entries"]} == expected
+    assert all(how in plan.explain(name) for name, how in expected.items())
+
+
 # -- diff
 
 

@@ -141,7 +141,6 @@ class Matcher:
     def _entry(self, name: str, leaf: TargetLeaf, source_name: str) -> PlanEntry:
         value = self._state[source_name]
         view = as_view(value, name=source_name)
-        how = view.describe()
         fitted = self._fit(name, leaf, view)
         return PlanEntry(
             name,
@@ -150,7 +149,7 @@ class Matcher:
             leaf.dtype,
             leaf.sharding,
             "value" if view.is_value else "read",
-            ", ".join(text for text in (how, fitted.describe() if fitted is not view and not how else "") if text),
+            fitted.describe(),
             self._diagnostics.rule_for.get(source_name, ""),
             self._diagnostics.fidelity.get(source_name, ""),
             fitted,
@@ -238,7 +237,16 @@ class Matcher:
                 value = jax.random.key_data(value)
             view = self._fit(name, leaf, as_view(value, name=name), origin="the fallback")
             return PlanEntry(
-                name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", fidelity=fidelity, view=view, leaf=leaf
+                name,
+                (),
+                leaf.shape,
+                leaf.dtype,
+                leaf.sharding,
+                "fallback",
+                how=view.describe(),
+                fidelity=fidelity,
+                view=view,
+                leaf=leaf,
             )
         if name in self._diagnostics.explained:
             return None  # the transform that should have made it says why it could not

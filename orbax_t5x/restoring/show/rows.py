@@ -127,11 +127,10 @@ def entry_source(entry: PlanEntry) -> str:
 
 
 def entry_how(entry: PlanEntry) -> str:
-    """What happens on the way; the view knows all of it, casts to the target's dtype included."""
-    told = entry.how if entry.view is None or entry.action == "keep" else entry.view.describe()
+    """What happens on the way, casts to the target's dtype and approximations included."""
     # What followed exactly is as it should be; a table full of "exact" would hide the others.
-    noted = entry.fidelity if entry.fidelity in ("approximate", "reset") else ""
-    return ", ".join(text for text in (told, noted) if text)
+    fidelity = entry.fidelity if entry.fidelity in ("approximate", "reset") else ""
+    return ", ".join(text for text in (entry.how, fidelity) if text)
 
 
 def heading(plan: PlanData) -> list[str]:
