@@ -15,6 +15,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box, box_shape, box_slices, full_box
 from orbax_t5x.lazy.leaf import Request
@@ -26,7 +27,6 @@ from orbax_t5x.readers.ranges.byte_runs import WindowGrid, byte_strides, place_b
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.storage import crc32c as _crc
-from orbax_t5x.storage import pools as _jobs
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.paths import Root
 from tests.bundle_writer import DTYPES, np_dtype
@@ -605,7 +605,7 @@ def test_many_threads_share_few_descriptors_and_a_close_ends_them(tmp_path: Path
 class TestJobs:
     def test_all_are_done_once(self) -> None:
         jobs = (functools.partial(lambda number: number, number) for number in range(100))
-        assert sorted(_jobs.run_jobs(jobs)) == list(range(100))
+        assert sorted(run_jobs(jobs)) == list(range(100))
 
     def test_the_first_error_is_raised_and_no_job_runs_on(self) -> None:
         begun = []
@@ -616,11 +616,11 @@ class TestJobs:
                 raise KeyError(number)
 
         with pytest.raises(KeyError):
-            _jobs.run_jobs(functools.partial(job, number) for number in range(10_000))
+            run_jobs(functools.partial(job, number) for number in range(10_000))
         assert len(begun) < 10_000
 
     def test_jobs_may_start_jobs(self) -> None:
         def outer(number: int) -> int:
-            return sum(_jobs.run_jobs(functools.partial(int, number) for _ in range(20)))
+            return sum(run_jobs(functools.partial(int, number) for _ in range(20)))
 
-        assert sum(_jobs.run_jobs(functools.partial(outer, number) for number in range(20))) == 20 * 190
+        assert sum(run_jobs(functools.partial(outer, number) for number in range(20))) == 20 * 190

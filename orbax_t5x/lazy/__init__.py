@@ -6,7 +6,6 @@ plan can tell what it will read and an executor reads just that, straight into i
 thread made, before a value is asked for.
 """
 
-from orbax_t5x.concurrency import ReadThread
 from orbax_t5x.lazy.array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
 from orbax_t5x.lazy.assemble import Concat, Stack
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box
@@ -15,7 +14,7 @@ from orbax_t5x.lazy.combine import AllEqual, Average
 from orbax_t5x.lazy.compose import as_view, broadcast_to, concatenate, repeat, stack
 from orbax_t5x.lazy.geometry import contiguous_dims
 from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
-from orbax_t5x.lazy.read import group_reads, read_leaves, read_views, run_on_read_thread
+from orbax_t5x.lazy.read import group_reads, read_leaves, read_views
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
 from orbax_t5x.lazy.reshape import Join, Split
 from orbax_t5x.lazy.strided import LeafView, Strided
@@ -40,7 +39,6 @@ __all__ = [
     "Lowered",
     "OpaqueLeaf",
     "ReadStats",
-    "ReadThread",
     "Request",
     "Split",
     "Stack",
@@ -60,6 +58,5 @@ __all__ = [
     "read_leaves",
     "read_views",
     "repeat",
-    "run_on_read_thread",
     "stack",
 ]

@@ -8,22 +8,14 @@ wanted: a function is opaque. Views (`_view.py`) are the kind that reads boxes. 
 from __future__ import annotations
 
 import abc
-import asyncio
-import concurrent.futures
-import functools
 import math
-import os
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.lazy.read import run_on_read_thread
-
-# Functions block on storage, not on a core; more waits overlap, each at the cost of one array in memory.
-_POOL_THREADS = 16
+from orbax_t5x.concurrency import CarriedError, function_pool, run_in_pool, run_on_read_thread
 
 
 class LazyArray(abc.ABC):
@@ -109,25 +101,19 @@ class LazyThreadPoolArray(LazyArray):
 
     def get(self) -> Any:
         """Calls the function; casts if its dtype is not the declared one."""
-        return self._as_declared(self._get_fn())
+        try:
+            value = self._get_fn()
+        except StopIteration as error:
+            raise RuntimeError("the function of a lazy array raised StopIteration") from error
+        return self._as_declared(value)
 
     async def get_async(self) -> Any:
         """The same, in a thread of a pool that all such arrays share."""
-        return await asyncio.get_running_loop().run_in_executor(_pool(os.getpid()), self.get)
-
-
-_pool_lock = threading.Lock()
-
-
-@functools.cache
-def _new_pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="orbax_t5x-get")
-
-
-def _pool(pid: int) -> concurrent.futures.ThreadPoolExecutor:
-    """The pool of this process: threads do not survive a fork, so the process id is the key."""
-    with _pool_lock:
-        return _new_pool(pid)
+        try:
+            return await run_in_pool(function_pool(), self.get)
+        except CarriedError as carried:
+            # The caller's own event loop decides what becomes of it.
+            raise carried.error from None
 
 
 class LazyAwaitableArray(LazyArray):

@@ -7,12 +7,12 @@ function cannot be asked for less.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from orbax_t5x.concurrency import carry, reader_pool, run_in_pool
 from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy.array import LazyArray
 from orbax_t5x.lazy.box import Box, box_size, box_slices
@@ -50,7 +50,7 @@ class ValueLeaf(BlockingLeaf):
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """The same, in a thread."""
-        await asyncio.to_thread(self.read_blocking, requests, stats)
+        await run_in_pool(reader_pool(), self.read_blocking, requests, stats)
 
     def _copy_shards(self, requests: Sequence[Request]) -> None:
         wanted = [box_size(box) for box, _ in requests]
@@ -103,7 +103,8 @@ class OpaqueLeaf(BlockingLeaf):
         Raises:
           LeafMismatchError: the function returned another shape or dtype than it was declared with.
         """
-        await asyncio.to_thread(self._fill, await self.array.get_async(), requests, stats)
+        value = await carry(self.array.get_async())
+        await run_in_pool(reader_pool(), self._fill, value, requests, stats)
 
     def _fill(self, value: Any, requests: Sequence[Request], stats: ReadStats) -> None:
         value = np.asarray(value)

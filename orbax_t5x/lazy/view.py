@@ -9,12 +9,12 @@ and may be used from any thread.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from orbax_t5x.concurrency import CarriedError, run_in_pool
 from orbax_t5x.lazy.array import LazyArray
 from orbax_t5x.lazy.box import Box, box_shape, full_box
 from orbax_t5x.lazy.geometry import Walk
@@ -116,7 +116,10 @@ class View(LazyArray):
 
     async def get_async(self) -> np.ndarray:
         """Reads the whole view without blocking the event loop."""
-        return await asyncio.to_thread(self.get)
+        try:
+            return await run_in_pool(None, self.get)
+        except CarriedError as carried:
+            raise carried.error from None
 
     def item(self) -> Any:
         """The one element as a Python scalar; reads it."""

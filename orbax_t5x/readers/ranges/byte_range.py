@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy.box import box_size
 from orbax_t5x.lazy.leaf import Request
@@ -27,7 +28,6 @@ from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides,
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.files import File
-from orbax_t5x.storage.pools import run_jobs
 
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.leaf import BlockingLeaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import Outcome
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.storage.files import File
-from orbax_t5x.storage.pools import reader_pool
 
 
 class RangeLeaf(BlockingLeaf):
@@ -38,7 +36,7 @@ class RangeLeaf(BlockingLeaf):
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
-        await asyncio.get_running_loop().run_in_executor(reader_pool(), partial(self.read_blocking, requests, stats))
+        await run_in_pool(reader_pool(), self.read_blocking, requests, stats)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self.dtype} {self.shape} of {self.path!r}>"
@@ -107,9 +105,7 @@ class ByteRangeLeaf(RangeLeaf):
         if verified or stats.verify != "full":
             return verified
         self.raise_error()
-        return await asyncio.get_running_loop().run_in_executor(
-            reader_pool(), verify_rest, self.range, self.crc, parts, self.name, stats
-        )
+        return await run_in_pool(reader_pool(), verify_rest, self.range, self.crc, parts, self.name, stats)
 
 
 def verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:

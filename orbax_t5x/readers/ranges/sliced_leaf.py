@@ -6,7 +6,6 @@ extents one after the other, in the order of the pieces.
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import itertools
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.leaf import RangeLeaf, StoredRange, verify_range, verify_rest
-from orbax_t5x.storage.pools import reader_pool
 
 
 class Piece(NamedTuple):
@@ -75,9 +74,7 @@ class SlicedLeaf(RangeLeaf):
             if verify_range(piece.range, piece.crc, own, self.name):
                 continue
             if stats.verify == "full":
-                await asyncio.get_running_loop().run_in_executor(
-                    reader_pool(), verify_rest, piece.range, piece.crc, own, self.name, stats
-                )
+                await run_in_pool(reader_pool(), verify_rest, piece.range, piece.crc, own, self.name, stats)
             else:
                 verified = False
         return verified

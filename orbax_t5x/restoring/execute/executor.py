@@ -25,8 +25,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from orbax_t5x.concurrency import LoopThread
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import Leaf, ReadStats, ReadThread, box_size
+from orbax_t5x.lazy import Leaf, ReadStats, box_size
 from orbax_t5x.restoring.execute.buffers import make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
@@ -123,7 +124,7 @@ class _Execution:
     # -- reading
 
     def _read(self, groups: list[Group]) -> None:
-        thread = ReadThread()
+        thread = LoopThread()
         try:
             with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore") as pool:
                 error: BaseException | None = None
@@ -140,7 +141,7 @@ class _Execution:
         finally:
             thread.close()
 
-    def _verify_together(self, thread: ReadThread, error: Exception | None) -> None:
+    def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
             parts = gather_parts(self._stats, self._leaves_in_order(), failed=error is not None)
