@@ -29,8 +29,8 @@ from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.paths import Root
+from orbax_t5x.testing.leaf_reads import read_boxes, same_bits
 from tests.bundle_writer import DTYPES, np_dtype
-from tests.leaf_reads import read_boxes, same_bits
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 

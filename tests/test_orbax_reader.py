@@ -16,7 +16,8 @@ from orbax.checkpoint import type_handlers
 import orbax_t5x as ot
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.tensorstore_leaf import array_spec
-from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, leaf_of, read
+from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read
+from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
 
 LAYOUTS = [(ocdbt, zarr3) for ocdbt in (True, False) for zarr3 in (False, True)]
 Pair = collections.namedtuple("Pair", "mu nu")

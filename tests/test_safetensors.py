@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.lazy.leaf import Request
-from tests.reader_suite import NUMBERS, ReaderSuite, assert_same, bytes_read_by_process, leaf_of, read
+from orbax_t5x.testing.leaf_reads import assert_same, bytes_read_by_process, leaf_of, read
+from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
 
 
 def save(path: Path, arrays, metadata=None) -> None:

@@ -18,13 +18,12 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.lazy.box import box_slices, full_box
-from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.storage.limits import Limits
-from tests.bundle_writer import Bundle, bundle_of, np_dtype, shard_path
-from tests.leaf_reads import read_boxes, read_whole, same_bits
+from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
+from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
+from tests.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype, shard_path
 
 BUNDLES = [
     "dtype_zoo",
@@ -37,9 +36,42 @@ BUNDLES = [
 ]
 
 
-def leaf_of(checkpoint: Checkpoint, name: str) -> Leaf:
-    (leaf,) = checkpoint.leaves[name].leaves()
-    return leaf
+# Those of the format besides what every format stores.
+BUNDLE_DTYPES = NUMBERS + tuple(np_dtype(name) for name in DTYPES if np_dtype(name) not in NUMBERS)
+
+
+class TestOneShard(ReaderSuite):
+    """Written by hand; TensorFlow reads such bundles (`test_tf_bundle_oracle.py`)."""
+
+    dtypes = BUNDLE_DTYPES
+    shards = 1
+    big_endian = False
+
+    def write(self, directory, arrays):
+        return bundle_of(arrays, self.shards, big_endian=self.big_endian).write(directory)
+
+
+class TestSeveralShards(TestOneShard):
+    shards = 3
+
+
+class TestBigEndian(TestOneShard):
+    shards = 2
+    big_endian = True
+
+
+class TestPartitionedVariables(TestOneShard):
+    """Every array of at least one dimension lies in two slices along its first one."""
+
+    def write(self, directory, arrays):
+        bundle = Bundle(2)
+        for name, array in arrays.items():
+            if array.ndim and len(array) > 1:
+                rest = [Extent(0, -1)] * (array.ndim - 1)
+                bundle.add_sliced(name, array, [[Extent(0, 1), *rest], [Extent(1, len(array) - 1), *rest]])
+            else:
+                bundle.add(name, array)
+        return bundle.write(directory)
 
 
 def expected_values(directory: Path) -> dict[str, np.ndarray]:

@@ -28,6 +28,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.box import full_box
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, slice_key
+from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from tests.bundle_writer import (
     Bundle,
     bundle_of,
@@ -41,8 +42,6 @@ from tests.bundle_writer import (
     table,
     varint,
 )
-from tests.leaf_reads import read_boxes, read_whole, same_bits
-from tests.test_tf_bundle import leaf_of
 
 GOOD = np.arange(40, dtype=np.float32).reshape(8, 5)
 VALUE = np.arange(6, dtype=np.float32)

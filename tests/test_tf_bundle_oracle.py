@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, parse_header
+from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from tests.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype
-from tests.leaf_reads import read_boxes, read_whole, same_bits
 from tests.test_byte_ranges import values
-from tests.test_tf_bundle import leaf_of, partitions
+from tests.test_tf_bundle import partitions
 from tests.test_tf_bundle_hostile import sealed_mutation, values_of
 
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12)

@@ -40,6 +40,7 @@ class Leaf(abc.ABC):
       chunks: the shape of the unit in which the format can be read, or None where any byte range can be.
       error: what makes the leaf unreadable, found when the checkpoint was opened, or None. Reading raises it.
       is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
+      has_checksum: whether the format keeps a checksum of its data, so that reading all of it can verify it.
     """
 
     __slots__ = ("__weakref__",)
@@ -51,6 +52,7 @@ class Leaf(abc.ABC):
     chunks: tuple[int, ...] | None = None
     error: CheckpointError | None = None
     is_value: bool = False
+    has_checksum: bool = False
 
     @abc.abstractmethod
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
@@ -72,8 +74,8 @@ class Leaf(abc.ABC):
         `parts` come from all processes together. Under "full" what no part covers is read first.
 
         Returns:
-          True: every byte was covered and the checksum holds. False: read only in part, so unverified. None: the format
-            keeps no checksum for this leaf (or verification is off), as here by default.
+          True: every byte was covered and the checksum holds. False: read only in part, so unverified. None: nothing
+            was verified, because the leaf has no checksum (see `has_checksum`) or verification is off.
 
         Raises:
           CorruptCheckpointError: the checksum does not hold; the text gives the stored and the computed one.

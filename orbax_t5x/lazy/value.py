@@ -95,7 +95,8 @@ class OpaqueLeaf(BlockingLeaf):
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `read_into`."""
-        self._fill(self.array.get(), requests, stats)
+        if requests:
+            self._fill(self.array.get(), requests, stats)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Reads the whole array and copies the boxes out of it.
@@ -103,8 +104,9 @@ class OpaqueLeaf(BlockingLeaf):
         Raises:
           LeafMismatchError: the function returned another shape or dtype than it was declared with.
         """
-        value = await carry(self.array.get_async())
-        await run_in_pool(reader_pool(), self._fill, value, requests, stats)
+        if requests:
+            value = await carry(self.array.get_async())
+            await run_in_pool(reader_pool(), self._fill, value, requests, stats)
 
     def _fill(self, value: Any, requests: Sequence[Request], stats: ReadStats) -> None:
         value = np.asarray(value)

@@ -89,6 +89,11 @@ class ByteRangeLeaf(RangeLeaf):
         self.range = range
         self.crc = crc
 
+    @property
+    def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether `crc` is known."""
+        return self.crc is not None
+
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
         self.raise_error()

@@ -34,6 +34,8 @@ class SlicedLeaf(RangeLeaf):
 
     __slots__ = ("_bases", "_pieces")
 
+    has_checksum = True
+
     def __init__(
         self,
         name: str,

@@ -1,14 +1,23 @@
 """One suite for the readers of all formats: a subclass says how stock software writes arrays in its format.
 
-class TestSomeFormat(ReaderSuite):
-    dtypes = (...)
+    class TestMyFormat(ReaderSuite):
+        dtypes = (np.dtype(np.float32), np.dtype(np.int64))
 
-    def write(self, directory, arrays): ...   # by the format's own writer; returns the path to open
+        def write(self, directory, arrays):
+            path = directory / "checkpoint.mine"
+            the_formats_own_writer(path, arrays)
+            return path
+
+        def open(self, path):
+            return open_my_format(path)
+
+The arrays are compared bit for bit with what was written: the oracle is the format's own writer, never ours. The suite
+also proves that opening reads no array, that a box reads only its bytes, that threads may open and read at once, and
+that reading a closed checkpoint is an error.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import math
 from collections.abc import Iterator, Mapping
@@ -18,11 +27,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import orbax_t5x as ot
-from orbax_t5x.lazy import as_view
-from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box
-from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.lazy import LazyArray
+from orbax_t5x.lazy.box import box_shape, box_size, box_slices, full_box
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.readers import Checkpoint, open_checkpoint
+from orbax_t5x.testing.leaf_reads import (
+    assert_same,
+    bytes_read_by_process,
+    leaf_of,
+    random_array,
+    random_box,
+    random_buffer,
+    read,
+)
 
 NUMBERS = tuple(
     np.dtype(dtype)
@@ -53,11 +70,6 @@ _BIG_BYTES = 1024 * 2048 * 4
 _OPENING_BYTES = 1 << 20
 
 
-def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Values over the whole range of small dtypes, without NaN (whose bits a writer may change)."""
-    return np.asarray(rng.integers(0 if dtype.kind in "ub" else -7, 8, shape)).astype(dtype).reshape(shape)
-
-
 def sample_arrays(dtypes: tuple[np.dtype, ...]) -> dict[str, np.ndarray]:
     """Arrays of every dtype, of ranks 0 to 5, and a large one."""
     rng = np.random.default_rng(7)
@@ -72,84 +84,35 @@ def sample_arrays(dtypes: tuple[np.dtype, ...]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def random_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Box:
-    """A box, empty in some dimensions now and then."""
-    box = []
-    for size in shape:
-        start = int(rng.integers(0, size + 1))
-        box.append((start, int(rng.integers(start, size + 1))))
-    return tuple(box)
-
-
-def random_buffer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A buffer of random strides: contiguous, transposed, strided, or reversed in some dimensions; not empty."""
-    if not shape:
-        return np.empty((), dtype)
-    order = rng.permutation(len(shape))
-    steps = [int(rng.choice([1, 1, 2, -1, -2])) for _ in shape]
-    base = np.empty([shape[axis] * abs(steps[axis]) for axis in order], dtype)
-    base.fill(1)
-    buffer = base.transpose(np.argsort(order))[tuple(slice(None, None, step) for step in steps)]
-    assert buffer.shape == shape
-    return buffer
-
-
-def leaf_of(checkpoint: ot.Checkpoint, name: str) -> Leaf:
-    """The stored leaf behind a name."""
-    (leaf,) = as_view(checkpoint.leaves[name]).leaves()
-    return leaf
-
-
-def read(leaf: Leaf, requests: list[Request], stats: ReadStats | None = None) -> ReadStats:
-    """Reads as the executor does, and verifies."""
-    stats = stats if stats is not None else ReadStats()
-
-    async def run() -> None:
-        await leaf.read_into(requests, stats)
-        await leaf.verify_checksum(stats, stats.ranges(leaf))
-
-    loop = asyncio.new_event_loop()
-    try:
-        loop.run_until_complete(run())
-    finally:
-        loop.close()
-    return stats
-
-
-def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Equal in dtype, shape and every bit."""
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert np.ascontiguousarray(actual).tobytes() == np.ascontiguousarray(expected).tobytes()
-
-
-def bytes_read_by_process() -> int:
-    """Bytes that this process has read from files so far, by the kernel's count."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
 class ReaderSuite:
-    """What every reader promises."""
+    """What every reader promises.
+
+    Attributes:
+      dtypes: those that the format stores.
+      separator: what stands for '/' in the names of the opened checkpoint, in formats that have no '/'.
+    """
 
     dtypes: tuple[np.dtype, ...] = NUMBERS
-    # How a name of `sample_arrays` stands in the opened checkpoint.
     separator = "/"
 
     def write(self, directory: Path, arrays: Mapping[str, np.ndarray]) -> Path:
         """Writes arrays with the format's own writer; returns the path to open."""
         raise NotImplementedError
 
+    def open(self, path: Path) -> Checkpoint:
+        """Opens what `write` wrote; a subclass whose format is not in the table of formats calls its own reader."""
+        return open_checkpoint(path)
+
     @pytest.fixture(scope="class")
     @classmethod
-    def written(cls, tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    def written(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
         arrays = sample_arrays(cls.dtypes)
         path = cls().write(tmp_path_factory.mktemp("suite"), arrays)
         return path, {name.replace("/", cls.separator): value for name, value in arrays.items()}
 
     @pytest.fixture
-    def opened(self, written) -> Iterator[ot.Checkpoint]:
-        with ot.open_checkpoint(written[0]) as checkpoint:
+    def opened(self, written) -> Iterator[Checkpoint]:
+        with self.open(written[0]) as checkpoint:
             yield checkpoint
 
     @pytest.fixture
@@ -168,9 +131,9 @@ class ReaderSuite:
             assert chunks is None or len(chunks) == expected.ndim
 
     def test_opening_reads_no_array(self, written):
-        ot.open_checkpoint(written[0]).close()  # imports and caches
+        self.open(written[0]).close()  # imports and caches
         before = bytes_read_by_process()
-        with ot.open_checkpoint(written[0]) as checkpoint:
+        with self.open(written[0]) as checkpoint:
             assert bytes_read_by_process() - before < _OPENING_BYTES
             assert 0 < checkpoint.index_bytes < _OPENING_BYTES
 
@@ -225,7 +188,7 @@ class ReaderSuite:
         path, arrays = written
 
         def one(_: int) -> list[str]:
-            with ot.open_checkpoint(path) as checkpoint:
+            with self.open(path) as checkpoint:
                 return list(checkpoint.leaves)
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -233,7 +196,7 @@ class ReaderSuite:
                 assert names == sorted(arrays)
 
     def test_reading_after_close_is_a_value_error(self, written):
-        checkpoint = ot.open_checkpoint(written[0])
+        checkpoint = self.open(written[0])
         views = list(checkpoint.leaves.values())
         checkpoint.close()
         checkpoint.close()
@@ -250,4 +213,4 @@ class ReaderSuite:
                 yield prefix.removeprefix("/"), node
 
         found = dict(walk(opened.tree(), ""))
-        assert {name for name, value in found.items() if isinstance(value, ot.LazyArray)} == set(opened.leaves)
+        assert {name for name, value in found.items() if isinstance(value, LazyArray)} == set(opened.leaves)
