@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import orbax_t5x as ot
 from orbax_t5x.cli.output import emit
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.show.rows import entry_array, entry_sharding
+from orbax_t5x.restoring.show.entries import entry_array, entry_sharding
 from orbax_t5x.text.wording import counted, leaves_text, size_text
 from orbax_t5x.trees.flat import flatten, unflatten
 

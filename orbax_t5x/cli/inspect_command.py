@@ -16,11 +16,10 @@ import numpy as np
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.text.fold import fold, times_text
-from orbax_t5x.text.table import terminal_width
+from orbax_t5x.text.table import TableRow, table_lines, terminal_width
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, leaves_text, plain, size_text
 
 _INDENT = "  "
-_GAP = "  "
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,7 +63,7 @@ def as_text(checkpoint: Checkpoint, width: int, *, folded: bool = True) -> list[
     leaves |= {name: _Line(_empty_text(empty), 0) for name, empty in checkpoint.empties.items()}
     if leaves:
         rows = [(name, line.array, line.size) for name, line in leaves.items()]
-        lines += ["", *_laid_out(list(_tree(rows, folded).lines(0)), width)]
+        lines += ["", *table_lines(list(_tree(rows, folded).rows(0)), width)]
     return [*lines, "", *_totals(checkpoint)]
 
 
@@ -92,7 +91,7 @@ class _Branch:
             branch = branch.parts.setdefault(name, _Branch())
         branch.leaf = leaf
 
-    def lines(self, depth: int) -> Iterator[tuple[str, _Line]]:
+    def rows(self, depth: int) -> Iterator[TableRow]:
         """Names with their indent, and what stands beside them."""
         for name, branch in self.parts.items():
             while branch.leaf is None and len(branch.parts) == 1:
@@ -100,10 +99,11 @@ class _Branch:
                 name = f"{name}/{below}"
             label = _INDENT * depth + plain(name)
             if branch.leaf is not None:
-                yield label, branch.leaf
+                array = branch.leaf.array
+                yield TableRow(label, array, size=size_text(branch.leaf.size) if "[" in array else "")
             if branch.parts:
-                yield f"{label}/", _Line("", branch.size)
-                yield from branch.lines(depth + 1)
+                yield TableRow(f"{label}/", size=size_text(branch.size) if branch.size else "")
+                yield from branch.rows(depth + 1)
 
 
 def _tree(rows: Sequence[tuple[str, str, int]], folded: bool) -> _Branch:
@@ -125,21 +125,6 @@ def _empty_text(value: Any) -> str:
 
 def _size(view: Any) -> int:
     return array_bytes(view.dtype, view.shape)
-
-
-def _laid_out(rows: Sequence[tuple[str, _Line]], width: int) -> list[str]:
-    """Names to the left, arrays and bytes in columns; a name that is too long has them on the next line."""
-    sizes = [size_text(line.size) if line.size or "[" in line.array else "" for _, line in rows]
-    array_width = max(len(line.array) for _, line in rows)
-    size_width = max(map(len, sizes))
-    left = min(max(len(name) for name, _ in rows), width - array_width - size_width - 2 * len(_GAP))
-    lines: list[str] = []
-    for (name, line), size in zip(rows, sizes, strict=True):
-        if len(name) > left:
-            lines.append(name)
-            name = ""
-        lines.append(f"{name:<{max(left, 0)}}{_GAP}{line.array:<{array_width}}{_GAP}{size:>{size_width}}".rstrip())
-    return lines
 
 
 def _totals(checkpoint: Checkpoint) -> list[str]:

@@ -8,7 +8,10 @@ from orbax_t5x.lazy import Verify
 from orbax_t5x.restoring.execute.executor import execute_plan
 from orbax_t5x.restoring.options import Progress, ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData
-from orbax_t5x.restoring.show import text as plan_text
+from orbax_t5x.restoring.show.as_data import to_json
+from orbax_t5x.restoring.show.compare import diff
+from orbax_t5x.restoring.show.explain import explain
+from orbax_t5x.restoring.show.table import html, table
 
 
 class RestorePlan(PlanData):
@@ -45,26 +48,26 @@ class RestorePlan(PlanData):
         Raises:
           KeyError: neither the target nor the checkpoint has the name; the text gives the closest ones.
         """
-        return plan_text.explain(self, leaf)
+        return explain(self, leaf)
 
     def diff(self, other: RestorePlan) -> str:
         """The leaves that two plans treat differently, as text; empty when there are none."""
-        return plan_text.diff(self, other)
+        return diff(self, other)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as data that `json.dumps` takes."""
-        return plan_text.to_json(self)
+        return to_json(self)
 
     def __str__(self) -> str:
-        return plan_text.table(self)
+        return table(self)
 
     def _repr_html_(self) -> str:
-        return plan_text.html(self)
+        return html(self)
 
     def __repr__(self) -> str:
         counts = {
             action: sum(entry.action == action for entry in self.entries)
             for action in ("read", "value", "fallback", "keep")
         }
-        told = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
-        return f"<RestorePlan: {told or 'nothing to do'}; {len(self.unused)} unused, {len(self.dropped)} dropped>"
+        actions = ", ".join(f"{count} {action}" for action, count in counts.items() if count)
+        return f"<RestorePlan: {actions or 'nothing to do'}; {len(self.unused)} unused, {len(self.dropped)} dropped>"

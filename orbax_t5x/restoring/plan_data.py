@@ -17,7 +17,11 @@ from orbax_t5x.lazy import Box, LeafView, View
 from orbax_t5x.lazy.box import box_size, full_box
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.targets import Target, TargetLeaf
+from orbax_t5x.text.fold import fold_names
+from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 
+# Folded names that a printed report has of each kind.
+_SHOWN_NAMES = 20
 Action = Literal["read", "value", "fallback", "keep"]
 
 
@@ -74,9 +78,9 @@ def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return (*bounds, *((0, size) for size in shape[len(bounds) :]))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class RestoreReport:
-    """What one execution read and checked.
+    """What one execution read and checked; printed, names of repeated layers are one line.
 
     Attributes:
       bytes_read: bytes of array data read by this process, without gaps.
@@ -97,6 +101,35 @@ class RestoreReport:
     unverified: tuple[str, ...]
     without_checksum: tuple[str, ...]
     seconds: float
+
+    def summary(self) -> str:
+        """Counts without names, in one line."""
+        parts = [f"{size_text(self.bytes_read)} read in {self.seconds:.2f} s"]
+        if self.gap_bytes:
+            parts.append(f"{size_text(self.gap_bytes)} of gaps read over")
+        if self.fill_chunks:
+            parts.append(f"{counted(self.fill_chunks, 'chunk')} absent, filled")
+        return ", ".join([*parts, *(f"{leaves_text(len(names))} {word}" for word, names in self._checks() if names)])
+
+    def _checks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return (
+            ("verified", self.verified),
+            ("read only in part", self.unverified),
+            ("without checksum", self.without_checksum),
+        )
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for word, names in self._checks():
+            folded = fold_names(names)
+            lines += [f"{word}:"] if names else []
+            lines += [f"  {plain(row.label)}" for row in folded[:_SHOWN_NAMES]]
+            left = sum(len(row.members) for row in folded[_SHOWN_NAMES:])
+            lines += [f"  … and {leaves_text(left)} more"] if left else []
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<RestoreReport: {self.summary()}>"
 
 
 Compute = Callable[[Sequence[str], Sequence[Any], Sequence[Any]], tuple[Any, ...]]

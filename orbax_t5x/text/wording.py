@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,21 @@ def size_text(count: int) -> str:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """`1 leaf`, `2 leaves`, with thousands apart."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str = ", ") -> str:
+    """`a, b and 3 more`: the first few of several names, and how many are left.
+
+    Args:
+      names: all of them.
+      shown: how many are written.
+      noun: what the others are, in the plural: `a, b and 3 more leaves`.
+      separator: what stands between two names.
+    """
+    names = list(names)
+    left = len(names) - shown
+    text = separator.join(names[:shown])
+    return f"{text} and {left:,} more{' ' + noun if noun else ''}" if left > 0 else text
 
 
 def leaves_text(count: int) -> str:

@@ -1,0 +1,59 @@
+"""A plan as data for programs; everything is there, nothing is folded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.show.entries import entry_bytes, entry_how
+
+
+def to_json(plan: PlanData) -> dict[str, Any]:
+    """The plan as data that `json.dumps` takes; bytes are those of this process."""
+    return {
+        "sources": {
+            name: {"path": checkpoint.path, "format": checkpoint.format, "step": checkpoint.step}
+            for name, checkpoint in plan.checkpoints.items()
+        },
+        "entries": [_entry_json(entry) for entry in plan.entries],
+        "unused": list(plan.unused),
+        "dropped": list(plan.dropped),
+        "warnings": list(plan.warnings),
+        "provenance": [dict(record) for record in plan.provenance],
+        "bytes_to_read": plan.bytes_to_read,
+    }
+
+
+def _entry_json(entry: PlanEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "action": entry.action,
+        "sources": list(entry.sources),
+        "how": entry_how(entry),
+        "rule": entry.rule,
+        "fidelity": entry.fidelity,
+        "shape": [int(size) for size in entry.shape],
+        "dtype": None if entry.dtype is None else np.dtype(entry.dtype).name,
+        "kind": None if entry.leaf is None else entry.leaf.kind,
+        "sharding": _sharding_json(entry.sharding),
+        "bytes": entry_bytes(entry),
+    }
+
+
+def _sharding_json(sharding: Any) -> dict[str, Any] | None:
+    if sharding is None:
+        return None
+    described: dict[str, Any] = {
+        "type": type(sharding).__name__,
+        "devices": len(sharding.device_set),
+        "memory_kind": getattr(sharding, "memory_kind", None),
+    }
+    spec = getattr(sharding, "spec", None)
+    if spec is not None:
+        described["spec"] = [
+            list(axis) if isinstance(axis, tuple) else None if axis is None else str(axis) for axis in spec
+        ]
+        described["mesh"] = {str(name): int(size) for name, size in sharding.mesh.shape.items()}
+    return described

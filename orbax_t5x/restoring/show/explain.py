@@ -1,0 +1,141 @@
+"""One leaf of a plan, explained: where it comes from, what is read for it, what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.lazy import Box
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads, entry_sharding
+from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
+from orbax_t5x.transforms.patterns.closest import closest_names
+from orbax_t5x.trees.dtypes import conversion
+
+# Boxes and sources listed for one leaf.
+_SHOWN_BOXES = 8
+_LABEL_WIDTH = 10
+_ACTIONS = {
+    "read": "read from the checkpoint",
+    "value": "a constant that a transform put there",
+    "fallback": "which the checkpoint lacks: the fallback gives it",
+    "keep": "left as it is",
+}
+_CONVERSIONS = {
+    "same": "",
+    "lossless": "every value survives",
+    "lossy": "values may be rounded",
+    "forbidden": "as asked for",
+}
+
+
+def explain(plan: PlanData, leaf: str) -> str:
+    """Where one target leaf comes from and what this process reads for it; what becomes of a leaf of the checkpoint.
+
+    Raises:
+      KeyError: neither has the name; the text gives the closest ones.
+    """
+    parts = [_explain_entry(entry, plan) for entry in plan.entries if entry.name == leaf]
+    parts += _explain_stored(plan, leaf)
+    if parts:
+        return "\n\n".join("\n".join(plain(line) for line in part) for part in parts)
+    names = dict.fromkeys([*(entry.name for entry in plan.entries), *_stored(plan)])
+    closest = closest_names(leaf, names)
+    hint = f"; closest: {', '.join(closest)}" if closest else ""
+    raise KeyError(f"neither the target nor the checkpoint has a leaf {leaf!r}{hint}")
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<{_LABEL_WIDTH}}{text}"
+
+
+def _explain_entry(entry: PlanEntry, plan: PlanData) -> list[str]:
+    lines = [f"{entry.name}: a leaf of the target, {_ACTIONS[entry.action]}"]
+    if entry.dtype is not None:
+        lines.append(_line("becomes", f"{entry_array(entry)}, {size_text(array_bytes(entry.dtype, entry.shape))}"))
+    views = _stored(plan)
+    for name in entry.sources[:_SHOWN_BOXES]:
+        path = f"  in {_path_of(plan, name)}" if len(plan.checkpoints) > 1 else ""
+        array = f"  {array_text(views[name].dtype, views[name].shape)}" if name in views else ""
+        lines.append(_line("from", f"{name}{array}{path}"))
+    if len(entry.sources) > _SHOWN_BOXES:
+        lines.append(_line("", f"… and {counted(len(entry.sources) - _SHOWN_BOXES, 'source')} more"))
+    if entry_how(entry):
+        lines.append(_line("how", entry_how(entry)))
+    if entry.fidelity == "exact":
+        lines.append(_line("fidelity", "exact: it follows its parameter"))
+    if entry.rule:
+        lines.append(_line("rule", entry.rule))
+    elif entry.action == "read":
+        lines.append(_line("rule", "the names match" if entry.sources == (entry.name,) else "a transform put it here"))
+    lines += _dtype_lines(entry, [np.dtype(views[name].dtype) for name in entry.sources if name in views])
+    if entry_sharding(entry):
+        mesh = f" over {mesh_text(entry.sharding)}" if mesh_text(entry.sharding) else ""
+        lines.append(_line("sharding", entry_sharding(entry) + mesh))
+    return [*lines, *_read_lines(entry)]
+
+
+def _dtype_lines(entry: PlanEntry, dtypes: Iterable[np.dtype]) -> list[str]:
+    if entry.dtype is None:
+        return []
+    wanted = np.dtype(entry.dtype)
+    return [
+        _line("dtype", f"{dtype_text(dtype)} -> {dtype_text(wanted)}: {_CONVERSIONS[conversion(dtype, wanted)]}")
+        for dtype in dict.fromkeys(dtypes)
+        if dtype != wanted
+    ]
+
+
+def _read_lines(entry: PlanEntry) -> list[str]:
+    reads = entry_reads(entry)
+    if not reads:
+        return []
+    total = size_text(sum(size for _, _, size in reads))
+    shards = len(entry.boxes())
+    lines = [_line("reads", f"{total} in {counted(len(reads), 'box', 'boxes')} for {counted(shards, 'shard')} here")]
+    several = len({name for name, _, _ in reads}) > 1
+    for name, box, size in reads[:_SHOWN_BOXES]:
+        lines.append(_line("", f"{_box_text(box)}  {size_text(size)}" + (f"  of {name}" if several else "")))
+    if len(reads) > _SHOWN_BOXES:
+        lines.append(_line("", f"… and {len(reads) - _SHOWN_BOXES:,} more"))
+    return lines
+
+
+def _box_text(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def _stored(plan: PlanData) -> dict[str, Any]:
+    """All leaves of the checkpoints by the names that the plan uses."""
+    return {
+        (f"{prefix}/{name}" if prefix else name): view
+        for prefix, checkpoint in plan.checkpoints.items()
+        for name, view in checkpoint.leaves.items()
+    }
+
+
+def _path_of(plan: PlanData, name: str) -> str:
+    for prefix, checkpoint in plan.checkpoints.items():
+        if not prefix or name.startswith(f"{prefix}/"):
+            return checkpoint.path
+    return ""
+
+
+def _explain_stored(plan: PlanData, leaf: str) -> list[list[str]]:
+    view = _stored(plan).get(leaf)
+    if view is None:
+        return []
+    array = f"{array_text(view.dtype, view.shape)}, {size_text(array_bytes(view.dtype, view.shape))}"
+    lines = [f"{leaf}: a leaf of the checkpoint, {array}"]
+    if len(plan.checkpoints) > 1:
+        lines.append(_line("in", _path_of(plan, leaf)))
+    for entry in (entry for entry in plan.entries if leaf in entry.sources):
+        how = f" ({entry_how(entry)})" if entry_how(entry) else ""
+        lines.append(_line("goes to", entry.name + how))
+    if leaf in plan.unused:
+        lines.append(_line("unused", "no place in the target, and strict=False leaves it unread"))
+    if leaf in plan.dropped:
+        lines.append(_line("dropped", "taken out by a transform, a `...` in the target or an InferenceState; not read"))
+    return [lines]
