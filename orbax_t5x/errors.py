@@ -11,6 +11,9 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
+from orbax_t5x.text.problem_lines import problem_lines
+from orbax_t5x.text.wording import counted
+
 
 class CheckpointError(Exception):
     """Base of all errors of this package.
@@ -133,20 +136,21 @@ class Problem:
         return f"[{self.kind}] {where}{self.message}" + (f" Fix: {self.fix}" if self.fix else "")
 
 
-# More lines than this hide the first one; the rest stay in `.problems`.
-_SHOWN_PROBLEMS = 20
-
-
 class RestorePlanError(CheckpointError, ValueError):
-    """What disagrees between a checkpoint, its transforms and a target; all of it at once, in `problems`."""
+    """What disagrees between a checkpoint, its transforms and a target; all of it at once, in `problems`.
+
+    The text has problems that are alike as one entry and stays under 60 lines.
+
+    Attributes:
+      problems: all of them.
+    """
 
     def __init__(self, problems: Sequence[Problem], *, path: str | os.PathLike[str] | None = None):
         self.problems = tuple(problems)
-        shown = [f"  - {problem}" for problem in self.problems[:_SHOWN_PROBLEMS]]
-        if len(self.problems) > _SHOWN_PROBLEMS:
-            shown.append(f"  … and {len(self.problems) - _SHOWN_PROBLEMS} more in `.problems`")
-        count = len(self.problems)
-        heading = f"{count} problem{'' if count == 1 else 's'} between checkpoint, transforms and target:"
-        leaf = self.problems[0].leaf if count == 1 else None
-        super().__init__("\n".join([heading, *shown]), path=path)
-        self.leaf = leaf
+        super().__init__("\n".join([problems_heading(self.problems), *problem_lines(self.problems)]), path=path)
+        self.leaf = self.problems[0].leaf if len(self.problems) == 1 else None
+
+
+def problems_heading(problems: Sequence[Problem]) -> str:
+    """The line above problems."""
+    return f"{counted(len(problems), 'problem')} between checkpoint, transforms and target:"

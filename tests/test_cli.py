@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -184,7 +185,8 @@ def test_plan_with_problems(run, layers, tmp_path):
     assert "[shape] layers_{0…2}/wi_0/kernel ×3: the checkpoint has shape (4, 8), the target (4, 9)" in " ".join(
         err.split()
     )
-    assert "--allow-lossy-cast" in err and "--no-strict" in err
+    assert "--no-strict leaves them unread" in " ".join(err.split()) and len(err.splitlines()) < 60
+    assert not re.search(r"strict=|allow_lossy_cast|fallback=", err)
     code, out, _ = run("plan", layers, "--target", other, "--json")
     kinds = {problem["kind"] for problem in json.loads(out)["problems"]}
     assert code == 1 and kinds == {"shape", "dtype", "leftover"}
@@ -193,8 +195,22 @@ def test_plan_with_problems(run, layers, tmp_path):
 def test_plan_of_a_bundle_for_translated_names_without_translation(run, tmp_path):
     assert run("convert", BUNDLE, tmp_path / "converted")[0] == 0
     code, _, err = run("plan", BUNDLE, "--no-translate", "--target", tmp_path / "converted")
-    assert code == 1 and "fix: pass --translate" in err
+    assert code == 1 and "Fix: pass --translate" in " ".join(err.split())
     assert run("plan", BUNDLE, "--target", tmp_path / "converted")[0] == 0
+
+
+def test_fixes_are_options_or_say_that_they_are_not(run, layers, tmp_path):
+    """Of dtypes: one option permits what rounds; what is cut to an integer has none."""
+    other = tmp_path / "other.safetensors"
+    first, second, third = (f"layers_{i}/wi_0/kernel" for i in range(3))
+    arrays = {first: np.zeros((4, 8), np.float16), second: np.zeros((4, 8), np.int32), f"x_{third}": np.zeros((4, 8))}
+    safetensors.numpy.save_file(arrays, other)
+    code, _, err = run("plan", layers, "--target", other)
+    text = " ".join(err.split())
+    assert code == 1
+    assert "Fix: pass --allow-lossy-cast" in text
+    assert f"Fix: in Python, use ot.transforms.Cast('{second}', 'int32')" in text
+    assert re.search(r'Fix: give the rule \["x_layers_2/wi_0/kernel", "[^"]+"\] by --map, or choose another', text)
 
 
 def test_plan_explains_a_leaf(run):

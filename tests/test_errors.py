@@ -6,10 +6,14 @@ import re
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x import errors
+from tests.memory_checkpoint import checkpoint
 
 ROOT = Path(__file__).parent.parent
 KINDS = typing.get_args(errors.ProblemKind)
@@ -52,3 +56,68 @@ def test_a_refused_directory_has_the_number_of_the_system(tmp_path):
     with pytest.raises(errors.CheckpointIOError) as caught:
         ot.convert(bundle, tmp_path / "there")
     assert caught.value.errno == errno.EEXIST
+
+
+# -- the text of many problems
+
+
+def caught(source, target, *arguments, **keywords):
+    with pytest.raises(ot.RestorePlanError) as info:
+        ot.plan_restore(source, target, *arguments, **keywords)
+    return info.value
+
+
+def test_one_dtype_for_a_whole_model_is_one_entry():
+    arrays = {f"layers_{i}/{part}": np.zeros(4, np.float32) for i in range(26) for part in ("kernel", "bias")}
+    error = caught(checkpoint(arrays), {name: np.zeros(4, np.float16) for name in arrays})
+    assert len(error.problems) == 52
+    heading, entry, *leaves = str(error).splitlines()
+    assert heading == "/memory: 52 problems between checkpoint, transforms and target:"
+    assert entry.startswith("  - [dtype] 52 leaves: the checkpoint has dtype float32, the target float16: ")
+    assert "Fix, for the first: use ot.transforms.Cast('layers_0/bias', 'float16'), dtype=" in entry
+    assert sorted(leaves) == ["      layers_{0…25}/bias ×26", "      layers_{0…25}/kernel ×26"]
+
+
+def test_one_typing_error_in_a_rule_is_short():
+    arrays = {
+        f"block_{i}/layer_{j}/kernel_of_a_long_name": np.zeros(2, np.float32) for i in range(16) for j in range(9)
+    }
+    target = {name.replace("block", "layers"): array for name, array in arrays.items()}
+    rules = ot.transforms.AssignmentMap([(r"layers_(\d+)/(.*)", r"blok_\1/\2")])
+    error = caught(checkpoint(arrays), target, rules)
+    assert len(error.problems) >= len(arrays)
+    assert len(str(error)) < 6_000 and len(str(error).splitlines()) < 60
+
+
+def test_a_single_problem_is_whole():
+    problem = errors.Problem("missing", "a", f"Must be one of: {[str(number) for number in range(2_000)]}")
+    assert str(errors.RestorePlanError([problem])).endswith(f"  - {problem}")
+
+
+def test_no_kind_hides_another():
+    problems = [errors.Problem("missing", f"{'abcdefghij'[i % 10] * (i + 1)}", f"reason {'x' * i}") for i in range(300)]
+    problems.append(errors.Problem("shape", "last", "two shapes"))
+    text = str(errors.RestorePlanError(problems))
+    assert "[shape] last: two shapes" in text and "problems more of kind [missing]: see `.problems`" in text
+
+
+PROBLEMS = st.lists(
+    st.builds(
+        errors.Problem,
+        st.sampled_from(KINDS),
+        st.none() | st.from_regex(r"[ab]{1,3}/layers_[0-9]{1,2}/[cd]", fullmatch=True),
+        st.text("ab\n1", max_size=200),
+        st.text("ab\n", max_size=30),
+    ),
+    min_size=1,
+    max_size=120,
+)
+
+
+@given(PROBLEMS)
+def test_a_text_is_short_and_has_every_kind(problems):
+    error = errors.RestorePlanError(problems)
+    assert error.problems == tuple(problems)
+    assert len(str(error).splitlines()) < 60
+    if not any("\n" in problem.message + problem.fix for problem in problems):
+        assert all(f"[{problem.kind}]" in str(error) for problem in problems)

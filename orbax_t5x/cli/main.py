@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from orbax_t5x import __version__
 from orbax_t5x.cli.arguments import UsageError, size_argument
-from orbax_t5x.cli.complaints import complaint
+from orbax_t5x.cli.error_text import error_text
 from orbax_t5x.errors import CheckpointError
 
 _PROGRAM = "orbax-t5x"
@@ -40,18 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        return _complain(str(error), _USAGE)
+        return _fail(str(error), _USAGE)
     except CheckpointError as error:
-        return _complain(complaint(error), _PROBLEM)
+        return _fail(error_text(error), _PROBLEM)
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except KeyboardInterrupt:
-        return _complain("interrupted", _INTERRUPTED)
+        return _fail("interrupted", _INTERRUPTED)
 
 
-def _complain(text: str, code: int) -> int:
+def _fail(text: str, code: int) -> int:
     print(f"{_PROGRAM}: {text}", file=sys.stderr)
     return code
 

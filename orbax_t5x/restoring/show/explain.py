@@ -135,7 +135,7 @@ def _explain_stored(plan: PlanData, leaf: str) -> list[list[str]]:
         how = f" ({entry_how(entry)})" if entry_how(entry) else ""
         lines.append(_line("goes to", entry.name + how))
     if leaf in plan.unused:
-        lines.append(_line("unused", "no place in the target, and strict=False leaves it unread"))
+        lines.append(_line("unused", "no place in the target; it is left unread"))
     if leaf in plan.dropped:
         lines.append(_line("dropped", "taken out by a transform, a `...` in the target or an InferenceState; not read"))
     return [lines]

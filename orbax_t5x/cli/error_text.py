@@ -1,0 +1,81 @@
+"""The text of an error for standard error: the library's own, with this program's options for its keywords."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+
+from orbax_t5x.errors import CheckpointError, Problem, RestorePlanError, problems_heading
+from orbax_t5x.text.problem_lines import problem_lines
+from orbax_t5x.text.table import terminal_width
+from orbax_t5x.text.wording import plain
+
+_NAME = r"'((?:[^'\\]|\\.)*)'"
+
+
+def _assignment(match: re.Match[str]) -> str:
+    return f"give the rule {_rule(match)} by --map"
+
+
+def _rule(match: re.Match[str]) -> str:
+    pattern = match[1].replace("\\\\", "\\")
+    return json.dumps([pattern, match[2]], ensure_ascii=False)
+
+
+# What the library says to programmers, and what that is called here; the first that fits a text is applied first.
+_OPTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
+    (re.compile(pattern), option)
+    for pattern, option in (
+        (r"add transforms=\[ot\.transforms\.Translate\(\)\]", "pass --translate"),
+        (r"leave Translate out where", "pass --no-translate where"),
+        (r"overwrite=True replaces it", "--overwrite replaces it"),
+        (r'pass on_unsupported="skip"', "pass --on-unsupported skip"),
+        (rf"use ot\.transforms\.Cast\({_NAME}, {_NAME}\), dtype= for model parameters, or ", "pass "),
+        (r"allow_lossy_cast=True", "--allow-lossy-cast"),
+        (
+            r"strict=False leaves (\w+) unread; ot\.transforms\.Drop\(pattern\) says so in the rules",
+            r"--no-strict leaves \1 unread",
+        ),
+        (rf"map it with ot\.transforms\.AssignmentMap\(\[\({_NAME}, {_NAME}\)\]\)", _assignment),
+        (r"put the rule \('([^']*)', '([^']*)'\) before it", lambda match: f"put the rule {_rule(match)} before it"),
+        (r"put the rule \('([^']*)', None\) before it", r'put the rule ["\1", null] before it'),
+        (r",? or give fallback= values, or put \.\.\. in the target to leave it out", ", or choose another --target"),
+        (r"give fallback= values, or put \.\.\. in the target to leave it out", "choose another --target"),
+        (r"; or pass require_all_rules_match=False", ""),
+        (r"is_resuming=False", "--resuming no"),
+        (r"is_resuming=True", "--resuming yes"),
+        (r"item=(?=')", "--item "),
+        (r"item=", "--item"),
+    )
+)
+# What has no option here can be done in a program.
+_PYTHON = re.compile(r"\bot\.\w|\b[a-z_]+=(?=[\w'\"(\[{. ]|$)|\b(?:Reshape|Transpose|Split)\b")
+
+
+def error_text(error: CheckpointError) -> str:
+    """The text of an error; problems that are alike are one entry."""
+    if not isinstance(error, RestorePlanError) or not error.problems:
+        return _plain_lines(_with_options(str(error)))
+    where = "" if error.path is None else f"{error.path}: "
+    problems = [_problem_with_options(problem) for problem in error.problems]
+    lines = problem_lines(problems, width=terminal_width(), all_in="`plan --json`")
+    return _plain_lines("\n".join([where + problems_heading(problems), *lines]))
+
+
+def _plain_lines(text: str) -> str:
+    return "\n".join(plain(line) for line in text.splitlines())
+
+
+def _problem_with_options(problem: Problem) -> Problem:
+    fix = _with_options(problem.fix)
+    if _PYTHON.search(fix):
+        fix = f"in Python, {fix}"
+    return dataclasses.replace(problem, message=_with_options(problem.message), fix=fix)
+
+
+def _with_options(text: str) -> str:
+    for pattern, option in _OPTIONS:
+        text = pattern.sub(option, text)
+    return text

@@ -1,0 +1,122 @@
+"""Many problems as a few lines: those of one kind that differ in a number or in the leaf alone are one entry.
+
+Whatever is wrong, the lines are fewer than `MOST_LINES`: every kind keeps its first entries, and a line says how many
+problems are not shown. A long list inside a message, such as all names of a checkpoint, is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from orbax_t5x.text.fold import Folded, fold
+from orbax_t5x.text.table import wrapped
+from orbax_t5x.text.wording import counted, leaves_text
+
+MOST_LINES = 56
+# Entries of all kinds together, where no kind has fewer than three.
+_MOST_ENTRIES = 20
+# Messages of this length are read; longer ones are lists of names.
+_MOST_CHARACTERS = 600
+
+
+class DescribedProblem(Protocol):
+    """What a problem has; `orbax_t5x.errors.Problem` is one."""
+
+    @property
+    def kind(self) -> str:
+        """What it is about."""
+        ...
+
+    @property
+    def leaf(self) -> str | None:
+        """The leaf's name, or None."""
+        ...
+
+    @property
+    def message(self) -> str:
+        """What is wrong."""
+        ...
+
+    @property
+    def fix(self) -> str:
+        """What to do about it, or nothing."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    """Problems of one kind with one message; `leaves` are their leaves, folded, and none where they concern no leaf."""
+
+    kind: str
+    message: str
+    fix: str
+    leaves: list[Folded]
+    count: int
+
+    def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
+        """The message and the fix; the leaves below where there are several rows of them."""
+        labels = [row.label for row in self.leaves]
+        where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
+        text = f"[{self.kind}] {where}{_cut(self.message, most_characters)}"
+        if self.fix:
+            text += f" {'Fix' if self.count == 1 else 'Fix, for the first'}: {_cut(self.fix, most_characters)}"
+        first, *others = text.splitlines()
+        lines = wrapped(first, width, "  - ", "    ")
+        lines += [line for other in others for line in wrapped(other, width, "    ", "    ")]
+        if len(labels) > 1:
+            lines += [f"      {label}" for label in labels[:most_leaves]]
+            left = sum(len(row.members) for row in self.leaves[most_leaves:])
+            lines += [f"      … and {leaves_text(left)} more"] if left and most_leaves else []
+        return lines
+
+
+def problem_lines(
+    problems: Sequence[DescribedProblem], *, width: int | None = None, all_in: str = "`.problems`"
+) -> list[str]:
+    """The lines for people, fewer than `MOST_LINES`.
+
+    Args:
+      problems: all of them.
+      width: columns of a terminal; None where lines are not broken.
+      all_in: where all of them are, for what is not shown.
+    """
+    entries_of: dict[str, list[_Entry]] = {}
+    for entry in _entries(problems):
+        entries_of.setdefault(entry.kind, []).append(entry)
+    # The message of a single problem is shown whole: there is nothing that it could hide.
+    most_characters = None if len(problems) == 1 else _MOST_CHARACTERS
+    lines: list[str] = []
+    for most_entries, most_leaves in ((max(3, _MOST_ENTRIES // max(1, len(entries_of))), 6), (3, 3), (1, 1), (1, 0)):
+        lines = []
+        for kind, entries in entries_of.items():
+            for entry in entries[:most_entries]:
+                lines += entry.lines(width, most_leaves, most_characters)
+            if left := sum(entry.count for entry in entries[most_entries:]):
+                lines.append(f"  … and {counted(left, 'problem')} more of kind [{kind}]: see {all_in}")
+        if len(lines) < MOST_LINES:
+            return lines
+    return [*lines[: MOST_LINES - 2], f"  … and more: see {all_in}"]
+
+
+def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_Entry]:
+    """Problems whose messages are alike, and whose fixes differ in the leaf's name alone, as one entry."""
+    folded = fold([(one.leaf or "", one.message) for one in problems], [one.kind for one in problems])
+    entries: dict[tuple[str, str, str], _Entry] = {}
+    for row in folded:
+        first = problems[row.members[0]]
+        fix = first.fix
+        for name in (re.escape(first.leaf), first.leaf) if first.leaf else ():
+            fix = fix.replace(name, "")
+        entry = entries.setdefault((first.kind, row.texts[1], fix), _Entry(first.kind, row.texts[1], first.fix, [], 0))
+        entry.count += len(row.members)
+        if first.leaf:
+            entry.leaves.append(row)
+    return entries.values()
+
+
+def _cut(text: str, most_characters: int | None) -> str:
+    left = 0 if most_characters is None else len(text) - most_characters
+    return text if left <= 0 else f"{text[:most_characters]}… ({left:,} characters more)"
