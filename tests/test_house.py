@@ -48,10 +48,10 @@ PUBLIC = {
 # A room may import from its own rank and from lower ones. Modules that stand alone in the package's root are rooms,
 # too.
 RANKS = {
+    "text": -1,  # `errors` folds its problems with it
     "errors": 0,
     "concurrency": 0,
     "trees": 0,
-    "text": 0,
     "provenance": 1,
     "lazy": 1,
     "storage": 1,
