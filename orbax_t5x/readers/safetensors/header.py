@@ -126,6 +126,8 @@ def parse_header(data: bytes, file_size: int, path: str, limits: Limits) -> tupl
 
 
 def _parse_metadata(said: Any, path: str) -> dict[str, str]:
+    if said is None:  # the format's own library takes null for no metadata
+        return {}
     if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
         raise CorruptCheckpointError(f"{_METADATA_KEY} is not an object of strings", path=path)
     return said
