@@ -76,7 +76,8 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = partitioning.param_with_axes("scale", nn.initializers.ones, (x.shape[-1],), axes=("embed",))
         mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(mean_square + _EPSILON) * jnp.asarray(scale, jnp.float32)
+        scale = jnp.expand_dims(jnp.asarray(scale, jnp.float32), range(x.ndim - 1))
+        return x * jax.lax.rsqrt(mean_square + _EPSILON) * scale
 
 
 def _bucket(distance: jax.Array, *, bidirectional: bool, buckets: int, max_distance: int) -> jax.Array:
@@ -106,7 +107,7 @@ class RelativeBias(nn.Module):
         )
         distance = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
         bucket = _bucket(distance, bidirectional=self.bidirectional, buckets=c.buckets, max_distance=c.max_distance)
-        return jnp.asarray(table, jnp.float32)[:, bucket]  # (H, queries, keys)
+        return jnp.asarray(table, jnp.float32)[None, :, bucket]  # (1, H, queries, keys)
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orbax_t5x.optim.factoring import HEURISTIC_RULE, FactorDim, FactorDims, FactorRule, HParamMap, resolve_rule
 
@@ -96,7 +97,8 @@ def step_param(hyper_params: Any, name: str, param: Any, slots: Any, grad: Any, 
     """One parameter's step: its new value and slots."""
     dims = _factor_dims(hyper_params, name, param.shape)
     grad = grad.astype(jnp.float32)
-    value = param.astype(jnp.promote_types(param.dtype, jnp.float32))
+    # NumPy's promotion: JAX has none where its promotion is set to strict.
+    value = param.astype(np.promote_types(param.dtype, np.float32))
     learning_rate = jnp.asarray(hyper_params.learning_rate, jnp.float32)
     update, moments = _normalize(hyper_params, dims, slots, grad, step)
     if hyper_params.clipping_threshold:
