@@ -1,22 +1,35 @@
-# `make demo` and `make test` do all their own set-up in .venv; nothing else on the machine is touched.
+# Each target does its own set-up in .venv; nothing else on the machine is touched.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Test processes: more than cores only makes them wait for one another.
 JOBS ?= 2
+# How long `make fuzz` looks for examples that break a property; it ends with the round that began before that.
+SECONDS ?= 600
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test lint bench clean
+.PHONY: check lint test fuzz demo bench clean
 
-demo: $(VENV)/.installed
-	$(BIN)/orbax-t5x demo
-
-test: $(VENV)/.tests-installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# The gate, locally and in CI.
+check: lint test
 
 lint: $(VENV)/.lint-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The same examples in every run.
+test: $(VENV)/.tests-installed
+	$(PYTEST)
+
+# New random examples in every run, for the properties alone.
+fuzz: $(VENV)/.tests-installed
+	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do \
+	  $(PYTEST) --quiet --hypothesis-profile=fuzz --timeout=3600 -m hypothesis || exit 1; \
+	done
+
+demo: $(VENV)/.installed
+	$(BIN)/orbax-t5x demo
 
 bench: $(VENV)/.tests-installed
 	$(BIN)/python -m benchmarks.run
