@@ -1,8 +1,9 @@
-"""The test process is strict: eight CPU devices, warnings are errors, a hang prints its stacks."""
+"""The test process is strict: eight CPU devices, warnings are errors, a hang
+prints its stacks."""
 
 import os
 
-# Before JAX is imported anywhere: the device count is read once.
+# Before JAX is imported anywhere: the device count is read once. Processes that tests start inherit all of it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -13,12 +14,55 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from orbax_t5x.storage import files, strict_json
+from orbax_t5x.storage.paths import Root
+
 GOLDENS = Path(__file__).parent / "goldens"
 
-# Times on shared machines say nothing; the number of examples is what a test chooses. The gate runs the same examples
-# each time, so that it judges the change and not its luck; every other run looks for new ones.
-hypothesis.settings.register_profile("repo", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
+# Every run of the tests draws the same examples, so that it judges the change and not its luck; `make fuzz` looks for
+# new ones. Times on shared machines say nothing: no deadline, and slow generation is no failure.
+_EXACT = hypothesis.settings(
+    hypothesis.settings.get_profile("default"),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("repo", _EXACT, derandomize=True, database=None)
+hypothesis.settings.register_profile("fuzz", _EXACT, derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile("repo")
+
+
+class _WatchedOs:
+    """The module `os` as modules of `storage` see it, taking closed descriptors out of `held`."""
+
+    def __init__(self, held: set[int]):
+        self._held = held
+
+    def __getattr__(self, name: str):
+        return getattr(os, name)
+
+    def close(self, fd: int) -> None:
+        # Before it is closed: its number may be given out again at once. One that is not held belongs to a file set of
+        # an earlier test, which is collected only now.
+        self._held.discard(fd)
+        os.close(fd)
+
+
+@pytest.fixture
+def descriptors(monkeypatch) -> set[int]:
+    """The descriptors that the package has open of what it opens in checkpoints during the test, and no others."""
+    held: set[int] = set()
+    open_file = Root.open
+
+    def watched(root, name, *, leaf=None):
+        fd, found = open_file(root, name, leaf=leaf)
+        held.add(fd)
+        return fd, found
+
+    monkeypatch.setattr(Root, "open", watched)
+    for module in (files, strict_json):
+        monkeypatch.setattr(module, "os", _WatchedOs(held))
+    return held
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +69,18 @@ def test_get_fn_kinds_know_their_shape_and_call_only_when_asked(kind, fn):
 
 
 def test_a_blocking_function_does_not_block_the_loop():
-    gate = threading.Event()
-    array = ot.LazyThreadPoolArray((), np.float32, lambda: gate.wait(30) and np.float32(5))
+    called, gate = threading.Event(), threading.Event()
+
+    def wait_for_the_gate():
+        called.set()
+        return gate.wait(30) and np.float32(5)
+
+    array = ot.LazyThreadPoolArray((), np.float32, wait_for_the_gate)
 
     async def read():
         task = asyncio.ensure_future(array.get_async())
-        await asyncio.sleep(0.01)
-        assert not task.done()
+        await asyncio.to_thread(called.wait, 30)
+        assert called.is_set() and not task.done()
         gate.set()
         return float(await task)
 
@@ -285,7 +289,7 @@ class Waiting(ArrayLeaf):
 
     async def read_into(self, requests, stats):
         try:
-            await asyncio.sleep(30)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.cancelled = True
             raise
@@ -294,10 +298,9 @@ class Waiting(ArrayLeaf):
 def test_a_failure_is_raised_as_it_is_and_ends_the_other_reads():
     waiting = Waiting(np.zeros(3), "b")
     both = lazy.stack([as_view(Failing(np.zeros(3), "a")), as_view(waiting)])
-    start = time.monotonic()
     with pytest.raises(CorruptCheckpointError, match="leaf 'a'"):
         both.get()
-    assert time.monotonic() - start < 10 and waiting.cancelled
+    assert waiting.cancelled
     # The thread still serves.
     assert as_view(1).get() == 1
 
@@ -384,12 +387,14 @@ def test_reading_goes_on_in_a_forked_child():
 
 _LIGHT = """
 import sys, threading
+started = []
+threading.Thread.start = started.append
 import orbax_t5x.lazy
 heavy = {"jax", "flax", "optax", "tensorstore", "orbax"} & set(sys.modules)
-print(sorted(heavy), threading.active_count())
+print(sorted(heavy), started)
 """
 
 
 def test_importing_makes_no_thread_and_imports_no_framework():
     done = subprocess.run([sys.executable, "-c", _LIGHT], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "[] 1\n"
+    assert done.stdout == "[] []\n"

@@ -11,7 +11,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
 import zipfile
 
 import hypothesis
@@ -25,17 +24,8 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
 
-_MOST_SECS = 10.0
 T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"
 BUNDLE_STATE = 'model_checkpoint_path: "model.ckpt-7"\nall_model_checkpoint_paths: "model.ckpt-7"\n'
-
-
-@pytest.fixture(autouse=True)
-def at_once(request):
-    start = time.monotonic()
-    yield
-    if not getattr(request.function, "is_hypothesis_test", False):
-        assert time.monotonic() - start < _MOST_SECS
 
 
 @pytest.fixture
@@ -242,14 +232,8 @@ def test_steps_that_are_items_themselves(tmp_path):
         assert checkpoint.leaves["w"].get()[0] == 10
 
 
-def open_files(directory):
-    """Descriptors of this process into a directory."""
-    links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
-    return [link for link in links if os.path.lexists(link) and os.readlink(link).startswith(str(directory))]
-
-
 @pytest.mark.parametrize("format", ["orbax", "safetensors", "tf_bundle"])
-def test_a_leaf_keeps_its_checkpoint_open(tmp_path, orbax_item, goldens, format):
+def test_a_leaf_keeps_its_checkpoint_open(tmp_path, orbax_item, goldens, format, descriptors):
     if format == "safetensors":
         safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "model.safetensors")
     path = {
@@ -257,26 +241,25 @@ def test_a_leaf_keeps_its_checkpoint_open(tmp_path, orbax_item, goldens, format)
         "safetensors": tmp_path / "model.safetensors",
         "tf_bundle": goldens / "tf_bundle" / "t5_1_1_f32",
     }[format]
-    root = path if path.is_dir() else path.parent
     lazy = next(iter(ot.open_checkpoint(path).leaves.values()))
     gc.collect()
     first = lazy.get()
     np.testing.assert_array_equal(lazy.get(), first)
     if format != "orbax":
-        assert open_files(root)
+        assert descriptors
     del lazy
     gc.collect()
-    assert not open_files(root)
+    assert not descriptors
 
 
 @pytest.mark.parametrize("format", ["safetensors", "tf_bundle"])
-def test_closing_closes_files(tmp_path, goldens, format):
+def test_closing_closes_files(tmp_path, goldens, format, descriptors):
     safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "model.safetensors")
     path = tmp_path if format == "safetensors" else goldens / "tf_bundle" / "t5_1_1_f32"
     with ot.open_checkpoint(path) as checkpoint:
         next(iter(checkpoint.leaves.values())).get()
-        assert open_files(path)
-    assert not open_files(path)
+        assert descriptors
+    assert not descriptors
 
 
 def test_a_path_that_is_no_text(tmp_path):

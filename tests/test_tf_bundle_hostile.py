@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,8 +60,7 @@ def place(**change) -> dict[str, int]:
 
 
 def costs_one_leaf(prefix: Path, kind: type[CheckpointError], text: str) -> CheckpointError:
-    """The bundle opens, `good` reads, `bad` is listed and raises; within the time of a hang guard."""
-    started = time.monotonic()
+    """The bundle opens, `good` reads, `bad` is listed and raises."""
     with open_tf_bundle(prefix) as checkpoint:
         assert list(checkpoint.leaves) == ["bad", "good"]
         assert same_bits(read_whole(leaf_of(checkpoint, "good")), GOOD)
@@ -73,7 +71,6 @@ def costs_one_leaf(prefix: Path, kind: type[CheckpointError], text: str) -> Chec
             )
         assert caught.value.leaf == "bad" and caught.value.path
         assert str(caught.value).startswith(caught.value.path)
-    assert time.monotonic() - started < 20
     return caught.value
 
 

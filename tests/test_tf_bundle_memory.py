@@ -1,4 +1,4 @@
-"""A bundle of 45 GB of holes: opening and listing costs milliseconds and little memory, and one layer of it reads.
+"""A bundle of 45 GB of holes: opening and listing costs little memory, and one layer of it reads.
 
 In a process of its own: memory is the growth of its peak over what it had after the imports.
 """
@@ -45,7 +45,7 @@ def t5_xxl() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 CHILD = """
-    import asyncio, json, sys, time
+    import asyncio, json, sys
 
     import numpy as np
 
@@ -59,10 +59,9 @@ CHILD = """
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
     before = memory("VmRSS")
-    started = time.perf_counter()
     checkpoint = open_tf_bundle(sys.argv[1])
     total = sum(view.nbytes for view in checkpoint.leaves.values())
-    figures = {"leaves": len(checkpoint.leaves), "bytes": total, "seconds": time.perf_counter() - started}
+    figures = {"leaves": len(checkpoint.leaves), "bytes": total}
     figures["open_growth"] = memory("VmHWM") - before
 
     stats = ReadStats("touched")
@@ -72,7 +71,6 @@ CHILD = """
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = memory("VmRSS")
-    started = time.perf_counter()
     for name, view in checkpoint.leaves.items():
         if name.startswith("encoder/block_007/") and view.nbytes < out.nbytes:
             (leaf,) = view.leaves()
@@ -83,7 +81,6 @@ CHILD = """
             assert not part.any()
             wanted += view.nbytes
     figures |= {"layer": verified, "wanted": wanted, "read": stats.bytes_read}
-    figures["layer_seconds"] = time.perf_counter() - started
     figures["layer_growth"] = memory("VmHWM") - before
     print(json.dumps(figures))
 """
@@ -107,5 +104,3 @@ def test_a_bundle_of_45_gb_opens_lists_and_reads_in_little_memory(tmp_path: Path
     assert figures["layer"] and set(figures["layer"]) == {True}
     assert figures["read"] == figures["wanted"] > 200 * MIB
     assert figures["layer_growth"] < 64 * MIB
-    # A guard against hangs, not a claim: on an idle machine it is a tenth of a second.
-    assert figures["seconds"] < 30

@@ -105,7 +105,7 @@ def test_what_tensorflow_writes_we_read(tf, tmp_path_factory, named: dict[str, n
     NAMES,
     st.integers(1, 3),
 )
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_partitioned_variables_of_tensorflow(tf, tmp_path_factory, dtype: str, cuts, name: str, shards: int) -> None:
     if dtype == "string":
         whole = np.array([b"%d" % n for n in range(42)], object).reshape(7, 6)
@@ -138,7 +138,7 @@ def test_large_extents_of_slices_have_the_keys_that_tensorflow_gives_them(tf, tm
     st.integers(1, 20),
     st.booleans(),
 )
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_what_the_hand_made_writer_writes_tensorflow_reads(
     tf, tmp_path_factory, named, shards: int, block_bytes: int, interval: int, snappy: bool
 ) -> None:
@@ -232,7 +232,7 @@ INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
     st.integers(0, (1 << 32) - 1),
     st.lists(st.lists(st.tuples(INT64, INT64 | st.none()), max_size=3), max_size=3),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_entries_parse_as_protobuf_parses_them(tf, dtype, shape, shard, offset, size, crc, slices) -> None:
     pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
     proto = pb.BundleEntryProto(dtype=dtype, shard_id=shard, offset=offset, size=size, crc32c=crc)
@@ -260,7 +260,7 @@ def test_entries_parse_as_protobuf_parses_them(tf, dtype, shape, shard, offset, 
 
 
 @given(INT32, st.integers(0, 1), INT32, INT32)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_headers_parse_as_protobuf_parses_them(tf, shards, endianness, producer, min_consumer) -> None:
     pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
     proto = pb.BundleHeaderProto(num_shards=shards, endianness=endianness)
@@ -270,7 +270,7 @@ def test_headers_parse_as_protobuf_parses_them(tf, shards, endianness, producer,
 
 
 @given(st.binary(max_size=40))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_what_we_accept_protobuf_accepts(tf, data: bytes) -> None:
     """Ours is the stricter one: what it takes, protobuf takes, with the same values."""
     pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
