@@ -260,6 +260,40 @@ def plan_many(clock, count):
     clock.stop(entries=len(plan.entries), bytes_to_read=plan.bytes_to_read)
 
 
+# Cases of `match_rules`: 10,000 names, and 100 rules of which the first, any one, or none matches.
+_RULES = {
+    "early": (r"target/(encoder|decoder)/layers_(\d+)/(.*)", *(rf"target/other_{rule}/(.*)" for rule in range(99))),
+    "families": tuple(rf"(.*)/part_{rule}/(.*)" for rule in range(100)),
+    "none": tuple(rf"(.*)/absent_{rule}/(.*)" for rule in range(100)),
+}
+
+
+def match_rules(clock, case, way):
+    """Finds the first rule for each of 10,000 names: by the table, or by trying compiled patterns in turn."""
+    import re
+
+    from orbax_t5x.transforms.patterns.table import RuleTable
+
+    patterns = _RULES[case]
+    names = [
+        f"target/{tower}/layers_{index}/part_{index % 100}/kernel"
+        for tower in ("encoder", "decoder")
+        for index in range(5_000)
+    ]
+    re.purge()
+    clock.start()
+    if way == "table":
+        first = RuleTable(patterns).first
+    else:
+        compiled = [re.compile(pattern).fullmatch for pattern in patterns]
+
+        def first(name):
+            return next((index for index, fullmatch in enumerate(compiled) if fullmatch(name)), None)
+
+    found = sum(first(name) is not None for name in names)
+    clock.stop(matched=found)
+
+
 def _result_mib(state):
     """Host memory that the result occupies; replicas on CPU devices share one buffer where they were adopted from
     one.

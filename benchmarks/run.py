@@ -88,6 +88,16 @@ def planning(_: Path, runs: int) -> None:
         compare(f"planning {count:,} leaves with 100 rules", {"orbax_t5x": ("plan_many", (str(count),))}, runs)
 
 
+def rules(_: Path, runs: int) -> None:
+    """The table of rules, against a loop over compiled patterns, where rules match early, late and never."""
+    for case in ("early", "families", "none"):
+        compare(
+            f"10,000 names and 100 rules, {case}",
+            {"RuleTable": ("match_rules", (case, "table")), "loop of fullmatch": ("match_rules", (case, "loop"))},
+            runs,
+        )
+
+
 ALL: dict[str, Callable[[Path, int], None]] = {
     "imports": imports,
     "bundle": bundle,
@@ -95,6 +105,7 @@ ALL: dict[str, Callable[[Path, int], None]] = {
     "rename": rename,
     "stack": stack,
     "planning": planning,
+    "rules": rules,
 }
 
 

@@ -79,11 +79,11 @@ def intersect_state(state_dict: Mapping[str, Any], intersect_state_dict: Mapping
       state_dict: nested.
       intersect_state_dict: nested; only its names count.
     """
-    diagnostics = Diagnostics()
-    flat = Intersect().apply(flatten(state_dict), flatten(intersect_state_dict), diagnostics)
-    for name in diagnostics.dropped:
+    flat = flatten(state_dict)
+    kept = Intersect().apply(flat, flatten(intersect_state_dict), Diagnostics())
+    for name in sorted(flat.keys() - kept.keys()):
         _logger.warning("Ignoring param=%s from checkpoint: the state to intersect with does not have it", name)
-    return unflatten(flat)
+    return unflatten(kept)
 
 
 def merge_state(

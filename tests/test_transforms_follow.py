@@ -297,9 +297,8 @@ def test_any_rule_moves_the_state_with_the_parameter():
     assert np.array_equal(result["target/a/w"], -W)
     assert np.array_equal(result["state/param_states/0/mu/a/w"], W + 3)
     assert np.array_equal(result["state/param_states/0/nu/b/w"], W + 2)
-    dropped, diagnostics = run(tr.FollowOptimizer(tr.Drop("target/a/.*")), source)
+    dropped, _ = run(tr.FollowOptimizer(tr.Drop("target/a/.*")), source)
     assert sorted(dropped) == ["state/param_states/0/mu/b/w", "state/param_states/0/nu/b/w", "state/step", "target/b/w"]
-    assert sorted(diagnostics.dropped)[:2] == ["state/param_states/0/mu/a/w", "state/param_states/0/nu/a/w"]
 
 
 def test_casts_are_for_parameters_alone():
@@ -375,10 +374,9 @@ def test_sources_with_names_follow_too():
     one, two = state({"a": W}, {"0/mu/a": W + 1}), state({"a": -W}, {"0/mu/a": W + 2})
     source = {f"x/{n}": v for n, v in one.items()} | {f"y/{n}": v for n, v in two.items()}
     take = tr.FollowOptimizer(tr.Rename([("y/target/(.*)", r"target/\1"), ("x/.*", None), ("y/(state/step)", r"\1")]))
-    result, diagnostics = run(take, source)
+    result, _ = run(take, source)
     assert sorted(result) == ["state/param_states/0/mu/a", "state/step", "target/a"]
     assert np.array_equal(result["state/param_states/0/mu/a"], W + 2)
-    assert "x/state/param_states/0/mu/a" in diagnostics.dropped
     mean = tr.FollowOptimizer(tr.Average([1, 1], pattern="target/.*"))
     result, diagnostics = run(mean, source)
     np.testing.assert_array_equal(result["state/param_states/0/mu/a"], W + 1.5)

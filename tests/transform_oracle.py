@@ -24,6 +24,13 @@ def _expand(match, template):
         raise Wrong("rule") from None
 
 
+def _new_name(match, template):
+    name = _expand(match, template)
+    if "" in name.split("/"):
+        raise Wrong("rule")
+    return name
+
+
 def _collect(pairs):
     result = {}
     for name, value in pairs:
@@ -73,7 +80,7 @@ def rename(source, rules):
             match = _matches(pattern, name)
             if match:
                 if replacement is not None:
-                    pairs.append((_expand(match, replacement), value))
+                    pairs.append((_new_name(match, replacement), value))
                 break
         else:
             pairs.append((name, value))
@@ -112,7 +119,7 @@ def stack_layers(source, pattern, into, axis, group="i"):
         if not match:
             rest.append((name, value))
             continue
-        key = _expand(match, into)
+        key = _new_name(match, into)
         number = int(match[group])
         if number in layers.setdefault(key, {}):
             raise Wrong("duplicate")
@@ -147,7 +154,7 @@ def unstack_layers(source, pattern, into, axis):
             raise Wrong("shape")
         for number in range(value.shape[axis]):
             pairs.append(
-                (_expand(match, into.replace("{i}", "<>")).replace("<>", str(number)), value.take(number, axis))
+                (_new_name(match, into.replace("{i}", "<>")).replace("<>", str(number)), value.take(number, axis))
             )
     _all_used([pattern], source)
     return _collect(pairs)
@@ -170,7 +177,7 @@ def split(source, pattern, into, axis, sizes=None):
             if sum(sizes) != value.shape[axis]:
                 raise Wrong("shape")
             parts = np.split(value, np.cumsum(sizes)[:-1], axis)
-        pairs += [(_expand(match, template), part) for template, part in zip(into, parts, strict=True)]
+        pairs += [(_new_name(match, template), part) for template, part in zip(into, parts, strict=True)]
     _all_used([pattern], source)
     return _collect(pairs)
 
@@ -181,7 +188,7 @@ def concat(source, patterns, into, axis):
         for index, pattern in enumerate(patterns):
             match = _matches(pattern, name)
             if match:
-                parts = groups.setdefault(_expand(match, into), {})
+                parts = groups.setdefault(_new_name(match, into), {})
                 if index in parts:
                     raise Wrong("duplicate")
                 parts[index] = value

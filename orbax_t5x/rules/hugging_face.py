@@ -8,7 +8,6 @@ layer. The output projection may be left out of a file, because it is the embedd
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.rules.pack import RulePack
@@ -18,6 +17,7 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.state import view_of
+from orbax_t5x.trees.flat import FlatState
 
 _ANCHOR = "token_embedder/embedding"
 _HEAD = "decoder/logits_dense/kernel"
@@ -95,17 +95,17 @@ _TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{_BIAS})"
 
 
 @dataclasses.dataclass(frozen=True)
-class _SettleBias(Transform):
+class _PlaceBias(Transform):
     """The bias of layer 0, where no other layer has one, is the tower's, unless the target has one per layer."""
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         renamed = {
             f"{tower}/layers_0/{_BIAS}": f"{tower}/{_BIAS}"
             for tower in _SUBLAYERS
-            if f"{tower}/layers_0/{_BIAS}" in source and f"{tower}/layers_1/{_BIAS}" not in source
+            if f"{tower}/layers_0/{_BIAS}" in state and f"{tower}/layers_1/{_BIAS}" not in state
         }
-        result = {renamed.get(name, name): value for name, value in source.items()}
+        result = {renamed.get(name, name): value for name, value in state.items()}
         prefix = target_prefix(target, _MODEL, "")
         for tower in _SUBLAYERS:
             if f"{prefix}{tower}/layers_0/{_BIAS}" in target:
@@ -126,15 +126,14 @@ class _TiedHead(Transform):
     tie_word_embeddings: bool | None
     scale_decoder_outputs: bool | None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         wanted = target_prefix(target, _MODEL, "") + _HEAD in target
-        if _HEAD in source and self.tie_word_embeddings and target and not wanted:
-            diagnostics.drop([_HEAD])
-            return {name: value for name, value in source.items() if name != _HEAD}
-        if _HEAD in source or not wanted or _ANCHOR not in source:
-            return dict(source)
-        if self._is_scaled(source, diagnostics):
+        if _HEAD in state and self.tie_word_embeddings and target and not wanted:
+            return {name: value for name, value in state.items() if name != _HEAD}
+        if _HEAD in state or not wanted or _ANCHOR not in state:
+            return dict(state)
+        if self._is_scaled(state, diagnostics):
             diagnostics.problem(
                 "missing",
                 target_prefix(target, _MODEL, "") + _HEAD,
@@ -143,14 +142,14 @@ class _TiedHead(Transform):
                 "build the T5X model with logits_via_embedding=True; or, if config.json has "
                 "scale_decoder_outputs: false, pass scale_decoder_outputs=False to the rule pack",
             )
-            return dict(source)
-        view = view_of(_ANCHOR, source[_ANCHOR], diagnostics)
+            return dict(state)
+        view = view_of(_ANCHOR, state[_ANCHOR], diagnostics)
         if view is None:
-            return dict(source)
-        diagnostics.credit({_HEAD: (_ANCHOR, "tied: the transpose of the embedding")})
-        return {**source, _HEAD: view.T}
+            return dict(state)
+        diagnostics.record_origins({_HEAD: (_ANCHOR, "tied: the transpose of the embedding")})
+        return {**state, _HEAD: view.T}
 
-    def _is_scaled(self, source: Mapping[str, Any], diagnostics: Diagnostics) -> bool:
+    def _is_scaled(self, state: FlatState, diagnostics: Diagnostics) -> bool:
         if self.scale_decoder_outputs is not None:
             return self.scale_decoder_outputs
         if self.tie_word_embeddings is False:
@@ -160,7 +159,7 @@ class _TiedHead(Transform):
                 "the checkpoint has no lm_head, although tie_word_embeddings=False says that it is not the embedding",
                 "pass tie_word_embeddings=None to the rule pack, or use a file that has it",
             )
-        gated = any("/mlp/wi_0/" in name for name in source)
+        gated = any("/mlp/wi_0/" in name for name in state)
         if gated:
             diagnostics.warnings.append(
                 "hf_t5_to_t5x: no lm_head; taken as the transposed embedding, as scale_decoder_outputs: false in "
@@ -194,7 +193,7 @@ def hf_t5_to_t5x(
         Drop((unused_bias,), require_match=False),
         Rename(_to_t5x(), require_match=False),
         Transpose(_TRANSPOSED, require_match=False),
-        _SettleBias(),
+        _PlaceBias(),
         _TiedHead(tie_word_embeddings, scale_decoder_outputs),
         PrefixAsTarget(_MODEL, prefix),
     )

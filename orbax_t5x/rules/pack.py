@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,17 +37,14 @@ class RulePack(Chain):
         name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name
         return RulePack(self.back, self.steps, name, self.back_example, self.example)  # pyright: ignore[reportArgumentType]
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        before, outside = len(diagnostics.problems), diagnostics.in_pack
-        diagnostics.in_pack = True
-        try:
-            result = super().apply(source, target, diagnostics)
-        finally:
-            diagnostics.in_pack = outside
-        same = result.keys() == source.keys() and all(result[name] is value for name, value in source.items())
+        before = len(diagnostics.problems)
+        # The same lists and dicts, so findings go to the caller's.
+        result = super().apply(state, target, dataclasses.replace(diagnostics, warns_of_unused=False))
+        same = result.keys() == state.keys() and all(result[name] is value for name, value in state.items())
         if self.steps and same and len(diagnostics.problems) == before:
-            near = ClosestNames(source).to(self.example)
+            near = ClosestNames(state).to(self.example)
             diagnostics.problem(
                 "unused_rule",
                 None,

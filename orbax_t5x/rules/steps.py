@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from orbax_t5x.lazy import AllEqual, repeat
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
-from orbax_t5x.transforms.patterns.table import compile_pattern, expand
-from orbax_t5x.transforms.state import NewState, view_of
+from orbax_t5x.transforms.patterns.table import compile_pattern, new_name
+from orbax_t5x.transforms.state import NewState, view_of, views_of
+from orbax_t5x.trees.flat import FlatState
 
 
-def has_leaf(target: Mapping[str, Any], pattern: str) -> bool:
+def has_leaf(target: FlatState, pattern: str) -> bool:
     """Whether a target leaf's whole name matches."""
     regex = compile_pattern(pattern, "rules")
     return any(regex.fullmatch(name) for name in target)
@@ -42,16 +43,16 @@ class RepeatPerLayer(Transform):
     axis: int | None
     unless_target: str | None = None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         regex = compile_pattern(self.pattern, "rules")
-        state = NewState(diagnostics)
-        for name, value in source.items():
+        result = NewState(diagnostics)
+        for name, value in state.items():
             match = regex.fullmatch(name)
             if match is None or (self.unless_target and has_leaf(target, _filled(self.unless_target, match))):
-                state.put(name, value, name)
+                result.put(name, value, name)
                 continue
-            depth = _depth(compile_pattern(_filled(self.layers, match), "rules"), source)
+            depth = _depth(compile_pattern(_filled(self.layers, match), "rules"), state)
             view = view_of(name, value, diagnostics)
             if view is None:
                 continue
@@ -60,12 +61,12 @@ class RepeatPerLayer(Transform):
                 diagnostics.problem("rule", name, message, "restore all of the tower, or drop this leaf")
             elif self.axis is None:
                 for new in numbered_names(match, self.into, depth, "per layer", diagnostics) or ():
-                    state.put(new, value, name, f"the same in each of {depth} layers")
+                    result.put(new, value, name, f"the same in each of {depth} layers")
             else:
-                new = expand(match, self.into, "per layer", diagnostics)
+                new = new_name(match, self.into, "per layer", diagnostics)
                 if new is not None:
-                    state.put(new, repeat(view, depth, self.axis), name, f"repeated for {depth} layers")
-        return state.finish()
+                    result.put(new, repeat(view, depth, self.axis), name, f"repeated for {depth} layers")
+        return result.finish()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,32 +83,32 @@ class MergeEqualLayers(Transform):
     into: str
     unless_target: str | None = None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         regex = compile_pattern(self.pattern, "rules")
-        state = NewState(diagnostics)
+        result = NewState(diagnostics)
         towers: dict[str, list[tuple[int, str]]] = {}
-        for name, value in source.items():
+        for name, value in state.items():
             match = regex.fullmatch(name)
             if match is None or (self.unless_target and has_leaf(target, _filled(self.unless_target, match))):
-                state.put(name, value, name)
+                result.put(name, value, name)
                 continue
-            new = expand(match, self.into, "per layer", diagnostics)
+            new = new_name(match, self.into, "per layer", diagnostics)
             if new is not None:
                 towers.setdefault(new, []).append((int(match["i"]), name))
         for new, layers in towers.items():
             names = [name for _, name in sorted(layers)]
-            views = [view_of(name, source[name], diagnostics) for name in names]
-            if any(view is None for view in views):
+            views = views_of([(name, state[name]) for name in names], diagnostics, becomes=new)
+            if views is None:
                 continue
             rule = f"one of {len(names)} layers' that must be equal"
             try:
-                merged = AllEqual([view for view in views if view is not None]) if len(names) > 1 else source[names[0]]
+                merged = AllEqual(views) if len(names) > 1 else state[names[0]]
             except ValueError as error:
                 diagnostics.problem("shape", new, f"{rule}: {error}")
                 continue
-            state.put(new, merged, names[0], rule)
-        return state.finish()
+            result.put(new, merged, names[0], rule)
+        return result.finish()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +123,16 @@ class FirstName(Transform):
     names: tuple[str, ...]
     into: str
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        there = [name for name in self.names if name in source]
-        diagnostics.drop(there[1:])
-        state = NewState(diagnostics)
-        for name, value in source.items():
+        there = [name for name in self.names if name in state]
+        result = NewState(diagnostics)
+        for name, value in state.items():
             if there and name == there[0]:
-                state.put(self.into, value, name, f"{name!r} -> {self.into!r}")
+                result.put(self.into, value, name, f"{name!r} -> {self.into!r}")
             elif name not in there:
-                state.put(name, value, name)
-        return state.finish()
+                result.put(name, value, name)
+        return result.finish()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,17 +147,17 @@ class PrefixAsTarget(Transform):
     pattern: str
     default: str
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         prefix = target_prefix(target, self.pattern, self.default)
         regex = compile_pattern(self.pattern, "rules")
-        state = NewState(diagnostics)
-        for name, value in source.items():
+        result = NewState(diagnostics)
+        for name, value in state.items():
             if prefix and regex.fullmatch(name):
-                state.put(prefix + name, value, name, f"below {prefix!r}")
+                result.put(prefix + name, value, name, f"below {prefix!r}")
             else:
-                state.put(name, value, name)
-        return state.finish()
+                result.put(name, value, name)
+        return result.finish()
 
 
 def target_prefix(names: Iterable[str], pattern: str, default: str) -> str:
@@ -189,6 +189,6 @@ class WithoutTarget(Transform):
 
     transform: Transform
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return self.transform.apply(source, {}, diagnostics)
+        return self.transform.apply(state, {}, diagnostics)

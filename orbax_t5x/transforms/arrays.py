@@ -1,29 +1,19 @@
-"""Transforms that compute leaves from leaves: cut, join, reshape, transpose, cast, repeat. All stay lazy views;
-nothing is read.
+"""Transforms that change a leaf under its own name: reshape, transpose, cast, repeat. All stay lazy views; nothing is
+read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-import re
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from orbax_t5x.lazy import View, repeat
-from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import (
-    Pattern,
-    compile_pattern,
-    note_unused,
-    pattern_text,
-    rule_table,
-)
-from orbax_t5x.transforms.state import NewState, view_of
+from orbax_t5x.transforms.by_rules import InPlace
+from orbax_t5x.transforms.patterns.table import Pattern
 
 
 def as_dtype(dtype: Any) -> np.dtype:
@@ -37,61 +27,8 @@ def as_dtype(dtype: Any) -> np.dtype:
     return np.dtype(dtype)
 
 
-class OnePattern(Transform):
-    """Maps each leaf whose name matches one pattern to views under new names, or to one under its own name."""
-
-    pattern: Pattern
-    require_match: bool
-
-    def _set(self, **fields: Any) -> None:
-        compile_pattern(self.pattern, type(self).__name__)
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    def _rule(self) -> str:
-        return f"{type(self).__name__} {pattern_text(self.pattern)!r}"
-
-    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        """New names and views; None where a problem was noted."""
-        raise NotImplementedError
-
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
-        table = rule_table((self.pattern,))
-        state = NewState(diagnostics)
-        used: set[int] = set()
-        for name, value in source.items():
-            match = table.match(name)
-            if match is None or value is None:
-                state.put(name, value, name)
-                continue
-            used.add(0)
-            view = view_of(name, value, diagnostics)
-            made = None if view is None else self._make(match, view, diagnostics)
-            if made is None:
-                state.put(name, value, name)
-                continue
-            for new, result in made:
-                state.put(new, result, name, self._rule())
-        note_unused(
-            table, used, source, type(self).__name__, diagnostics, required=self.require_match, what="the state dict"
-        )
-        return state.finish()
-
-    def _in_place(
-        self, match: re.Match[str], function: Callable[[], View], diagnostics: Diagnostics
-    ) -> Iterable[tuple[str, View]] | None:
-        """The leaf under its own name, computed; NumPy's complaint about shapes as a problem."""
-        name = match.string
-        try:
-            return [(name, function())]
-        except (ValueError, TypeError, IndexError) as error:
-            diagnostics.problem("shape", name, f"{self._rule()}: {error}", "leave the leaf out of the pattern")
-            return None
-
-
 @dataclasses.dataclass(frozen=True)
-class Reshape(OnePattern):
+class Reshape(InPlace):
     """Gives leaves another shape, in C order.
 
     Attributes:
@@ -108,12 +45,12 @@ class Reshape(OnePattern):
         shape: Any = (self.shape,) if hasattr(self.shape, "__index__") else self.shape
         self._set(shape=tuple(operator.index(size) for size in shape))
 
-    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(match, lambda: view.reshape(self.shape), diagnostics)
+    def _compute(self, view: View) -> View:
+        return view.reshape(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class Transpose(OnePattern):
+class Transpose(InPlace):
     """Reorders the dimensions of leaves.
 
     Attributes:
@@ -129,14 +66,12 @@ class Transpose(OnePattern):
     def __post_init__(self) -> None:
         self._set(axes=None if self.axes is None else tuple(operator.index(axis) for axis in self.axes))
 
-    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(
-            match, lambda: view.transpose(self.axes) if self.axes is not None else view.T, diagnostics
-        )
+    def _compute(self, view: View) -> View:
+        return view.T if self.axes is None else view.transpose(self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast(OnePattern):
+class Cast(InPlace):
     """Gives leaves another dtype, as NumPy's `astype` does; values may be lost, since it was asked for.
 
     Attributes:
@@ -152,12 +87,12 @@ class Cast(OnePattern):
     def __post_init__(self) -> None:
         self._set(dtype=as_dtype(self.dtype))
 
-    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(match, lambda: view.astype(self.dtype), diagnostics)
+    def _compute(self, view: View) -> View:
+        return view.astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeat(OnePattern):
+class Repeat(InPlace):
     """Repeats leaves along a new axis: one dense layer for every expert, one bias for every layer. Each is read once.
 
     Attributes:
@@ -178,5 +113,5 @@ class Repeat(OnePattern):
             raise ValueError(f"Repeat: times must not be negative, not {times}")
         self._set(times=times, axis=operator.index(self.axis))
 
-    def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        return self._in_place(match, lambda: repeat(view, self.times, self.axis), diagnostics)
+    def _compute(self, view: View) -> View:
+        return repeat(view, self.times, self.axis)

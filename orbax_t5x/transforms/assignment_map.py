@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
-from orbax_t5x.transforms.patterns.table import (
-    Rule,
-    note_bad_group,
-    note_unused,
-    pattern_text,
-    rule_table,
-    rule_text,
-    rule_tuple,
-)
+from orbax_t5x.transforms.patterns.table import Rule, expand, pattern_text, rule_table, rule_text, rule_tuple
+from orbax_t5x.transforms.patterns.unused import note_unused
 from orbax_t5x.transforms.state import NewState
+from orbax_t5x.trees.flat import FlatState
 
 # T5X lists every name of the checkpoint. Up to here so do we; beyond it the text would hide the rest of the error.
 _LISTED_NAMES = 200
@@ -50,15 +43,15 @@ class AssignmentMap(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", rule_tuple(self.rules, "AssignmentMap"))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return self._assign(source, target, diagnostics, rules_win=True)
+        return self._assign(state, target, diagnostics, rules_win=True)
 
-    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
-        return self._assign(source, target, diagnostics, rules_win=False)
+    def _by_hand(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        return self._assign(state, target, diagnostics, rules_win=False)
 
     def _assign(
-        self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics, *, rules_win: bool
+        self, state: FlatState, target: FlatState, diagnostics: Diagnostics, *, rules_win: bool
     ) -> dict[str, Any]:
         table = rule_table(tuple(pattern for pattern, _ in self.rules))
         texts = [rule_text("AssignmentMap", rule) for rule in self.rules]
@@ -66,60 +59,51 @@ class AssignmentMap(Transform):
         left_out: set[str] = set()
         taken: set[str] = set()
         missing: list[tuple[str, str, Rule]] = []
-        state = NewState(diagnostics)
+        new = NewState(diagnostics)
         for name in target:
             found = table.first(name)
             if found is None:
-                if name in source:
-                    state.put(name, source[name], name)
+                if name in state:
+                    new.put(name, state[name], name)
                     taken.add(name)
                 continue
-            used.add(found[0])
-            rule = self.rules[found[0]]
-            if rule[1] is None:
+            index, match = found
+            used.add(index)
+            replacement = self.rules[index][1]
+            if replacement is None:
                 left_out.add(name)
                 continue
-            try:
-                wanted = table.expand(found, name, rule[1])
-            except ValueError as error:
-                note_bad_group(texts[found[0]], error, name, diagnostics)
-                diagnostics.explained.add(name)
+            wanted = expand(match, replacement, texts[index], diagnostics)
+            if wanted is None:
                 continue
-            if wanted in source:
-                state.put(name, source[wanted], wanted, texts[found[0]])
+            if wanted in state:
+                new.put(name, state[wanted], wanted, texts[index])
                 taken.add(wanted)
             else:
-                missing.append((name, wanted, rule))
-        self._note_missing(missing, source, diagnostics)
+                missing.append((name, wanted, self.rules[index]))
+        self._note_missing(missing, state, diagnostics)
         self._note_unused(used, list(target), diagnostics)
-        flat = state.finish()
-        for name, value in source.items():
-            if name in taken:
-                continue
-            if name in left_out or (name in flat and rules_win):
-                diagnostics.drop([name])
-            else:
+        flat = new.finish()
+        for name, value in state.items():
+            if name not in taken and name not in left_out and not (name in flat and rules_win):
                 flat[name] = value
         return flat
 
-    def _note_missing(
-        self, missing: list[tuple[str, str, Rule]], source: Mapping[str, Any], diagnostics: Diagnostics
-    ) -> None:
+    def _note_missing(self, missing: list[tuple[str, str, Rule]], state: FlatState, diagnostics: Diagnostics) -> None:
         if not missing:
             return
-        names = sorted(source)
+        names = sorted(state)
         closest = ClosestNames(names)
         shown = names if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
         for count, (name, wanted, rule) in enumerate(missing):
             near = closest.to(wanted) if count < _EXPLAINED_NAMES else []
             listed = f"Must be one of: {shown}" if count == 0 or len(names) <= _LISTED_NAMES else f"Closest: {near}"
-            mended = f"({re.escape(name)!r}, {near[0]!r})" if near else f"({re.escape(name)!r}, None)"
-            diagnostics.explained.add(name)
+            better = f"({re.escape(name)!r}, {near[0]!r})" if near else f"({re.escape(name)!r}, None)"
             diagnostics.problem(
                 "missing",
                 name,
                 f"Parameter {wanted!r} does not exist in restore checkpoint. {listed}",
-                f"{pattern_text(rule[0])!r} -> {rule[1]!r} asks for it; put the rule {mended} before it"
+                f"{pattern_text(rule[0])!r} -> {rule[1]!r} asks for it; put the rule {better} before it"
                 + (f", closest are {near}" if near else " to leave the leaf out"),
             )
 
@@ -140,5 +124,5 @@ class AssignmentMap(Transform):
             )
         else:
             note_unused(
-                rule_table(patterns), used, names, "AssignmentMap", diagnostics, required=False, what="the target"
+                rule_table(patterns), used, names, diagnostics, owner="AssignmentMap", required=False, what="the target"
             )

@@ -8,13 +8,13 @@ Called by hand, on nested dicts, a transform raises its first problem, as T5X's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.digest import describe_fields, digest_fields
-from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
+from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten, unflatten
 
 _logger = logging.getLogger(__name__)
 
@@ -22,20 +22,18 @@ _logger = logging.getLogger(__name__)
 class Transform:
     """Base of all transforms: frozen dataclasses that follow T5X's protocol for state transformation functions."""
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """The new flat state dict.
 
         Args:
-          source: leaves by '/'-joined name; not changed.
+          state: leaves by '/'-joined name; not changed.
           target: the target's leaves by name: anything with `shape` and `dtype`, or `...`; empty where there is
             no target.
-          diagnostics: gathers problems; nothing is raised for what a user got wrong.
+          diagnostics: takes problems; nothing is raised for what a user got wrong.
         """
         raise NotImplementedError
 
-    def __call__(
-        self, state_dict: Mapping[str, Any], target_state_dict: Mapping[str, Any], *, is_resuming: bool = False
-    ) -> Mapping[str, Any]:
+    def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
         """The transformed nested state dict; leaves that are computed come back lazy.
 
         Args:
@@ -60,9 +58,9 @@ class Transform:
             _logger.warning("%s", warning)
         return result
 
-    def _by_hand(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def _by_hand(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """`apply`, or what T5X's function of the same name answers where that differs."""
-        return self.apply(source, target, diagnostics)
+        return self.apply(state, target, diagnostics)
 
     def describe(self) -> str:
         """One line for people."""

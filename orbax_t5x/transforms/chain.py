@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Chain(Transform):
       steps: transforms, or plain functions of T5X's protocol.
     """
 
-    steps: tuple[Transform | Callable[..., Any], ...]
+    steps: tuple[AnyTransform, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        return run_transforms(self.steps, source, target, is_resuming=False, diagnostics=diagnostics)
+        return run_transforms(self.steps, state, target, is_resuming=False, diagnostics=diagnostics)

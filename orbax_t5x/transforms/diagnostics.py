@@ -3,49 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from orbax_t5x.errors import Problem, ProblemKind
 
 
 @dataclasses.dataclass
 class Diagnostics:
-    """What a chain of transforms gathers while it runs.
+    """Findings of a chain of transforms, and where its leaves come from.
 
-    Attributes:
+    Findings, for the user:
       problems: everything wrong; a chain with problems must not be executed.
-      warnings: what a person should see: shadowed and repeated rules, unused ones where that is allowed.
-      dropped: names taken out on purpose.
+      warnings: shadowed and repeated rules, unused ones where that is allowed, values that were rounded or reset.
+
+    Where leaves come from, for a plan:
       rule_for: name -> the rules that produced it, in order, as text.
       fidelity: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
-      explained: target names whose absence a problem here already explains.
-      in_pack: whether a rule pack runs, whose single rules need not match anything.
+
+    For the check that the target is complete:
+      explained: names of leaves whose absence a problem here already explains.
+
+    Setting:
+      warns_of_unused: whether a rule that matches nothing, and need not, is a warning; not so inside a rule pack.
     """
 
     problems: list[Problem] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
-    dropped: list[str] = dataclasses.field(default_factory=list)
     rule_for: dict[str, str] = dataclasses.field(default_factory=dict)
     fidelity: dict[str, str] = dataclasses.field(default_factory=dict)
     explained: set[str] = dataclasses.field(default_factory=set)
-    in_pack: bool = False
+    warns_of_unused: bool = True
 
-    def problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str = "") -> None:
-        """Records one problem."""
-        self.problems.append(Problem(kind, leaf, message, fix))
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Records names that are taken out on purpose; each once."""
-        self.dropped.extend(names)
-
-    def credit(self, credits: Mapping[str, tuple[str, str]]) -> None:
-        """Records which rule made which name.
+    def problem(
+        self, kind: ProblemKind, leaf: str | None, message: str, fix: str = "", *, becomes: str | None = None
+    ) -> None:
+        """Records one problem.
 
         Args:
-          credits: new name -> (the name it was made from, the rule as text). What was known of the old name
-            comes first.
+          kind: see `ProblemKind`.
+          leaf: the name of the leaf that it is about.
+          message: what is wrong.
+          fix: what to do.
+          becomes: the name of the leaf that is not made because of it, where that is another.
         """
-        before = {old: self.rule_for.get(old) for old, _ in credits.values()}
-        for new, (old, text) in credits.items():
-            known = before[old]
-            self.rule_for[new] = f"{known}; {text}" if known else text
+        self.problems.append(Problem(kind, leaf, message, fix))
+        self.explained.update(name for name in (leaf, becomes) if name is not None)
+
+    def record_origins(self, origins: Mapping[str, tuple[str, str]]) -> None:
+        """Records which rule made which leaves.
+
+        Args:
+          origins: new name -> (the name it was made from, the rule as text). Rules that made the old name come
+            before it.
+        """
+        before = {old: self.rule_for.get(old) for old, _ in origins.values()}
+        for new, (old, rule) in origins.items():
+            earlier = before[old]
+            self.rule_for[new] = f"{earlier}; {rule}" if earlier else rule

@@ -1,4 +1,4 @@
-"""Layers that are leaves of their own <-> layers on an axis of one leaf; nothing is read.
+"""Layers that are leaves of their own become layers on an axis of one leaf, and back; nothing is read.
 
 Towers may differ in depth. Layers are numbered 0, 1, 2, … without gaps, and every leaf of a tower has as many
 layers as the others: a layer that is not there is a problem, never a shorter stack.
@@ -10,69 +10,47 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from orbax_t5x.lazy import View, stack
-from orbax_t5x.transforms.arrays import OnePattern
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, note_unused, pattern_text, rule_table
-from orbax_t5x.transforms.state import NewState, normal_axis, view_of
+from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, is_name, new_name, pattern_text
+from orbax_t5x.transforms.state import NewState, normal_axis, views_of
+from orbax_t5x.trees.flat import FlatState
 
-# Ways to write a group that nothing but digits matches.
-_DIGITS_ONLY = re.compile(r"(\\d|\[0-9\])([+*?]|\{\d+(,\d*)?\})?")
+# The beginning of a group whose text says that it matches digits alone, such as `(\d+)` or `(?P<n>[0-9]{2})`.
+_DIGITS_GROUP = re.compile(r"(?<!\\)\((?:\?P<(?P<name>\w+)>)?(?=(?:\\d|\[0-9\])(?:[+*?]|\{\d+(?:,\d*)?\})?\))")
 _LAYER_NUMBER = re.compile(r"\{i(?::(?P<format>[^{}]*))?\}")
 # Missing layers named in a problem.
 _SHOWN_LAYERS = 5
 
 
-def _group_texts(pattern: str) -> list[str]:
-    """The text inside each group of a pattern, in the order of their numbers."""
-    texts: list[str] = []
-    open_groups: list[tuple[int, int] | None] = []
-    in_class = False
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        if char == "\\":
-            at += 1
-        elif in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-            # A bracket right after the opening one is a member of the class.
-            at += (pattern[at + 1 : at + 3] == "^]" and 2) or pattern[at + 1 : at + 2] == "]"
-        elif char == "(":
-            named = re.match(r"\(\?P<\w+>", pattern[at:])
-            if named or pattern[at + 1 : at + 2] != "?":
-                open_groups.append((len(texts), at + (named.end() if named else 1)))
-                texts.append("")
-            else:
-                open_groups.append(None)
-        elif char == ")" and open_groups:
-            group = open_groups.pop()
-            if group is not None:
-                texts[group[0]] = pattern[group[1] : at]
-        at += 1
-    return texts
-
-
 @functools.lru_cache(maxsize=256)
 def _written_layer_group(regex: re.Pattern[str]) -> int | None:
-    """The layer group that the pattern itself tells: named `i`, or the only one written as digits; or None."""
+    """The layer group where the pattern's text shows it: named `i`, or the only one for digits alone; or None.
+
+    Raises:
+      ValueError: several groups are for digits alone.
+    """
     if "i" in regex.groupindex:
         return regex.groupindex["i"]
-    digits = [number + 1 for number, text in enumerate(_group_texts(regex.pattern)) if _DIGITS_ONLY.fullmatch(text)]
-    if len(digits) > 1:
+    numbers: set[int] = set()
+    for found in _DIGITS_GROUP.finditer(regex.pattern):
+        # The regex engine numbers the groups: the one in question gets a name. Inside a class it is no group.
+        named = f"{regex.pattern[: found.start()]}(?P<i>{regex.pattern[found.end() :]}"
+        groups = regex if found["name"] else re.compile(named, regex.flags)
+        numbers.add(groups.groupindex.get(found["name"] or "i", 0))
+    numbers.discard(0)
+    if len(numbers) > 1:
         raise ValueError(
             f"StackLayers: several groups of {regex.pattern!r} match digits alone; name the layer number's (?P<i>...)"
         )
-    return digits[0] if digits else None
+    return numbers.pop() if numbers else None
 
 
-def layer_group(regex: re.Pattern[str], matches: list[re.Match[str]], diagnostics: Diagnostics) -> int | None:
-    """The number of the group that is the layer number; None, and a problem, where that cannot be told."""
+def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagnostics: Diagnostics) -> int | None:
+    """The number of the group that is the layer number; None, and a problem, where several could be or none."""
     written = _written_layer_group(regex)
     if written is not None:
         return written
@@ -84,14 +62,14 @@ def layer_group(regex: re.Pattern[str], matches: list[re.Match[str]], diagnostic
         "rule",
         None,
         f"StackLayers {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match digits alone, "
-        "so the layer number cannot be told",
+        "so it is not clear which is the layer number",
         "name the layer number's group (?P<i>\\d+)",
     )
     return None
 
 
 @dataclasses.dataclass(frozen=True)
-class StackLayers(Transform):
+class StackLayers(ByRules):
     r"""Stacks the leaves of a tower's layers on a new axis.
 
     `StackLayers(r"(enc|dec)/layers_(?P<i>\d+)/(.*)", r"\1/layers/\3", 1)` makes `enc/layers/w` of `enc/layers_0/w`,
@@ -116,95 +94,87 @@ class StackLayers(Transform):
             raise ValueError(f"StackLayers: {pattern_text(self.pattern)!r} has no group for the layer number")
         number = _written_layer_group(regex)
         if number is not None and re.search(rf"\\({number}(?!\d)|g<({number}|i)>)", self.into):
-            raise ValueError(f"StackLayers: into {self.into!r} uses the layer number, which the stack does away with")
+            raise ValueError(
+                f"StackLayers: into {self.into!r} uses the layer number, which the stacked leaf does not have"
+            )
         object.__setattr__(self, "axis", operator.index(self.axis))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
-        table = rule_table((self.pattern,))
-        matches = {name: match for name in source if (match := table.match(name)) is not None}
-        note_unused(
-            table,
-            {0} if matches else set(),
-            source,
-            "StackLayers",
-            diagnostics,
-            required=self.require_match,
-            what="the state dict",
-        )
-        group = layer_group(table.regex(0), list(matches.values()), diagnostics) if matches else None
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return (self.pattern,)
+
+    def _rule(self) -> str:
+        return f"StackLayers {pattern_text(self.pattern)!r} -> {self.into!r}"
+
+    def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
+        found = [match for _, match in matches.values()]
+        group = _layer_group(found[0].re, found, diagnostics) if found else None
+        for name, value in state.items():
+            if name not in matches or group is None:
+                new.put(name, value, name)
         if group is None:
-            return dict(source)
-        stacks = self._collect(matches, group, diagnostics)
+            return
+        stacks = self._collect(found, group, diagnostics)
         depths = _depths(stacks.values(), group)
-        state = NewState(diagnostics)
-        for name, value in source.items():
-            if name not in matches:
-                state.put(name, value, name)
-        for new, layers in stacks.items():
-            if self._is_whole(new, layers, depths[_tower(layers, group)], diagnostics):
-                self._stack(new, [layers[i].string for i in range(len(layers))], source, state, diagnostics)
-            else:
-                diagnostics.explained.add(new)
-        return state.finish()
+        for stacked, layers in stacks.items():
+            if self._is_complete(stacked, layers, depths[_tower(layers, group)], diagnostics):
+                leaves = {layers[number].string: state[layers[number].string] for number in range(len(layers))}
+                self._stack(stacked, leaves, new, diagnostics)
 
     def _collect(
-        self, matches: Mapping[str, re.Match[str]], group: int, diagnostics: Diagnostics
+        self, matches: Iterable[re.Match[str]], group: int, diagnostics: Diagnostics
     ) -> dict[str, dict[int, re.Match[str]]]:
-        """New name -> layer number -> match."""
+        """Name of the stacked leaf -> layer number -> match."""
         stacks: dict[str, dict[int, re.Match[str]]] = {}
-        for name, match in matches.items():
-            new = expand(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", diagnostics)
-            text = match[group]
-            if new is None:
+        for match in matches:
+            name, text = match.string, match[group]
+            stacked = new_name(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", diagnostics)
+            if stacked is None:
                 continue
             if text is None or not text.isdecimal():
                 message = f"StackLayers: the layer number of {name!r} is {text!r}"
                 diagnostics.problem("rule", name, message, "let the group match digits alone")
                 continue
-            other = stacks.setdefault(new, {}).setdefault(int(text), match)
+            other = stacks.setdefault(stacked, {}).setdefault(int(text), match)
             if other is not match:
-                message = f"StackLayers: {other.string!r} and {name!r} are both layer {int(text)} of {new!r}"
-                diagnostics.problem(
-                    "duplicate", new, message, "tell them apart by a group of the pattern that `into` uses"
-                )
+                message = f"StackLayers: {other.string!r} and {name!r} are both layer {int(text)} of {stacked!r}"
+                fix = "tell them apart by a group of the pattern that `into` uses"
+                diagnostics.problem("duplicate", stacked, message, fix)
         return stacks
 
-    def _is_whole(self, new: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics) -> bool:
+    def _is_complete(
+        self, stacked: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics
+    ) -> bool:
+        """Whether every layer of the tower is there; a problem where not."""
         lacking = [number for number in range(depth) if number not in layers]
         if not lacking:
             return True
         shown = ", ".join(map(str, lacking[:_SHOWN_LAYERS])) + (", …" if len(lacking) > _SHOWN_LAYERS else "")
-        have = layers[min(layers)].string
+        example = layers[min(layers)].string
         diagnostics.problem(
             "missing",
-            new,
-            f"StackLayers: layer {shown} of {depth} is missing for {new!r}; it has {len(layers)}, such as {have!r}",
+            stacked,
+            f"StackLayers: layer {shown} of {depth} is missing for {stacked!r}; it has {len(layers)}, such as "
+            f"{example!r}",
             "leave these names out of the pattern where they do not stand in every layer",
         )
         return False
 
-    def _stack(
-        self, new: str, names: list[str], source: Mapping[str, Any], state: NewState, diagnostics: Diagnostics
-    ) -> None:
-        rule = f"StackLayers {pattern_text(self.pattern)!r} -> {self.into!r}"
-        values = [source[name] for name in names]
-        if all(value is None for value in values):
-            state.put(new, None, names[0], rule)
+    def _stack(self, stacked: str, leaves: FlatState, new: NewState, diagnostics: Diagnostics) -> None:
+        first = next(iter(leaves))
+        if all(value is None for value in leaves.values()):
+            new.put(stacked, None, first, self._rule())
             return
-        views = [view_of(name, value, diagnostics) for name, value in zip(names, values, strict=True)]
-        diagnostics.explained.add(new)
-        if any(view is None for view in views):
+        views = views_of(leaves.items(), diagnostics, becomes=stacked)
+        if views is None:
             return
         try:
-            stacked = stack(views, self.axis)
+            value = stack(views, self.axis)
         except ValueError as error:
-            diagnostics.problem(
-                "shape", new, f"{rule}: {error}", "all layers need one shape and dtype, and the axis must exist"
-            )
+            message = f"{self._rule()}: {error}"
+            fix = "all layers need one shape and dtype, and the axis must exist"
+            diagnostics.problem("shape", stacked, message, fix)
             return
-        diagnostics.explained.discard(new)
-        state.put(new, stacked, names[0], rule)
+        new.put(stacked, value, first, self._rule())
 
 
 def _tower(layers: Mapping[int, re.Match[str]], group: int) -> str:
@@ -261,9 +231,7 @@ class UnstackLayers(OnePattern):
 def numbered_names(
     match: re.Match[str], into: str, count: int, rule: str, diagnostics: Diagnostics
 ) -> list[str] | None:
-    """The names that a template with `{i}` gives for numbers from 0; None, and a problem, where it names a bad
-    group.
-    """
+    """The names that a template with `{i}` gives for numbers from 0; None, and a problem, where it gives none."""
     # The number is no part of a group reference: in "\\1{i}" layer 0 is not group 10.
     pieces: list[str] = []
     formats: list[str] = []
@@ -276,7 +244,8 @@ def numbered_names(
     if any(text is None for text in texts):
         return None
     *heads, tail = texts
-    return [
+    names = [
         "".join(f"{head}{number:{form}}" for head, form in zip(heads, formats, strict=True)) + str(tail)
         for number in range(count)
     ]
+    return names if all(is_name(name, match.string, rule, diagnostics) for name in names[:1]) else None

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
 from typing import Any
 
 import numpy as np
 
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import (
-    Pattern,
-    Rule,
-    note_bad_group,
-    note_unused,
-    pattern_tuple,
-    rule_table,
-    rule_text,
-    rule_tuple,
-)
+from orbax_t5x.transforms.patterns.table import Pattern, Rule, new_name, pattern_tuple, rule_text, rule_tuple
 from orbax_t5x.transforms.state import NewState
-from orbax_t5x.trees.flat import NameClashError, flatten
+from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten
 
 
 @dataclasses.dataclass(frozen=True)
 class Intersect(Transform):
     """T5X's `intersect_state`: drops every leaf whose name the target lacks."""
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        diagnostics.drop(name for name in source if name not in target)
-        return {name: value for name, value in source.items() if name in target}
+        return {name: value for name, value in state.items() if name in target}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +38,7 @@ class Merge(Transform):
       overwrite: whether its leaves win where the state has the name, too.
     """
 
-    from_scratch_state: Mapping[str, Any] = dataclasses.field(repr=False)
+    from_scratch_state: StateDict = dataclasses.field(repr=False)
     overwrite: bool = False
     _flat: dict[str, Any] = dataclasses.field(init=False, repr=False)
 
@@ -66,16 +57,11 @@ class Merge(Transform):
     def __hash__(self) -> int:
         return hash((self.overwrite, frozenset(self._flat)))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        flat = dict(source)
-        for name, value in self._flat.items():
-            if name in flat and not self.overwrite:
-                continue
-            if name in flat:
-                diagnostics.drop([name])
-            flat[name] = value
-            diagnostics.rule_for[name] = "Merge"
+        added = {name: value for name, value in self._flat.items() if self.overwrite or name not in state}
+        flat = {**state, **added}
+        diagnostics.rule_for.update(dict.fromkeys(added, "Merge"))
         clash = _leaf_above_leaf(flat)
         if clash is not None:
             error = NameClashError(*clash)
@@ -98,7 +84,7 @@ def _same_leaf(mine: Any, other: Any) -> bool:
     return type(mine) is type(other) and bool(mine == other)
 
 
-def _leaf_above_leaf(flat: Mapping[str, Any]) -> tuple[str, str] | None:
+def _leaf_above_leaf(flat: FlatState) -> tuple[str, str] | None:
     """A name that is the path of another, and that other; None if there is none."""
     for name in flat:
         end = name.rfind("/")
@@ -110,11 +96,11 @@ def _leaf_above_leaf(flat: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rename(Transform):
+class Rename(ByRules):
     """Renames leaves: for every name in the state dict the first rule that matches it gives the new name.
 
     Names without a rule stay. All renames happen at once, so rules may swap names. Two leaves that land on one name
-    are an error.
+    are an error, and so is a new name with an empty part.
 
     Attributes:
       rules: pairs (regex, replacement); a regex must match a whole name; the replacement may use its groups, None
@@ -128,32 +114,33 @@ class Rename(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", rule_tuple(self.rules, "Rename"))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
-        table = rule_table(tuple(pattern for pattern, _ in self.rules))
-        texts = [rule_text("Rename", rule) for rule in self.rules]
-        used: set[int] = set()
-        state = NewState(diagnostics)
-        for name, value in source.items():
-            found = table.first(name)
-            if found is None:
-                state.put(name, value, name)
-                continue
-            used.add(found[0])
-            replacement = self.rules[found[0]][1]
-            if replacement is None:
-                diagnostics.drop([name])
-                continue
-            try:
-                state.put(table.expand(found, name, replacement), value, name, texts[found[0]])
-            except ValueError as error:
-                note_bad_group(texts[found[0]], error, name, diagnostics)
-        note_unused(table, used, source, "Rename", diagnostics, required=self.require_match, what="the state dict")
-        return state.finish()
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return tuple(pattern for pattern, _ in self.rules)
+
+    def _place(self, rule: int, match: re.Match[str], value: Any, new: NewState, diagnostics: Diagnostics) -> None:
+        replacement = self.rules[rule][1]
+        if replacement is None:
+            return
+        text = rule_text("Rename", self.rules[rule])
+        name = new_name(match, replacement, text, diagnostics)
+        if name is not None:
+            new.put(name, value, match.string, text)
+
+
+class _Select(ByRules):
+    """Takes leaves out by their names."""
+
+    patterns: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
+
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return self.patterns
 
 
 @dataclasses.dataclass(frozen=True)
-class Drop(Transform):
+class Drop(_Select):
     """Takes out the leaves whose names match.
 
     Attributes:
@@ -164,16 +151,12 @@ class Drop(Transform):
     patterns: tuple[Pattern, ...]
     require_match: bool = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
-
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
-        return _sift(self.patterns, source, type(self).__name__, diagnostics, keep=False, required=self.require_match)
+    def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
+        new.flat.update((name, value) for name, value in state.items() if name not in matches)
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep(Transform):
+class Keep(_Select):
     """Takes out the leaves whose names do not match.
 
     Attributes:
@@ -184,33 +167,5 @@ class Keep(Transform):
     patterns: tuple[Pattern, ...]
     require_match: bool = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
-
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
-        return _sift(self.patterns, source, type(self).__name__, diagnostics, keep=True, required=self.require_match)
-
-
-def _sift(
-    patterns: tuple[Pattern, ...],
-    source: dict[str, Any],
-    owner: str,
-    diagnostics: Diagnostics,
-    *,
-    keep: bool,
-    required: bool,
-) -> dict[str, Any]:
-    table = rule_table(patterns)
-    used: set[int] = set()
-    flat = {}
-    for name, value in source.items():
-        found = table.first(name)
-        if found is not None:
-            used.add(found[0])
-        if (found is not None) is keep:
-            flat[name] = value
-        else:
-            diagnostics.drop([name])
-    note_unused(table, used, source, owner, diagnostics, required=required, what="the state dict")
-    return flat
+    def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
+        new.flat.update((name, value) for name, value in state.items() if name in matches)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orbax_t5x.lazy import View, concatenate
-from orbax_t5x.transforms.arrays import OnePattern
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import (
-    Pattern,
-    expand,
-    note_bad_group,
-    note_unused,
-    pattern_text,
-    pattern_tuple,
-    rule_table,
-)
-from orbax_t5x.transforms.state import NewState, normal_axis, view_of
+from orbax_t5x.transforms.patterns.table import Pattern, new_name, pattern_text, pattern_tuple
+from orbax_t5x.transforms.state import NewState, normal_axis, views_of
+from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +63,7 @@ class Split(OnePattern):
         made = []
         start = 0
         for template, part in zip(self.into, sizes, strict=True):
-            new = expand(match, template, self._rule(), diagnostics)
+            new = new_name(match, template, self._rule(), diagnostics)
             if new is None:
                 return None
             made.append((new, view[(slice(None),) * axis + (slice(start, start + part),)]))
@@ -80,7 +72,7 @@ class Split(OnePattern):
 
 
 @dataclasses.dataclass(frozen=True)
-class Concat(Transform):
+class Concat(ByRules):
     """Joins leaves along an axis, in the order of the patterns.
 
     Attributes:
@@ -101,53 +93,42 @@ class Concat(Transform):
         if not isinstance(self.into, str):
             raise TypeError(f"Concat: into is a name, not {self.into!r}")
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
-        table = rule_table(self.patterns)
-        used: set[int] = set()
-        state = NewState(diagnostics)
-        groups: dict[str, dict[int, tuple[str, Any]]] = {}
-        for name, value in source.items():
-            found = table.first(name)
-            if found is None:
-                state.put(name, value, name)
-                continue
-            index = found[0]
-            used.add(index)
-            try:
-                new = table.expand(found, name, self.into)
-            except ValueError as error:
-                note_bad_group(f"Concat {pattern_text(self.patterns[index])!r}", error, name, diagnostics)
-                continue
-            parts = groups.setdefault(new, {})
-            if index in parts:
-                message = f"Concat: {parts[index][0]!r} and {name!r} are both part {index} of {new!r}"
-                diagnostics.problem(
-                    "duplicate", new, message, "tell them apart by a group of the pattern that `into` uses"
-                )
-            else:
-                parts[index] = (name, value)
-        for new, parts in groups.items():
-            joined = self._join(new, parts, diagnostics)
-            if joined is not None:
-                state.put(new, joined, parts[min(parts)][0], f"Concat of {len(parts)} into {self.into!r}")
-        note_unused(table, used, source, "Concat", diagnostics, required=self.require_match, what="the state dict")
-        return state.finish()
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return self.patterns
 
-    def _join(self, new: str, parts: Mapping[int, tuple[str, Any]], diagnostics: Diagnostics) -> View | None:
-        lacking = [pattern_text(pattern) for index, pattern in enumerate(self.patterns) if index not in parts]
-        diagnostics.explained.add(new)
+    def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
+        groups: dict[str, dict[int, str]] = {}
+        for name, value in state.items():
+            if name not in matches:
+                new.put(name, value, name)
+                continue
+            index, match = matches[name]
+            joined = new_name(match, self.into, f"Concat {pattern_text(self.patterns[index])!r}", diagnostics)
+            if joined is None:
+                continue
+            other = groups.setdefault(joined, {}).setdefault(index, name)
+            if other != name:
+                message = f"Concat: {other!r} and {name!r} are both part {index} of {joined!r}"
+                fix = "tell them apart by a group of the pattern that `into` uses"
+                diagnostics.problem("duplicate", joined, message, fix)
+        for joined, parts in groups.items():
+            value = self._join(joined, [(i, parts[i], state[parts[i]]) for i in sorted(parts)], diagnostics)
+            if value is not None:
+                new.put(joined, value, parts[min(parts)], f"Concat of {len(parts)} into {self.into!r}")
+
+    def _join(self, joined: str, parts: Sequence[tuple[int, str, Any]], diagnostics: Diagnostics) -> View | None:
+        """The parts, each (index of its pattern, name, leaf), as one; None where a problem was recorded."""
+        present = {index for index, _, _ in parts}
+        lacking = [pattern_text(pattern) for index, pattern in enumerate(self.patterns) if index not in present]
         if lacking:
-            message = f"Concat: nothing matches {lacking} for {new!r}, which has {[parts[i][0] for i in sorted(parts)]}"
-            diagnostics.problem("missing", new, message, "give it all its parts, or narrow the patterns")
+            message = f"Concat: nothing matches {lacking} for {joined!r}, which has {[name for _, name, _ in parts]}"
+            diagnostics.problem("missing", joined, message, "give it all its parts, or narrow the patterns")
             return None
-        views = [view_of(*parts[index], diagnostics) for index in sorted(parts)]
-        if any(view is None for view in views):
+        views = views_of(((name, value) for _, name, value in parts), diagnostics, becomes=joined)
+        if views is None:
             return None
         try:
-            joined = concatenate(views, self.axis)
+            return concatenate(views, self.axis)
         except ValueError as error:
-            diagnostics.problem("shape", new, f"Concat: {error}", "cast or reshape the parts first")
+            diagnostics.problem("shape", joined, f"Concat: {error}", "cast or reshape the parts first")
             return None
-        diagnostics.explained.discard(new)
-        return joined

@@ -55,13 +55,11 @@ def _run_function(
     except NameClashError as error:
         diagnostics.problem("duplicate", error.names[0], f"{name} returned {error}")
         return state
-    kept = {id(value) for value in flat.values()}
-    diagnostics.drop(old for old, value in state.items() if old not in flat and id(value) not in kept)
     names_of = {id(value): old for old, value in reversed(state.items())}
     changed = {
-        new: names_of.get(id(value), new) for new, value in flat.items() if state.get(new, diagnostics) is not value
+        new: names_of.get(id(value), new) for new, value in flat.items() if new not in state or state[new] is not value
     }
-    diagnostics.credit({new: (old, name) for new, old in changed.items()})
+    diagnostics.record_origins({new: (old, name) for new, old in changed.items()})
     return flat
 
 

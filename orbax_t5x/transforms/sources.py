@@ -1,4 +1,4 @@
-"""Several sources into one tree: their weighted average, or one over the other.
+"""Several sources into one tree: their weighted average, or the first that has a leaf.
 
 Leaf names of several sources start with the source's name. Each leaf is read once, and averages are computed box by
 box, after reading.
@@ -16,7 +16,8 @@ from orbax_t5x.lazy import Average as AverageView
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
-from orbax_t5x.transforms.state import NewState, view_of
+from orbax_t5x.transforms.state import NewState, views_of
+from orbax_t5x.trees.flat import FlatState
 
 Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
 
@@ -50,13 +51,13 @@ class Average(Transform):
         # A mapping's order means nothing.
         object.__setattr__(self, "weights", tuple(sorted(fixed)) if isinstance(weights, Mapping) else fixed)
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        sources = list(dict.fromkeys(name.split("/", 1)[0] for name in source if "/" in name))
+        sources = list(dict.fromkeys(name.split("/", 1)[0] for name in state if "/" in name))
         weights = self._weights_of(sources, diagnostics)
         if weights is None:
-            return dict(source)
-        groups = self._groups(source, weights)
+            return dict(state)
+        groups = self._groups(state, weights)
         if not groups:
             diagnostics.problem(
                 "unused_rule",
@@ -64,14 +65,23 @@ class Average(Transform):
                 f"Average: pattern {pattern_text(self.pattern)!r} matches no name of the sources {list(weights)}",
                 "a pattern must match a whole name",
             )
-        state = NewState(diagnostics)
+        new = NewState(diagnostics)
         averaged = {name for parts in groups.values() for name in parts.values()}
-        for name, value in source.items():
+        for name, value in state.items():
             if name not in averaged:
-                state.put(name, value, name)
-        for new, parts in groups.items():
-            self._put_average(new, parts, weights, source, state, diagnostics)
-        return state.finish()
+                new.put(name, value, name)
+        for result, parts in groups.items():
+            lacking = [name for name in weights if name not in parts]
+            if lacking:
+                message = (
+                    f"Average: {', '.join(map(repr, lacking))} {'lack' if len(lacking) > 1 else 'lacks'} {result!r}"
+                )
+                fix = f"take it from one source before: Rename([({next(iter(parts.values()))!r}, {result!r})])"
+                diagnostics.problem("missing", result, message, fix)
+            else:
+                leaves = {parts[name]: state[parts[name]] for name in weights}
+                self._put_average(result, leaves, weights, new, diagnostics)
+        return new.finish()
 
     def _weights_of(self, sources: list[str], diagnostics: Diagnostics) -> dict[str, float] | None:
         given: Any = self.weights
@@ -89,12 +99,12 @@ class Average(Transform):
             return None
         return dict(zip(sources, given, strict=True))
 
-    def _groups(self, source: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, dict[str, str]]:
-        """New name -> source -> name, for the leaves that take part."""
+    def _groups(self, state: FlatState, weights: Mapping[str, float]) -> dict[str, dict[str, str]]:
+        """Name without the source's -> source -> name, for the leaves that take part."""
         regex = compile_pattern(self.pattern, "Average")
         groups: dict[str, dict[str, str]] = {}
         chosen: set[str] = set()
-        for name in source:
+        for name in state:
             first, _, rest = name.partition("/")
             if rest and first in weights:
                 groups.setdefault(rest, {})[first] = name
@@ -103,35 +113,24 @@ class Average(Transform):
         return {rest: parts for rest, parts in groups.items() if rest in chosen}
 
     def _put_average(
-        self,
-        new: str,
-        parts: Mapping[str, str],
-        weights: Mapping[str, float],
-        source: Mapping[str, Any],
-        state: NewState,
-        diagnostics: Diagnostics,
+        self, result: str, leaves: FlatState, weights: Mapping[str, float], new: NewState, diagnostics: Diagnostics
     ) -> None:
-        lacking = [name for name in weights if name not in parts]
-        diagnostics.explained.add(new)
-        if lacking:
-            message = f"Average: {', '.join(map(repr, lacking))} {'lack' if len(lacking) > 1 else 'lacks'} {new!r}"
-            fix = f"take it from one source before: Rename([({next(iter(parts.values()))!r}, {new!r})])"
-            diagnostics.problem("missing", new, message, fix)
+        """Puts the average of leaves, in the order of the weights, under the name `result`."""
+        first = next(iter(leaves))
+        if all(value is None for value in leaves.values()):
+            new.put(result, None, first, "Average")
             return
-        names = [parts[name] for name in weights]
-        if all(source[name] is None for name in names):
-            state.put(new, None, names[0], "Average")
-            return
-        views = [view_of(name, source[name], diagnostics) for name in names]
-        if any(view is None for view in views):
+        views = views_of(leaves.items(), diagnostics, becomes=result)
+        if views is None:
             return
         try:
-            value = _average([view for view in views if view is not None], list(weights.values()), new, diagnostics)
+            value = _average(views, list(weights.values()), result, diagnostics)
         except (ValueError, TypeError) as error:
-            diagnostics.problem("shape", new, f"Average: {error}", "only arrays of one shape have an average")
+            message = f"Average: {error}"
+            diagnostics.problem("shape", result, message, "only arrays of numbers of one shape have an average")
             return
-        diagnostics.explained.discard(new)
-        state.put(new, value, names[0], f"Average of {', '.join(f'{w:g} {name}' for name, w in weights.items())}")
+        shown = ", ".join(f"{weight:g} {name}" for name, weight in weights.items())
+        new.put(result, value, first, f"Average of {shown}")
 
 
 def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View:
@@ -162,25 +161,23 @@ class Overlay(Transform):
             raise TypeError(f"Overlay: sources is a sequence of names, not {self.sources!r}")
         object.__setattr__(self, "sources", tuple(map(str, self.sources)))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         by_source: dict[str, list[tuple[str, str]]] = {name: [] for name in self.sources}
-        state = NewState(diagnostics)
-        for name, value in source.items():
+        new = NewState(diagnostics)
+        for name, value in state.items():
             first, _, rest = name.partition("/")
             if rest and first in by_source:
                 by_source[first].append((rest, name))
             else:
-                state.put(name, value, name)
+                new.put(name, value, name)
         seen: set[str] = set()
         for first, leaves in by_source.items():
             if not leaves:
                 message = f"Overlay: there is no leaf of a source {first!r}"
                 diagnostics.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
             for rest, name in leaves:
-                if rest in seen:
-                    diagnostics.drop([name])
-                else:
-                    state.put(rest, source[name], name, f"Overlay: {first!r} has it first")
+                if rest not in seen:
+                    new.put(rest, state[name], name, f"Overlay: {first!r} is the first source that has it")
             seen.update(rest for rest, _ in leaves)
-        return state.finish()
+        return new.finish()

@@ -1,10 +1,11 @@
-"""A new flat state dict while a transform makes it: every name once, and who made it.
+"""A new flat state dict while a transform makes it: every name once, and what made it.
 
 Two leaves that land on one name are a problem, never the loss of one of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
@@ -22,7 +23,7 @@ class NewState:
         self.flat: dict[str, Any] = {}
         self._diagnostics = diagnostics
         self._made_from: dict[str, str] = {}
-        self._credits: dict[str, tuple[str, str]] = {}
+        self._origins: dict[str, tuple[str, str]] = {}
 
     def put(self, name: str, value: Any, made_from: str, rule: str | None = None) -> None:
         """Adds a leaf.
@@ -44,23 +45,37 @@ class NewState:
         self.flat[name] = value
         self._made_from[name] = made_from
         if rule is not None:
-            self._credits[name] = (made_from, rule)
+            self._origins[name] = (made_from, rule)
 
     def finish(self) -> dict[str, Any]:
         """The new state dict; what made each leaf goes into the diagnostics."""
-        self._diagnostics.credit(self._credits)
+        self._diagnostics.record_origins(self._origins)
         return self.flat
 
 
-def view_of(name: str, value: Any, diagnostics: Diagnostics) -> View | None:
-    """A leaf as a view; None, and a problem, where it is no array."""
+def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | None = None) -> View | None:
+    """A leaf as a view; None, and a problem, where it is no array.
+
+    Args:
+      name: of the leaf.
+      value: the leaf.
+      diagnostics: takes the problem.
+      becomes: the name of the leaf that is to be made of it.
+    """
     try:
         return as_view(value, name=name)
     except (TypeError, ValueError) as error:
-        diagnostics.problem("transform", name, f"not an array: {error}", "leave it out of the pattern")
+        diagnostics.problem("transform", name, f"not an array: {error}", "leave it out of the pattern", becomes=becomes)
         return None
 
 
 def normal_axis(axis: int, rank: int) -> int | None:
     """An axis counted from 0, or None where there is no such axis."""
     return axis % rank if -rank <= axis < rank else None
+
+
+def views_of(leaves: Iterable[tuple[str, Any]], diagnostics: Diagnostics, *, becomes: str) -> list[View] | None:
+    """Several leaves as views, by `view_of`; None where one is no array."""
+    views = [view_of(name, value, diagnostics, becomes=becomes) for name, value in leaves]
+    arrays = [view for view in views if view is not None]
+    return arrays if len(arrays) == len(views) else None

@@ -1,4 +1,4 @@
-"""A bundle's names become the target's: the rule table of `rules.mesh_tf`, or the caller's own, as a transform.
+"""A bundle's names become the target's: the rule table of `orbax_t5x.mesh_tf`, or the caller's own, as a transform.
 
 Names are translated and views passed on; nothing is read. Names that no rule knows are one problem that lists them,
 since a bundle from another model has them by the hundred.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.trees.flat import FlatState
 
 # Unmatched names shown in the one problem that counts them.
 _SHOWN_NAMES = 20
@@ -35,23 +35,22 @@ class Translate(Transform):
 
     translator: Any = None
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        translation = _translate(t5_importer if self.translator is None else self.translator, source, diagnostics)
-        _note_failures(translation, len(source), diagnostics)
-        diagnostics.drop(translation.dropped)
+        translation = _translate(t5_importer if self.translator is None else self.translator, state, diagnostics)
+        _note_failures(translation, len(state), diagnostics)
         values = translation.values
         completed = self.translator is None or bool(target)
         renamed = place_relative_bias(values, target) if completed else {}
-        credits = {
+        origins = {
             renamed.get(name, name): (old, translation.rule_for[name]) for name, old in translation.sources.items()
         }
         values = {renamed.get(name, name): value for name, value in values.items()}
         if completed:
             added = adafactor_placeholders(values, target or None)
             values.update(added)
-            credits.update((name, (name, "Adafactor placeholder")) for name in added)
-        diagnostics.credit(credits)
+            origins.update((name, (name, "Adafactor placeholder")) for name in added)
+        diagnostics.record_origins(origins)
         return values
 
     def describe(self) -> str:
@@ -65,16 +64,16 @@ class Translate(Transform):
         return hashlib.sha256(f"Translate: {self.translator.describe()}".encode()).hexdigest()[:32]
 
 
-def _translate(translator: Any, source: Mapping[str, Any], diagnostics: Diagnostics) -> Translation:
-    """Gathers what a translator of ours finds wrong; one that has only `apply` can but raise its first."""
+def _translate(translator: Any, state: FlatState, diagnostics: Diagnostics) -> Translation:
+    """Runs a translator. One of ours returns all failures; one that has only `apply` raises its first."""
     if isinstance(translator, CheckpointTranslator) and type(translator).apply is CheckpointTranslator.apply:
-        return translator.translate(source, {})
+        return translator.translate(state, {})
     try:
-        values = dict(translator.apply(source))
+        values = dict(translator.apply(state))
     except ValueError as error:
         diagnostics.problem("translate", None, str(error))
         return Translation({}, {}, {}, [], [], [])
-    names = {id(value): name for name, value in source.items()}
+    names = {id(value): name for name, value in state.items()}
     sources = {new: names.get(id(value), new) for new, value in values.items()}
     return Translation(values, sources, dict.fromkeys(values, type(translator).__name__), [], [], [])
 

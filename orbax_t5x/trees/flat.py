@@ -8,16 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+FlatState = Mapping[str, Any]
+"""Leaves by '/'-joined name."""
+
+StateDict = Mapping[str, Any]
+"""Nested mappings with text as keys; the leaves are a user's values."""
+
 _SPEC_KEYS = frozenset(("driver", "kvstore", "metadata"))
 
 
 class NameClashError(ValueError):
-    """Two leaves of a tree share a name, or one's name runs through another."""
+    """Two leaves of a tree have one name, or a leaf stands where another's name needs a subtree."""
 
     def __init__(self, first: str, second: str):
         self.names = (first, second)
-        what = "two leaves have this name" if first == second else f"a leaf, but {second!r} is a leaf below it"
-        super().__init__(f"{first!r}: {what}")
+        what = "two leaves have this name" if first == second else f"is a leaf, and so is {second!r}, which is below it"
+        super().__init__(f"{first!r}: {what}" if first == second else f"{first!r} {what}")
 
 
 def is_tensorstore_spec(value: Any) -> bool:
@@ -36,7 +42,7 @@ def _walk(node: Mapping[Any, Any], prefix: str, keep_empty_nodes: bool) -> Itera
             yield name, value
 
 
-def flatten(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
+def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
     """The leaves of a nested dict by '/'-joined name, in order.
 
     None is a leaf, and so is a serialized TensorStore spec. Keys that hold '/' give the same joined name; other keys
@@ -57,7 +63,7 @@ def flatten(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> di
     return flat
 
 
-def unflatten(flat: Mapping[str, Any], *, join_clashes: bool = False) -> dict[str, Any]:
+def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
     """The nested dict whose `flatten` is `flat`.
 
     Args:
@@ -95,7 +101,7 @@ def unflatten(flat: Mapping[str, Any], *, join_clashes: bool = False) -> dict[st
     return root
 
 
-def _first_below(flat: Mapping[str, Any], name: str) -> str:
+def _first_below(flat: FlatState, name: str) -> str:
     return next((other for other in flat if other.startswith(f"{name}/")), name)
 
 

@@ -12,6 +12,7 @@ from orbax_t5x.optim.factored_state import T5X_STEP, Conversion, Shape, optax_to
 from orbax_t5x.optim.factoring import FactorDim
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,16 @@ class AdafactorSlots(Transform):
         pairs = given.items() if isinstance(given, Mapping) else given
         object.__setattr__(self, "rules", tuple((str(name), tuple(map(FactorDim, rule))) for name, rule in pairs))
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        have, want = _shapes(source), _shapes(target)
+        have, want = _shapes(state), _shapes(target)
         rules: dict[str, Sequence[FactorDim]] = dict(self.rules)
         found = t5x_to_optax(have, want, rules)
         if not found.renames and not found.problems:
             found = optax_to_t5x(have, want, rules)
         diagnostics.problems.extend(found.problems)
         if found.problems:
-            return source
+            return dict(state)
         if not found.renames:
             diagnostics.problem(
                 "unused_rule",
@@ -52,23 +53,22 @@ class AdafactorSlots(Transform):
                 "T5X's slots for Optax's state there",
                 "remove it, or check that the names still are those that the libraries gave",
             )
-            return source
-        return self._renamed(source, target, found, diagnostics)
+            return dict(state)
+        return self._renamed(state, target, found, diagnostics)
 
     def _renamed(
-        self, source: dict[str, Any], target: Mapping[str, Any], found: Conversion, diagnostics: Diagnostics
+        self, state: FlatState, target: FlatState, found: Conversion, diagnostics: Diagnostics
     ) -> dict[str, Any]:
         # The step is the train state's as well as Optax's counters': what becomes of it is for the caller to say.
         leaving = (*found.renames.values(), *found.unused)
         moved = {name for name in leaving if (name not in target or name in found.renames) and name != T5X_STEP}
-        state = {name: value for name, value in source.items() if name not in moved}
-        state.update({to: source[origin] for to, origin in found.renames.items()})
-        state.update({name: np.zeros((1,), np.float32) for name in found.placeholders})
-        diagnostics.drop(name for name in found.unused if name in moved)
-        diagnostics.credit({to: (origin, self.describe()) for to, origin in found.renames.items()})
+        result = {name: value for name, value in state.items() if name not in moved}
+        result.update({to: state[origin] for to, origin in found.renames.items()})
+        result.update({name: np.zeros((1,), np.float32) for name in found.placeholders})
+        diagnostics.record_origins({to: (origin, self.describe()) for to, origin in found.renames.items()})
         diagnostics.fidelity.update(dict.fromkeys(found.renames, "exact"))
-        return state
+        return result
 
 
-def _shapes(leaves: Mapping[str, Any]) -> dict[str, Shape]:
+def _shapes(leaves: FlatState) -> dict[str, Shape]:
     return {name: tuple(leaf.shape) for name, leaf in leaves.items() if hasattr(leaf, "shape")}

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.digest import describe_transform
 from orbax_t5x.transforms.follow.factoring import Spec, checked_spec
@@ -24,6 +24,7 @@ from orbax_t5x.transforms.follow.slots import STANDARD_ROOTS, Names, Place, Root
 from orbax_t5x.transforms.follow.trace import Kept, Replay, Symbol, is_symbol, symbol_for, symbols_of
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
 from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class FollowOptimizer(Transform):
       roots: pairs (where parameters stand, where their optimizer's state stands).
     """
 
-    transform: Transform | Callable[..., Any]
+    transform: AnyTransform
     factors: tuple[tuple[Pattern, Spec], ...] = ()
     roots: Roots = STANDARD_ROOTS
 
@@ -60,18 +61,18 @@ class FollowOptimizer(Transform):
         """One line for people."""
         return f"FollowOptimizer({describe_transform(self.transform)})"
 
-    def apply(self, source: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, Any]:
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         names = Names(self.roots)
-        slots, target_slots = names.slots(source), names.slots(target)
-        state: dict[str, Any] = {}
-        for name, value in source.items():
+        slots, target_slots = names.slots(state), names.slots(target)
+        symbols: dict[str, Any] = {}
+        for name, value in state.items():
             if name not in slots:
                 symbol = symbol_for(name, value) if names.param(name) is not None else None
-                state[name] = value if symbol is None else symbol
+                symbols[name] = value if symbol is None else symbol
         inner_target = {name: value for name, value in target.items() if name not in target_slots}
-        moved = run_transforms((self.transform,), state, inner_target, is_resuming=False, diagnostics=diagnostics)
-        following = _Following(self, names, source, slots, target, moved, diagnostics)
+        moved = run_transforms((self.transform,), symbols, inner_target, is_resuming=False, diagnostics=diagnostics)
+        following = _Following(self, names, state, slots, target, moved, diagnostics)
         result = {name: following.parameter(value) for name, value in moved.items()}
         for name, value in moved.items():
             result.update(following.slots_of(name, value))
@@ -93,19 +94,17 @@ class _Following:
         self,
         owner: FollowOptimizer,
         names: Names,
-        source: Mapping[str, Any],
+        state: FlatState,
         slots: Mapping[str, Slot],
-        target: Mapping[str, Any],
-        moved: Mapping[str, Any],
+        target: FlatState,
+        moved: FlatState,
         diagnostics: Diagnostics,
     ):
         self._owner = owner
         self._names = names
-        self._source = source
-        self._slots = slots
+        self._state = state
         self._target = target
         self._diagnostics = diagnostics
-        self._used: set[str] = set()
         self._reset: dict[str, list[str]] = collections.defaultdict(list)
         # Parameters that stand under several names now: each of those will get but a part of the old one's gradient.
         self._copies = collections.Counter(value.leaf.name for value in moved.values() if is_symbol(value))
@@ -118,12 +117,12 @@ class _Following:
     def parameter(self, value: Any) -> Any:
         """A result of the transform over the real leaves."""
         if is_symbol(value):
-            return self._source[value.leaf.name]
+            return self._state[value.leaf.name]
         if not any(True for _ in symbols_of(value)):
             return value
 
         def real(symbol: Symbol, kept: Kept) -> View:
-            return as_view(self._source[symbol.name], name=symbol.name)
+            return as_view(self._state[symbol.name], name=symbol.name)
 
         return Replay(real, casts=True).build(value, frozenset(range(value.ndim)))
 
@@ -138,7 +137,6 @@ class _Following:
             having = {old_name: leaves_of[key] for old_name, key in old.items() if key is not None and key in leaves_of}
             if not having:
                 continue
-            self._used.update(slot for kinds in having.values() for slot in kinds.values())
             kinds = list(dict.fromkeys(kind for kinds in having.values() for kind in kinds))
             tree = Tree(found[0], tree_path, kind_first)
             new = {kind: self._names.slot_name(Slot(tree, kind, found[1])) for kind in kinds}
@@ -147,7 +145,7 @@ class _Following:
                     value,
                     found[1],
                     {old_name: key[1] for old_name, key in old.items() if key is not None},
-                    {n: {kind: self._source[slot] for kind, slot in slots.items()} for n, slots in having.items()},
+                    {n: {kind: self._state[slot] for kind, slot in slots.items()} for n, slots in having.items()},
                     {kind: self._target[slot] for kind, slot in new.items() if slot in self._target},
                     kind_first,
                 )
@@ -175,8 +173,7 @@ class _Following:
                 self._reset[reason].append(new[kind])
 
     def finish(self) -> None:
-        """Diagnostics what was dropped, and one warning per reason for what was reset."""
-        self._diagnostics.drop(name for name in self._slots if name not in self._used)
+        """Records one warning per reason for what was reset."""
         for reason, names in self._reset.items():
             count = f"{len(names)} optimizer leaves are" if len(names) > 1 else "one optimizer leaf is"
             more = f"{names[0]!r} …" if len(names) > 1 else repr(names[0])

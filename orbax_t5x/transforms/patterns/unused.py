@@ -1,0 +1,65 @@
+"""Rules that matched nothing, or came too late: what to say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.patterns.table import Pattern, RuleTable, pattern_text
+
+# A table of hundreds of forgotten rules is scanned for the cause of the first few only.
+_EXPLAINED_RULES = 10
+
+
+def note_unused(
+    table: RuleTable,
+    used: set[int],
+    names: Iterable[str],
+    diagnostics: Diagnostics,
+    *,
+    owner: str,
+    required: bool,
+    what: str = "the state dict",
+) -> None:
+    """Records rules that decided nothing: a problem where they matched nothing and had to, else a warning.
+
+    A rule that matches names which earlier rules decide is shadowed: a warning. A pattern given twice counts once.
+
+    Args:
+      table: the rules.
+      used: the indices of rules that decided something.
+      names: what was matched.
+      diagnostics: takes the findings.
+      owner: the transform's class.
+      required: whether every rule must match.
+      what: where the names are from.
+    """
+    if len(used) == len(table.patterns) or (not required and not diagnostics.warns_of_unused):
+        return
+    names = list(names)
+    closest = ClosestNames(names)
+    first_of: dict[Pattern, int] = {}
+    explained = 0
+    for index, pattern in enumerate(table.patterns):
+        text = pattern_text(pattern)
+        if first_of.setdefault(pattern, index) < index:
+            diagnostics.warnings.append(f"{owner}: pattern {text!r} is given twice; only the first counts")
+            continue
+        if index in used:
+            continue
+        explained += 1
+        regex = table.regex(index) if explained <= _EXPLAINED_RULES else None
+        seen = None if regex is None else next((name for name in names if regex.fullmatch(name)), None)
+        first = None if seen is None else table.first(seen)
+        if first is not None:
+            deciding = pattern_text(table.patterns[first[0]])
+            diagnostics.warnings.append(f"{owner}: pattern {text!r} is shadowed: {deciding!r} decides {seen!r}")
+            continue
+        message = f"{owner}: pattern {text!r} matches no name in {what}"
+        if not required:
+            diagnostics.warnings.append(message)
+            continue
+        near = closest.to(text) if regex is not None else []
+        message += f"; closest: {near}" if near else ""
+        diagnostics.problem("unused_rule", None, message, "correct or remove it (a pattern must match a whole name)")
