@@ -9,40 +9,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# What type checkers see; the alias says that a name is public.
 if TYPE_CHECKING:
-    from orbax_t5x import (
-        adafactor,
-        checkpoint_importer,
-        errors,
-        nnx,
-        optimizers,
-        rules,
-        state_utils,
-        train_state,
-        transforms,
-    )
-    from orbax_t5x.errors import Problem, RestorePlanError
-    from orbax_t5x.handlers import args
-    from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
-    from orbax_t5x.lazy import (
-        LazyArray,
-        LazyAwaitableArray,
-        LazyThreadPoolArray,
-        broadcast_to,
-        concatenate,
-        repeat,
-        stack,
-    )
-    from orbax_t5x.operations.convert import convert
-    from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES, with_shardings
-    from orbax_t5x.readers import Checkpoint, Limits, latest_step, open_checkpoint
-    from orbax_t5x.restoring.api import plan_restore, restore
-    from orbax_t5x.restoring.plan import RestorePlan
-    from orbax_t5x.restoring.plan_data import PlanEntry
+    from orbax_t5x import adafactor as adafactor
+    from orbax_t5x import checkpoint_importer as checkpoint_importer
+    from orbax_t5x import errors as errors
+    from orbax_t5x import nnx as nnx
+    from orbax_t5x import optimizers as optimizers
+    from orbax_t5x import rules as rules
+    from orbax_t5x import state_utils as state_utils
+    from orbax_t5x import train_state as train_state
+    from orbax_t5x import transforms as transforms
+    from orbax_t5x.errors import Problem as Problem
+    from orbax_t5x.errors import RestorePlanError as RestorePlanError
+    from orbax_t5x.handlers import args as args
+    from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler as TrainStateHandler
+    from orbax_t5x.lazy import LazyArray as LazyArray
+    from orbax_t5x.lazy import LazyAwaitableArray as LazyAwaitableArray
+    from orbax_t5x.lazy import LazyThreadPoolArray as LazyThreadPoolArray
+    from orbax_t5x.lazy import broadcast_to as broadcast_to
+    from orbax_t5x.lazy import concatenate as concatenate
+    from orbax_t5x.lazy import repeat as repeat
+    from orbax_t5x.lazy import stack as stack
+    from orbax_t5x.operations.convert import convert as convert
+    from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES as STANDARD_LOGICAL_AXIS_RULES
+    from orbax_t5x.partitioning import with_shardings as with_shardings
+    from orbax_t5x.readers import Checkpoint as Checkpoint
+    from orbax_t5x.readers import Limits as Limits
+    from orbax_t5x.readers import latest_step as latest_step
+    from orbax_t5x.readers import open_checkpoint as open_checkpoint
+    from orbax_t5x.restoring.api import plan_restore as plan_restore
+    from orbax_t5x.restoring.api import restore as restore
+    from orbax_t5x.restoring.plan import RestorePlan as RestorePlan
+    from orbax_t5x.restoring.plan_data import PlanEntry as PlanEntry
 
 __version__ = "0.1.0"
 
-# Name -> module that has it; an empty module name means that the name is a submodule of its own.
+# The public list: name -> module that has it; an empty text where the name is a module of the package. A test holds it
+# equal to the imports above.
 _PUBLIC: dict[str, str] = {
     "Checkpoint": "orbax_t5x.readers",
     "LazyArray": "orbax_t5x.lazy",
@@ -77,39 +81,8 @@ _PUBLIC: dict[str, str] = {
     "with_shardings": "orbax_t5x.partitioning",
 }
 
-__all__ = [
-    "STANDARD_LOGICAL_AXIS_RULES",
-    "Checkpoint",
-    "LazyArray",
-    "LazyAwaitableArray",
-    "LazyThreadPoolArray",
-    "Limits",
-    "PlanEntry",
-    "Problem",
-    "RestorePlan",
-    "RestorePlanError",
-    "TrainStateHandler",
-    "adafactor",
-    "args",
-    "broadcast_to",
-    "checkpoint_importer",
-    "concatenate",
-    "convert",
-    "errors",
-    "latest_step",
-    "nnx",
-    "open_checkpoint",
-    "optimizers",
-    "plan_restore",
-    "repeat",
-    "restore",
-    "rules",
-    "stack",
-    "state_utils",
-    "train_state",
-    "transforms",
-    "with_shardings",
-]
+if not TYPE_CHECKING:  # type checkers want a literal list
+    __all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
@@ -127,4 +100,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted([*_PUBLIC, "__all__", "__doc__", "__file__", "__name__", "__version__"])
