@@ -17,13 +17,13 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.cli import demo_job, inspect_command
+from orbax_t5x.cli import inspect_command
 from orbax_t5x.cli.arguments import size_argument
 from orbax_t5x.cli.main import main
 from orbax_t5x.cli.progress import ProgressBar
 from orbax_t5x.text.table import terminal_width
 
-BUNDLE = Path(demo_job.__file__).parent / "demo_data" / "model.ckpt-1000000"
+BUNDLE = Path(inspect_command.__file__).parent / "demo_data" / "model.ckpt-1000000"
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def layers(tmp_path):
 
 def process(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "orbax_t5x.cli", *map(str, arguments)],
+        [sys.executable, "-m", "orbax_t5x", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -210,6 +210,20 @@ def test_fixes_are_options_or_say_that_they_are_not(run, layers, tmp_path):
     assert "Fix: pass --allow-lossy-cast" in text
     assert f"Fix: in Python, use ot.transforms.Cast('{second}', 'int32')" in text
     assert re.search(r'Fix: give the rule \["x_layers_2/wi_0/kernel", "[^"]+"\] by --map, or choose another', text)
+
+
+def test_plan_asks_for_what_the_record_disagrees_with(run, tmp_path):
+    """A checkpoint written by one chain, planned with another: the answer is an option."""
+    assert run("convert", BUNDLE, tmp_path / "out")[0] == 0
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([["target/encoder/encoder_norm/scale", "target/decoder/decoder_norm/scale"]]))
+    arguments = ["plan", tmp_path / "out", "--target", tmp_path / "out", "--map", rules, "--no-strict"]
+    code, out, err = run(*arguments, "--resuming", "no")
+    assert code == 0 and "target/decoder/decoder_norm/scale" in out, err
+    code, out, _ = run(*arguments, "--resuming", "yes", "--explain", "target/encoder/encoder_norm/scale")
+    assert code == 0 and "the names match" in out
+    _, _, err = run(*arguments)
+    assert "is_resuming" not in err
 
 
 def test_plan_explains_a_leaf(run):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orbax_t5x.cli import demo_job
+from orbax_t5x.cli.demo import job
 from orbax_t5x.cli.main import main
 
 
@@ -30,19 +30,19 @@ def test_the_demo_does_not_write_where_something_is(tmp_path, capsys):
 def other_values(tmp_path, monkeypatch):
     """The demo's data, with one bit of one expected value changed."""
     data = tmp_path / "data"
-    shutil.copytree(Path(demo_job.__file__).parent / "demo_data", data)
+    shutil.copytree(Path(job.__file__).parents[1] / "demo_data", data)
     with np.load(data / "as_t5x_imports_it.npz") as values:
         changed = dict(values)
     changed["target/encoder/encoder_norm/scale"].view(np.uint32)[3] ^= 1
     np.savez(data / "as_t5x_imports_it.npz", **changed)
-    monkeypatch.setattr(demo_job, "_DATA", data)
+    monkeypatch.setattr(job, "_DATA", data)
 
 
 def test_one_bit_makes_it_fail(tmp_path, other_values, capsys, monkeypatch):
     (tmp_path / "work").mkdir()
     for later in ("save_and_resume", "read_with_stock_orbax"):
-        monkeypatch.setattr(demo_job._Job, later, lambda self: None)
-    assert demo_job.main(str(tmp_path / "work"), "") == 1
+        monkeypatch.setattr(job._Job, later, lambda self: None)
+    assert job.main(str(tmp_path / "work"), "") == 1
     out = capsys.readouterr().out
     assert "NOT 260 of 261 leaves equal what T5X's own importer makes of it" in out
     assert "different: target/encoder/encoder_norm/scale" in out and "NOT ALL THE SAME" in out

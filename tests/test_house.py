@@ -55,7 +55,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[1]
+    room = module.split(".")[1]
+    return "cli" if room == "__main__" else room
 
 
 def resolve(name: str) -> str:

@@ -1,1 +1,1 @@
-"""The command line: `orbax-t5x`, or `python -m orbax_t5x.cli`."""
+"""The command line: `orbax-t5x`, or `python -m orbax_t5x`."""

@@ -59,7 +59,7 @@ def error_text(error: CheckpointError) -> str:
     if not isinstance(error, RestorePlanError) or not error.problems:
         return _plain_lines(_with_options(str(error)))
     where = "" if error.path is None else f"{error.path}: "
-    problems = [_problem_with_options(problem) for problem in error.problems]
+    problems = [problem_with_options(problem) for problem in error.problems]
     lines = problem_lines(problems, width=terminal_width(), all_in="`plan --json`")
     return _plain_lines("\n".join([where + problems_heading(problems), *lines]))
 
@@ -68,7 +68,8 @@ def _plain_lines(text: str) -> str:
     return "\n".join(plain(line) for line in text.splitlines())
 
 
-def _problem_with_options(problem: Problem) -> Problem:
+def problem_with_options(problem: Problem) -> Problem:
+    """The problem with a fix that this program's user can follow, or that says it needs Python."""
     fix = _with_options(problem.fix)
     if _PYTHON.search(fix):
         fix = f"in Python, {fix}"

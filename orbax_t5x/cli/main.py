@@ -91,10 +91,14 @@ def _add_translate(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"{what}, for programs")
+
+
 def _add_inspect(commands) -> None:
     parser = _add(commands, "inspect", "inspect_command", "list what a checkpoint holds", "No array is read.")
     _add_source(parser, "path")
-    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_json(parser, "everything")
     parser.add_argument("--all", action="store_true", help="every leaf on a line of its own, repeated layers included")
 
 
@@ -117,8 +121,13 @@ def _add_plan(commands) -> None:
     _add_translate(parser)
     parser.add_argument("--no-strict", dest="strict", action="store_false", help="leaves without a place stay unread")
     parser.add_argument("--allow-lossy-cast", action="store_true", help="permit conversions that may lose values")
+    parser.add_argument(
+        "--resuming",
+        choices=("yes", "no"),
+        help="whether the names were translated and mapped before the source was written (default: by its record)",
+    )
     parser.add_argument("--explain", metavar="LEAF", help="all about one leaf of the target or of the source")
-    parser.add_argument("--json", action="store_true", help="the plan, or its problems, for programs")
+    _add_json(parser, "the plan, or its problems")
 
 
 def _add_convert(commands) -> None:
@@ -143,14 +152,14 @@ def _add_convert(commands) -> None:
     parser.add_argument(
         "--memory-limit", type=size_argument, metavar="SIZE", help="host buffers in flight, such as 256M"
     )
-    parser.add_argument("--json", action="store_true", help="what was done, for programs")
+    _add_json(parser, "what was done")
 
 
 def _add_demo(commands) -> None:
     parser = _add(
         commands,
         "demo",
-        "demo",
+        "demo.command",
         "do the whole job once, on a small checkpoint that comes along",
         "Restores sharded over eight CPU devices, saves through Orbax, restores again and compares every bit.",
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.cli.arguments import UsageError, read_rules
+from orbax_t5x.cli.error_text import problem_with_options
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import Checkpoint, open_checkpoint
@@ -27,11 +28,19 @@ def run(options: argparse.Namespace) -> int:
         if rules is not None:
             chain.append(AssignmentMap(tuple(rules)))
         try:
-            plan = plan_restore(source, target, chain, strict=options.strict, allow_lossy_cast=options.allow_lossy_cast)
+            plan = plan_restore(
+                source,
+                target,
+                chain,
+                is_resuming=None if options.resuming is None else options.resuming == "yes",
+                strict=options.strict,
+                allow_lossy_cast=options.allow_lossy_cast,
+            )
         except RestorePlanError as error:
             if not options.json:
                 raise
-            emit_json({"problems": [dataclasses.asdict(problem) for problem in error.problems]})
+            problems = [dataclasses.asdict(problem_with_options(problem)) for problem in error.problems]
+            emit_json({"problems": problems})
             return 1
         _show(plan, options)
     return 0

@@ -15,7 +15,7 @@ _DEVICES = 8
 # The child finds modules where this process does, and not in the directory where it happens to run.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from orbax_t5x.cli.demo_job import main; sys.exit(main(sys.argv[2], sys.argv[3]))"
+    "from orbax_t5x.cli.demo.job import main; sys.exit(main(sys.argv[2], sys.argv[3]))"
 )
 
 

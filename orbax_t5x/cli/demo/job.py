@@ -24,7 +24,7 @@ from orbax_t5x.restoring.show.entries import entry_array, entry_sharding
 from orbax_t5x.text.wording import counted, leaves_text, size_text
 from orbax_t5x.trees.flat import flatten, unflatten
 
-_DATA = Path(__file__).parent / "demo_data"
+_DATA = Path(__file__).parents[1] / "demo_data"
 _STEP = 1_000_000
 _MESH = {"data": 2, "model": 4}
 _SHOWN_DIFFERENCES = 5
