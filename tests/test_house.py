@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,17 @@ def test_circles_are_found():
 def test_every_module_has_a_room():
     assert {room_of(module) for module in EDGES} == set(FLOOR_OF)
     assert len(FLOOR_OF) <= 25 and len(FLOORS) <= 10
+
+
+def test_the_page_on_the_architecture_draws_the_same_floors():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    floors: list[set[str]] = []
+    for number, rooms in re.findall(r"^\| (\d*) ?\| (`[a-z_` ]+) \|", page, re.MULTILINE):
+        if number:
+            assert int(number) == len(floors)
+            floors.append(set())
+        floors[-1] |= set(re.findall(r"`(\w+)`", rooms))
+    assert floors == [set(rooms) for rooms in FLOORS]
 
 
 @pytest.mark.parametrize("module", EDGES)
