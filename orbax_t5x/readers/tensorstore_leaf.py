@@ -9,17 +9,17 @@ raises leaves here as a typed error that names the leaf.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
+from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -32,6 +32,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.box import box_size, box_slices, full_box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.storage.tree_checks import TreeSnapshot
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
 _FILE_IO_CONCURRENCY = 16
@@ -158,7 +159,7 @@ class TensorStoreLeaf(Leaf):
       prng_impl: the implementation of a typed PRNG key whose uint32 data this is ("threefry2x32", …), or None.
     """
 
-    __slots__ = ("_array", "_check_files", "_open", "chunks", "dtype", "name", "path", "prng_impl", "shape")
+    __slots__ = ("_array", "_files", "_open", "chunks", "dtype", "name", "path", "prng_impl", "shape")
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class TensorStoreLeaf(Leaf):
         flag: OpenFlag,
         *,
         prng_impl: str | None = None,
-        check_files: Callable[[], object] | None = None,
+        files: TreeSnapshot,
     ):
         """Made by readers.
 
@@ -178,8 +179,7 @@ class TensorStoreLeaf(Leaf):
           array: opened for reading.
           flag: of the checkpoint.
           prng_impl: see above.
-          check_files: called once before the first read, in a thread; raises where the array's files are not plain
-            files inside the checkpoint.
+          files: those that hold the array, as they were before it was opened.
         """
         self.name = name
         self.path = path
@@ -192,15 +192,14 @@ class TensorStoreLeaf(Leaf):
         self.prng_impl = prng_impl
         self._array = array
         self._open = flag
-        self._check_files = check_files
+        self._files = files
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Fills the buffers; see `Leaf`. Counts decoded bytes of the distinct boxes."""
         self._open.check(self.path, self.name)
         self._refuse_huge_chunks()
-        if self._check_files is not None:
-            await asyncio.to_thread(self._check_files)
-            self._check_files = None
+        if not self._files.was_checked(stats):
+            await run_in_pool(reader_pool(), self._files.check_unchanged, stats, leaf=self.name)
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         first: dict[Any, np.ndarray] = {}
         writes = []

@@ -1,10 +1,11 @@
 """Ranged reads on the files of a checkpoint: the one place where array bytes come in.
 
-A `File` is checked and measured when the checkpoint is opened (`fstat`, no read), opened on the first read and kept
-open, so that a file replaced meanwhile is never mixed with the one that was measured; where so many files are open that
-one was closed again, opening it anew finds the same file or fails. Reads are `preadv` into the caller's buffers, never
-a mapping (a truncated mapping kills the process): a short read is retried, the end of the file is damage, an error of
-the operating system names file and leaf. Nothing here allocates by what a file claims.
+A `File` is checked and measured when the checkpoint is opened (`stat`, no read), opened on the first read and kept
+open. Its size, modification time and inode are compared with what was measured whenever it is opened, and by
+`File.check_unchanged` after reads, so that nobody gets bytes of another file for those that the index describes. A file
+that is replaced by rename while it is open here is read on: the open one has not changed. Reads are `preadv` into the
+caller's buffers, never a mapping (a truncated mapping kills the process): a short read is retried, the end of the file
+is damage, an error of the operating system names file and leaf. Nothing here allocates by what a file claims.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from orbax_t5x.storage.paths import Root, io_error
+from orbax_t5x.storage.paths import FileIdentity, Root, io_error
 
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
 _MAX_OPEN_FILES = 64
@@ -41,11 +42,11 @@ class File:
       size: in bytes, when the checkpoint was opened.
     """
 
-    __slots__ = ("_files", "_found", "name", "path", "size")
+    __slots__ = ("_files", "_identity", "name", "path", "size")
 
     def __init__(self, files: FileSet, name: str, found: os.stat_result):
         self._files = files
-        self._found = found
+        self._identity = FileIdentity.of(found)
         self.name = name
         self.path = files.root.join(name)
         self.size = found.st_size
@@ -65,6 +66,26 @@ class File:
                 return
             for first in range(0, len(buffers), _MAX_BUFFERS):
                 offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
+        finally:
+            self._files.release(self)
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Proves that what was read so far is what the file held when the checkpoint was opened.
+
+        To be called after reading: a file that is the same then was the same before. It costs one `fstat`.
+
+        Raises:
+          CheckpointGoneError: the file was written to, cut or extended; or, where it was not open, replaced or removed.
+          ValueError: the checkpoint was closed.
+        """
+        fd = self._files.acquire(self, leaf)
+        try:
+            if FileIdentity.of(os.fstat(fd)) != self._identity:
+                raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
+        except OSError as error:
+            if isinstance(error, CheckpointGoneError):
+                raise
+            raise io_error(error, "looking at it", path=self.path, leaf=leaf) from error
         finally:
             self._files.release(self)
 
@@ -113,12 +134,9 @@ class File:
             fd, found = self._files.root.open(self.name, leaf=leaf)
         except CheckpointNotFoundError as error:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf) from error
-        was = self._found
-        # The inode alone says little: some network file systems hand out new numbers for the same file.
-        same = (found.st_dev, found.st_ino) == (was.st_dev, was.st_ino) or found.st_mtime_ns == was.st_mtime_ns
-        if found.st_size != was.st_size or not same:
+        if FileIdentity.of(found) != self._identity:
             os.close(fd)
-            raise CorruptCheckpointError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
+            raise CheckpointGoneError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
         return fd
 
 

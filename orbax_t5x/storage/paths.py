@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from orbax_t5x.errors import (
     CheckpointIOError,
@@ -88,6 +89,19 @@ def _os_error(error: OSError, path: str, leaf: str | None, doing: str) -> Except
 def io_error(error: OSError, doing: str, *, path: str, leaf: str | None = None) -> CheckpointIOError:
     """What the operating system refused, typed, with its errno."""
     return CheckpointIOError(f"{doing}: {error.strerror or error}", path=path, leaf=leaf, errno=error.errno)
+
+
+class FileIdentity(NamedTuple):
+    """What tells a file from one that was put in its place, or from itself after somebody wrote to it."""
+
+    size: int
+    modified_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileIdentity:
+        """The identity of the file that was looked at."""
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
 class Root:

@@ -7,10 +7,15 @@ names below a checkpoint are looked at first. One listing per directory; nothing
 
 from __future__ import annotations
 
+import hashlib
 import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 
-from orbax_t5x.errors import CheckpointGoneError, CorruptCheckpointError
-from orbax_t5x.storage.paths import Root, io_error
+from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
+from orbax_t5x.storage.paths import FileIdentity, Root, io_error
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
@@ -24,51 +29,111 @@ def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEnt
         raise io_error(error, "listing it", path=path, leaf=leaf) from error
 
 
-def check_tree(root: Root, name: str, *, leaf: str | None = None, recurse: bool = True) -> list[str]:
-    """Checks what lies under a directory inside the root.
+def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
+    """Checks what lies under a directory inside the root, at any depth.
 
     Args:
       root: what the tree must not leave.
       name: the directory, relative to the root; "" for the root itself.
       leaf: the leaf concerned, for errors.
-      recurse: look into subdirectories too.
-
-    Returns:
-      The names in the directory itself, sorted.
 
     Raises:
       UnsafeCheckpointError: a symlink leads out of the root.
       CorruptCheckpointError: a FIFO, a socket, a device, a dangling symlink, or symlinks in a circle.
       CheckpointGoneError, CheckpointIOError: a directory vanished, or cannot be listed.
     """
-    top: list[str] | None = None
+    for _ in _plain_files(root, name, leaf):
+        pass
+
+
+def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(path relative to the root, entry) of each file under a directory, in an order that depends on names alone."""
     pending = [name]
     seen: set[str] = set()
     while pending:
         directory = pending.pop()
         found = list_directory(root.join(directory) if directory else root.path, leaf=leaf)
-        top = sorted(found) if top is None else top
-        for entry in found.values():
+        for _, entry in sorted(found.items()):
             path = f"{directory}/{entry.name}" if directory else entry.name
-            inner: str | None = path
             if entry.is_symlink():
-                inner = _follow(root, path, leaf, seen)
+                target = root.locate(path, leaf=leaf)
+                if not os.path.isdir(target):
+                    root.stat(path, leaf=leaf)
+                    yield path, entry
+                elif target not in seen:
+                    seen.add(target)
+                    pending.append(os.path.relpath(target, root.path))
             elif entry.is_file(follow_symlinks=False):
-                inner = None
-            elif not entry.is_dir(follow_symlinks=False):
+                yield path, entry
+            elif entry.is_dir(follow_symlinks=False):
+                pending.append(path)
+            else:
                 raise CorruptCheckpointError("not a regular file", path=entry.path, leaf=leaf)
-            if inner is not None and recurse:
-                pending.append(inner)
-    return top or []
 
 
-def _follow(root: Root, name: str, leaf: str | None, seen: set[str]) -> str | None:
-    """Where a symlink to a directory leads, relative to the root, once; None for a file."""
-    target = root.locate(name, leaf=leaf)
-    if os.path.isdir(target):
-        if target in seen:
-            return None
-        seen.add(target)
-        return os.path.relpath(target, root.path)
-    root.stat(name, leaf=leaf)
-    return None
+class TreeSnapshot:
+    """The files under some names of a checkpoint, proven plain, and recognised when they are about to be read.
+
+    A library that opens files by itself keeps none of them open for us, so each execution looks at them anew, once: the
+    same names, and for each the same size, modification time and inode. What changes after that look, while the library
+    reads, is not noticed here. Kept is one digest, however many files there are.
+    """
+
+    def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
+        """Looks at the files; errors as `check_tree`.
+
+        Args:
+          root: what the names must not leave.
+          names: files and directories, relative to the root; "" for the root itself.
+          leaf: the leaf concerned, for errors.
+        """
+        self._root = root
+        self._names = tuple(names)
+        self._lock = threading.Lock()
+        self._checked_in: weakref.ref[object] | None = None
+        self._digest = self._look(leaf)
+
+    def was_checked(self, execution: object) -> bool:
+        """Whether `check_unchanged` has been called in this execution."""
+        checked = self._checked_in
+        return checked is not None and checked() is execution
+
+    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        """Looks at the files once in each execution; blocks.
+
+        Raises:
+          CheckpointGoneError: a file was changed, added, replaced or removed since the checkpoint was opened.
+          CheckpointError: as `check_tree`, where something else than a plain file stands there now.
+        """
+        with self._lock:
+            if self.was_checked(execution):
+                return
+            if self._look(leaf) != self._digest:
+                path = self._root.join(self._names[0]) if self._names[0] else self._root.path
+                raise CheckpointGoneError("changed after the checkpoint was opened", path=path, leaf=leaf)
+            self._checked_in = weakref.ref(execution)
+
+    def _look(self, leaf: str | None) -> bytes:
+        digest = hashlib.blake2b(digest_size=16)
+        for name in self._names:
+            for path, found in self._files(name, leaf):
+                digest.update(repr((path, FileIdentity.of(found))).encode("utf-8", "surrogateescape"))
+        return digest.digest()
+
+    def _files(self, name: str, leaf: str | None) -> Iterator[tuple[str, os.stat_result]]:
+        try:
+            found = os.lstat(self._root.join(name) if name else self._root.path)
+            if stat.S_ISLNK(found.st_mode):
+                found = os.stat(self._root.locate(name, leaf=leaf))
+            if not stat.S_ISDIR(found.st_mode):
+                yield name, self._root.stat(name, leaf=leaf)
+                return
+            for path, entry in _plain_files(self._root, name, leaf):
+                yield path, entry.stat(follow_symlinks=True)
+        except OSError as error:
+            if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
+                raise
+            path = self._root.join(name)
+            if isinstance(error, FileNotFoundError):
+                raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
+            raise io_error(error, "looking at it", path=path, leaf=leaf) from error

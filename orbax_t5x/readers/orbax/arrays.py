@@ -1,14 +1,14 @@
 """The arrays of one Orbax item: each is opened, many at a time, and becomes a leaf, or a broken leaf with its error.
 
-Opening tells shape and dtype and reads some hundred bytes per array. In the layout of one directory per array, the
-directory is proven to hold plain files before TensorStore sees it; in a database that has been done for the whole item.
+Opening tells shape and dtype and reads some hundred bytes per array. Before TensorStore sees an array, the files that
+hold it (its own directory, or the database of the whole item) are proven plain and remembered, so that a later read
+notices when they have changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import tensorstore as ts
@@ -26,7 +26,7 @@ from orbax_t5x.readers.orbax.metadata import ItemMetadata, Node
 from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, typed_error
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
-from orbax_t5x.storage.tree_checks import check_tree
+from orbax_t5x.storage.tree_checks import TreeSnapshot
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096
@@ -39,6 +39,13 @@ class Place(NamedTuple):
     node: Node
 
 
+class _Begun(NamedTuple):
+    """An array that is being opened, and its files as they were before."""
+
+    files: TreeSnapshot
+    opening: ts.Future[ts.TensorStore]
+
+
 @dataclasses.dataclass(frozen=True)
 class ItemArrays:
     """Where the arrays of an item are, and how they are opened.
@@ -47,7 +54,7 @@ class ItemArrays:
       root: the directory that was opened.
       name: the item's directory, relative to the root; "" for the root itself.
       directory: the same, resolved.
-      ocdbt: they are in a database.
+      database: the files of the database that holds them all, or None where each array has a directory of its own.
       prng_impls: the implementation of typed keys, by the key under which their data is stored.
       plain_directories: names of the item's subdirectories that are no symlinks.
     """
@@ -55,7 +62,7 @@ class ItemArrays:
     root: Root
     name: str
     directory: str
-    ocdbt: bool
+    database: TreeSnapshot | None
     metadata: ItemMetadata
     prng_impls: Mapping[str, str]
     plain_directories: frozenset[str]
@@ -65,23 +72,22 @@ class ItemArrays:
         for start in range(0, len(places), _OPENING_AT_ONCE):
             some = places[start : start + _OPENING_AT_ONCE]
             opening = [self._start(place, context) for place in some]
-            for place, future in zip(some, opening, strict=True):
-                yield self._finish(place, future, flag, limits)
+            for place, begun in zip(some, opening, strict=True):
+                yield self._finish(place, begun, flag, limits)
 
-    def _start(self, place: Place, context: ts.Context) -> ts.Future[ts.TensorStore] | CheckpointError:
+    def _start(self, place: Place, context: ts.Context) -> _Begun | CheckpointError:
         """Begins to open an array."""
         try:
-            if not self.ocdbt:
-                self._check_files(place)
+            files = self._files(place) if self.database is None else self.database
             spec = array_spec(
                 self.directory,
                 place.node.param,
-                ocdbt=self.ocdbt,
+                ocdbt=self.database is not None,
                 zarr3=self.metadata.use_zarr3,
                 # Zarr v2 arrays of Orbax have no fill value, so TensorStore stored every chunk.
                 absent_is_fill=self.metadata.absent_is_fill and self.metadata.use_zarr3,
             )
-            return ts.open(spec, open=True, read=True, context=context)
+            return _Begun(files, ts.open(spec, open=True, read=True, context=context))
         except CheckpointError as error:
             return error
         except ValueError as error:
@@ -90,37 +96,32 @@ class ItemArrays:
     def _typed(self, error: Exception, place: Place) -> CheckpointError:
         return typed_error(error, path=self.directory, leaf=place.name, doing="opening it")
 
-    def _check_files(self, place: Place) -> None:
-        """Proves that the array has a directory of its own with plain files in it, as far as opening it goes."""
+    def _files(self, place: Place) -> TreeSnapshot:
+        """The files in the directory of an array, proven plain."""
         param = place.node.param
         inner = inside(self.name, param)  # of a tree that is one array, the item itself
         try:
             if param and param not in self.plain_directories:
                 self.root.locate(inner, leaf=place.name)
-            check_tree(self.root, inner, leaf=place.name, recurse=False)
+            return TreeSnapshot(self.root, [inner], leaf=place.name)
         except (CheckpointNotFoundError, CheckpointGoneError):
             raise CorruptCheckpointError(
                 "the directory of its array is missing", path=self.root.join(inner), leaf=place.name
             ) from None
 
-    def _finish(
-        self, place: Place, opening: ts.Future[ts.TensorStore] | CheckpointError, flag: OpenFlag, limits: Limits
-    ) -> Leaf:
+    def _finish(self, place: Place, begun: _Begun | CheckpointError, flag: OpenFlag, limits: Limits) -> Leaf:
         """The leaf of an array that is open, or the broken leaf of one that cannot be."""
-        if isinstance(opening, CheckpointError):
-            return BrokenLeaf(place.name, opening)
+        if isinstance(begun, CheckpointError):
+            return BrokenLeaf(place.name, begun)
         try:
-            array = opening.result()
+            array = begun.opening.result()
         except (ValueError, NotImplementedError) as error:
             return BrokenLeaf(place.name, self._typed(error, place))
         if array.rank > limits.rank:
             message = f"{array.rank} dimensions, more than Limits.rank = {limits.rank}"
             return BrokenLeaf(place.name, LimitExceededError(message, path=self.directory, leaf=place.name))
-        check = None
-        if not self.ocdbt and self.metadata.use_zarr3:  # chunks lie in directories of their own
-            check = partial(check_tree, self.root, inside(self.name, place.node.param), leaf=place.name)
         impl = self.prng_impls.get(place.node.param)
-        return TensorStoreLeaf(place.name, self.directory, array, flag, prng_impl=impl, check_files=check)
+        return TensorStoreLeaf(place.name, self.directory, array, flag, prng_impl=impl, files=begun.files)
 
 
 def inside(item: str, name: str) -> str:

@@ -54,10 +54,13 @@ from orbax_t5x.readers.tensorstore_leaf import (
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
 from orbax_t5x.storage.strict_json import parse_object, read_small
-from orbax_t5x.storage.tree_checks import check_tree, list_directory
+from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
 from orbax_t5x.trees.dtypes import kind_of
 
 _ARRAY_METADATAS = "array_metadatas"
+# Where an OCDBT database lies: its manifest, its tables, and those of single processes.
+_DATABASE = frozenset({MANIFEST_FILE, "d"})
+_PROCESS_PREFIX = "ocdbt.process_"
 
 
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
@@ -212,12 +215,17 @@ class _Opening:
         ocdbt = manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
         if ocdbt and not manifest:
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
+        database = None
         if ocdbt:
             check_tree(self._root, item)
+            parts = sorted(name for name in entries if name in _DATABASE or name.startswith(_PROCESS_PREFIX))
+            database = TreeSnapshot(self._root, [inside(item, name) for name in parts])
             check_database(directory, self._context)
         impls: dict[str, str] = {}
         if _ARRAY_METADATAS in entries:
-            names = check_tree(self._root, inside(item, _ARRAY_METADATAS))
+            inner = inside(item, _ARRAY_METADATAS)
+            check_tree(self._root, inner)
+            names = sorted(list_directory(self._root.join(inner)))
             impls = read_prng_impls(self._root, item, names, self._limits)
         strings = read_strings(self._root, item, self._limits) if "_strings.json" in entries else {}
         arrays = []
@@ -233,7 +241,7 @@ class _Opening:
                 arrays.append(place)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         plain = frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False))
-        opener = ItemArrays(self._root, item, directory, ocdbt, metadata, impls, plain)
+        opener = ItemArrays(self._root, item, directory, database, metadata, impls, plain)
         for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
             self._leaves[leaf.name] = leaf
         return {

@@ -97,7 +97,8 @@ class ByteRangeLeaf(RangeLeaf):
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
         self.raise_error()
-        outcome = self.range.read(requests, checksum=self.crc is not None and stats.verify != "off", leaf=self.name)
+        checksum = self.crc is not None and stats.verify != "off"
+        outcome = read_unchanged(self.range, requests, checksum=checksum, leaf=self.name)
         stats.count(outcome.wanted, outcome.gaps)
         for part in outcome.parts:
             stats.add_range(self, part)
@@ -111,6 +112,22 @@ class ByteRangeLeaf(RangeLeaf):
             return verified
         self.raise_error()
         return await run_in_pool(reader_pool(), verify_rest, self.range, self.crc, parts, self.name, stats)
+
+
+def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+    """`StoredRange.read` of a file that is still the one that was opened; blocks.
+
+    Raises:
+      CheckpointGoneError: the file changed. Nothing that was read is to be used then, and what looked like damage is
+        none.
+    """
+    try:
+        outcome = range.read(requests, checksum=checksum, leaf=leaf)
+    except CorruptCheckpointError:
+        range.file.check_unchanged(leaf=leaf)
+        raise
+    range.file.check_unchanged(leaf=leaf)
+    return outcome
 
 
 def verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:
@@ -139,6 +156,7 @@ def verify_rest(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange],
     holes = uncovered(parts, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
     stats.count(outcome.wanted)
+    range.file.check_unchanged(leaf=leaf)
     if verify_range(range, crc, [*parts, *outcome.parts], leaf):
         return True
     # Overlapping parts of different boundaries have no common checksum: only reading the whole tells.

@@ -18,7 +18,7 @@ from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.ranges.leaf import RangeLeaf, StoredRange, verify_range, verify_rest
+from orbax_t5x.readers.ranges.leaf import RangeLeaf, StoredRange, read_unchanged, verify_range, verify_rest
 
 
 class Piece(NamedTuple):
@@ -57,7 +57,7 @@ class SlicedLeaf(RangeLeaf):
             wanted = [part for request in requests if (part := _within(request, piece.box)) is not None]
             if not wanted:
                 continue
-            outcome = piece.range.read(wanted, checksum=checksum, leaf=self.name)
+            outcome = read_unchanged(piece.range, wanted, checksum=checksum, leaf=self.name)
             stats.count(outcome.wanted, outcome.gaps)
             for start, stop, crc in outcome.parts:
                 stats.add_range(self, ChecksummedRange(base + start, base + stop, crc))
