@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.provenance import records as provenance
+from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.digests import chain_digest
 
 BUNDLE = Path(__file__).parent / "goldens" / "tf_bundle" / "t5_1_1_f32"
 T5X_ORBAX = Path(__file__).parent / "goldens" / "t5x_orbax"
@@ -145,7 +147,7 @@ def test_the_keywords_of_restore_reach_the_plan(tmp_path, state):
     seen = []
     renamed = {"model": abstract(state["params"]), "extra": np.zeros(2), "old": ...}
     with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
-        manager.save(0, args=ot.args.TrainStateSave(state))
+        manager.save(0, args=ot.args.TrainStateSave(state, provenance=()))
         manager.wait_until_finished()
         restored = manager.restore(
             0,
@@ -177,12 +179,12 @@ def test_a_resumed_run_does_not_transform_twice(tmp_path, state):
         handler = ot.TrainStateHandler()
         with ocp.Checkpointer(handler) as checkpointer:
             first = checkpointer.restore(tmp_path / "theirs" / "0" / "default", args=args)
-            assert handler.provenance[-1]["transforms"] == provenance.transforms_digest(rename)
+            assert handler.provenance[-1]["digest"] == chain_digest([rename])
         manager.save(1, args=ot.args.TrainStateSave(first, provenance=handler.provenance))
         manager.wait_until_finished()
         again = manager.restore(1, args=args)
         assert_same(again, first)
-        # The handler writes what it restored last, without being told, and however it was restored.
+        # The run's lineage is written without being told, however the step was restored.
         manager.restore(1)
         manager.save(2, args=ot.args.TrainStateSave(again))
         manager.wait_until_finished()
@@ -310,7 +312,7 @@ def test_what_is_wrong_with_a_checkpoint_is_a_typed_error(tmp_path, state):
 
 
 def test_a_failed_restore_does_not_change_the_provenance(tmp_path, state):
-    record = provenance.make_record("/data", "orbax")
+    record = provenance.make_entry("/data", "orbax", ChainRecord())
     handler = ot.TrainStateHandler()
     with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
         manager.save(0, args=ot.args.TrainStateSave(state, provenance=[record]))

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.provenance import records as provenance
+from orbax_t5x.provenance.chains import ChainRecord
 
 
 def files(directory):
@@ -127,6 +128,9 @@ def test_any_other_tree_is_written_as_stock_orbax_writes_it(tmp_path, sharded, o
         checkpointer.save(tmp_path / "stock", args=ocp.args.PyTreeSave(tree))
 
     metadata = [json.loads((tmp_path / name / "_METADATA").read_text()) for name in ("ours", "stock")]
+    # What is not known is recorded, too; all else is equal.
+    assert metadata[0].pop("custom_metadata") == {provenance.KEY: {"provenance": [provenance.UNRECORDED]}}
+    metadata[1].pop("custom_metadata")
     assert metadata[0] == metadata[1]
     steps = [json.loads((tmp_path / name / "_CHECKPOINT_METADATA").read_text()) for name in ("ours", "stock")]
     assert steps[0]["item_handlers"] == steps[1]["item_handlers"]
@@ -312,15 +316,17 @@ def test_skipped_leaves_are_left_out_and_recorded(tmp_path):
 
 
 def test_provenance_and_custom_metadata_are_stored_side_by_side(tmp_path):
-    record = provenance.make_record("/data/model.ckpt-5", "tf_bundle")
+    record = provenance.make_entry("/data/model.ckpt-5", "tf_bundle", ChainRecord())
     save(tmp_path / "c", {"a": np.ones(2)}, provenance=[record], custom_metadata={"mine": [1, 2]})
     metadata = custom_metadata(tmp_path / "c")
     assert metadata["mine"] == [1, 2]
-    assert provenance.from_metadata(metadata) == [record]
+    assert provenance.from_metadata(metadata) == (record,)
     save(tmp_path / "d", {"a": np.ones(2)})
-    assert not custom_metadata(tmp_path / "d")
+    assert provenance.from_metadata(custom_metadata(tmp_path / "d")) == (provenance.UNRECORDED,)
+    save(tmp_path / "e", {"a": np.ones(2)}, provenance=())
+    assert provenance.from_metadata(custom_metadata(tmp_path / "e")) == ()
     with pytest.raises(ValueError, match="provenance"):
-        save(tmp_path / "e", {"a": np.ones(2)}, custom_metadata={provenance.KEY: {}})
+        save(tmp_path / "f", {"a": np.ones(2)}, custom_metadata={provenance.KEY: {}})
 
 
 class Doubled:

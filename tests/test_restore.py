@@ -487,6 +487,10 @@ def test_transforms_happen_once():
     again = ot.plan_restore(saved, target, rules)
     assert again.provenance == plan.provenance
     np.testing.assert_array_equal(again.execute()["b"], values((2,)))
-    problems = failing(saved, target, [ot.transforms.Rename([("x", "b")])])
-    assert problems[0].kind == "provenance"
-    ot.plan_restore(saved, target, [ot.transforms.Rename([("x", "b")])], is_resuming=True)
+    assert "is_resuming=False" in again.warnings[0]
+    # A new run from another one's checkpoint: what was applied before does not matter, and is remembered.
+    other = ot.plan_restore(saved, {"c": np.zeros(2, np.float32)}, [ot.transforms.Rename([("b", "c")])])
+    assert [entry["transforms"] for entry in other.provenance] == [["Rename((('a', 'b'),))"], ["Rename((('b', 'c'),))"]]
+    np.testing.assert_array_equal(other.execute()["c"], values((2,)))
+    with pytest.raises(ot.RestorePlanError):
+        ot.plan_restore(saved, target, rules, is_resuming=False)

@@ -30,6 +30,11 @@ def size_argument(text: str) -> int:
     return count
 
 
+def resuming_argument(text: str | None) -> bool | None:
+    """What `--resuming yes|no` means as `is_resuming`."""
+    return None if text is None else text == "yes"
+
+
 def read_rules(path: str) -> list[tuple[str, str | None]]:
     """Assignment rules from a JSON file: a list of [pattern, replacement], null for a leaf that is left out.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orbax_t5x.cli.arguments import UsageError
+from orbax_t5x.cli.arguments import UsageError, resuming_argument
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.cli.plan_command import translation
 from orbax_t5x.cli.progress import ProgressBar
@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
             memory_limit_bytes=options.memory_limit,
             progress=bar,
             on_unsupported=options.on_unsupported,
+            is_resuming=resuming_argument(options.resuming),
         )
     seconds = time.monotonic() - started
     with open_checkpoint(options.destination) as written:

@@ -102,6 +102,14 @@ def _add_inspect(commands) -> None:
     parser.add_argument("--all", action="store_true", help="every leaf on a line of its own, repeated layers included")
 
 
+def _add_resuming(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resuming",
+        choices=("yes", "no"),
+        help="whether the names were translated and mapped before the source was written (default: by its record)",
+    )
+
+
 def _add_plan(commands) -> None:
     parser = _add(
         commands,
@@ -119,13 +127,9 @@ def _add_plan(commands) -> None:
         "--map", metavar="FILE", help="assignment rules: a JSON list of [pattern of target names, source or null]"
     )
     _add_translate(parser)
+    _add_resuming(parser)
     parser.add_argument("--no-strict", dest="strict", action="store_false", help="leaves without a place stay unread")
     parser.add_argument("--allow-lossy-cast", action="store_true", help="permit conversions that may lose values")
-    parser.add_argument(
-        "--resuming",
-        choices=("yes", "no"),
-        help="whether the names were translated and mapped before the source was written (default: by its record)",
-    )
     parser.add_argument("--explain", metavar="LEAF", help="all about one leaf of the target or of the source")
     _add_json(parser, "the plan, or its problems")
 
@@ -141,6 +145,7 @@ def _add_convert(commands) -> None:
     _add_source(parser, "source")
     parser.add_argument("destination", help="a directory that does not exist yet")
     _add_translate(parser)
+    _add_resuming(parser)
     parser.add_argument("--dtype", help="for the floating-point model parameters, such as bfloat16")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there, once the new one is complete")
     parser.add_argument(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from typing import Any
 
 import numpy as np
 
-from orbax_t5x.cli.arguments import UsageError, read_rules
+from orbax_t5x.cli.arguments import UsageError, read_rules, resuming_argument
 from orbax_t5x.cli.error_text import problem_with_options
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import Checkpoint, open_checkpoint
-from orbax_t5x.restoring.api import plan_restore
+from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.transforms import AssignmentMap, Transform, Translate
 
 
@@ -22,20 +25,19 @@ def run(options: argparse.Namespace) -> int:
     if options.map is not None and options.target is None:
         raise UsageError("--map needs --target: its patterns match the target's names")
     rules = None if options.map is None else read_rules(options.map)
-    with open_checkpoint(options.source, item=options.item) as source:
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_checkpoint(options.source, item=options.item))
         target = None if options.target is None else _target(options.target, options.target_item)
         chain = translation(source, options.translate)
         if rules is not None:
             chain.append(AssignmentMap(tuple(rules)))
+        keywords = PlanOptions(
+            is_resuming=resuming_argument(options.resuming),
+            strict=options.strict,
+            allow_lossy_cast=options.allow_lossy_cast,
+        )
         try:
-            plan = plan_restore(
-                source,
-                target,
-                chain,
-                is_resuming=None if options.resuming is None else options.resuming == "yes",
-                strict=options.strict,
-                allow_lossy_cast=options.allow_lossy_cast,
-            )
+            plan = stack.enter_context(open_plan(source, target, chain, keywords, Asking("convert")))
         except RestorePlanError as error:
             if not options.json:
                 raise

@@ -39,8 +39,9 @@ class TrainStateSave(ocp.args.CheckpointArgs):
         in this dtype; nothing else is.
       transforms: applied to the state dict first, in T5X's protocol. Arrays that none of them touches keep their
         sharding. They are not recorded as provenance: what counts there is how the run was initialised.
-      provenance: what was applied when the run was initialised (`plan.provenance`); None: what the handler restored
-        last.
+      provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. Given at one
+        save, it holds for all later ones of the same root and item. None: what the run's lineage says; a save of which
+        nothing is known is recorded as unrecorded, and a restore with transforms then asks.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
         "skip": it is left out, and its name, shape and dtype are recorded.
       custom_metadata: your own JSON values, stored beside our record.

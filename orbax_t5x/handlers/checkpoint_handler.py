@@ -8,7 +8,9 @@ stock Orbax.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +19,17 @@ from etils import epath
 
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.handlers import failed_saves as _failed_saves
+from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLeaves
 from orbax_t5x.provenance import records as provenance
+from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.runs import known_lineage, remember
 from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.run_steps import StepItem, has_older_record, newest_lineage, step_item
 
 _ITEM_METADATA = "_METADATA"
 _PLACEHOLDER = '"placeholder"'
@@ -46,8 +53,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`, `ocp.Checkpointer(handler)`, or in a
       handler
-    registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. One handler is one item: it writes the
-    provenance of what it restored last.
+    registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. What was applied to a run's state is kept
+    per root and item, whichever handler restores and saves it.
     """
 
     typestr = _TypeString()  # pyright: ignore[reportAssignmentType]: differs between class and instance on purpose
@@ -80,7 +87,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             type_handler_registry=self._registry,
             **options,
         )
-        self._records: tuple[Mapping[str, Any], ...] = ()
+        self._restored: tuple[Mapping[str, Any], ...] = ()
 
     # -- saving
 
@@ -92,7 +99,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
           RestorePlanError: transforms or `dtype` do not fit the tree.
         """
         try:
-            prepared = self._prepare(args, deferred=False)
+            prepared = self._prepare(directory, args, deferred=False)
             futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
             self._discard(directory)
@@ -105,7 +112,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         An interrupt stops it and leaves nothing behind.
         """
         try:
-            prepared = self._prepare(args, deferred=True)
+            prepared = self._prepare(directory, args, deferred=True)
         except BaseException:
             self._discard(directory)
             raise
@@ -125,12 +132,24 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             self._discard(directory)
             raise _failed_saves.as_checkpoint_error(error, directory) from error
 
-    def _prepare(self, args: TrainStateSave, *, deferred: bool) -> Prepared:
-        given: Sequence[Mapping[str, Any]] = self._records if args.provenance is None else args.provenance
-        records = provenance.from_metadata({provenance.KEY: {"provenance": list(given)}})
+    def _prepare(self, directory: epath.Path, args: TrainStateSave, *, deferred: bool) -> Prepared:
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
-        return prepare(args, records, self._registry, deferred=deferred)
+        given = None if args.provenance is None else provenance.checked_lineage(args.provenance)
+        place = step_item(directory)
+        lineage = provenance.extended(self._known_lineage(place), given)
+        prepared = prepare(args, lineage, self._registry, deferred=deferred)
+        # The other processes write no metadata; they learn the lineage when they restore.
+        if place is not None and self._is_primary():
+            remember(place.run, lineage)
+        return prepared
+
+    def _known_lineage(self, place: StepItem | None) -> provenance.Lineage | None:
+        """What happened to the state of a run, as far as this process, or else its newest step, knows."""
+        if place is None or not self._is_primary():
+            return None
+        known = known_lineage(place.run)
+        return newest_lineage(place.run, except_step=place.step) if known is None else known
 
     def _discard(self, directory: epath.Path) -> None:
         if self._is_primary():
@@ -143,8 +162,11 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     @property
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
-        """What was applied to the state that was restored last; saves write it unless they are given another."""
-        return self._records
+        """What was applied to the state that this handler restored last, to pass as `provenance=`.
+
+        Saves do not use it by themselves: what was restored may be another model, from another run.
+        """
+        return self._restored
 
     def restore(self, directory: epath.Path, args: TrainStateRestore | None = None) -> Any:
         """Restores into the target of `args`; without one, as stock Orbax does.
@@ -158,11 +180,18 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             if given:
                 raise _without_target(given, directory)
             return self._stock_restore(directory)
-        source = directory if args.source is None else args.source
-        reading = ReadOptions.of(args)
-        with open_plan(source, args.target, args.transforms, PlanOptions.of(args)) as plan:
+        own = args.source is None
+        agreement = Agreement(self._primary_host or 0)
+        asking = Asking("own step" if own else "restore", agreement.records)
+        with contextlib.ExitStack() as stack:
+            with agreement.planning():
+                reading = ReadOptions.of(args)
+                source = directory if own else args.source
+                opened = open_plan(source, args.target, args.transforms, PlanOptions.of(args), asking)
+                plan = stack.enter_context(opened)
+                agreement.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
             restored = plan.run(reading)
-        self._records = tuple(plan.provenance)
+        self._note_restored(directory if own else None, plan.provenance)
         return restored
 
     def _stock_restore(self, directory: epath.Path) -> Any:
@@ -175,8 +204,26 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         else:
             restored = self._orbax.restore(directory, args=ocp.args.PyTreeRestore())
         # The record is carried along whoever restored: a run that loses it would be transformed twice.
-        self._records = tuple(provenance.from_metadata(json.loads(text).get("custom_metadata"), path=directory))
+        recorded = provenance.from_metadata(json.loads(text).get("custom_metadata"), path=directory)
+        place = step_item(directory)
+        if recorded is None and place is not None and has_older_record(place):
+            recorded = (provenance.UNRECORDED,)
+        if recorded is None:
+            recorded = (provenance.make_entry(os.fspath(directory), "orbax", ChainRecord()),)
+        self._note_restored(directory, recorded)
         return restored
+
+    def _note_restored(self, own: epath.Path | None, lineage: provenance.Lineage) -> None:
+        """Keeps what a restore did.
+
+        Args:
+          own: the directory, where a step of the run itself was restored: the next save goes on from it.
+          lineage: of what was restored.
+        """
+        self._restored = tuple(lineage)
+        place = None if own is None else step_item(own)
+        if place is not None:
+            remember(place.run, lineage)
 
     # -- the rest
 

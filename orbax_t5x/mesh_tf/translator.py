@@ -8,6 +8,7 @@ land on one, are errors that list names and never the arrays.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -122,6 +123,13 @@ class CheckpointTranslator:
             f"{pattern.pattern} -> {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
             for pattern, function in self.rules
         )
+
+    def digest(self) -> str | None:
+        """Text that is the same for equal tables in every process; None where a rule is a lambda or a closure."""
+        for _, function in self.rules:
+            if getattr(function, "__closure__", None) is not None or "<lambda>" in function.__qualname__:
+                return None
+        return hashlib.sha256(self.describe().encode()).hexdigest()
 
     def __repr__(self) -> str:
         return f"<CheckpointTranslator: {len(self.rules)} rule{'' if len(self.rules) == 1 else 's'}>"

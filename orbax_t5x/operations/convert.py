@@ -26,10 +26,10 @@ from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
 from orbax_t5x.handlers.failed_saves import remove_tree, sync, sync_directory
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import Checkpoint, open_checkpoint
-from orbax_t5x.restoring.api import Source, plan_restore
-from orbax_t5x.restoring.options import Progress, ReadOptions
+from orbax_t5x.restoring.api import Source, open_plan
+from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.trees.flat import unflatten
 
@@ -48,14 +48,15 @@ def convert(
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
     progress: Progress | None = ReadOptions.progress,
     on_unsupported: Literal["error", "skip"] = "error",
+    is_resuming: bool | None = PlanOptions.is_resuming,
 ) -> None:
     """Writes what a checkpoint holds as a plain Orbax item that `ocp.PyTreeCheckpointer().restore(destination)` reads.
 
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, or a mapping of several.
       destination: the directory to make; its parents are made too.
-      transforms: applied to the names and views, as in a restore; there is no target. A chain that was applied when
-        the source was written, by its record, is not applied again.
+      transforms: applied to the names and views, as in a restore; there is no target. A chain that was applied before
+        the source was written, by its record, is not applied again, and a warning says so.
       format: "orbax" is the one that is written.
       dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
       overwrite: replace an Orbax checkpoint (or an empty directory) that is there; nothing else is ever replaced.
@@ -63,6 +64,7 @@ def convert(
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time.
       on_unsupported: "error": leaves that Orbax cannot store are an error, by name, before anything is written.
         "skip": they are left out; their names, shapes and dtypes are recorded.
+      is_resuming: whether the transforms were applied already; None decides by the record in the source.
 
     Raises:
       CheckpointIOError: the destination exists, or cannot be written.
@@ -76,7 +78,7 @@ def convert(
     target = _local(destination)
     _check_destination(target, overwrite)
     with contextlib.ExitStack() as stack:
-        plan = _plan(source, transforms, on_unsupported, stack)
+        plan = _plan(source, transforms, is_resuming, on_unsupported, stack)
         for checkpoint in plan.checkpoints.values():
             _check_not_around(target, checkpoint.path)
         args = TrainStateSave(
@@ -93,7 +95,9 @@ def convert(
 # -- the source
 
 
-def _plan(source: Source, transforms: Any, on_unsupported: str, stack: contextlib.ExitStack) -> RestorePlan:
+def _plan(
+    source: Source, transforms: Any, is_resuming: bool | None, on_unsupported: str, stack: contextlib.ExitStack
+) -> RestorePlan:
     """Everything that the source holds, after the transforms; the stack closes what was opened here."""
 
     def opened(one: Any) -> Checkpoint:
@@ -101,13 +105,8 @@ def _plan(source: Source, transforms: Any, on_unsupported: str, stack: contextli
         return _with_placeholders(checkpoint) if on_unsupported == "skip" else checkpoint
 
     checkpoints = {name: opened(one) for name, one in source.items()} if isinstance(source, Mapping) else opened(source)
-    chain = (transforms,) if callable(transforms) else tuple(transforms or ())
-    records = (
-        [] if isinstance(checkpoints, dict) else provenance.from_metadata(checkpoints.metadata, path=checkpoints.path)
-    )
-    digest = provenance.transforms_digest(chain)
-    applied = digest is not None and digest == provenance.newest_digest(records)
-    return plan_restore(checkpoints, None, chain, is_resuming=applied)
+    options = PlanOptions(is_resuming=is_resuming)
+    return stack.enter_context(open_plan(checkpoints, None, transforms, options, Asking("convert")))
 
 
 class _UnreadableLeaf(Leaf):

@@ -1,149 +1,142 @@
-"""What was applied when a run was initialised, as it is recorded in a checkpoint: pure functions on JSON values.
-
-An Orbax item carries its record in the `custom_metadata` of its `_METADATA`, under one key:
+"""The lineage of a state, as an Orbax item carries it in the `custom_metadata` of its `_METADATA` under one key:
 
     {"orbax_t5x": {
-        "provenance": [                                    # oldest first; transforms happen once, so usually one entry
+        "provenance": [                                    # oldest first; [] says that nothing was ever applied
+            {"unrecorded": true},                          # saved by someone who did not know what had been applied
             {"source": "/data/model.ckpt-1000000",         # or {"name": path} for several sources
              "format": "tf_bundle",                        # or {"name": format}
-             "transforms": "sha256:…",                     # digest of the whole chain; None: nothing was transformed
-             "names": ["Translate()"]}],                   # the chain for people
+             "transforms": ["Translate()"],                # the rules, for people; null: nothing was applied
+             "digest": "sha256:…",                         # of the chain; null: what it does cannot be told
+             "is_resuming": true}],                        # where the caller said so: they had been applied already
         "skipped": {                                       # leaves that Orbax cannot store, left out on request
             "a/b": {"shape": [0, 4], "dtype": "float32"}}}}
 
-Only the digest decides anything. What is read back was written by others: a record that does not have this form is
-an error that names the file, never a guess, because guessing wrong applies a transform twice.
+Version 0.1 wrote `"transforms": digest-or-null` and `"names": [text, …]` instead of the last three; such entries are
+read, and passed on, as they are. What is read back was written by others: a record that does not have one of these
+forms is an error that names the file, never a guess, because guessing wrong applies a transform twice.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.provenance.chains import ChainRecord
 
 KEY = "orbax_t5x"
 """The one key under which this package writes into an item's `custom_metadata`."""
 
-Record = dict[str, Any]
-"""One entry: `source`, `format`, `transforms` (digest or None), `names`."""
+Entry = Mapping[str, Any]
+"""One entry of a lineage."""
+
+Lineage = tuple[Entry, ...]
+"""What happened to a state, oldest first; where there is no record at all, None stands in its place."""
+
+UNRECORDED: Entry = {"unrecorded": True}
+"""The entry of a save that knew nothing of what had been applied."""
 
 
-def _function_name(transform: Callable[..., Any]) -> str:
-    """The qualified name by which a plain function counts; a `functools.partial` counts as its function."""
-    while isinstance(transform, functools.partial):
-        transform = transform.func
-    named = transform if hasattr(transform, "__qualname__") else type(transform)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _chain(transforms: Any) -> tuple[Any, ...]:
-    if transforms is None:
-        return ()
-    return (transforms,) if callable(transforms) else tuple(transforms)
-
-
-def transforms_digest(transforms: Any) -> str | None:
-    """The digest of a chain of transforms, stable across processes; None for an empty chain.
-
-    Args:
-      transforms: one transform, or a sequence of them. An object with a `digest()` method counts by what that
-        returns, a plain function by its qualified name.
-    """
-    chain = _chain(transforms)
-    if not chain:
-        return None
-    digest = hashlib.sha256()
-    for transform in chain:
-        part = transform.digest() if hasattr(transform, "digest") else f"function:{_function_name(transform)}"
-        digest.update(part.encode())
-        digest.update(b"\0")
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _name(transform: Any) -> str:
-    return transform.describe() if hasattr(transform, "describe") else _function_name(transform)
-
-
-def make_record(
+def make_entry(
     source: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]],
     format: str | Mapping[str, str],
-    transforms: Any = (),
-) -> Record:
-    """The record of one application of `transforms` to what `source` holds.
+    chain: ChainRecord,
+    *,
+    is_resuming: bool | None = None,
+) -> Entry:
+    """The entry for one initialisation, or for one explicit answer.
 
     Args:
       source: the path that was opened, or name -> path for several sources.
       format: the format of the source, or name -> format.
-      transforms: the chain that was applied.
+      chain: what was applied.
+      is_resuming: the caller's answer, where one was given.
     """
-    text = (
-        {name: os.fspath(path) for name, path in source.items()} if isinstance(source, Mapping) else os.fspath(source)
-    )
-    return {
-        "source": text,
+    several = isinstance(source, Mapping)
+    entry: dict[str, Any] = {
+        "source": {name: os.fspath(path) for name, path in source.items()} if several else os.fspath(source),
         "format": dict(format) if isinstance(format, Mapping) else format,
-        "transforms": transforms_digest(transforms),
-        "names": [_name(transform) for transform in _chain(transforms)],
+        "transforms": chain.recorded_rules() or None,
+        "digest": chain.digest,
     }
+    return entry if is_resuming is None else {**entry, "is_resuming": is_resuming}
 
 
-def append(records: Iterable[Record], record: Record) -> list[Record]:
-    """The records with one more at the end.
+def extended(known: Lineage | None, given: Lineage | None) -> Lineage:
+    """The lineage that a save records.
 
-    Reading a checkpoint back without transforms adds nothing to what is known of it, so a record without a digest is
-    kept only where it is the first: a run that is resumed a thousand times has the record of its first day.
+    Args:
+      known: of the run so far; None where nobody knows.
+      given: what the caller says. Where it is how the known one begins, the caller repeats what was said at an earlier
+        save, and what has been added since stays.
     """
-    known = [dict(entry) for entry in records]
-    return known if known and record["transforms"] is None else [*known, dict(record)]
+    if given is None:
+        return (UNRECORDED,) if known is None else known
+    return known if given and known is not None and known[: len(given)] == given else given
 
 
-def newest_digest(records: Sequence[Record]) -> str | None:
-    """The digest of the last chain that was applied, or None if none ever was."""
-    return next((record["transforms"] for record in reversed(records) if record["transforms"] is not None), None)
+# -- what an entry says
+
+
+def is_unrecorded(entry: Entry) -> bool:
+    """Whether the entry says that nobody knows what was applied."""
+    return entry.get("unrecorded") is True
+
+
+def applied_rules(entry: Entry) -> tuple[str, ...]:
+    """The rules of an entry as text; empty where nothing was applied."""
+    if entry.get("transforms") is None:
+        return ()
+    return tuple(entry["transforms"] if "digest" in entry else entry["names"])
+
+
+def has_digest(entry: Entry) -> bool:
+    """Whether an entry of applied transforms can be told apart from other chains."""
+    if "digest" in entry:
+        return entry["digest"] is not None
+    return not any(_held_a_function(name) for name in entry["names"])
+
+
+def has_same_digest(entry: Entry, chain: ChainRecord) -> bool:
+    """Whether an entry of applied transforms is one of this chain."""
+    if "digest" in entry:
+        return chain.digest is not None and entry["digest"] == chain.digest
+    return chain.digest_of_version_0_1 is not None and entry.get("transforms") == chain.digest_of_version_0_1
+
+
+def _held_a_function(name: str) -> bool:
+    """Whether a transform that version 0.1 recorded by this name may have held a function, whose arguments it lost.
+
+    Names of functions have no parentheses; those of rule packs have none either. A chain in a chain is not taken apart.
+    """
+    if name.startswith("Chain(") or "(opaque)" in name or "<l" in name:
+        return True
+    return "(" not in name and not name.startswith(("rules.", "rules: "))
+
+
+# -- reading and writing
 
 
 def to_metadata(
-    records: Sequence[Record], skipped: Mapping[str, tuple[Sequence[int], str]] | None = None
+    lineage: Sequence[Mapping[str, Any]] | None, skipped: Mapping[str, tuple[Sequence[int], str]] | None = None
 ) -> dict[str, Any]:
     """The `custom_metadata` entry for an item; empty when there is nothing to say.
 
     Args:
-      records: oldest first.
+      lineage: oldest first; None: nothing is recorded.
       skipped: name -> (shape, dtype name) of leaves that were left out because Orbax cannot store them.
     """
-    said: dict[str, Any] = {}
-    if records:
-        said["provenance"] = [dict(record) for record in records]
+    recorded: dict[str, Any] = {}
+    if lineage is not None:
+        recorded["provenance"] = [dict(entry) for entry in lineage]
     if skipped:
-        said["skipped"] = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in skipped.items()}
-    return {KEY: said} if said else {}
+        recorded["skipped"] = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in skipped.items()}
+    return {KEY: recorded} if recorded else {}
 
 
-def _said(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] | None) -> Mapping[str, Any]:
-    """Our entry in the metadata of a checkpoint or in the `custom_metadata` of an item."""
-    found: Any = metadata or {}
-    if KEY not in found and isinstance(found.get("custom_metadata"), Mapping):
-        found = found["custom_metadata"]
-    said = found.get(KEY)
-    if said is None:
-        return {}
-    if not isinstance(said, Mapping):
-        raise CorruptCheckpointError(f"custom_metadata[{KEY!r}] is not a mapping", path=path)
-    return said
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
-    )
-
-
-def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None) -> list[Record]:
-    """The records in a checkpoint's metadata, oldest first; empty where there are none.
+def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None) -> Lineage | None:
+    """The lineage in a checkpoint's metadata, or None where none is recorded.
 
     Args:
       metadata: `Checkpoint.metadata`, or the `custom_metadata` of an Orbax item.
@@ -152,21 +145,61 @@ def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike
     Raises:
       CorruptCheckpointError: there is a record, and it does not have the form that this package writes.
     """
-    records = _said(metadata, path).get("provenance", [])
-    if not isinstance(records, Sequence) or isinstance(records, str):
+    recorded = _recorded(metadata, path)
+    return checked_lineage(recorded["provenance"], path=path) if "provenance" in recorded else None
+
+
+def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None) -> Lineage:
+    """Entries that somebody else made, if they have the form that this package writes.
+
+    Raises:
+      CorruptCheckpointError: they do not.
+    """
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise CorruptCheckpointError("the provenance record is not a list", path=path)
-    for record in records:
-        good = (
-            isinstance(record, Mapping)
-            and _is_text(record.get("source"))
-            and _is_text(record.get("format"))
-            and isinstance(record.get("transforms", 0), str | None)
-            and isinstance(record.get("names"), Sequence)
-            and all(isinstance(name, str) for name in record["names"])
+    for entry in entries:
+        if not isinstance(entry, Mapping) or not (_is_unrecorded_form(entry) or _is_entry_form(entry)):
+            raise CorruptCheckpointError(f"malformed provenance record {str(entry)[:200]}", path=path)
+    return tuple(dict(entry) for entry in entries)
+
+
+def _is_unrecorded_form(entry: Mapping[str, Any]) -> bool:
+    return dict(entry) == UNRECORDED
+
+
+def _is_entry_form(entry: Mapping[str, Any]) -> bool:
+    if not _is_text(entry.get("source")) or not _is_text(entry.get("format")) or "transforms" not in entry:
+        return False
+    if not isinstance(entry.get("is_resuming"), bool | None):
+        return False
+    if "digest" in entry:
+        return isinstance(entry["digest"], str | None) and (
+            entry["transforms"] is None or _is_list_of_texts(entry["transforms"])
         )
-        if not good:
-            raise CorruptCheckpointError(f"malformed provenance record {str(record)[:200]}", path=path)
-    return [dict(record) for record in records]
+    return isinstance(entry["transforms"], str | None) and _is_list_of_texts(entry.get("names"))
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
+    )
+
+
+def _recorded(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] | None) -> Mapping[str, Any]:
+    """Our entry in the metadata of a checkpoint or in the `custom_metadata` of an item."""
+    found: Any = metadata or {}
+    if KEY not in found and isinstance(found.get("custom_metadata"), Mapping):
+        found = found["custom_metadata"]
+    recorded = found.get(KEY)
+    if recorded is None:
+        return {}
+    if not isinstance(recorded, Mapping):
+        raise CorruptCheckpointError(f"custom_metadata[{KEY!r}] is not a mapping", path=path)
+    return recorded
 
 
 def skipped_from_metadata(
@@ -177,7 +210,7 @@ def skipped_from_metadata(
     Raises:
       CorruptCheckpointError: the record does not have the form that this package writes.
     """
-    skipped = _said(metadata, path).get("skipped", {})
+    skipped = _recorded(metadata, path).get("skipped", {})
     if not isinstance(skipped, Mapping):
         raise CorruptCheckpointError("the record of skipped leaves is not a mapping", path=path)
     result: dict[str, tuple[tuple[int, ...], str]] = {}

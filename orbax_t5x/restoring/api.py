@@ -9,6 +9,7 @@ from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
+from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
 from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan
@@ -102,17 +103,24 @@ def restore(
 
 
 @contextlib.contextmanager
-def open_plan(source: Source, target: Any, transforms: Transforms, options: PlanOptions) -> Iterator[RestorePlan]:
+def open_plan(
+    source: Source, target: Any, transforms: Transforms, options: PlanOptions, asking: Asking = ANY_RESTORE
+) -> Iterator[RestorePlan]:
     """The plan of a restore, as long as its checkpoints are open: those that were opened here are closed at the end."""
     with contextlib.ExitStack() as stack:
-        yield _plan(source, target, transforms, options, stack)
+        yield _plan(source, target, transforms, options, stack, asking)
 
 
 def _plan(
-    source: Source, target: Any, transforms: Transforms, options: PlanOptions, stack: contextlib.ExitStack
+    source: Source,
+    target: Any,
+    transforms: Transforms,
+    options: PlanOptions,
+    stack: contextlib.ExitStack,
+    asking: Asking = ANY_RESTORE,
 ) -> RestorePlan:
     chain = (transforms,) if callable(transforms) else tuple(transforms or ())
-    return build_plan(_open(source, options, stack), target, chain, options)
+    return build_plan(_open(source, options, stack), target, chain, options, asking)
 
 
 def _open(source: Source, options: PlanOptions, stack: contextlib.ExitStack) -> dict[str, Checkpoint]:

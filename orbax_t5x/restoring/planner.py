@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.provenance import records as provenance
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import Checkpoint
+from orbax_t5x.restoring.lineage import Asking, decide_resuming
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
@@ -30,6 +30,7 @@ def build_plan(
     target: Any,
     transforms: Sequence[Callable[..., Any]],
     options: PlanOptions,
+    asking: Asking,
 ) -> RestorePlan:
     """Plans a restore.
 
@@ -38,6 +39,7 @@ def build_plan(
       target: as `orbax_t5x.restore` takes it.
       transforms: in order.
       options: the rest of the keywords.
+      asking: who restores.
 
     Raises:
       RestorePlanError: with every problem found.
@@ -48,8 +50,11 @@ def build_plan(
         source = _without_saved_whole_prefix(source)
     diagnostics = Diagnostics()
     diagnostics.problems.extend(flattened.problems)
-    records = _records(checkpoints)
-    resuming = _is_resuming(records, transforms, options.is_resuming, diagnostics)
+    # First and alone: transforms that were applied already fail in ways that would only hide why.
+    decision = decide_resuming(checkpoints, transforms, options, asking)
+    if decision.warning:
+        diagnostics.warnings.append(decision.warning)
+    resuming = decision.is_resuming
     state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
     names = {id(leaf): name for name, view in stored.items() if view is not None for leaf in view.leaves()}
     matcher = Matcher(checkpoints, transforms, flattened, state, options, diagnostics, names)
@@ -63,59 +68,20 @@ def build_plan(
     gone = {name for name, value in stored.items() if value is not None} - used - set(unused)
     return RestorePlan(
         entries=entries,
-        target=flattened if flattened.kind != "everything" else _everything(checkpoints, state, entries, transforms),
+        target=flattened
+        if flattened.kind != "everything"
+        else _everything(checkpoints, state, entries, () if resuming else transforms),
         checkpoints=checkpoints,
         unused=sorted(unused),
         dropped=sorted(gone),
         warnings=diagnostics.warnings,
-        provenance=_extended(records, checkpoints, () if resuming else transforms),
+        provenance=decision.lineage,
         fallback=matcher.fallback.compute if matcher.fallback is not None else None,
     )
 
 
 def _paths(checkpoints: Mapping[str, Checkpoint]) -> str | None:
     return ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
-
-
-def _records(checkpoints: Mapping[str, Checkpoint]) -> list[provenance.Record]:
-    """What was applied to the source before; a mixture of several sources is a new beginning."""
-    if len(checkpoints) != 1:
-        return []
-    (checkpoint,) = checkpoints.values()
-    return provenance.from_metadata(checkpoint.metadata, path=checkpoint.path)
-
-
-def _extended(
-    records: Sequence[provenance.Record], checkpoints: Mapping[str, Checkpoint], transforms: Sequence[Any]
-) -> list[provenance.Record]:
-    single = checkpoints.get("") if len(checkpoints) == 1 else None
-    record = provenance.make_record(
-        single.path if single is not None else {name: checkpoint.path for name, checkpoint in checkpoints.items()},
-        single.format if single is not None else {name: checkpoint.format for name, checkpoint in checkpoints.items()},
-        transforms,
-    )
-    return provenance.append(records, record)
-
-
-def _is_resuming(
-    records: Sequence[provenance.Record], transforms: Sequence[Any], is_resuming: bool | None, diagnostics: Diagnostics
-) -> bool:
-    """Whether the transforms were applied already, by the caller's word or by the digest in the source's record."""
-    if is_resuming is not None:
-        return is_resuming
-    digest, newest = provenance.transforms_digest(transforms), provenance.newest_digest(records)
-    if digest is None or newest is None:
-        return False
-    if digest != newest:
-        diagnostics.problems.append(
-            Problem(
-                "provenance",
-                None,
-                f"the checkpoint was made with other transforms ({newest[:19]}…) than those given ({digest[:19]}…)",
-                "pass is_resuming=False (a new run: apply them now) or is_resuming=True (the same run, edited rules)",
-            )
-        )
-    return digest == newest
 
 
 def _source_leaves(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class RulePack(Chain):
             )
         return result
 
-    def digest(self) -> str:
+    def digest(self) -> str | None:
         """As `Transform.digest`; what `infer` saw does not count."""
         return super().digest() if not self.found else dataclasses.replace(self, found="").digest()
 

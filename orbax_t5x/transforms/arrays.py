@@ -87,6 +87,11 @@ class Cast(InPlace):
     def __post_init__(self) -> None:
         self._set(dtype=as_dtype(self.dtype))
 
+    @property
+    def only_selects(self) -> bool:
+        """See `Transform.only_selects`."""
+        return True
+
     def _compute(self, view: View) -> View:
         return view.astype(self.dtype)
 

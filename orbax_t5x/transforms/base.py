@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.provenance.digests import dataclass_digest
+from orbax_t5x.transforms.describe import describe_fields
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.digest import describe_fields, digest_fields
 from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten, unflatten
 
 _logger = logging.getLogger(__name__)
@@ -66,9 +67,17 @@ class Transform:
         """One line for people."""
         return describe_fields(self)
 
-    def digest(self) -> str:
-        """Text that is the same for equal transforms, in every process; 32 hexadecimal digits."""
-        return digest_fields(self)
+    def digest(self) -> str | None:
+        """Text that is the same for equal transforms, in every process: 32 hexadecimal digits.
+
+        None where the transform holds a lambda, a closure or another object of which nobody can tell what it does.
+        """
+        return dataclass_digest(self)
+
+    @property
+    def only_selects(self) -> bool:
+        """Whether it changes no value, up to its dtype, and no name of a leaf that it keeps."""
+        return False
 
 
 AnyTransform = Transform | Callable[..., Any]

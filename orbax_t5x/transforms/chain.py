@@ -24,6 +24,11 @@ class Chain(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
 
+    @property
+    def only_selects(self) -> bool:
+        """See `Transform.only_selects`."""
+        return all(getattr(step, "only_selects", False) for step in self.steps)
+
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         return run_transforms(self.steps, state, target, is_resuming=False, diagnostics=diagnostics)

@@ -21,6 +21,11 @@ from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten
 class Intersect(Transform):
     """T5X's `intersect_state`: drops every leaf whose name the target lacks."""
 
+    @property
+    def only_selects(self) -> bool:
+        """See `Transform.only_selects`."""
+        return True
+
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         return {name: value for name, value in state.items() if name in target}
@@ -30,8 +35,8 @@ class Intersect(Transform):
 class Merge(Transform):
     """T5X's `merge_state`: adds the leaves of another state dict.
 
-    Equal when the names are and each leaf is the same object or holds equal numbers. The digest counts names,
-    shapes and dtypes.
+    Equal when the names are and each leaf is the same object or holds equal numbers. The digest counts names
+    and the contents of NumPy arrays of at most 1 MiB; larger arrays, and those of JAX, by shape and dtype.
 
     Attributes:
       from_scratch_state: nested (or a flat) state dict; it is not changed. Its arrays are kept as they are, not copied.
@@ -134,6 +139,11 @@ class _Select(ByRules):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
+
+    @property
+    def only_selects(self) -> bool:
+        """See `Transform.only_selects`."""
+        return True
 
     def _patterns(self) -> tuple[Pattern, ...]:
         return self.patterns

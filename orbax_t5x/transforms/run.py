@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x.provenance.digests import qualified_name
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.digest import qualified_name
 from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
 
 

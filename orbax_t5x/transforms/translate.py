@@ -57,10 +57,12 @@ class Translate(Transform):
         """One line for people."""
         return "Translate()" if self.translator is None else f"Translate({self.translator!r})"
 
-    def digest(self) -> str:
+    def digest(self) -> str | None:
         """As `Transform.digest`; a translator counts by its patterns and the names of its functions."""
         if not isinstance(self.translator, CheckpointTranslator):
             return super().digest()
+        if self.translator.digest() is None:
+            return None
         return hashlib.sha256(f"Translate: {self.translator.describe()}".encode()).hexdigest()[:32]
 
 

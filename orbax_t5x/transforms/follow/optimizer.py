@@ -16,8 +16,8 @@ from typing import Any
 
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.transforms.base import AnyTransform, Transform
+from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.digest import describe_transform
 from orbax_t5x.transforms.follow.factoring import Spec, checked_spec
 from orbax_t5x.transforms.follow.move import Move, Outcome, move_leaves
 from orbax_t5x.transforms.follow.slots import STANDARD_ROOTS, Names, Place, Roots, Slot, Tree, by_tree, checked_roots

@@ -1,0 +1,97 @@
+"""What the processes of one collective restore agree on before they read: the source's record, and the plan.
+
+All decide from what the primary process read, so that a step that is deleted meanwhile, or a file system that shows it
+late, is the same for all. And all wait for all at two points: where one process fails, each raises, and none reads on
+and waits for it for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from orbax_t5x.errors import CheckpointIOError, Problem, RestorePlanError
+from orbax_t5x.restoring.lineage import Records
+
+
+class Agreement:
+    """One restore of all processes; with one process nothing is exchanged.
+
+    Use it as a context around planning: an error that leaves it is told to the others.
+    """
+
+    def __init__(self, primary: int):
+        """Args: the index of the process whose record counts."""
+        self._primary = primary
+        self._several = jax.process_count() > 1
+        self._told_failure = False
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Tells the others, who wait at their next exchange, when this process fails."""
+        try:
+            yield
+        except BaseException:
+            if not self._told_failure:
+                self._exchange(b"", failed=True)
+            raise
+
+    def records(self, mine: Records) -> Records:
+        """The primary's records of the source, as every process takes them."""
+        if not self._several:
+            return mine
+        text = json.dumps({name: None if lineage is None else list(lineage) for name, lineage in mine.items()})
+        told = self._exchange(text.encode() if jax.process_index() == self._primary else b"")
+        loaded = json.loads(told[self._primary])
+        return {name: None if lineage is None else tuple(lineage) for name, lineage in loaded.items()}
+
+    def plan(self, sources: Sequence[str], provenance: Sequence[Mapping[str, Any]]) -> None:
+        """Compares what the processes are about to restore.
+
+        Args:
+          sources: the paths of the checkpoints.
+          provenance: of the plan.
+
+        Raises:
+          RestorePlanError: they differ, on all processes.
+        """
+        if not self._several:
+            return
+        text = json.dumps([list(sources), [dict(entry) for entry in provenance]], sort_keys=True)
+        told = self._exchange(hashlib.sha256(text.encode()).digest())
+        if len(set(told)) > 1:
+            self._told_failure = True  # all know
+            message = "the processes of this restore were given different steps, sources or transforms"
+            fix = "call restore with the same arguments on every process"
+            raise RestorePlanError([Problem("provenance", None, message, fix)], path=", ".join(sources))
+
+    def _exchange(self, payload: bytes, *, failed: bool = False) -> list[bytes]:
+        """What each process tells, by its index.
+
+        Raises:
+          CheckpointIOError: another process failed.
+        """
+        if not self._several:
+            return [payload]
+        told = np.asarray(multihost_utils.process_allgather(np.asarray([len(payload), failed], np.uint32)))
+        told = told.reshape(-1, 2)
+        failures = [index for index in np.flatnonzero(told[:, 1]).tolist() if index != jax.process_index()]
+        if failed or failures:
+            self._told_failure = True
+        if failures and not failed:
+            who = ", ".join(map(str, failures))
+            raise CheckpointIOError(f"the restore failed on process {who} before it read; its own error says why")
+        if failed:
+            return []
+        longest = max(1, int(told[:, 0].max()))
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, longest)
+        return [row[: int(size)].tobytes() for row, size in zip(rows, told[:, 0], strict=True)]

@@ -1,0 +1,118 @@
+"""A chain of transforms as a record needs it: its digest, its rules as text, and whether it can change a value.
+
+Nothing here knows a class of transform: a transform that has `digest()`, `describe()` or `only_selects` is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from orbax_t5x.provenance.digests import chain_digest, digests_of_version_0_1, qualified_name
+
+# A record is stored with every step: longer rules, and more of them, are cut. The digest counts all.
+_RULE_CHARACTERS = 300
+_RECORDED_RULES = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainRecord:
+    """What is recorded of a chain of transforms.
+
+    Attributes:
+      rules: one text per rule, in order; empty for a chain of no transforms.
+      digest: `sha256:…`, or None where what a transform does cannot be told from outside.
+      digest_of_version_0_1: what version 0.1 recorded for this chain; None also where it could mean another chain.
+      only_selects: whether no transform changes the value of a leaf that it keeps, nor which leaf it is.
+    """
+
+    rules: tuple[str, ...] = ()
+    digest: str | None = None
+    digest_of_version_0_1: str | None = None
+    only_selects: bool = False
+
+    @classmethod
+    def of(cls, transforms: Sequence[Callable[..., Any]]) -> ChainRecord:
+        """The record of some transforms, in order."""
+        chain = tuple(transforms)
+        with digests_of_version_0_1():
+            old = chain_digest(chain)
+        return cls(
+            rules=tuple(_cut(rule) for transform in chain for rule in _rules(transform)),
+            digest=chain_digest(chain),
+            digest_of_version_0_1=old,
+            only_selects=bool(chain) and all(getattr(one, "only_selects", False) is True for one in chain),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.rules)
+
+    def recorded_rules(self) -> list[str]:
+        """The rules as a record holds them."""
+        more = len(self.rules) - _RECORDED_RULES
+        return [*self.rules[:_RECORDED_RULES], f"… and {more} more"] if more > 0 else list(self.rules)
+
+
+def _rules(transform: Any) -> list[str]:
+    """The rules of one transform as texts: one per element of its longest sequence of rules, else one in all."""
+    if isinstance(transform, functools.partial):
+        name, arguments = qualified_name(transform), _arguments(transform)
+    elif dataclasses.is_dataclass(transform) and not isinstance(transform, type):
+        name, arguments = type(transform).__name__, _shown_fields(transform)
+    else:
+        return [_described(transform) or qualified_name(transform)]
+    lists = {key: value for key, value in arguments.items() if isinstance(value, (list, tuple)) and len(value) > 1}
+    if not lists:
+        return [_described(transform) or f"{name}({_listed(arguments)})"]
+    longest = max(lists, key=lambda key: len(lists[key]))
+    rest = _listed({key: value for key, value in arguments.items() if key != longest})
+    return [f"{name}{f'({rest})' if rest else ''}: {_text(item)}" for item in lists[longest]]
+
+
+def _shown_fields(transform: Any) -> dict[str, Any]:
+    shown = {}
+    for field in dataclasses.fields(transform):
+        value = getattr(transform, field.name)
+        at_default = field.default is not dataclasses.MISSING and value is field.default
+        if field.repr and not field.name.startswith("_") and not at_default:
+            shown[field.name] = value
+    return shown
+
+
+def _arguments(partial: functools.partial[Any]) -> dict[str, Any]:
+    """The bound arguments by the names of the function's parameters."""
+    try:
+        return dict(inspect.signature(partial.func).bind_partial(*partial.args, **partial.keywords).arguments)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {**{str(index): value for index, value in enumerate(partial.args)}, **partial.keywords}
+
+
+def _listed(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_text(value)}" for key, value in arguments.items())
+
+
+def _text(value: Any) -> str:
+    """A value on one line, without the contents of arrays."""
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if hasattr(value, "pattern"):
+        return repr(value.pattern)
+    return _described(value) or (qualified_name(value) if callable(value) else repr(value))
+
+
+def _described(value: Any) -> str:
+    """What an object's `describe()` returns; empty where it has none."""
+    describe = None if isinstance(value, type) else getattr(value, "describe", None)
+    return str(describe()) if callable(describe) else ""
+
+
+def _cut(rule: str) -> str:
+    line = " ".join(rule.split())
+    return line if len(line) <= _RULE_CHARACTERS else f"{line[:_RULE_CHARACTERS]}…"

@@ -1,0 +1,227 @@
+"""Whether transforms are applied to a state: one pure function of its record, the transforms and who asks.
+
+Transforms happen once within a run. The first row that fits decides, unless the caller answers with `is_resuming`:
+
+| the source's record | own step of the run | restore of anything else | convert |
+|---|---|---|---|
+| none, or nothing was applied | apply | apply | apply |
+| unrecorded | ask | ask | apply, one warning |
+| an entry has the same digest | applied already | the same, and a warning | the same, and a warning |
+| no digest on one side | ask | ask | apply, one warning |
+| other digests | a problem: what differs | apply | apply |
+
+Where a row asks, or other digests are a problem, transforms that only select or cast are applied all the same, as long
+as there is no `fallback` that would fill what they take out: no value that is restored can be wrong by that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.records import (
+    Entry,
+    Lineage,
+    applied_rules,
+    has_digest,
+    has_same_digest,
+    is_unrecorded,
+    make_entry,
+)
+
+Asker = Literal["own step", "restore", "convert"]
+"""Who wants the transforms: a restore of the run's own step (a handler's, without `source=`); any other restore or
+plan; or what makes a new checkpoint or a new run (`convert`, `init_from=`, the command line)."""
+
+_SHOWN_DIFFERENCES = 8
+
+_ANSWERS = "pass is_resuming=True (they were applied already: the run goes on) or is_resuming=False (apply them now)"
+_NEW_OR_SAME_RUN = "pass is_resuming=False (a new run: apply them now) or is_resuming=True (the same run, edited rules)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a decision is about.
+
+    Attributes:
+      chain: the transforms that are given.
+      asker: who gives them.
+      answer: the caller's `is_resuming`.
+      has_fallback: whether leaves that are missing are filled.
+      source: path of the source, or name -> path.
+      format: of the source, or name -> format.
+    """
+
+    chain: ChainRecord
+    asker: Asker
+    answer: bool | None
+    has_fallback: bool
+    source: str | Mapping[str, str]
+    format: str | Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What becomes of the transforms.
+
+    Attributes:
+      is_resuming: whether they were applied already.
+      lineage: of the state that is restored.
+      problem: why nothing can be decided, and what the caller can pass; None where it is decided.
+      warning: what a person should see; empty where nothing is.
+      note: what was applied to the source before, where other transforms are applied on top; else empty.
+    """
+
+    is_resuming: bool
+    lineage: Lineage
+    problem: tuple[str, str] | None = None
+    warning: str = ""
+    note: str = ""
+
+
+def decide(record: Lineage | None, question: Question) -> Decision:
+    """Decides whether transforms are applied.
+
+    Args:
+      record: the source's lineage; None where it has none.
+      question: what is given, and by whom.
+    """
+    lineage = record or ()
+    if not question.chain:
+        return Decision(question.answer is True, lineage or (_entry(question),))
+    if question.answer is not None:
+        return _answered(lineage, question)
+    applied = [entry for entry in lineage if applied_rules(entry)]
+    if lineage and is_unrecorded(lineage[-1]):
+        what = "nothing records what was applied to this state before it was saved"
+        return _undecided(lineage, question, what, _ANSWERS)
+    if not applied:
+        return _apply(lineage, question)
+    same = next((entry for entry in reversed(applied) if has_same_digest(entry, question.chain)), None)
+    if same is not None:
+        warning = "" if question.asker == "own step" else _already_applied(same)
+        return Decision(True, lineage, warning=warning)
+    opaque = [entry for entry in applied if not has_digest(entry)]
+    if question.chain.digest is None or opaque:
+        whose = "those given" if question.chain.digest is None else f"those recorded ({_brief(opaque[-1])})"
+        what = (
+            f"{_brief(applied[-1])} was applied to this state before, and whether that is what is given now cannot be "
+            f"told: {whose} hold a lambda, a closure or a callable object, which has no digest"
+        )
+        return _undecided(lineage, question, what, _ANSWERS)
+    if question.asker == "own step" and not _changes_no_value(question):
+        what = f"the run began with other transforms than those given: {_differences(applied[-1], question.chain)}"
+        return Decision(False, lineage, problem=(what, _NEW_OR_SAME_RUN))
+    if question.asker == "own step":
+        return Decision(False, lineage)
+    before = "; ".join(_brief(entry) for entry in applied)
+    return dataclasses.replace(_apply(lineage, question), note=f"applied to this state before: {before}")
+
+
+def _answered(lineage: Lineage, question: Question) -> Decision:
+    """The caller's own word, which the next save records."""
+    known = any(has_same_digest(entry, question.chain) for entry in lineage)
+    if question.answer:
+        # Without a digest nobody could find the entry again.
+        remembered = known or question.chain.digest is None
+        return Decision(True, lineage if remembered else (*lineage, _entry(question)))
+    if known and question.asker == "own step":
+        what = "is_resuming=False would apply transforms again that the run's own record says were applied already"
+        return Decision(False, lineage, problem=(what, "remove is_resuming=False"))
+    return _apply(lineage, question)
+
+
+def _apply(lineage: Lineage, question: Question) -> Decision:
+    return Decision(False, (*lineage, _entry(question)))
+
+
+def _entry(question: Question) -> Entry:
+    answer = question.answer if question.chain else None
+    return make_entry(question.source, question.format, question.chain, is_resuming=answer)
+
+
+def _undecided(lineage: Lineage, question: Question, what: str, fix: str) -> Decision:
+    """A row that asks: a problem, but for `convert`, and for what changes no value."""
+    if question.asker == "convert":
+        return dataclasses.replace(_apply(lineage, question), warning=f"{what}; the transforms are applied")
+    if _changes_no_value(question):
+        # Not recorded: it says nothing about the transforms that the question is about.
+        return Decision(False, lineage)
+    return Decision(False, lineage, problem=(what, fix))
+
+
+def _changes_no_value(question: Question) -> bool:
+    return question.chain.only_selects and not question.has_fallback
+
+
+# -- texts
+
+
+def _brief(entry: Entry) -> str:
+    rules = applied_rules(entry)
+    more = f" and {len(rules) - 1} more" if len(rules) > 1 else ""
+    return f"{next(iter(rules))}{more}"
+
+
+def _already_applied(entry: Entry) -> str:
+    source = entry["source"]
+    where = ", ".join(source.values()) if isinstance(source, Mapping) else source
+    return (
+        f"the transforms are not applied: by the checkpoint's record they were applied already, to {where!r}: "
+        f"{_brief(entry)}; is_resuming=False applies them again"
+    )
+
+
+def _differences(entry: Entry, chain: ChainRecord) -> str:
+    """What differs, rule by rule."""
+    recorded, given = list(applied_rules(entry)), chain.recorded_rules()
+    lines = [
+        f"{'recorded' if line[0] == '-' else 'given'} {line[2:]}"
+        for line in difflib.ndiff(recorded, given)
+        if line[0] in "-+"
+    ]
+    if not lines:
+        return f"the rules read the same ({_brief(entry)}), but their data or functions differ"
+    shown = "; ".join(lines[:_SHOWN_DIFFERENCES])
+    more = len(lines) - _SHOWN_DIFFERENCES
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+# -- several items
+
+
+def combine(decisions: Mapping[str, Decision]) -> Decision:
+    """One decision for a restore of several items, each of which has its own record.
+
+    Args:
+      decisions: by the item's name.
+    """
+    first = next(iter(decisions.values()))
+    if len(decisions) == 1:
+        return first
+    answers = {name: _answer_text(decision) for name, decision in decisions.items()}
+    lineage = _union([decision.lineage for decision in decisions.values()])
+    if len(set(answers.values())) > 1:
+        told = "; ".join(f"{name!r}: {answer}" for name, answer in answers.items())
+        what = f"the items of this step have differing records of what was applied to them: {told}"
+        return Decision(False, lineage, problem=(what, "restore one item at a time with item="))
+    warnings = dict.fromkeys(decision.warning for decision in decisions.values() if decision.warning)
+    notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
+    return Decision(first.is_resuming, lineage, first.problem, "; ".join(warnings), "; ".join(notes))
+
+
+def _answer_text(decision: Decision) -> str:
+    if decision.problem is not None:
+        return "not decided"
+    return "applied already" if decision.is_resuming else "to be applied"
+
+
+def _union(lineages: Sequence[Lineage]) -> Lineage:
+    """All entries, each once, in the order of the items."""
+    entries: list[Entry] = []
+    for lineage in lineages:
+        entries.extend(entry for entry in lineage if entry not in entries)
+    return tuple(entries)

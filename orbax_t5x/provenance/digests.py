@@ -1,0 +1,222 @@
+"""Digests of transforms: equal for equal rules in every process, different for other rules, or honestly none.
+
+A dataclass counts by its fields, a `functools.partial` by its function and arguments, a module-level function by its
+qualified name, an object with a `digest()` method by what that returns, a NumPy array of at most 1 MiB by its contents,
+any other array by its shape and dtype. What a lambda, a closure or another callable object does cannot be told from
+outside, so it has no digest, and neither has anything that holds one.
+
+Version 0.1 counted every array by shape and dtype, and every function by its name. Its digests are made here too, so
+that its records can be compared with the chain that is given now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# Larger arrays take longer to hash than a restore should take to plan; their shape and dtype stand for them.
+_CONTENT_LIMIT_BYTES = 1 << 20
+# Hexadecimal digits of a transform's own digest.
+_TRANSFORM_DIGITS = 32
+# T5X's protocol: the state dict, the target's, and the keyword `is_resuming`.
+_PROTOCOL_ARGUMENTS = 2
+
+# A transform's `digest()` takes no arguments and may be a user's, so the version is handed past it.
+_as_version_0_1: contextvars.ContextVar[bool] = contextvars.ContextVar("as_version_0_1", default=False)
+
+
+class NoDigestError(Exception):
+    """What a value does cannot be told from outside."""
+
+
+@contextlib.contextmanager
+def digests_of_version_0_1() -> Iterator[None]:
+    """Inside, digests are those of version 0.1, for chains that it told apart; others have none."""
+    token = _as_version_0_1.set(True)
+    try:
+        yield
+    finally:
+        _as_version_0_1.reset(token)
+
+
+def chain_digest(chain: Sequence[Any]) -> str | None:
+    """The digest of a chain of transforms.
+
+    Args:
+      chain: transforms in order.
+
+    Returns:
+      `sha256:…`; None for an empty chain, and for one with a transform that has no digest.
+    """
+    if not chain:
+        return None
+    digest = hashlib.sha256()
+    try:
+        for transform in chain:
+            digest.update(_part(transform).encode())
+            digest.update(b"\0")
+    except NoDigestError:
+        return None
+    return f"sha256:{digest.hexdigest()}"
+
+
+def dataclass_digest(value: Any) -> str | None:
+    """The digest of a dataclass by its fields, 32 hexadecimal digits; None where a field has none."""
+    try:
+        return _hashed(_fields(value))[:_TRANSFORM_DIGITS]
+    except NoDigestError:
+        return None
+
+
+def qualified_name(function: Any) -> str:
+    """How a function is called in plans and records; a partial is called as its function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def is_module_level(function: Any) -> bool:
+    """Whether the qualified name of a callable says what it does: a function or class of a module, no closure."""
+    name, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
+    if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
+        return False
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is function or (isinstance(function, types.MethodType) and found == function):
+        return True
+    # The name may have been taken since by another function, as `_` is in a table of rules.
+    return isinstance(function, types.FunctionType) and function.__closure__ is None
+
+
+def _part(transform: Any) -> str:
+    """What one transform of a chain contributes to the chain's digest."""
+    digest = _own_digest(transform)
+    if digest is not None:
+        return digest
+    if dataclasses.is_dataclass(transform) and not isinstance(transform, type):
+        return f"dataclass:{_hashed(_fields(transform))}"
+    if isinstance(transform, functools.partial) and not _as_version_0_1.get():
+        return f"partial:{_hashed(_encoded(transform))}"
+    return f"function:{_function(transform)}"
+
+
+def _own_digest(value: Any) -> str | None:
+    """What a `digest()` method returns; None where there is no such method."""
+    if isinstance(value, type) or not callable(getattr(value, "digest", None)):
+        return None
+    digest = value.digest()
+    if not isinstance(digest, str):
+        raise NoDigestError
+    return digest
+
+
+def _hashed(encoded: Any) -> str:
+    return hashlib.sha256(json.dumps(encoded, sort_keys=True).encode()).hexdigest()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dataclass as JSON. A field with a leading underscore is worked out from the others."""
+    names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
+    kind, name = (
+        ("transform", type(value).__name__) if hasattr(value, "digest") else ("dataclass", _function(type(value)))
+    )
+    return {kind: name, **{name: _encoded(getattr(value, name)) for name in names}}
+
+
+def _encoded(value: Any) -> Any:
+    """A value as JSON.
+
+    Raises:
+      NoDigestError: nothing says what the value is.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_encoded(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"mapping": {str(key): _encoded(item) for key, item in value.items()}}
+    if isinstance(value, (frozenset, set)):
+        return sorted((_encoded(item) for item in value), key=json.dumps)
+    if isinstance(value, re.Pattern):
+        # Patterns of text are always UNICODE; an uncompiled one and a compiled one without flags are the same rule.
+        flags = value.flags & ~re.UNICODE
+        return {"pattern": value.pattern, "flags": flags} if flags else value.pattern
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, enum.Enum):
+        return {"enum": value.name}
+    if value is ...:
+        return {"ellipsis": True}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _fields(value)
+    if not isinstance(value, type) and hasattr(value, "shape") and hasattr(value, "dtype"):
+        return _array(value)
+    return _encoded_other(value)
+
+
+def _encoded_other(value: Any) -> Any:
+    if isinstance(value, functools.partial) and not _as_version_0_1.get():
+        return {
+            "partial": _encoded(value.func),
+            "arguments": [_encoded(item) for item in value.args],
+            "keywords": {name: _encoded(item) for name, item in value.keywords.items()},
+        }
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, slice | range):
+        return {type(value).__name__: [_encoded(part) for part in (value.start, value.stop, value.step)]}
+    digest = None if _as_version_0_1.get() else _own_digest(value)
+    return {"digest": digest} if digest is not None else {"function": _function(value)}
+
+
+def _array(value: Any) -> dict[str, Any]:
+    encoded: dict[str, Any] = {"array": [int(size) for size in value.shape], "dtype": str(value.dtype)}
+    host = isinstance(value, (np.ndarray, np.generic))
+    if _as_version_0_1.get() or not host or value.nbytes > _CONTENT_LIMIT_BYTES:
+        return encoded
+    if value.dtype.hasobject:
+        # Bytes of an array of objects are addresses.
+        encoded["items"] = [_encoded(item) for item in value.ravel().tolist()]
+    else:
+        encoded["sha256"] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+    return encoded
+
+
+def _function(value: Any) -> str:
+    """The name of a function, where that says what it does."""
+    if not is_module_level(value):
+        if _as_version_0_1.get() and not callable(value):
+            return qualified_name(value)
+        raise NoDigestError
+    if _as_version_0_1.get() and not isinstance(value, type) and not _takes_the_protocol_alone(value):
+        # It was given as a partial, with arguments that version 0.1 did not count.
+        raise NoDigestError
+    return qualified_name(value)
+
+
+def _takes_the_protocol_alone(function: Callable[..., Any]) -> bool:
+    """Whether a function has no parameters to bind beside those of a transform."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+    own = [parameter for parameter in parameters if parameter.name != "is_resuming"]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(own) == _PROTOCOL_ARGUMENTS and all(parameter.kind in positional for parameter in own)

@@ -1,0 +1,46 @@
+"""What this process knows of the runs that it saves and restores: one lineage per root and item.
+
+The lineage belongs to the directory, not to an object: any number of managers and handlers that work on one root and
+item share it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from orbax_t5x.provenance.records import Lineage
+
+
+class RunKey(NamedTuple):
+    """Whose lineage it is.
+
+    Attributes:
+      root: the resolved root directory, or its URL.
+      item: the item's name in each step.
+    """
+
+    root: str
+    item: str
+
+
+_lock = threading.Lock()
+_lineages: dict[RunKey, Lineage] = {}
+
+
+def known_lineage(run: RunKey) -> Lineage | None:
+    """The lineage of a run's state; None where this process has neither restored, saved nor read a step of it."""
+    with _lock:
+        return _lineages.get(run)
+
+
+def remember(run: RunKey, lineage: Lineage) -> None:
+    """Sets the lineage of a run's state."""
+    with _lock:
+        _lineages[run] = tuple(lineage)
+
+
+def forget_all() -> None:
+    """Forgets every run, as a new process would."""
+    with _lock:
+        _lineages.clear()

@@ -1,0 +1,120 @@
+"""Where the run is that a directory belongs to, and what its finished steps record about their lineage.
+
+A run is a root with steps in it, and one item of each step. Only names are listed and metadata files read here, by
+etils paths: a root may be remote.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from etils import epath
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.provenance.records import KEY, UNRECORDED, Lineage, from_metadata
+from orbax_t5x.provenance.runs import RunKey
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
+from orbax_t5x.storage.strict_json import parse_object
+
+# What Orbax appends to the names of directories that it has not finished, and the file that marks finished ones where
+# a directory cannot be renamed.
+_TEMPORARY_MARK = ".orbax-checkpoint-tmp"
+_COMMIT_FILE = "commit_success.txt"
+
+
+class StepItem(NamedTuple):
+    """One item of one step of a run.
+
+    Attributes:
+      run: the root and the item's name.
+      step: the number of the step.
+    """
+
+    run: RunKey
+    step: int
+
+
+def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
+    """The run that an item's directory belongs to; None for a directory that is not an item inside a step.
+
+    Args:
+      directory: as Orbax hands it to a handler: finished, or with the suffixes of an unfinished save.
+    """
+    path = epath.Path(os.fspath(directory))
+    parent = path.parent
+    item, step_name = (part.name.partition(_TEMPORARY_MARK)[0] for part in (path, parent))
+    step = step_of_name(step_name)
+    if step is None or not item or not step_name:
+        return None
+    # Other directories than steps have names such as `run_2024`; a step of such a name is being written by Orbax, or
+    # has its marker.
+    certain = step_name.isdecimal() or parent.name != step_name or "://" in os.fspath(path)
+    if not certain and not (parent / STEP_METADATA_FILE).exists():
+        return None
+    return StepItem(RunKey(_resolved(parent.parent), item), step)
+
+
+def _resolved(root: epath.Path) -> str:
+    text = os.fspath(root)
+    return text if "://" in text else os.path.realpath(text)
+
+
+def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
+    """The lineage of the newest finished step of a run; None where no step has a record.
+
+    Args:
+      run: whose steps.
+      except_step: one that is being saved.
+    """
+    newest = True
+    for step, path in _items(run):
+        if step == except_step:
+            continue
+        lineage = _recorded(path)
+        if lineage is not None:
+            # A step without a record, in a run where an older one has one, is unrecorded.
+            return lineage if newest else (UNRECORDED,)
+        newest = False
+    return None
+
+
+def has_older_record(place: StepItem) -> bool:
+    """Whether an older step of the run has a record."""
+    return any(_recorded(path) is not None for step, path in _items(place.run) if step < place.step)
+
+
+def _items(run: RunKey) -> Iterator[tuple[int, epath.Path]]:
+    """The item's directories in the finished steps, newest first."""
+    root = epath.Path(run.root)
+    try:
+        names = [child.name for child in root.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    numbered = [(step, name) for name in names if (step := step_of_name(name)) is not None]
+    steps = [(step, root / name) for step, name in sorted(numbered, reverse=True)]
+    needs_commit = any((directory / _COMMIT_FILE).exists() for _, directory in steps)
+    for step, directory in steps:
+        if needs_commit and not (directory / _COMMIT_FILE).exists():
+            continue
+        if (directory / run.item / METADATA_FILE).exists():
+            yield step, directory / run.item
+
+
+def _recorded(item: epath.Path) -> Lineage | None:
+    """The lineage that an item records.
+
+    A step that was deleted since it was listed has none. A damaged record says no more than that there was one.
+    """
+    file = item / METADATA_FILE
+    try:
+        data = file.read_bytes()
+        if KEY.encode() not in data:  # the metadata of a large tree takes long to parse
+            return None
+        return from_metadata(parse_object(data, os.fspath(file), allow_nan=True), path=os.fspath(item))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except CheckpointError:
+        return (UNRECORDED,)

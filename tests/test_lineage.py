@@ -1,0 +1,385 @@
+"""Transforms happen once within a run: the table of decisions, and the histories that users had trouble with."""
+
+import functools
+import itertools
+import json
+import logging
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.provenance import runs
+from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.provenance.decision import Question, combine, decide
+from orbax_t5x.provenance.records import UNRECORDED, make_entry
+
+T = ot.transforms
+SWAP = T.Rename([("x", "y"), ("y", "x")])
+OTHER = T.Rename([("y", "z"), ("z", "y")])
+STATE = {name: np.full(3, value, np.float32) for name, value in (("x", 1), ("y", 2), ("z", 3))}
+TARGET = {name: np.zeros(3, np.float32) for name in STATE}
+SWAPPED = {"x": 2.0, "y": 1.0, "z": 3.0}
+PLAIN = {"x": 1.0, "y": 2.0, "z": 3.0}
+
+
+def opaque(state, target):
+    return state
+
+
+OPAQUE = lambda state, target: opaque(state, target)  # noqa: E731
+
+
+@pytest.fixture(autouse=True)
+def new_process():
+    runs.forget_all()
+
+
+def manager_of(root):
+    return ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler())
+
+
+def save(root, step, state=STATE, **keywords):
+    with manager_of(root) as manager:
+        manager.save(step, args=ot.args.TrainStateSave(state, **keywords))
+
+
+def restore(root, step, transforms=(), **keywords):
+    with manager_of(root) as manager:
+        return manager.restore(step, args=ot.args.TrainStateRestore(TARGET, transforms, **keywords))
+
+
+def values(state):
+    return {name: float(array[0]) for name, array in state.items()}
+
+
+def problem_of(call, *args, **keywords):
+    with pytest.raises(ot.RestorePlanError) as raised:
+        call(*args, **keywords)
+    (problem,) = raised.value.problems
+    assert problem.kind == "provenance"
+    return problem
+
+
+def recorded(root, step, item="default"):
+    text = (root / str(step) / item / "_METADATA").read_text()
+    return json.loads(text)["custom_metadata"]["orbax_t5x"]["provenance"]
+
+
+# -- the table
+
+MINE, THEIRS = ChainRecord.of([SWAP]), ChainRecord.of([OTHER])
+WITHOUT_DIGEST = ChainRecord.of([OPAQUE])
+SELECTS = ChainRecord.of([T.Keep("x")])
+NOTHING = ChainRecord()
+OF_0_1 = {"source": "/a", "format": "orbax", "transforms": MINE.digest, "names": ["Rename(…)"]}
+OF_0_1_PARTIAL = {"source": "/a", "format": "orbax", "transforms": "sha256:0", "names": ["module.function"]}
+
+
+def made(chain, **answer):
+    return make_entry("/source", "orbax", chain, **answer)
+
+
+# Record, chain, and what happens to a restore of an own step, to any other restore, and to a conversion.
+TABLE = {
+    "no record": (None, MINE, "apply apply apply"),
+    "nothing was applied": ((), MINE, "apply apply apply"),
+    "a source without transforms": ((made(NOTHING),), MINE, "apply apply apply"),
+    "unrecorded": ((UNRECORDED,), MINE, "ask ask apply!"),
+    "unrecorded after an entry": ((made(MINE), UNRECORDED), MINE, "ask ask apply!"),
+    "the same digest": ((made(MINE),), MINE, "once once! once!"),
+    "an older entry has the same": ((made(MINE), made(THEIRS)), MINE, "once once! once!"),
+    "an answer on top of what nobody recorded": ((UNRECORDED, made(MINE)), MINE, "once once! once!"),
+    "the same digest in version 0.1": ((OF_0_1,), MINE, "once once! once!"),
+    "given without a digest": ((made(MINE),), WITHOUT_DIGEST, "ask ask apply!"),
+    "recorded without a digest": ((made(WITHOUT_DIGEST),), MINE, "ask ask apply!"),
+    "neither has a digest": ((made(WITHOUT_DIGEST),), WITHOUT_DIGEST, "ask ask apply!"),
+    "a partial in version 0.1": ((OF_0_1_PARTIAL,), MINE, "ask ask apply!"),
+    "other digests": ((made(THEIRS),), MINE, "problem apply+ apply+"),
+    "other digests in version 0.1": ((OF_0_1,), THEIRS, "problem apply+ apply+"),
+    "selecting, unrecorded": ((UNRECORDED,), SELECTS, "apply apply apply!"),
+    "selecting, other digests": ((made(MINE),), SELECTS, "apply apply+ apply+"),
+    "selecting, without a digest": ((made(WITHOUT_DIGEST),), SELECTS, "apply apply apply!"),
+    "no transforms": ((made(MINE),), NOTHING, "apply apply apply"),
+}
+
+
+def decided(record, chain, asker, answer=None, *, has_fallback=False):
+    return decide(record, Question(chain, asker, answer, has_fallback, "/here", "orbax"))
+
+
+def outcome(decision):
+    if decision.problem is not None:
+        return (
+            "ask" if "cannot be told" in decision.problem[0] or "nothing records" in decision.problem[0] else "problem"
+        )
+    return ("once" if decision.is_resuming else "apply") + "!" * bool(decision.warning) + "+" * bool(decision.note)
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_each_row_of_the_table(row):
+    record, chain, wanted = TABLE[row]
+    decisions = [decided(record, chain, asker) for asker in ("own step", "restore", "convert")]
+    assert " ".join(map(outcome, decisions)) == wanted
+
+
+@pytest.mark.parametrize("row", TABLE)
+@pytest.mark.parametrize("asker", ["own step", "restore", "convert"])
+def test_an_answer_is_followed_and_remembered(row, asker):
+    record, chain, _ = TABLE[row]
+    if not chain:
+        return
+    goes_on = decided(record, chain, asker, True)
+    assert goes_on.is_resuming and goes_on.problem is None
+    once = "same" in row or "answer" in row or row == "unrecorded after an entry"
+    starts = decided(record, chain, asker, False)
+    if once and asker == "own step":
+        assert starts.problem == (starts.problem[0], "remove is_resuming=False")
+    else:
+        assert not starts.is_resuming and starts.problem is None
+    if chain.digest is not None:
+        # At the next start nobody asks again.
+        for decision in (goes_on, starts):
+            if decision.problem is None:
+                again = decided(decision.lineage, chain, "own step")
+                assert again.problem is None or row == "unrecorded after an entry"
+
+
+def test_a_fallback_takes_the_exemption_away():
+    for record, chain in (((UNRECORDED,), SELECTS), ((made(MINE),), SELECTS)):
+        assert decided(record, chain, "own step", has_fallback=True).problem is not None
+
+
+def test_the_difference_is_told_rule_by_rule():
+    edited = ChainRecord.of([T.Rename([("x", "y"), ("y", "z")])])
+    message, fix = decided((made(MINE),), edited, "own step").problem
+    assert "recorded Rename: ('y', 'x')" in message and "given Rename: ('y', 'z')" in message
+    assert "('x', 'y')" not in message
+    assert "is_resuming=True" in fix and "is_resuming=False" in fix
+
+
+def test_items_that_differ_name_item():
+    same = combine({"a": decided((made(MINE),), MINE, "restore"), "b": decided((made(MINE),), MINE, "restore")})
+    assert same.is_resuming and same.lineage == (made(MINE),)
+    differing = combine({"a": decided((made(MINE),), MINE, "restore"), "b": decided(None, MINE, "restore")})
+    assert "item=" in differing.problem[1] and "'a': applied already" in differing.problem[0]
+
+
+# -- histories
+
+
+def test_the_documented_resume(tmp_path):
+    save(tmp_path / "old", 0, provenance=())
+    plan = ot.plan_restore(tmp_path / "old", TARGET, SWAP)
+    state = plan.execute()
+    assert values(state) == SWAPPED
+    save(tmp_path / "run", 0, state, provenance=plan.provenance)
+    save(tmp_path / "run", 1, state)  # said once, it holds
+    assert recorded(tmp_path / "run", 1) == recorded(tmp_path / "run", 0)
+    for forget in (lambda: None, runs.forget_all):
+        forget()
+        assert values(restore(tmp_path / "run", 1, SWAP)) == SWAPPED
+    runs.forget_all()
+    save(tmp_path / "run", 2, state)  # a new process that restored nothing reads the newest step
+    assert recorded(tmp_path / "run", 2) == recorded(tmp_path / "run", 0)
+
+
+def test_a_save_that_knows_nothing_makes_the_next_restore_ask_once(tmp_path):
+    save(tmp_path / "old", 0, provenance=())
+    state = ot.restore(tmp_path / "old", TARGET, SWAP)
+    save(tmp_path / "run", 0, state)
+    assert recorded(tmp_path / "run", 0) == [{"unrecorded": True}]
+    problem_of(restore, tmp_path / "run", 0, SWAP)
+    problem_of(ot.restore, tmp_path / "run", TARGET, SWAP)
+    assert values(restore(tmp_path / "run", 0, SWAP, is_resuming=True)) == SWAPPED
+    save(tmp_path / "run", 1, state)
+    runs.forget_all()
+    assert values(restore(tmp_path / "run", 1, SWAP)) == SWAPPED
+    # Evaluation needs no answer.
+    with manager_of(tmp_path / "run") as manager:
+        args = ot.args.TrainStateRestore({"x": TARGET["x"]}, T.Keep("x"))
+        assert values(manager.restore(0, args=args)) == {"x": 2.0}
+
+
+def test_partials_tell_their_rules_apart(tmp_path):
+    def swap(one, other):
+        return functools.partial(ot.state_utils.apply_assignment_map, assignment_map=[(one, other), (other, one)])
+
+    save(tmp_path / "old", 0, provenance=())
+    plan = ot.plan_restore(tmp_path / "old", TARGET, [swap("x", "y")], strict=False, fallback=TARGET)
+    save(tmp_path / "run", 0, plan.execute(), provenance=plan.provenance)
+    again = {"strict": False, "fallback": TARGET}
+    assert values(restore(tmp_path / "run", 0, [swap("x", "y")], **again)) == SWAPPED
+    problem_of(restore, tmp_path / "run", 0, [swap("y", "z")], **again)
+
+
+def test_edited_rules_are_refused_once(tmp_path):
+    save(tmp_path / "old", 0, provenance=())
+    plan = ot.plan_restore(tmp_path / "old", TARGET, SWAP)
+    save(tmp_path / "run", 0, plan.execute(), provenance=plan.provenance)
+    problem = problem_of(restore, tmp_path / "run", 0, OTHER)
+    assert "recorded" in problem.message and "given" in problem.message
+    state = restore(tmp_path / "run", 0, OTHER, is_resuming=True)
+    assert values(state) == SWAPPED
+    for step in (1, 2):
+        save(tmp_path / "run", step, state, provenance=plan.provenance)  # repeating what was said first is harmless
+    runs.forget_all()
+    for rules in (OTHER, SWAP):
+        assert values(restore(tmp_path / "run", 2, rules)) == SWAPPED
+
+
+def test_a_new_run_on_an_own_step_is_recorded(tmp_path):
+    save(tmp_path / "run", 0, provenance=())
+    assert values(restore(tmp_path / "run", 0, SWAP, is_resuming=False)) == SWAPPED
+    state = restore(tmp_path / "run", 0, SWAP, is_resuming=False)
+    save(tmp_path / "run", 1, state)
+    assert values(restore(tmp_path / "run", 1, SWAP)) == SWAPPED
+    assert problem_of(restore, tmp_path / "run", 1, SWAP, is_resuming=False).fix == "remove is_resuming=False"
+
+
+def test_a_teacher_is_no_part_of_the_run(tmp_path):
+    save(tmp_path / "teacher", 0, provenance=())
+    plan = ot.plan_restore(tmp_path / "teacher", TARGET, OTHER)
+    save(tmp_path / "run", 0, provenance=plan.provenance)
+    handler = ot.TrainStateHandler()
+    with ocp.CheckpointManager(tmp_path / "run", item_handlers=handler) as manager:
+        student = manager.restore(0, args=ot.args.TrainStateRestore(TARGET))
+        args = ot.args.TrainStateRestore(TARGET, SWAP, source=tmp_path / "teacher")
+        manager.restore(0, args=args)
+        assert handler.provenance[-1]["digest"] == MINE.digest
+        manager.save(1, args=ot.args.TrainStateSave(student))
+    assert recorded(tmp_path / "run", 1) == recorded(tmp_path / "run", 0)
+
+
+def test_a_source_through_an_empty_manager(tmp_path):
+    save(tmp_path / "old", 0, provenance=())
+    handler = ot.TrainStateHandler()
+    with ocp.Checkpointer(handler) as checkpointer:
+        args = ot.args.TrainStateRestore(TARGET, SWAP, source=tmp_path / "old")
+        state = checkpointer.restore(tmp_path / "old", args=args)
+    save(tmp_path / "run", 0, state, provenance=handler.provenance)
+    assert values(restore(tmp_path / "run", 0, SWAP)) == SWAPPED
+
+
+def test_handlers_and_items_share_what_is_theirs(tmp_path):
+    """The lineage belongs to root and item; an item of its own has its own."""
+
+    def composite(**items):
+        return ocp.args.Composite(**items)
+
+    handlers = {"model": ot.TrainStateHandler(), "ema": ot.TrainStateHandler()}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+        model = ot.args.TrainStateSave(STATE, provenance=[made(MINE)])
+        manager.save(0, args=composite(model=model, ema=ot.args.TrainStateSave(STATE, provenance=())))
+    handlers = {"model": ot.TrainStateHandler(), "ema": ot.TrainStateHandler()}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+        manager.save(1, args=composite(model=ot.args.TrainStateSave(STATE), ema=ot.args.TrainStateSave(STATE)))
+    assert recorded(tmp_path, 1, "model") == [made(MINE)] and recorded(tmp_path, 1, "ema") == []
+    both = {f"{item}/{name}": leaf for item, name in itertools.product(handlers, STATE) for leaf in [TARGET[name]]}
+    rules = T.Rename([("x", "y"), ("y", "x")])
+    assert "item=" in problem_of(ot.plan_restore, tmp_path, both, rules).fix
+    with pytest.raises(ot.RestorePlanError, match="item="):
+        ot.plan_restore(tmp_path / "1", None, SWAP)
+    assert values(ot.restore(tmp_path, TARGET, SWAP, item="ema")) == SWAPPED
+    assert values(ot.restore(tmp_path, TARGET, SWAP, item="model")) == PLAIN
+
+
+def test_a_step_without_a_record_after_one_with_it_is_unrecorded(tmp_path):
+    save(tmp_path, 0, provenance=())
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(STATE))
+    problem_of(restore, tmp_path, 1, SWAP)
+    problem_of(ot.restore, tmp_path, TARGET, SWAP)
+    assert values(restore(tmp_path, 0, SWAP)) == SWAPPED
+    with ocp.CheckpointManager(tmp_path / "stock") as manager:
+        manager.save(0, args=ocp.args.StandardSave(STATE))
+    assert values(restore(tmp_path / "stock", 0, SWAP)) == SWAPPED
+
+
+def test_a_directory_that_is_no_step_has_no_run(tmp_path):
+    with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "run_1" / "a", args=ot.args.TrainStateSave(STATE, provenance=()))
+        checkpointer.save(tmp_path / "run_2" / "a", args=ot.args.TrainStateSave(STATE))
+    for name, wanted in (("run_1", []), ("run_2", [UNRECORDED])):
+        text = (tmp_path / name / "a" / "_METADATA").read_text()
+        assert json.loads(text)["custom_metadata"]["orbax_t5x"]["provenance"] == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"step_prefix": "checkpoint"}, {"step_format_fixed_length": 8}])
+def test_any_name_of_steps(tmp_path, options):
+    def saved(step, **keywords):
+        settings = ocp.CheckpointManagerOptions(**options)
+        with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler(), options=settings) as manager:
+            manager.save(step, args=ot.args.TrainStateSave(STATE, **keywords))
+            manager.wait_until_finished()
+            plain = manager.restore(step, args=ot.args.TrainStateRestore(TARGET, SWAP))
+            return values(plain)
+
+    assert saved(0, provenance=[made(MINE)]) == PLAIN
+    runs.forget_all()
+    assert saved(1) == PLAIN
+
+
+def test_a_restore_without_arguments_carries_the_record_along(tmp_path):
+    save(tmp_path, 0, provenance=[made(MINE)])
+    with manager_of(tmp_path) as manager:
+        state = manager.restore(0)
+        manager.save(1, args=ot.args.TrainStateSave(state))
+    assert values(restore(tmp_path, 1, SWAP)) == PLAIN
+
+
+def test_a_conversion_is_a_source_like_any_other(tmp_path, caplog):
+    save(tmp_path / "old", 0, provenance=())
+    ot.convert(tmp_path / "old", tmp_path / "converted", SWAP)
+    with caplog.at_level(logging.INFO, logger="orbax_t5x"):
+        # The same rules again are not applied, and somebody is told.
+        again = ot.plan_restore(tmp_path / "converted", TARGET, SWAP)
+        assert values(again.execute()) == SWAPPED and "is_resuming=False" in again.warnings[0]
+        assert any(record.levelno == logging.WARNING for record in caplog.records)
+        caplog.clear()
+        # Other rules begin a new run; what was applied before is told and recorded.
+        plan = ot.plan_restore(tmp_path / "converted", TARGET, OTHER)
+        assert values(plan.execute()) == {"x": 2.0, "y": 3.0, "z": 1.0} and not plan.warnings
+        assert any("applied to this state before" in record.getMessage() for record in caplog.records)
+    assert [entry["digest"] for entry in plan.provenance] == [MINE.digest, THEIRS.digest]
+    ot.convert(tmp_path / "converted", tmp_path / "twice", SWAP, is_resuming=False)
+    assert values(ot.restore(tmp_path / "twice", TARGET)) == PLAIN
+
+
+def test_several_sources_begin_a_new_lineage(tmp_path):
+    save(tmp_path / "a", 0, provenance=[made(MINE)])
+    save(tmp_path / "b", 0)
+    sources = {"a": tmp_path / "a", "b": tmp_path / "b"}
+    plan = ot.plan_restore(sources, TARGET, T.Overlay(("a", "b")), strict=False)
+    (entry,) = plan.provenance
+    assert entry["source"].keys() == {"a", "b"} and entry["digest"] == ChainRecord.of([T.Overlay(("a", "b"))]).digest
+
+
+def test_a_problem_of_provenance_stands_alone(tmp_path):
+    save(tmp_path, 0)
+    problem_of(restore, tmp_path, 0, [T.Rename([("nothing", "x")])])
+
+
+def test_functions_when_a_run_goes_on(tmp_path):
+    calls = []
+
+    def with_keyword(state, target, *, is_resuming=False):
+        calls.append(is_resuming)
+        return state
+
+    def without(state, target):
+        raise AssertionError("not called when a run goes on")
+
+    save(tmp_path, 0)
+    assert values(restore(tmp_path, 0, [with_keyword, without, SWAP], is_resuming=True)) == PLAIN
+    assert calls == [True]
+
+
+def test_saves_that_are_not_made_change_nothing(tmp_path):
+    with manager_of(tmp_path) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(STATE, provenance=()))
+        manager.wait_until_finished()
+        assert not manager.save(0, args=ot.args.TrainStateSave(STATE, provenance=[made(MINE)]))
+        manager.save(1, args=ot.args.TrainStateSave(STATE))
+    assert recorded(tmp_path, 1) == []
