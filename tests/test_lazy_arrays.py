@@ -326,7 +326,7 @@ def test_several_views_are_read_in_one_go_and_each_leaf_once():
 def test_an_empty_box_reads_nothing():
     leaf = ArrayLeaf(np.zeros((3, 4)))
     assert as_view(leaf)[1:1].get().shape == (0, 4)
-    assert as_view(leaf).requests(((1, 1), (0, 4))) == [] and as_view(leaf).temp_bytes(((1, 1), (0, 4))) == 0
+    assert as_view(leaf).requests(((1, 1), (0, 4))) == [] and as_view(leaf).scratch_bytes(((1, 1), (0, 4))) == 0
     assert leaf.calls == [] and leaf.verified == 0
 
 

@@ -171,7 +171,7 @@ class Program:
 
     def equal(self) -> None:
         self.linear = False
-        self.each("equal", lambda v: lazy.AllEqual([v, v]), lambda a: a)
+        self.each("equal", lambda v: lazy.all_equal([v, v]), lambda a: a)
 
     def cast(self) -> None:
         dtype = self.draw(st.sampled_from(DTYPES))

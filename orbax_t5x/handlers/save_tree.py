@@ -169,7 +169,7 @@ def _ready(leaf: Any, name: str, dtype: np.dtype | None, writer: ChunkWriter) ->
     view = as_view(leaf, name=name)
     if not view.is_value:
         return StreamedLeaf(view if dtype is None else view.astype(dtype), name, writer)
-    if view.inputs and any(_spans_processes(part) for part in view.leaves()):
+    if view.leaf is None and any(_spans_processes(part) for part in view.leaves()):
         raise UnsupportedCheckpointError(
             "is computed from an array that spans processes; apply the transform under jax.jit before saving", leaf=name
         )

@@ -169,7 +169,7 @@ class _Run:
     async def admit(self, target: _Target, box: Box) -> int:
         """Waits for a piece's share of the budget, and returns it."""
         view = target.job.view
-        size = _COPIES * box_size(box) * view.dtype.itemsize + view.temp_bytes(box, len(box))
+        size = _COPIES * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
         await self._count.acquire()
         await self._budget.take(size)
         return size

@@ -1,62 +1,65 @@
 """Lazy arrays: T5X's classes, and the views that compose without reading.
 
-A leaf (`_leaf.py`) fills buffers from index boxes. Views (`_view.py`) are frozen nodes over leaves: walks over
-dimensions, reshapes, casts, stacks, concatenations, averages. Each maps an output box to boxes of its inputs, so that a
-plan can tell what it will read and an executor reads just that, straight into its buffers. Nothing is read, and no
-thread made, before a value is asked for.
+A leaf (`leaf.py`) fills buffers from index boxes. Nodes (`node.py`) are frozen data over leaves: index maps, reshapes,
+casts, stacks, concatenations, averages. Each maps an output box to boxes of its inputs, so that a plan can tell what it
+will read and an executor reads just that, straight into its buffers. A view (`view.py`) is the lazy array over a node.
+Nothing is read, and no thread made, before a value is asked for.
 """
 
 from orbax_t5x.lazy.array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
-from orbax_t5x.lazy.assemble import Concat, Stack
-from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box
-from orbax_t5x.lazy.cast import Cast, CheckedCast
-from orbax_t5x.lazy.combine import AllEqual, Average
-from orbax_t5x.lazy.compose import as_view, broadcast_to, concatenate, repeat, stack
-from orbax_t5x.lazy.geometry import contiguous_dims
+from orbax_t5x.lazy.assemble import ConcatNode, StackNode
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, intersect, slices_within
+from orbax_t5x.lazy.cast import CastNode
+from orbax_t5x.lazy.combine import AllEqualNode, AverageNode
 from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
-from orbax_t5x.lazy.read import group_reads, read_leaves, read_views
+from orbax_t5x.lazy.node import LeafNode, Lowered, Node
+from orbax_t5x.lazy.read import group_reads, read_leaves
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
-from orbax_t5x.lazy.reshape import Join, Split
-from orbax_t5x.lazy.strided import LeafView, Strided
+from orbax_t5x.lazy.reshape import JoinNode, SplitNode
+from orbax_t5x.lazy.several import all_equal, average, concatenate, stack
+from orbax_t5x.lazy.strided import StridedNode
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
-from orbax_t5x.lazy.view import Lowered, View
+from orbax_t5x.lazy.view import View, as_view, broadcast_to, read_views, repeat
 
 __all__ = [
-    "AllEqual",
-    "Average",
+    "AllEqualNode",
+    "AverageNode",
     "BlockingLeaf",
     "Box",
-    "Cast",
-    "CheckedCast",
+    "CastNode",
     "ChecksummedRange",
-    "Concat",
-    "Join",
+    "ConcatNode",
+    "JoinNode",
     "LazyArray",
     "LazyAwaitableArray",
     "LazyThreadPoolArray",
     "Leaf",
-    "LeafView",
+    "LeafNode",
     "Lowered",
+    "Node",
     "OpaqueLeaf",
     "ReadStats",
     "Request",
-    "Split",
-    "Stack",
-    "Strided",
+    "SplitNode",
+    "StackNode",
+    "StridedNode",
     "ValueLeaf",
     "Verify",
     "View",
+    "all_equal",
     "as_view",
+    "average",
     "box_shape",
     "box_size",
     "box_slices",
     "broadcast_to",
     "concatenate",
-    "contiguous_dims",
     "full_box",
     "group_reads",
+    "intersect",
     "read_leaves",
     "read_views",
     "repeat",
+    "slices_within",
     "stack",
 ]

@@ -1,7 +1,7 @@
 """`LazyArray`, T5X's base class, and its two children that call a function to get their value.
 
 A lazy array knows its shape and dtype and holds no data; `get()` reads it. These kinds read whole, however little is
-wanted: a function is opaque. Views (`_view.py`) are the kind that reads boxes. No thread is made before the first
+wanted: a function is opaque. Views (`view.py`) are the kind that reads boxes. No thread is made before the first
 `get_async`.
 """
 
@@ -23,11 +23,6 @@ class LazyArray(abc.ABC):
 
     Subclass it and implement `get` and `get_async`, or use one of its kinds.
     """
-
-    __slots__ = ("__weakref__", "_dtype", "_get_fn", "_shape")
-
-    _shape: tuple[int, ...]
-    _dtype: np.dtype
 
     def __init__(self, shape: Sequence[int], dtype: Any, get_fn: Callable[[], Any]):
         """Holds a function that reads.
@@ -54,17 +49,17 @@ class LazyArray(abc.ABC):
     @property
     def ndim(self) -> int:
         """The rank."""
-        return len(self._shape)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return math.prod(self._shape)
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """The bytes of the value in memory, from shape and dtype."""
-        return math.prod(self._shape) * self._dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def astype(self, dtype: Any) -> LazyArray:
         """The same array in another dtype; nothing is read."""
@@ -85,7 +80,7 @@ class LazyArray(abc.ABC):
         return np.asarray((self if dtype is None else self.astype(dtype)).get())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name})"
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name})"
 
     def _as_declared(self, value: Any) -> Any:
         """The value in the declared dtype."""
@@ -96,8 +91,6 @@ class LazyArray(abc.ABC):
 
 class LazyThreadPoolArray(LazyArray):
     """A lazy array whose `get_fn` blocks; `get_async` calls it in a pool of threads."""
-
-    __slots__ = ()
 
     def get(self) -> Any:
         """Calls the function; casts if its dtype is not the declared one."""
@@ -118,8 +111,6 @@ class LazyThreadPoolArray(LazyArray):
 
 class LazyAwaitableArray(LazyArray):
     """A lazy array whose `get_fn` returns an awaitable: a coroutine, or a TensorStore future."""
-
-    __slots__ = ()
 
     @classmethod
     def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]]) -> Self:

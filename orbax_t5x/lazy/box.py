@@ -27,3 +27,22 @@ def box_size(box: Box) -> int:
 def box_slices(box: Box) -> tuple[slice, ...]:
     """The box as a NumPy index."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def intersect(box: Box, other: Box) -> Box | None:
+    """What two boxes of one rank share, or None where that is no element."""
+    shared = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)])
+    for first, last in shared:
+        if first >= last:
+            return None
+    return shared
+
+
+def shift(box: Box, outer: Box) -> Box:
+    """A box in the coordinates of an outer one: its own first element is index 0."""
+    return tuple([(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True)])
+
+
+def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """A box as a NumPy index into an array that holds an outer box."""
+    return box_slices(shift(box, outer))

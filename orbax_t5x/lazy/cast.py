@@ -6,92 +6,97 @@ asks for a cast has asked for what it loses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import math
 from functools import lru_cache, partial
 
 import numpy as np
 
 from orbax_t5x.errors import LeafMismatchError
-from orbax_t5x.lazy.box import Box, box_size
-from orbax_t5x.lazy.geometry import Walk
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.view import Lowered, View
+from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.lazy.strided import strided
+
+# What comparing two arrays takes for each element: the answer, and those to its parts.
+_COMPARED_BYTES = 4
 
 
-class Cast(View):
-    """The elements in another dtype, as NumPy's `astype` makes them."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class CastNode(Node):
+    """The elements in another dtype, as NumPy's `astype` makes them; make it with `cast_node`.
 
-    __slots__ = ()
+    Attributes:
+      checked: whether reading raises `LeafMismatchError` where a value does not survive the way there and back.
+    """
 
-    def __init__(self, source: View, dtype: np.dtype):
-        super().__init__(source.shape, dtype, (source,))
-        cast_carrier(source.dtype, dtype)
+    checked: bool
 
-    def _describe(self) -> str:
-        return f"cast {self._dtype.name}"
+    def describe_step(self) -> str:
+        """The new dtype."""
+        return f"{'checked ' if self.checked else ''}cast {self.dtype.name}"
 
-    def _select(self, walk: Walk) -> View | None:
-        if any(dim < 0 for dim, _ in walk.maps):
+    def select(self, index_map: IndexMap) -> Node | None:
+        """Casts what is left; a repeat is done after the cast, on fewer elements."""
+        if any(dim < 0 for dim, _ in index_map.maps):
             return None
-        return type(self)(self.inputs[0]._walked(walk), self._dtype)
+        return cast_node(strided(self.input, index_map), self.dtype, checked=self.checked)
 
-    def _requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        self.inputs[0]._requests(box, found)
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        """The same box."""
+        self.input.add_requests(box, found)
 
-    def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        source = self.inputs[0]
-        carrier = cast_carrier(source.dtype, self._dtype)
-        size = source.dtype.itemsize + (carrier.itemsize if carrier else 0)
-        return box_size(box) * size + source._temp_bytes(box, len(box))
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+        """Reads into memory of its own, and casts from there."""
+        values = lowered.allocate(out.shape, self.input.dtype)
+        self.input.add_work(box, values, lowered)
+        size = math.prod(out.shape)
+        carried = size * _carrier_itemsize(self.input.dtype, self.dtype)
+        if not self.checked:
+            lowered.add_step(partial(cast_into, out, values), carried)
+            return
+        back = size * (self.input.dtype.itemsize + max(_COMPARED_BYTES, _carrier_itemsize(self.dtype, values.dtype)))
+        lowered.add_step(partial(self._cast_and_check, values, out), max(carried, back))
 
-    def _lower(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
-        source = self.inputs[0]
-        temp = np.empty(out.shape, source.dtype)
-        source._lower(box, temp, lowered)
-        lowered.finish.append(self._finish(temp, out))
-
-    def _finish(self, temp: np.ndarray, out: np.ndarray) -> Callable[[], None]:
-        return partial(cast_into, out, temp)
-
-
-class CheckedCast(Cast):
-    """A cast that raises where a value does not survive the way there and back."""
-
-    __slots__ = ()
-
-    def _describe(self) -> str:
-        return f"checked cast {self._dtype.name}"
-
-    def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        # The way back, and the comparison with its parts.
-        checks = box_size(box) * (self.inputs[0].dtype.itemsize + 8)
-        back = cast_carrier(self._dtype, self.inputs[0].dtype)
-        return super()._temp_bytes(box, contiguous_dims) + checks + (box_size(box) * back.itemsize if back else 0)
-
-    def _finish(self, temp: np.ndarray, out: np.ndarray) -> Callable[[], None]:
-        return partial(self._cast_and_check, temp, out)
-
-    def _cast_and_check(self, temp: np.ndarray, out: np.ndarray) -> None:
-        cast_into(out, temp)
-        back = np.empty(temp.shape, temp.dtype)
+    def _cast_and_check(self, values: np.ndarray, out: np.ndarray) -> None:
+        cast_into(out, values)
+        back = np.empty(values.shape, values.dtype)
         cast_into(back, out)
-        same = back == temp
-        same |= (back != back) & (temp != temp)
-        if _is_integer(temp.dtype) and _is_integer(out.dtype):
+        same = back == values
+        same |= (back != back) & (values != values)
+        if _is_integer(values.dtype) and _is_integer(out.dtype):
             # -1 becomes the largest unsigned integer, and -1 again on the way back.
-            same &= (temp < temp.dtype.type(0)) == (out < out.dtype.type(0))
+            same &= (values < values.dtype.type(0)) == (out < out.dtype.type(0))
         if not same.all():
-            lost = temp[~same][0]
+            lost = values[~same][0]
             leaf = self.leaves()[0]
             raise LeafMismatchError(
-                f"the value {lost} does not fit {self._dtype.name} (it is stored as {temp.dtype.name})",
+                f"the value {lost} does not fit {self.dtype.name} (it is stored as {values.dtype.name})",
                 path=leaf.path or None,
                 leaf=leaf.name,
             )
 
 
+def cast_node(node: Node, dtype: np.dtype, *, checked: bool = False) -> Node:
+    """The elements in another dtype; the same dtype is the same node.
+
+    Raises:
+      TypeError: numbers to text or text to numbers.
+    """
+    if dtype == node.dtype:
+        return node
+    cast_carrier(node.dtype, dtype)
+    return CastNode(node.shape, dtype, (node,), checked)
+
+
+def _carrier_itemsize(from_dtype: np.dtype, to_dtype: np.dtype) -> int:
+    carrier = cast_carrier(from_dtype, to_dtype)
+    return carrier.itemsize if carrier is not None else 0
+
+
 @lru_cache(maxsize=1024)
-def cast_carrier(source: np.dtype, target: np.dtype) -> np.dtype | None:
+def cast_carrier(from_dtype: np.dtype, to_dtype: np.dtype) -> np.dtype | None:
     """The dtype on the way from one to another that NumPy cannot cast directly; None where it can.
 
     Small integers go through int8 and small floats through float32, which hold each of their values.
@@ -99,23 +104,23 @@ def cast_carrier(source: np.dtype, target: np.dtype) -> np.dtype | None:
     Raises:
       TypeError: strings have no numbers to cast, and numbers no text.
     """
-    if source != target and (source.kind in "OSU" or target.kind in "OSU"):
-        raise TypeError(f"cannot cast a lazy array of dtype {source.name} to {target.name}")
-    if _casts(source, target):
+    if from_dtype != to_dtype and (from_dtype.kind in "OSU" or to_dtype.kind in "OSU"):
+        raise TypeError(f"cannot cast a lazy array of dtype {from_dtype.name} to {to_dtype.name}")
+    if _casts(from_dtype, to_dtype):
         return None
     for name in ("int8", "float32"):
         carrier = np.dtype(name)
         if (
-            (name == "float32" or (_is_small_int(source) and _is_small_int(target)))
-            and _casts(source, carrier)
-            and _casts(carrier, target)
+            (name == "float32" or (_is_small_int(from_dtype) and _is_small_int(to_dtype)))
+            and _casts(from_dtype, carrier)
+            and _casts(carrier, to_dtype)
         ):
             return carrier
-    raise TypeError(f"cannot cast a lazy array of dtype {source.name} to {target.name}")
+    raise TypeError(f"cannot cast a lazy array of dtype {from_dtype.name} to {to_dtype.name}")
 
 
-def _casts(source: np.dtype, target: np.dtype) -> bool:
-    return np.can_cast(source, target, casting="unsafe")
+def _casts(from_dtype: np.dtype, to_dtype: np.dtype) -> bool:
+    return np.can_cast(from_dtype, to_dtype, casting="unsafe")
 
 
 def _is_integer(dtype: np.dtype) -> bool:
@@ -126,10 +131,10 @@ def _is_small_int(dtype: np.dtype) -> bool:
     return _is_integer(dtype) and dtype.itemsize == 1
 
 
-def cast_into(out: np.ndarray, source: np.ndarray) -> None:
-    """`out[...] = source.astype(out.dtype)`, without warnings."""
-    if source.dtype.kind == "c" and out.dtype.kind not in "cb":
-        source = np.real(source)
-    carrier = cast_carrier(source.dtype, out.dtype)
+def cast_into(out: np.ndarray, values: np.ndarray) -> None:
+    """`out[...] = values.astype(out.dtype)`, without warnings."""
+    if values.dtype.kind == "c" and out.dtype.kind not in "cb":
+        values = np.real(values)
+    carrier = cast_carrier(values.dtype, out.dtype)
     with np.errstate(all="ignore"):
-        np.copyto(out, source if carrier is None else source.astype(carrier), casting="unsafe")
+        np.copyto(out, values if carrier is None else values.astype(carrier), casting="unsafe")

@@ -1,143 +1,146 @@
-"""The node kinds that compute one array from several: a weighted average, and one of several that must all be the same.
+"""The nodes that compute one array from several: a weighted average, and one of several that must all be the same.
 
-Each input is read once into memory of its own, box by box; `temp_bytes` says how much that is.
+Each input is read once, box by box: the first of equals into the buffer, all others into memory of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import LeafMismatchError
-from orbax_t5x.lazy.box import Box, box_size
+from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.cast import cast_into
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.view import Lowered, View, freeze
+from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.trees.dtypes import common_dtype, kind_of
+
+# What comparing bits takes for each element: the answer, and two more for the two halves of wide elements.
+_COMPARED_BYTES = 3
 
 
-class _Combine(View):
-    """Inputs of one shape, element by element."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class AverageNode(Node):
+    """The weighted average of arrays of one shape; make it with `average_node`.
 
-    __slots__ = ()
-
-    def __init__(self, inputs: Sequence[View]):
-        if not inputs:
-            raise ValueError(f"{type(self).__name__} needs at least one array")
-        first = inputs[0]
-        for position, view in enumerate(inputs):
-            if view.shape != first.shape:
-                kind = type(self).__name__
-                raise ValueError(f"{kind} of different shapes: {first!r}, and as number {position} {view!r}")
-        super().__init__(first.shape, first.dtype, tuple(inputs))
-
-    def _requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        for source in self.inputs:
-            source._requests(box, found)
-
-
-class Average(_Combine):
-    """The weighted average of arrays of one shape, as `numpy.average` has it: the weights are divided by their sum.
-
-    Sums are made in float32, or in float64 where an input is float64 or an integer (complex likewise); the result has
-    the first input's dtype, integers rounded to the nearest even.
+    Attributes:
+      weights: one for each input, of sum 1.
+      sum_dtype: what sums are made in.
     """
 
-    __slots__ = ("_sum_dtype", "weights")
-
     weights: tuple[float, ...]
-    _sum_dtype: np.dtype
+    sum_dtype: np.dtype
 
-    def __init__(self, inputs: Sequence[View], weights: Sequence[float]):
-        """Makes the view.
-
-        Args:
-          inputs: arrays of one shape; dtypes may differ.
-          weights: one for each; their sum is not zero.
-        """
-        super().__init__(inputs)
-        if len(weights) != len(inputs):
-            raise ValueError(f"Average of {len(inputs)} arrays with {len(weights)} weights")
-        total = float(sum(weights))
-        if total == 0 or not np.isfinite(total):
-            raise ValueError(f"Average with weights {tuple(weights)}: their sum must be finite and not zero")
-        for view in inputs:
-            if view.dtype.kind in "bOSU":
-                raise TypeError(f"Average of dtype {view.dtype.name}: {view!r} holds no numbers")
-        wide = any(view.dtype in _WIDE or view.dtype.kind in "iu" for view in inputs)
-        is_complex = any(view.dtype.kind == "c" for view in inputs)
-        name = ("complex128" if wide else "complex64") if is_complex else ("float64" if wide else "float32")
-        freeze(self, "weights", tuple(float(weight) / total for weight in weights))
-        freeze(self, "_sum_dtype", np.dtype(name))
-
-    def _describe(self) -> str:
+    def describe_step(self) -> str:
+        """How many."""
         return f"average of {len(self.inputs)}"
 
-    def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        # One sum and one product beside what is read.
-        size = box_size(box)
-        own = sum(size * source.dtype.itemsize + source._temp_bytes(box, len(box)) for source in self.inputs)
-        return own + 2 * size * self._sum_dtype.itemsize
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        """The same box of each."""
+        for node in self.inputs:
+            node.add_requests(box, found)
 
-    def _lower(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
-        temps = [np.empty(out.shape, source.dtype) for source in self.inputs]
-        for source, temp in zip(self.inputs, temps, strict=True):
-            source._lower(box, temp, lowered)
-        lowered.finish.append(partial(self._average, temps, out))
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+        """Reads each input into memory of its own, and sums there."""
+        arrays = [lowered.allocate(out.shape, node.dtype) for node in self.inputs]
+        for node, values in zip(self.inputs, arrays, strict=True):
+            node.add_work(box, values, lowered)
+        # The sum and a product; to compare integers with their range takes less than a product.
+        lowered.add_step(partial(self._average, arrays, out), 2 * math.prod(out.shape) * self.sum_dtype.itemsize)
 
-    def _average(self, temps: list[np.ndarray], out: np.ndarray) -> None:
-        total = np.zeros(out.shape, self._sum_dtype)
-        term = np.empty(out.shape, self._sum_dtype)
+    def _average(self, arrays: list[np.ndarray], out: np.ndarray) -> None:
+        total = np.zeros(out.shape, self.sum_dtype)
+        term = np.empty(out.shape, self.sum_dtype)
         with np.errstate(all="ignore"):
-            for weight, temp in zip(self.weights, temps, strict=True):
-                cast_into(term, temp)
-                term *= self._sum_dtype.type(weight)
+            for weight, values in zip(self.weights, arrays, strict=True):
+                cast_into(term, values)
+                term *= self.sum_dtype.type(weight)
                 total += term
-            if out.dtype.kind in "iu":
-                np.rint(total, out=total)
+        del term
+        if kind_of(self.dtype) == "int":
+            np.rint(total, out=total)
+            self._check_range(total)
         cast_into(out, total)
 
+    def _check_range(self, total: np.ndarray) -> None:
+        """Raises where an integer would wrap around."""
+        info = ml_dtypes.iinfo(self.dtype)
+        # The next float above the largest 64-bit integer is the first that does not fit.
+        fits = (total >= float(int(info.min))) & (total < float(int(info.max) + 1))
+        if not fits.all():
+            leaf = self.leaves()[0]
+            raise LeafMismatchError(
+                f"the average {total[~fits][0]:g} of {len(self.inputs)} arrays does not fit {self.dtype.name}",
+                path=leaf.path or None,
+                leaf=leaf.name,
+            )
 
-_WIDE = (np.dtype("float64"), np.dtype("complex128"))
+
+def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNode:
+    """The weighted average, as `numpy.average` has it: the weights are divided by their sum.
+
+    The result has the dtype that JAX's promotion gives for the inputs' dtypes, integers rounded to the nearest even.
+    Sums are made in float32, or in float64 where an input or the result has 64 bits or is an integer (complex
+    likewise).
+
+    Raises:
+      ValueError: weights that do not fit, or dtypes that JAX does not promote.
+      TypeError: what holds no numbers.
+    """
+    if len(weights) != len(inputs):
+        raise ValueError(f"average of {len(inputs)} arrays with {len(weights)} weights")
+    total = float(sum(weights))
+    if total == 0 or not np.isfinite(total):
+        raise ValueError(f"average with weights {tuple(weights)}: their sum must be finite and not zero")
+    for node in inputs:
+        if kind_of(node.dtype) in ("bool", "object"):
+            raise TypeError(f"average of dtype {node.dtype.name}: {node.summary()} holds no numbers")
+    dtypes = [node.dtype for node in inputs]
+    dtype = common_dtype(dtypes)
+    if dtype is None:
+        names = ", ".join(dict.fromkeys(dtype.name for dtype in dtypes))
+        raise ValueError(f"average of dtypes {names}: JAX has no common dtype for them; cast them first")
+    is_wide = any(kind_of(one) == "int" or one.name in ("float64", "complex128") for one in (dtype, *dtypes))
+    name = ("complex128" if is_wide else "complex64") if dtype.kind == "c" else ("float64" if is_wide else "float32")
+    shares = tuple(float(weight) / total for weight in weights)
+    return AverageNode(inputs[0].shape, dtype, tuple(inputs), shares, np.dtype(name))
 
 
-class AllEqual(_Combine):
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class AllEqualNode(Node):
     """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not."""
 
-    __slots__ = ()
-
-    def __init__(self, inputs: Sequence[View]):
-        super().__init__(inputs)
-        for view in inputs:
-            if view.dtype != self.dtype:
-                raise ValueError(f"AllEqual of different dtypes: {self.dtype.name}, and {view.dtype.name} of {view!r}")
-
-    def _describe(self) -> str:
+    def describe_step(self) -> str:
+        """How many."""
         return f"one of {len(self.inputs)} that must be equal"
 
-    def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        first, *others = self.inputs
-        # Each of the others, and while comparing a byte per element, and two more for the two halves of wide elements.
-        own = sum(box_size(box) * self._dtype.itemsize + other._temp_bytes(box, len(box)) for other in others)
-        return own + first._temp_bytes(box, contiguous_dims) + 3 * box_size(box)
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        """The same box of each."""
+        for node in self.inputs:
+            node.add_requests(box, found)
 
-    def _lower(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
-        self.inputs[0]._lower(box, out, lowered)
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+        """The first into the buffer, the others into memory of their own to compare with it."""
+        self.input.add_work(box, out, lowered)
         for other in self.inputs[1:]:
-            temp = np.empty(out.shape, self._dtype)
-            other._lower(box, temp, lowered)
-            lowered.finish.append(partial(self._compare, other, box, temp, out))
+            values = lowered.allocate(out.shape, self.dtype)
+            other.add_work(box, values, lowered)
+            lowered.add_step(partial(self._compare, other, box, values, out), _COMPARED_BYTES * math.prod(out.shape))
 
-    def _compare(self, other: View, box: Box, temp: np.ndarray, out: np.ndarray) -> None:
-        same = _same_bits(temp, out)
+    def _compare(self, other: Node, box: Box, values: np.ndarray, out: np.ndarray) -> None:
+        same = _same_bits(values, out)
         if same.all():
             return
         at = np.unravel_index(int(np.argmin(same)), same.shape)
         index = tuple(int(i) + first for i, (first, _) in zip(at, box, strict=True))
         first_leaf, leaf = self.leaves()[0], other.leaves()[0]
         raise LeafMismatchError(
-            f"must equal {first_leaf.name!r}, but at {index} it holds {temp[at]} and that holds {out[at]}",
+            f"must equal {first_leaf.name!r}, but at {index} it holds {values[at]} and that holds {out[at]}",
             path=leaf.path or None,
             leaf=leaf.name,
         )

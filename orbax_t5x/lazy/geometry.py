@@ -12,8 +12,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from orbax_t5x.lazy.box import Box
 
 # A request costs about a microsecond and a seek; 4 KiB, a page, costs less than either. Lower: more requests for small
@@ -21,13 +19,13 @@ from orbax_t5x.lazy.box import Box
 GAP_BYTES = 4096
 
 
-class Walk(NamedTuple):
-    """How the dimensions of an output walk over those of an input.
+class IndexMap(NamedTuple):
+    """How output indices become input indices.
 
     Attributes:
-      start: for every input dimension, the index that output index 0 stands for.
-      maps: for every output dimension (input dimension, step), or (-1, 0) for one that repeats. An input dimension is
-        walked by at most one output dimension; one that none walks stays at its start.
+      start: for every input dimension, the input index at output index 0.
+      maps: for every output dimension (input dimension, step), or (-1, 0) for one that repeats. At most one output
+        dimension belongs to an input dimension; an input dimension without one stays at its start.
       shape: of the output.
     """
 
@@ -36,21 +34,21 @@ class Walk(NamedTuple):
     shape: tuple[int, ...]
 
 
-def compose(inner: Walk, outer: Walk) -> Walk:
-    """The walk over inner's input that equals `outer` after `inner`."""
+def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
+    """The index map over inner's input that equals `outer` after `inner`."""
     start = list(inner.start)
     for dim, first in enumerate(outer.start):
-        below, step = inner.maps[dim]
-        if below >= 0:
-            start[below] += step * first
-    maps = []
+        input_dim, step = inner.maps[dim]
+        if input_dim >= 0:
+            start[input_dim] += step * first
+    maps: list[tuple[int, int]] = []
     for dim, step in outer.maps:
-        below, inner_step = inner.maps[dim] if dim >= 0 else (-1, 0)
-        maps.append((below, inner_step * step) if below >= 0 else (-1, 0))
-    return Walk(tuple(start), tuple(maps), outer.shape)
+        input_dim, inner_step = inner.maps[dim] if dim >= 0 else (-1, 0)
+        maps.append((input_dim, inner_step * step) if input_dim >= 0 else (-1, 0))
+    return IndexMap(tuple(start), tuple(maps), outer.shape)
 
 
-def index_walk(key: Any, shape: tuple[int, ...]) -> Walk:
+def basic_index(key: Any, shape: tuple[int, ...]) -> IndexMap:
     """What basic indexing means: integers, slices with any step, None and Ellipsis.
 
     Raises:
@@ -86,7 +84,7 @@ def index_walk(key: Any, shape: tuple[int, ...]) -> Walk:
             out.append(len(range(first, stop, step)))
         else:
             start.append(_integer(k, len(start), shape))
-    return Walk(tuple(start), tuple(maps), tuple(out))
+    return IndexMap(tuple(start), tuple(maps), tuple(out))
 
 
 def _slice_indices(key: slice, size: int) -> tuple[int, int, int]:
@@ -186,7 +184,7 @@ def _prefixed(row: int, inner: int, pieces: list[tuple[Box, int, int]]) -> list[
     return [(((row, row + 1), *box), base + first, base + last) for box, first, last in pieces]
 
 
-class Run(NamedTuple):
+class FlatRun(NamedTuple):
     """A flat interval that covers a box of several dimensions.
 
     Attributes:
@@ -201,7 +199,7 @@ class Run(NamedTuple):
     exact: bool
 
 
-def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[Run]:
+def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[FlatRun]:
     """Covers a non-empty box of an array of `sizes` by flat intervals, over gaps below `GAP_BYTES` only.
 
     Args:
@@ -210,7 +208,7 @@ def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[Run]:
       row_bytes: the bytes that one element stands for (more than an item where further dimensions follow).
     """
     if len(sizes) == 1:
-        return [Run(*box[0], box, True)]
+        return [FlatRun(*box[0], box, True)]
     start = stop = 0
     # What lies between the first and the last element of the dimensions behind, and the widest gap within it.
     weight, span, widest, outer = 1, 1, 0, -1
@@ -223,18 +221,8 @@ def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[Run]:
             span += (last - first - 1) * weight
         weight *= sizes[dim]
     if not widest or widest * row_bytes < GAP_BYTES:
-        return [Run(start, stop + 1, box, not widest)]
-    runs: list[Run] = []
+        return [FlatRun(start, stop + 1, box, not widest)]
+    runs: list[FlatRun] = []
     for index in range(*box[outer]):
         runs += box_runs((*box[:outer], (index, index + 1), *box[outer + 1 :]), sizes, row_bytes)
     return runs
-
-
-def contiguous_dims(array: np.ndarray) -> int:
-    """How many of the last dimensions of a buffer lie in C order without gaps between them."""
-    expected = array.itemsize
-    for count, (size, stride) in enumerate(zip(reversed(array.shape), reversed(array.strides), strict=True)):
-        if size != 1 and stride != expected:
-            return count
-        expected *= size
-    return array.ndim

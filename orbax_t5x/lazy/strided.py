@@ -1,6 +1,6 @@
-"""The nodes that pick and order elements: a leaf, and a walk over dimensions (slice, transpose, new axis, repeat).
+"""The node that picks and orders elements by an index map: slices, transposes, new axes, repeats.
 
-A walk is one node however many of these are composed. It writes straight into the buffer: transposed and negative steps
+However many of these are composed, they are one node. It writes straight into the buffer: transposed and negative steps
 as views of it, a repeat by copying after the read. Steps beyond 1 read their covering box into memory of their own
 where the rows between are small, and row by row where they are not, so that never more than `GAP_BYTES` at a time is
 read for nothing.
@@ -8,6 +8,7 @@ read for nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from functools import cache, partial
@@ -16,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orbax_t5x.lazy import geometry as _geometry
-from orbax_t5x.lazy.box import Box, box_shape, box_size
-from orbax_t5x.lazy.geometry import Walk, compose
-from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.lazy.view import Lowered, View, freeze
+from orbax_t5x.lazy.box import Box, box_shape
+from orbax_t5x.lazy.geometry import IndexMap, compose
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.lazy.node import Lowered, Node, copy_step
 
 # NumPy sets the source of a copy within one array aside unless it sees that the two do not overlap; so copies along a
 # repeat are made in blocks of this size. Larger: more memory. Smaller: more calls, about a microsecond each.
@@ -29,44 +30,8 @@ _ALL = slice(None)
 _FLIP = slice(None, None, -1)
 
 
-class LeafView(View):
-    """A whole leaf."""
-
-    __slots__ = ("leaf",)
-
-    leaf: Leaf
-
-    def __init__(self, leaf: Leaf):
-        super().__init__(tuple(leaf.shape), np.dtype(leaf.dtype))
-        freeze(self, "leaf", leaf)
-
-    @property
-    def value(self) -> Any:
-        """The constant as it was given where the leaf is one, else what reading gives."""
-        return getattr(self.leaf, "value", None) if self.is_value else self.get()
-
-    def leaves(self) -> tuple[Leaf, ...]:
-        """The leaf."""
-        return (self.leaf,)
-
-    def _add_leaves(self, found: dict[int, Leaf]) -> None:
-        found.setdefault(id(self.leaf), self.leaf)
-
-    def _describe(self) -> str:
-        return ""
-
-    def _requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        found.append((self.leaf, box))
-
-    def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        return 0
-
-    def _lower(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
-        lowered.reads.append((self.leaf, Request(box, out)))
-
-
 class _Cut(NamedTuple):
-    """A box of a walk as a box of its input.
+    """A box of the output as a box of the input.
 
     Attributes:
       box: of the input.
@@ -79,42 +44,35 @@ class _Cut(NamedTuple):
     strides: tuple[slice, ...] | None
 
 
-class Strided(View):
-    """A walk over the dimensions of the input: any composition of slices, transposes, new axes and repeats.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class StridedNode(Node):
+    """The input under an index map; make it with `strided`, which simplifies first."""
 
-    Make it with `strided`, which simplifies first.
-    """
-
-    __slots__ = ("_far", "_repeats", "walk")
-
-    walk: Walk
+    index_map: IndexMap
+    # The output dimensions that repeat, and whether a step is larger than 1.
     _repeats: tuple[int, ...]
-    _far: bool
-
-    def __init__(self, source: View, walk: Walk):
-        super().__init__(walk.shape, source.dtype, (source,))
-        freeze(self, "walk", walk)
-        freeze(self, "_repeats", tuple([axis for axis, (dim, _) in enumerate(walk.maps) if dim < 0]))
-        freeze(self, "_far", any([step > 1 or step < -1 for _, step in walk.maps]))
+    _has_steps: bool
 
     @property
     def only_reshapes(self) -> bool:
         """Whether all it does is to add and drop dimensions of size 1."""
-        source, walk = self.inputs[0], self.walk
-        left = [(dim, size) for (dim, step), size in zip(walk.maps, walk.shape, strict=True) if size != 1 and step == 1]
-        return left == [(dim, size) for dim, size in enumerate(source.shape) if size != 1] and source.size == self.size
+        _, maps, shape = self.index_map
+        left = [(dim, size) for (dim, step), size in zip(maps, shape, strict=True) if size != 1 and step == 1]
+        old = self.input.shape
+        return left == [(dim, size) for dim, size in enumerate(old) if size != 1] and math.prod(old) == math.prod(shape)
 
-    def _describe(self) -> str:
+    def describe_step(self) -> str:
+        """The slice, transpose, repeat or reshape that the index map amounts to."""
         if self.only_reshapes:
             return f"reshape {self.shape}"
-        start, maps, shape = self.walk
+        start, maps, shape = self.index_map
         axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
         cuts = [str(first) for first in start]
         for dim, axis in axis_of.items():
-            cuts[dim] = _cut_text(start[dim], maps[axis][1], shape[axis], self.inputs[0].shape[dim])
+            cuts[dim] = _cut_text(start[dim], maps[axis][1], shape[axis], self.input.shape[dim])
         texts = []
         # A dimension of size 1 that is dropped is no choice among elements.
-        if any(cut != ":" and size != 1 for cut, size in zip(cuts, self.inputs[0].shape, strict=True)):
+        if any(cut != ":" and size != 1 for cut, size in zip(cuts, self.input.shape, strict=True)):
             texts.append(f"[{', '.join(cuts)}]")
         order = sorted(axis_of)
         if order != list(axis_of):
@@ -126,7 +84,7 @@ class Strided(View):
 
     def _cut(self, box: Box) -> _Cut:
         """The input's box for an output box none of whose dimensions has to be read row by row."""
-        start, maps, _ = self.walk
+        start, maps, _ = self.index_map
         inner = [(first, first + 1) for first in start]
         strides: dict[int, slice] = {}
         at: list[Any] = []
@@ -150,63 +108,40 @@ class Strided(View):
 
     def _row_axis(self, box: Box) -> int:
         """The output axis to read index by index because the rows between its steps are large, or -1."""
-        if not self._far:
+        if not self._has_steps:
             return -1
-        sizes = [1] * len(self.walk.start)
-        for (first, last), (dim, step) in zip(box, self.walk.maps, strict=True):
+        sizes = [1] * len(self.index_map.start)
+        for (first, last), (dim, step) in zip(box, self.index_map.maps, strict=True):
             if dim >= 0:
                 sizes[dim] = abs(step) * (last - first - 1) + 1
         found = (len(sizes), -1)
-        for axis, ((first, last), (dim, step)) in enumerate(zip(box, self.walk.maps, strict=True)):
+        for axis, ((first, last), (dim, step)) in enumerate(zip(box, self.index_map.maps, strict=True)):
             if dim >= 0 and abs(step) > 1 and last - first > 1:
-                row_bytes = math.prod(sizes[dim + 1 :]) * self._dtype.itemsize
+                row_bytes = math.prod(sizes[dim + 1 :]) * self.dtype.itemsize
                 if (abs(step) - 1) * row_bytes >= _geometry.GAP_BYTES:
                     found = min(found, (dim, axis))
         return found[1]
 
-    def _requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        """The covering box, or its rows one by one."""
         axis = self._row_axis(box)
         if axis < 0:
-            self.inputs[0]._requests(self._cut(box).box, found)
+            self.input.add_requests(self._cut(box).box, found)
             return
         for row in _rows(box, axis):
-            self._requests(row, found)
+            self.add_requests(row, found)
 
-    def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        copying = _copy_bytes(box, self._repeats, self._dtype.itemsize) if self._repeats else 0
-        return copying + self._read_temp_bytes(box, contiguous_dims)
-
-    def _read_temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        """What reading takes, without the copies along repeats."""
-        axis = self._row_axis(box)
-        if axis >= 0:
-            return sum(self._read_temp_bytes(row, 0) for row in _rows(box, axis))
-        cut = self._cut(box)
-        if cut.strides is None:
-            return self.inputs[0]._temp_bytes(cut.box, self._contiguous_inside(contiguous_dims))
-        return box_size(cut.box) * self._dtype.itemsize + self.inputs[0]._temp_bytes(cut.box, len(cut.box))
-
-    def _contiguous_inside(self, contiguous_dims: int) -> int:
-        """How many of the input's last dimensions lie in C order in a buffer of which `contiguous_dims` do."""
-        count = 0
-        for axis in reversed(range(len(self.walk.maps))):
-            dim, step = self.walk.maps[axis]
-            outside = len(self.walk.maps) - axis
-            inside = len(self.walk.start) - dim
-            if outside > contiguous_dims or step != 1 or inside != outside:
-                break
-            count = inside
-        return count
-
-    def _lower(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+        """Reads index 0 of every repeat, and copies it to the rest."""
         first = out
         if self._repeats:
-            first = out[(*(slice(0, 1) if dim < 0 else slice(None) for dim, _ in self.walk.maps), Ellipsis)]
+            first = out[(*(slice(0, 1) if dim < 0 else _ALL for dim, _ in self.index_map.maps), Ellipsis)]
         self._lower_rows(box, first, lowered)
         for axis in self._repeats:
             if out.shape[axis] > 1:
-                later = tuple(slice(0, 1) if a > axis and a in self._repeats else slice(None) for a in range(out.ndim))
-                lowered.finish.append(partial(_copy_along, out[later], axis))
+                later = tuple(slice(0, 1) if a > axis and a in self._repeats else _ALL for a in range(out.ndim))
+                block_bytes = _block(out[later].shape, axis, out.itemsize)[2]
+                lowered.add_step(partial(_copy_along, out[later], axis), block_bytes)
 
     def _lower_rows(self, box: Box, first: np.ndarray, lowered: Lowered) -> None:
         """Reads a box into a buffer that holds index 0 of every repeat."""
@@ -218,42 +153,43 @@ class Strided(View):
             part = first[(*(slice(None),) * axis, slice(position, position + 1))]
             self._lower_rows(row, part, lowered)
 
-    def _as_input(self, walked: np.ndarray) -> np.ndarray:
-        """A buffer of the walked dimensions as one of the input's: reordered, with an axis for each that stays put."""
-        dims = [dim for dim, _ in self.walk.maps if dim >= 0]
+    def _as_input(self, out: np.ndarray) -> np.ndarray:
+        """A buffer of the output's dimensions as one of the input's: reordered, an axis for each that has no output."""
+        dims = [dim for dim, _ in self.index_map.maps if dim >= 0]
         axes = sorted(range(len(dims)), key=dims.__getitem__)
         if axes != list(range(len(dims))):
-            walked = walked.transpose(axes)
-        if len(dims) < len(self.walk.start):
-            walked = walked[(*(slice(None) if dim in dims else None for dim in range(len(self.walk.start))), Ellipsis)]
-        return walked
+            out = out.transpose(axes)
+        if len(dims) < len(self.index_map.start):
+            out = out[(*(_ALL if dim in dims else None for dim in range(len(self.index_map.start))), Ellipsis)]
+        return out
 
     def _lower_cut(self, cut: _Cut, first: np.ndarray, lowered: Lowered) -> None:
-        source = self.inputs[0]
         into = self._as_input(first[cut.at])
         if cut.strides is None:
-            source._lower(cut.box, into, lowered)
+            self.input.add_work(cut.box, into, lowered)
             return
-        temp = np.empty(box_shape(cut.box), self._dtype)
-        source._lower(cut.box, temp, lowered)
-        lowered.finish.append(partial(np.copyto, into, temp[(*cut.strides, Ellipsis)]))
+        covering = lowered.allocate(box_shape(cut.box), self.dtype)
+        self.input.add_work(cut.box, covering, lowered)
+        copy_step(lowered, into, covering[(*cut.strides, Ellipsis)])
 
 
-def strided(source: View, walk: Walk) -> View:
-    """A walk over a view, simplified: no walk over a walk, no identity, no inputs that are left out."""
-    if isinstance(source, Strided):
-        source, walk = source.inputs[0], compose(source.walk, walk)
-    start, maps, shape = walk
+def strided(node: Node, index_map: IndexMap) -> Node:
+    """A node under an index map, simplified: no map over a map, no identity, no inputs that are left out."""
+    if isinstance(node, StridedNode):
+        node, index_map = node.input, compose(node.index_map, index_map)
+    start, maps, shape = index_map
     if 1 in shape:
         pairs = zip(maps, shape, strict=True)
         maps = tuple([(dim, 1) if dim >= 0 and size == 1 else (dim, step) for (dim, step), size in pairs])
-        walk = Walk(start, maps, shape)
-    if shape == source.shape and maps == _in_order(len(shape)) and not any(start):
-        return source
-    if 0 in shape:
-        return Strided(source, walk)
-    simpler = source._select(walk)
-    return Strided(source, walk) if simpler is None else simpler
+        index_map = IndexMap(start, maps, shape)
+    if shape == node.shape and maps == _in_order(len(shape)) and not any(start):
+        return node
+    simpler = None if 0 in shape else node.select(index_map)
+    if simpler is not None:
+        return simpler
+    repeats = tuple([axis for axis, (dim, _) in enumerate(maps) if dim < 0])
+    has_steps = any([step > 1 or step < -1 for _, step in maps])
+    return StridedNode(shape, node.dtype, (node,), index_map, repeats, has_steps)
 
 
 @cache
@@ -284,17 +220,6 @@ def _block(sizes: Sequence[int], axis: int, itemsize: int) -> tuple[int, int, in
     row //= sizes[cut]
     count = min(max(1, _COPY_BYTES // row), sizes[cut])
     return cut, count, count * row
-
-
-def _copy_bytes(box: Box, repeats: tuple[int, ...], itemsize: int) -> int:
-    """What `_copy_along` takes at most for a box."""
-    sizes = [last - first for first, last in box]
-    found = 0
-    for axis in repeats:
-        if sizes[axis] > 1:
-            part = [1 if a > axis and a in repeats else size for a, size in enumerate(sizes)]
-            found = max(found, _block(part, axis, itemsize)[2])
-    return found
 
 
 def _copy_along(out: np.ndarray, axis: int) -> None:

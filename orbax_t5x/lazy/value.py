@@ -15,7 +15,7 @@ import numpy as np
 from orbax_t5x.concurrency import carry, reader_pool, run_in_pool
 from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy.array import LazyArray
-from orbax_t5x.lazy.box import Box, box_size, box_slices
+from orbax_t5x.lazy.box import box_size, box_slices, intersect, slices_within
 from orbax_t5x.lazy.leaf import BlockingLeaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
@@ -60,14 +60,14 @@ class ValueLeaf(BlockingLeaf):
             if place in seen:
                 continue
             seen.add(place)
-            meets = [_meet(box, place) for box, _ in requests]
-            if not any(meet is not None for meet in meets):
+            shared = [intersect(box, place) for box, _ in requests]
+            if not any(part is not None for part in shared):
                 continue
             data = np.asarray(shard.data)
-            for i, ((box, out), meet) in enumerate(zip(requests, meets, strict=True)):
-                if meet is not None:
-                    out[_within(meet, box)] = data[_within(meet, place)]
-                    wanted[i] -= box_size(meet)
+            for i, ((box, out), part) in enumerate(zip(requests, shared, strict=True)):
+                if part is not None:
+                    out[slices_within(part, box)] = data[slices_within(part, place)]
+                    wanted[i] -= box_size(part)
         if any(wanted):
             raise ValueError(
                 f"{self.name}: parts of this jax.Array lie on devices of other processes; pass one of which each "
@@ -140,13 +140,3 @@ def _to_numpy(value: Any) -> np.ndarray:
     if array.dtype == object and not isinstance(value, np.ndarray | str | bytes):
         raise TypeError(f"{value!r} of type {type(value).__name__} is no array")
     return array
-
-
-def _meet(box: Box, other: Box) -> Box | None:
-    """What two boxes share, or None."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-    return shared if all(first < last for first, last in shared) else None
-
-
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(slice(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True))

@@ -1,117 +1,95 @@
-"""Views: frozen nodes over leaves that compose without reading, and say which boxes of which leaves they need.
+"""Views: lazy arrays over nodes that compose without reading.
 
-A view is a shape, a dtype and its inputs. Composing one checks shapes and dtypes at once and reads nothing. `requests`
-tells what reading a box will read; `lower` turns a box and a buffer into requests on leaves, which write into (views
-of) that buffer wherever the node only moves elements, and a list of steps to run after the reads: casts, copies,
-averages, checks. `temp_bytes` bounds what lowering and those steps allocate. Views are immutable, compare by identity,
-and may be used from any thread.
+Composing a view checks shapes and dtypes at once and reads nothing: each operation gives a view over another node.
+Views are immutable, compare by identity, and may be used from any thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
 from orbax_t5x.concurrency import CarriedError, run_in_pool
 from orbax_t5x.lazy.array import LazyArray
-from orbax_t5x.lazy.box import Box, box_shape, full_box
-from orbax_t5x.lazy.geometry import Walk
-from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.lazy.read import read_views
+from orbax_t5x.lazy.box import Box, full_box
+from orbax_t5x.lazy.cast import cast_node
+from orbax_t5x.lazy.geometry import IndexMap, basic_index, normalize_axis, reshape_target
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.lazy.node import Lowered, Node, leaf_node
+from orbax_t5x.lazy.read import read_boxes
+from orbax_t5x.lazy.read_stats import ReadStats, Verify
+from orbax_t5x.lazy.reshape import reshaped
+from orbax_t5x.lazy.strided import strided
+from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
 
-# What the constructors of views write their fields with: views refuse it otherwise.
-freeze = object.__setattr__
 
-# Inputs of a stack, and things done to them, that a description names.
-_SHOWN_INPUTS = 4
-_Reads = list[tuple[Leaf, Request]]
-
-
-class Lowered(NamedTuple):
-    """A box of a view as work on leaves.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class View(LazyArray):
+    """A lazy array that composes: indexing, transposing, reshaping and casting give views, `get()` reads.
 
     Attributes:
-      reads: what to read; all of it before the first step of `finish`. A request stays valid as long as its buffer is
-        referenced.
-      finish: steps to run in order, each once. They may raise `LeafMismatchError`.
+      node: what it is made of.
     """
 
-    reads: _Reads
-    finish: list[Callable[[], None]]
+    node: Node
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self.node.shape
 
-def _is_empty(box: Box) -> bool:
-    for first, last in box:  # Called for every leaf of a plan: any() costs three times as much.
-        if first >= last:
-            return True
-    return False
-
-
-class View(LazyArray):
-    """A lazy array that composes: indexing, transposing, reshaping and casting give views, `get()` reads."""
-
-    __slots__ = ("inputs",)
-
-    inputs: tuple[View, ...]
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, inputs: tuple[View, ...] = ()):
-        freeze(self, "_shape", shape)
-        freeze(self, "_dtype", dtype)
-        freeze(self, "inputs", inputs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__} is frozen: {name!r} cannot be set")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__} is frozen: {name!r} cannot be deleted")
+    @property
+    def dtype(self) -> np.dtype:
+        """The NumPy dtype (`ml_dtypes`' included); object for strings."""
+        return self.node.dtype
 
     # Composing.
 
     def __getitem__(self, key: Any) -> View:
         """Basic indexing: integers, slices with any step, None and '...'."""
-        return _compose.index(self, key)
+        return self._with(strided(self.node, basic_index(key, self.shape)))
 
     @property
     def T(self) -> View:
         """The dimensions in reverse order."""
-        return _compose.transpose(self, None)
+        return self.transpose()
 
     def transpose(self, *axes: Any) -> View:
         """The dimensions in another order, as `numpy.ndarray.transpose` takes it."""
-        return _compose.transpose(
-            self, axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes or None
-        )
+        given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes or None
+        shape, rank = self.shape, self.ndim
+        order = tuple(reversed(range(rank))) if given is None else tuple(normalize_axis(axis, rank) for axis in given)
+        if sorted(order) != list(range(rank)):
+            raise ValueError(f"axes {order} are no permutation of the {rank} axes of shape {shape}")
+        maps = tuple((axis, 1) for axis in order)
+        return self._with(strided(self.node, IndexMap((0,) * rank, maps, tuple(shape[axis] for axis in order))))
 
     def reshape(self, *shape: Any) -> View:
         """The same elements in C order under another shape; one size may be -1."""
-        return _compose.reshape(self, shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape)
+        new: Any = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
+        return self._with(reshaped(self.node, reshape_target(self.shape, tuple(new))))
 
     def astype(self, dtype: Any) -> View:
         """The elements cast as NumPy's `astype` does; the same dtype is the same view."""
-        return _compose.astype(self, dtype)
+        return self._with(cast_node(self.node, np.dtype(dtype)))
 
     def cast_checked(self, dtype: Any) -> View:
         """Like `astype`, but reading raises `LeafMismatchError` where a value does not survive the round trip."""
-        return _compose.cast_checked(self, dtype)
+        return self._with(cast_node(self.node, np.dtype(dtype), checked=True))
 
-    def _select(self, walk: Walk) -> View | None:
-        """This view under a walk as something simpler than a walk over it, or None.
-
-        The walk is not the identity, and some element is left.
-        """
-        return None
-
-    def _walked(self, walk: Walk) -> View:
-        return _compose.walked(self, walk)
+    def _with(self, node: Node) -> View:
+        return self if node is self.node else View(node)
 
     # Reading.
 
     def get(self) -> np.ndarray:
         """Reads the whole view into a new array."""
-        out = np.empty(self._shape, self._dtype)
-        read_views([(self, full_box(self._shape), out)])
+        out = np.empty(self.shape, self.dtype)
+        read_boxes([(self.node, full_box(self.shape), out)])
         return out
 
     async def get_async(self) -> np.ndarray:
@@ -124,50 +102,41 @@ class View(LazyArray):
     def item(self) -> Any:
         """The one element as a Python scalar; reads it."""
         if self.size != 1:
-            raise ValueError(f"only an array of one element is a scalar, this one has shape {self._shape}")
+            raise ValueError(f"only an array of one element is a scalar, this one has shape {self.shape}")
         return self.get().item()
 
-    def __bool__(self) -> bool:
-        """The truth of a single element, which is read."""
-        if self.size != 1:
-            raise ValueError(
-                f"the truth of a lazy array of shape {self._shape} is ambiguous; use `is None` to test for presence"
-            )
-        return bool(self.get().reshape(())[()])
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __float__(self) -> float:
-        return float(self.item())
-
     def __len__(self) -> int:
-        if not self._shape:
+        if not self.shape:
             raise TypeError("len() of an array of rank 0")
-        return self._shape[0]
+        return self.shape[0]
 
-    def __iter__(self) -> Iterator[View]:
-        if not self._shape:
-            raise TypeError("iteration over an array of rank 0")
-        return (self[i] for i in range(self._shape[0]))
+    # Python calls these where nobody asks for reading.
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("the truth of a lazy array would read it: use `is None` to test for presence, `.item()` to read")
+
+    def __int__(self) -> NoReturn:
+        self._refuse("int() of a lazy array would read it: use `.item()`")
+
+    def __float__(self) -> NoReturn:
+        self._refuse("float() of a lazy array would read it: use `.item()`")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iterating over a lazy array would read it row by row: use `.get()`, or index it")
+
+    def _refuse(self, text: str) -> NoReturn:
+        raise TypeError(f"{text} ({self!r})")
 
     # What plans and executors use.
 
+    @property
+    def leaf(self) -> Leaf | None:
+        """The leaf where the view is just that, whole; else None."""
+        return self.node.own_leaf
+
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves that this view is made of, each once, in order."""
-        found: dict[int, Leaf] = {}
-        stack: list[View] = [self]
-        seen: set[int] = set()
-        while stack:
-            view = stack.pop()
-            if id(view) not in seen:
-                seen.add(id(view))
-                view._add_leaves(found)
-                stack.extend(reversed(view.inputs))
-        return tuple(found.values())
-
-    def _add_leaves(self, found: dict[int, Leaf]) -> None:
-        """Adds the leaves of this node itself."""
+        return self.node.leaves()
 
     @property
     def is_value(self) -> bool:
@@ -176,69 +145,28 @@ class View(LazyArray):
 
     @property
     def value(self) -> Any:
-        """The constant itself where the view is one as it was given, else what reading gives."""
-        return self.get()
+        """The constant as it was given where the view is just that, else what reading gives."""
+        leaf = self.leaf
+        return leaf.value if isinstance(leaf, ValueLeaf) else self.get()
 
     def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
-        """The boxes of leaves that reading a box will read; pure, nothing is read.
+        """The boxes of leaves that reading a box will read; see `Node.requests`."""
+        return self.node.requests(box)
 
-        `lower` asks for the same elements; it may cut one of these boxes into several where its buffer is scattered.
-        """
-        found: list[tuple[Leaf, Box]] = []
-        if not _is_empty(box):
-            self._requests(box, found)
-        return found
-
-    def temp_bytes(self, box: Box, contiguous_dims: int = 0) -> int:
-        """An upper bound for the memory that lowering and finishing a box takes beside the buffer.
-
-        Args:
-          box: what is to be read.
-          contiguous_dims: how many of the last dimensions of the buffer lie in C order without gaps between them; its
-            rank for a
-            C-contiguous one. More of them mean less memory; 0 is always right.
-        """
-        return 0 if _is_empty(box) else self._temp_bytes(box, contiguous_dims)
+    def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
+        """The memory that reading a box takes beside the buffer; see `Node.scratch_bytes`."""
+        return self.node.scratch_bytes(box, like)
 
     def lower(self, box: Box, out: np.ndarray) -> Lowered:
-        """Turns reading a box into requests on leaves and steps after them.
-
-        Args:
-          box: within the shape.
-          out: filled once all is done; this view's dtype, the shape of the box, any strides.
-        """
-        if out.shape != box_shape(box) or (out.dtype is not self._dtype and out.dtype != self._dtype):
-            raise ValueError(f"a buffer of shape {out.shape} and dtype {out.dtype} for box {box} of {self!r}")
-        lowered = Lowered([], [])
-        if out.size:
-            self._lower(box, out, lowered)
-        return lowered
+        """Reading a box as requests on leaves and steps after them; see `Node.lower`."""
+        return self.node.lower(box, out)
 
     def describe(self) -> str:
         """What was done to the leaves, as short text for people; empty for a bare leaf."""
-        texts: list[str] = []
-        view: View = self
-        follows = ""
-        while True:
-            text = view._describe()
-            # Of several reshapes in a row only the last one's result is seen.
-            if text and not (text.startswith("reshape") and follows.startswith("reshape")):
-                texts.append(text)
-                follows = text
-            if len(view.inputs) > 1:
-                texts.append(_inputs_text([one.describe() for one in view.inputs]))
-                break
-            if not view.inputs:
-                break
-            view = view.inputs[0]
-        return ", ".join(text for text in reversed(texts) if text)
+        return self.node.describe()
 
     def __repr__(self) -> str:
-        names = [leaf.name for leaf in self.leaves()]
-        of = repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "nothing"
-        text = self.describe()
-        extra = f", {text}" if text else ""
-        return f"{type(self).__name__}(shape={self._shape}, dtype={self._dtype.name}, of={of}{extra})"
+        return f"View({self.node.summary()})"
 
     def __copy__(self) -> Self:
         return self
@@ -246,37 +174,55 @@ class View(LazyArray):
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
-    # What a node kind implements; boxes hold at least one element, `out` fits.
 
-    def _describe(self) -> str:
-        raise NotImplementedError
+def as_view(value: Any, name: str | None = None) -> View:
+    """A view of anything that holds an array.
 
-    def _requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        raise NotImplementedError
-
-    def _temp_bytes(self, box: Box, contiguous_dims: int) -> int:
-        raise NotImplementedError
-
-    def _lower(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
-        raise NotImplementedError
-
-
-def _inputs_text(texts: list[str]) -> str:
-    """What was done to each of several inputs: once where it is the same for all, else with the inputs' numbers."""
-    inputs_of: dict[str, list[str]] = {}
-    for number, text in enumerate(texts, 1):
-        inputs_of.setdefault(text, []).append(str(number))
-    if len(inputs_of) == 1:
-        return texts[0]
-    parts = [
-        f"{text} of input{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_SHOWN_INPUTS])}"
-        + (f" and {len(numbers) - _SHOWN_INPUTS} more" if len(numbers) > _SHOWN_INPUTS else "")
-        for text, numbers in inputs_of.items()
-        if text
-    ]
-    left = len(parts) - _SHOWN_INPUTS
-    return "; ".join(parts[:_SHOWN_INPUTS]) + (f"; and {left} other ways" if left > 0 else "")
+    Args:
+      value: a view (returned as it is), a `Leaf`, a lazy array of the get_fn kind, an array or a scalar.
+      name: what errors and plans call it where it has no name of its own.
+    """
+    if isinstance(value, View):
+        return value
+    if isinstance(value, Leaf):
+        return View(leaf_node(value))
+    leaf = OpaqueLeaf(value, name) if isinstance(value, LazyArray) else ValueLeaf(value, name)
+    return View(leaf_node(leaf))
 
 
-# Down here because the node kinds are subclasses of `View` and its methods make them.
-from orbax_t5x.lazy import compose as _compose  # noqa: E402
+def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
+    """Fills each buffer with a box of a view; every leaf is asked once for all of them.
+
+    Returns:
+      What was read.
+    """
+    return read_boxes([(view.node, box, out) for view, box, out in items], verify)
+
+
+def repeat(view: Any, times: int, axis: int) -> View:
+    """An array several times over on a new axis: `numpy.repeat(numpy.expand_dims(a, axis), times, axis)`; read once."""
+    old = as_view(view)
+    at = normalize_axis(axis, old.ndim + 1)
+    count = operator.index(times)
+    if count < 0:
+        raise ValueError(f"repeat {count} times: negative counts are not allowed")
+    maps = tuple((dim, 1) for dim in range(old.ndim))
+    shape = (*old.shape[:at], count, *old.shape[at:])
+    return View(strided(old.node, IndexMap((0,) * old.ndim, (*maps[:at], (-1, 0), *maps[at:]), shape)))
+
+
+def broadcast_to(view: Any, shape: Sequence[int] | int) -> View:
+    """An array broadcast to a shape by NumPy's rules; every element is read once.
+
+    Raises:
+      ValueError: naming both shapes where they do not fit.
+    """
+    old = as_view(view)
+    new = tuple(operator.index(size) for size in (shape if isinstance(shape, Iterable) else (shape,)))
+    lead = len(new) - old.ndim
+    fits = lead >= 0 and all(size in (1, wanted) for size, wanted in zip(old.shape, new[lead:], strict=True))
+    if not fits or any(size < 0 for size in new):
+        raise ValueError(f"cannot broadcast an array of shape {old.shape} to shape {new}")
+    maps = [(-1, 0)] * lead
+    maps += [(dim, 1) if old.shape[dim] == new[lead + dim] else (-1, 0) for dim in range(old.ndim)]
+    return old._with(strided(old.node, IndexMap((0,) * old.ndim, tuple(maps), new)))

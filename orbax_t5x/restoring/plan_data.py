@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from orbax_t5x.lazy import Box, LeafView, View
+from orbax_t5x.lazy import Box, View
 from orbax_t5x.lazy.box import box_size, full_box
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.targets import Target, TargetLeaf
@@ -180,9 +180,9 @@ class PlanData:
         for entry in self.entries:
             if entry.view is None or entry.action != "read":
                 continue
-            if isinstance(entry.view, LeafView):
+            if (leaf := entry.view.leaf) is not None:
                 # The common case, without a call per box: the boxes of a bare leaf are the boxes that it is asked for.
-                key, itemsize = id(entry.view.leaf), entry.view.dtype.itemsize
+                key, itemsize = id(leaf), entry.view.dtype.itemsize
                 for box in entry.boxes():
                     seen[key, box] = box_size(box) * itemsize
                 continue

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from orbax_t5x.lazy import AllEqual, repeat
+from orbax_t5x.lazy import all_equal, repeat
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
@@ -103,7 +103,7 @@ class MergeEqualLayers(Transform):
                 continue
             rule = f"one of {len(names)} layers' that must be equal"
             try:
-                merged = AllEqual(views) if len(names) > 1 else state[names[0]]
+                merged = all_equal(views) if len(names) > 1 else state[names[0]]
             except ValueError as error:
                 diagnostics.problem("shape", new, f"{rule}: {error}")
                 continue

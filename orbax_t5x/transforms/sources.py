@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.lazy import AllEqual, View
-from orbax_t5x.lazy import Average as AverageView
+from orbax_t5x.lazy import View, all_equal, average
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
@@ -135,12 +134,12 @@ class Average(Transform):
 
 def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View:
     if views[0].dtype.kind in "bOSU":
-        return AllEqual(views)
+        return all_equal(views)
     if views[0].dtype.kind in "iu":
         diagnostics.warnings.append(
             f"Average: {name!r} holds integers ({views[0].dtype.name}); their average is rounded"
         )
-    return AverageView(views, weights)
+    return average(views, weights)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Literal
 
 import ml_dtypes
@@ -98,3 +99,36 @@ def _float_fits(source: np.dtype, target: np.dtype) -> bool:
         there = kept.astype(np.float64)
         back = kept.astype(target).astype(np.float64)
     return bool(np.array_equal(there, back, equal_nan=True) and np.array_equal(np.signbit(there), np.signbit(back)))
+
+
+def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype | None:
+    """The dtype that JAX's standard promotion gives for several, 64-bit ones kept; None where it gives none.
+
+    Integers take the dtype of a float beside them; float16 with bfloat16 is float32; types narrower than 8 bits, and
+    floats of 8 bits and less beside other floats, are not promoted.
+    """
+    distinct = set(dtypes)
+    numbers = [dtype for dtype in distinct if kind_of(dtype) != "bool"] or list(distinct)
+    if any(kind_of(dtype) == "object" for dtype in numbers):
+        return None
+    if len(numbers) == 1:
+        return numbers[0]
+    if any(kind_of(dtype) == "int" and dtype.name.lstrip("uint") in ("1", "2", "4") for dtype in numbers):
+        return None
+    # A float decides over any integer, whatever their sizes.
+    deciding = [dtype for dtype in numbers if kind_of(dtype) != "int"] or numbers
+    return functools.reduce(_promoted, deciding[1:], deciding[0])
+
+
+_NUMPY_FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+
+
+def _promoted(one: np.dtype | None, other: np.dtype) -> np.dtype | None:
+    if one is None or one == other:
+        return one
+    names = {one.name, other.name}
+    if kind_of(one) == "int" or names <= set(_NUMPY_FLOATS):
+        return np.promote_types(one, other)
+    if "bfloat16" in names and names - {"bfloat16"} <= set(_NUMPY_FLOATS):
+        return np.promote_types(np.float32, other if one.name == "bfloat16" else one)
+    return None

@@ -24,7 +24,7 @@ class Shard(NamedTuple):
 
 def scratch(view: View, box: Box) -> int:
     """Scratch that reading a box of a view into a contiguous buffer needs; most views need none."""
-    return view.temp_bytes(box, len(box)) if view.inputs else 0
+    return view.scratch_bytes(box)
 
 
 def slabs(shards: Iterable[Shard]) -> Iterable[list[Shard]]:

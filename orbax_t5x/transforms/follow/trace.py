@@ -16,20 +16,23 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import (
-    AllEqual,
-    Average,
-    Cast,
-    Concat,
-    Join,
+    AllEqualNode,
+    AverageNode,
+    CastNode,
+    ConcatNode,
+    JoinNode,
     Leaf,
-    LeafView,
+    LeafNode,
+    Node,
     ReadStats,
     Request,
-    Split,
-    Stack,
-    Strided,
+    SplitNode,
+    StackNode,
+    StridedNode,
     View,
+    all_equal,
     as_view,
+    average,
     concatenate,
     repeat,
     stack,
@@ -82,7 +85,7 @@ def symbols_of(value: Any) -> Iterator[Symbol]:
 
 def is_symbol(value: Any) -> bool:
     """Whether a result is a symbol itself, with nothing done to it."""
-    return isinstance(value, LeafView) and isinstance(value.leaf, Symbol)
+    return isinstance(value, View) and isinstance(value.leaf, Symbol)
 
 
 @dataclasses.dataclass
@@ -102,107 +105,110 @@ class Replay:
 
     def build(self, view: View, kept: Kept) -> View:
         """The view over the other leaves; its dimensions are the kept ones of `view`, in order."""
-        match view:
-            case LeafView():
-                return self._leaf(view, kept)
-            case Strided():
-                return self._walk(view, kept)
-            case Cast():
-                built = self.build(view.inputs[0], kept)
-                return built.astype(view.dtype) if self.casts else built
-            case Join():
-                return self._join(view, kept)
-            case Split():
-                return self._split(view, kept)
-            case Stack():
-                return self._stack(view, kept)
-            case Concat():
-                return self._concat(view, kept)
-            case Average():
-                self.is_exact = False
-                return Average([self.build(item, kept) for item in view.inputs], view.weights)
-            case AllEqual():
-                return AllEqual([self.build(item, kept) for item in view.inputs])
-        raise CannotFollowError(f"{type(view).__name__} is not known")
+        return self._build(view.node, kept)
 
-    def _leaf(self, view: LeafView, kept: Kept) -> View:
-        if isinstance(view.leaf, Symbol):
-            return self.leaf(view.leaf, kept)
-        if len(kept) == view.ndim:
+    def _build(self, node: Node, kept: Kept) -> View:
+        match node:
+            case LeafNode():
+                return self._leaf(node, kept)
+            case StridedNode():
+                return self._index_map(node, kept)
+            case CastNode():
+                built = self._build(node.input, kept)
+                return built.astype(node.dtype) if self.casts else built
+            case JoinNode():
+                return self._join(node, kept)
+            case SplitNode():
+                return self._split(node, kept)
+            case StackNode():
+                return self._stack(node, kept)
+            case ConcatNode():
+                return self._concat(node, kept)
+            case AverageNode():
+                self.is_exact = False
+                return average([self._build(item, kept) for item in node.inputs], node.weights)
+            case AllEqualNode():
+                return all_equal([self._build(item, kept) for item in node.inputs])
+        raise CannotFollowError(f"{type(node).__name__} is not known")
+
+    def _leaf(self, node: LeafNode, kept: Kept) -> View:
+        if isinstance(node.leaf, Symbol):
+            return self.leaf(node.leaf, kept)
+        if len(kept) == len(node.shape):
             self.is_exact = False
-            return view
+            return as_view(node.leaf)
         raise CannotFollowError("a constant has no optimizer state")
 
-    def _walk(self, view: Strided, kept: Kept) -> View:
-        source, walk = view.inputs[0], view.walk
-        axis_of = {dim: axis for axis, (dim, _) in enumerate(walk.maps) if dim >= 0}
+    def _index_map(self, node: StridedNode, kept: Kept) -> View:
+        index_map = node.index_map
+        axis_of = {dim: axis for axis, (dim, _) in enumerate(index_map.maps) if dim >= 0}
         inner: list[int] = []
         index: list[Any] = []
-        for dim, first in enumerate(walk.start):
+        for dim, first in enumerate(index_map.start):
             axis = axis_of.get(dim)
             if axis is None:
                 inner.append(dim)
                 index.append(first)
                 continue
-            step, size = walk.maps[axis][1], walk.shape[axis]
+            step, size = index_map.maps[axis][1], index_map.shape[axis]
             if axis in kept:
                 stop = first + step * size
                 inner.append(dim)
                 index.append(slice(first, stop if stop >= 0 else None, step))
-            elif size != source.shape[dim]:
+            elif size != node.input.shape[dim]:
                 self.is_exact = False
-        built = self.build(source, frozenset(inner))[tuple(index)]
+        built = self._build(node.input, frozenset(inner))[tuple(index)]
         order = sorted(dim for dim, axis in axis_of.items() if axis in kept)
-        wanted = [dim for axis, (dim, _) in enumerate(walk.maps) if dim >= 0 and axis in kept]
+        wanted = [dim for axis, (dim, _) in enumerate(index_map.maps) if dim >= 0 and axis in kept]
         built = built.transpose(tuple(order.index(dim) for dim in wanted))
         position = 0
-        for axis, (dim, _) in enumerate(walk.maps):
-            if dim < 0 and walk.shape[axis] != 1:
+        for axis, (dim, _) in enumerate(index_map.maps):
+            if dim < 0 and index_map.shape[axis] != 1:
                 self.is_exact = False
             if axis in kept:
-                built = repeat(built, walk.shape[axis], position) if dim < 0 else built
+                built = repeat(built, index_map.shape[axis], position) if dim < 0 else built
                 position += 1
         return built
 
-    def _join(self, view: Join, kept: Kept) -> View:
+    def _join(self, node: JoinNode, kept: Kept) -> View:
         inner: list[int] = []
         at = 0
-        for axis, sizes in enumerate(view.groups):
+        for axis, sizes in enumerate(node.groups):
             if axis in kept:
                 inner.extend(range(at, at + len(sizes)))
             at += len(sizes)
-        return self.build(view.inputs[0], frozenset(inner)).reshape(_sizes(view, kept))
+        return self._build(node.input, frozenset(inner)).reshape(_sizes(node, kept))
 
-    def _split(self, view: Split, kept: Kept) -> View:
+    def _split(self, node: SplitNode, kept: Kept) -> View:
         inner: list[int] = []
         at = 0
-        for dim, sizes in enumerate(view.groups):
-            axes = [axis for axis in range(at, at + len(sizes)) if view.shape[axis] != 1]
+        for dim, sizes in enumerate(node.groups):
+            axes = [axis for axis in range(at, at + len(sizes)) if node.shape[axis] != 1]
             at += len(sizes)
             stay = {axis in kept for axis in axes}
             if len(stay) > 1:
                 raise CannotFollowError("only a part of a dimension that is split would be averaged")
             if True in stay or not axes:
                 inner.append(dim)
-        return self.build(view.inputs[0], frozenset(inner)).reshape(_sizes(view, kept))
+        return self._build(node.input, frozenset(inner)).reshape(_sizes(node, kept))
 
-    def _stack(self, view: Stack, kept: Kept) -> View:
-        axis = view.axis
+    def _stack(self, node: StackNode, kept: Kept) -> View:
+        axis = node.axis
         inner = frozenset(dim - (dim > axis) for dim in kept if dim != axis)
-        built = [self.build(item, inner) for item in view.inputs]
+        built = [self._build(item, inner) for item in node.inputs]
         if axis in kept:
             return stack(built, sum(dim < axis for dim in kept))
         self.is_exact = False
-        return Average(built, [1.0] * len(built))
+        return average(built, [1.0] * len(built))
 
-    def _concat(self, view: Concat, kept: Kept) -> View:
-        axis = view.axis
-        built = [self.build(item, kept) for item in view.inputs]
+    def _concat(self, node: ConcatNode, kept: Kept) -> View:
+        axis = node.axis
+        built = [self._build(item, kept) for item in node.inputs]
         if axis in kept:
             return concatenate(built, sum(dim < axis for dim in kept))
         self.is_exact = False
-        return Average(built, [float(item.shape[axis]) for item in view.inputs])
+        return average(built, [float(item.shape[axis]) for item in node.inputs])
 
 
-def _sizes(view: View, kept: Kept) -> tuple[int, ...]:
-    return tuple(size for axis, size in enumerate(view.shape) if axis in kept)
+def _sizes(node: Node, kept: Kept) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(node.shape) if axis in kept)

@@ -1,0 +1,262 @@
+"""Nodes: frozen data that says which boxes of which leaves an output box needs, and how they get into a buffer.
+
+A node is a shape, a dtype and its inputs; it knows boxes, buffers and leaves, and nothing of the arrays that users
+hold. `add_requests` tells what reading a box will read. `lower` turns a box and a buffer into requests on leaves, which
+write into (views of) that buffer wherever the node only moves elements, and steps to run after the reads: casts,
+copies, averages, checks. All memory beside the buffer comes from the lowering, so that a lowering over buffers without
+memory tells how much that is (`scratch_bytes`). Nodes are compared by identity and may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from orbax_t5x.lazy.box import Box, box_shape
+from orbax_t5x.lazy.geometry import IndexMap
+from orbax_t5x.lazy.leaf import Leaf, Request
+
+# Inputs of a stack, and things done to them, that a description names.
+_SHOWN_INPUTS = 4
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Lowered:
+    """A box of a node as work on leaves.
+
+    Attributes:
+      reads: what to read; all of it before the first step of `finish`. A request stays valid as long as its buffer is
+        referenced.
+      finish: steps to run in order, one at a time, each once. They may raise `LeafMismatchError`.
+    """
+
+    reads: list[tuple[Leaf, Request]] = dataclasses.field(default_factory=list)
+    finish: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    def allocate(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """Memory of its own, C-contiguous; it lives until the steps are done."""
+        return np.empty(shape, dtype)
+
+    def add_step(self, step: Callable[[], None], temporary_bytes: int = 0) -> None:
+        """A step to run after the reads, and the memory that it takes only while it runs."""
+        self.finish.append(step)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Measured(Lowered):
+    """A lowering that reads nothing and whose buffers have no memory; it adds up what they would take."""
+
+    held_bytes: int = 0
+    temporary_bytes: int = 0
+
+    def allocate(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        buffer = memoryless(shape, dtype)
+        self.held_bytes += buffer.nbytes
+        return buffer
+
+    def add_step(self, step: Callable[[], None], temporary_bytes: int = 0) -> None:
+        self.finish.append(step)
+        self.temporary_bytes = max(self.temporary_bytes, temporary_bytes)
+
+
+def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array with the strides of a C-contiguous one over the memory of one element: never read it or write to it."""
+    strides: list[int] = []
+    step = dtype.itemsize
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), tuple(shape), strides[::-1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Node(abc.ABC):
+    """What a view is made of.
+
+    Attributes:
+      shape, dtype: of the result.
+      inputs: the nodes that it is made from, in order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    inputs: tuple[Node, ...]
+
+    @property
+    def input(self) -> Node:
+        """The first input."""
+        return self.inputs[0]
+
+    @property
+    def own_leaf(self) -> Leaf | None:
+        """The leaf that this node reads itself, or None."""
+        return None
+
+    # What a node kind implements; boxes hold at least one element, buffers fit.
+
+    @abc.abstractmethod
+    def describe_step(self) -> str:
+        """What this node does to its inputs, as short text for people."""
+
+    @abc.abstractmethod
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        """Adds the boxes of leaves that reading a box will read; pure, nothing is read."""
+
+    @abc.abstractmethod
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+        """Adds the requests and steps that fill `out` with a box."""
+
+    def select(self, index_map: IndexMap) -> Node | None:
+        """This node under an index map as something simpler than a `StridedNode` over it, or None.
+
+        The index map is not the identity, and some element is left.
+        """
+        return None
+
+    # What plans and executors use.
+
+    def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
+        """The boxes of leaves that reading a box will read; pure, nothing is read.
+
+        `lower` asks for the same elements; it may cut one of these boxes into several where its buffer is scattered.
+        """
+        found: list[tuple[Leaf, Box]] = []
+        if not _is_empty(box):
+            self.add_requests(box, found)
+        return found
+
+    def lower(self, box: Box, out: np.ndarray) -> Lowered:
+        """Turns reading a box into requests on leaves and steps after them.
+
+        Args:
+          box: within the shape.
+          out: filled once all is done; this node's dtype, the shape of the box, any strides.
+
+        Raises:
+          ValueError: a buffer of another shape or dtype.
+        """
+        if out.shape != box_shape(box) or (out.dtype is not self.dtype and out.dtype != self.dtype):
+            raise ValueError(f"a buffer of shape {out.shape} and dtype {out.dtype} for box {box} of {self!r}")
+        lowered = Lowered()
+        if out.size:
+            self.add_work(box, out, lowered)
+        return lowered
+
+    def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
+        """The memory that lowering and finishing a box takes beside the buffer.
+
+        Args:
+          box: what is to be read.
+          like: a buffer of the strides that are to be filled; None: a C-contiguous one. It is not touched.
+        """
+        if self.own_leaf is not None or _is_empty(box):
+            return 0
+        measured = _Measured()
+        self.add_work(box, memoryless(box_shape(box), self.dtype) if like is None else like, measured)
+        return measured.held_bytes + measured.temporary_bytes
+
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves that this node is made of, each once, in order."""
+        found: dict[Leaf, None] = {}
+        pending: list[Node] = [self]
+        seen: set[Node] = set()
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                if node.own_leaf is not None:
+                    found[node.own_leaf] = None
+                pending.extend(reversed(node.inputs))
+        return tuple(found)
+
+    def describe(self) -> str:
+        """What was done to the leaves, as short text for people; empty for a bare leaf."""
+        texts: list[str] = []
+        node: Node = self
+        follows = ""
+        while True:
+            text = node.describe_step()
+            # Of several reshapes in a row only the last one's result is seen.
+            if text and not (text.startswith("reshape") and follows.startswith("reshape")):
+                texts.append(text)
+                follows = text
+            if len(node.inputs) > 1:
+                texts.append(_inputs_text([one.describe() for one in node.inputs]))
+                break
+            if not node.inputs:
+                break
+            node = node.input
+        return ", ".join(text for text in reversed(texts) if text)
+
+    def summary(self) -> str:
+        """Shape, dtype, leaves and what was done to them, as one text; no data."""
+        names = [leaf.name for leaf in self.leaves()]
+        of = repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "nothing"
+        text = self.describe()
+        extra = f", {text}" if text else ""
+        return f"shape={self.shape}, dtype={self.dtype.name}, of={of}{extra}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.summary()})"
+
+
+def _is_empty(box: Box) -> bool:
+    for first, last in box:  # Called for every leaf of a plan: any() costs three times as much.
+        if first >= last:
+            return True
+    return False
+
+
+def _inputs_text(texts: list[str]) -> str:
+    """What was done to each of several inputs: once where it is the same for all, else with the inputs' numbers."""
+    inputs_of: dict[str, list[str]] = {}
+    for number, text in enumerate(texts, 1):
+        inputs_of.setdefault(text, []).append(str(number))
+    if len(inputs_of) == 1:
+        return texts[0]
+    parts = [
+        f"{text} of input{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_SHOWN_INPUTS])}"
+        + (f" and {len(numbers) - _SHOWN_INPUTS} more" if len(numbers) > _SHOWN_INPUTS else "")
+        for text, numbers in inputs_of.items()
+        if text
+    ]
+    left = len(parts) - _SHOWN_INPUTS
+    return "; ".join(parts[:_SHOWN_INPUTS]) + (f"; and {left} other ways" if left > 0 else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LeafNode(Node):
+    """A whole leaf; make it with `leaf_node`."""
+
+    leaf: Leaf
+
+    @property
+    def own_leaf(self) -> Leaf:
+        """The leaf."""
+        return self.leaf
+
+    def describe_step(self) -> str:
+        """Nothing is done."""
+        return ""
+
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        """The box itself."""
+        found.append((self.leaf, box))
+
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+        """One request."""
+        lowered.reads.append((self.leaf, Request(box, out)))
+
+
+def leaf_node(leaf: Leaf) -> LeafNode:
+    """The node of a whole leaf."""
+    return LeafNode(tuple(leaf.shape), np.dtype(leaf.dtype), (), leaf)
+
+
+def copy_step(lowered: Lowered, out: np.ndarray, values: np.ndarray) -> None:
+    """Adds a step that copies values of the same dtype into a buffer that does not overlap them."""
+    lowered.add_step(partial(np.copyto, out, values))

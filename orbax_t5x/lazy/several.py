@@ -1,0 +1,108 @@
+"""One view of several: stack, concatenate, average, and arrays that must all be equal. Nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from orbax_t5x.lazy.assemble import ConcatNode, concatenated, stacked
+from orbax_t5x.lazy.combine import AllEqualNode, average_node
+from orbax_t5x.lazy.geometry import normalize_axis
+from orbax_t5x.lazy.node import Node
+from orbax_t5x.lazy.view import View, as_view, repeat
+
+
+def stack(views: Iterable[Any], axis: int = 0) -> View:
+    """Arrays of one shape side by side on a new axis.
+
+    Raises:
+      ValueError: no array, or shapes or dtypes differ; the text names both.
+    """
+    inputs = _inputs("stack", views)
+    _check_shapes("stack", inputs)
+    _check_dtypes("stack", inputs)
+    first = inputs[0]
+    at = normalize_axis(axis, first.ndim + 1)
+    return View(stacked(_nodes(inputs), at)) if len(inputs) > 1 else repeat(first, 1, at)
+
+
+def concatenate(views: Iterable[Any], axis: int = 0) -> View:
+    """Arrays one after the other along an axis.
+
+    Raises:
+      ValueError: no array, rank 0, or shapes (other than along the axis) or dtypes differ; the text names both.
+    """
+    inputs = _inputs("concatenate", views)
+    first = inputs[0]
+    if not first.ndim:
+        raise ValueError("arrays of rank 0 cannot be concatenated: stack them")
+    at = normalize_axis(axis, first.ndim)
+    for position, view in enumerate(inputs):
+        if (
+            view.ndim != first.ndim
+            or view.shape[:at] + view.shape[at + 1 :] != first.shape[:at] + first.shape[at + 1 :]
+        ):
+            raise ValueError(
+                f"concatenate on axis {at} of shapes that differ elsewhere: {first!r}, as number {position} {view!r}"
+            )
+    _check_dtypes("concatenate", inputs)
+    flat: list[Node] = []
+    for view in inputs:
+        node = view.node
+        flat.extend(node.inputs if isinstance(node, ConcatNode) and node.axis == at else (node,))
+    return View(concatenated(tuple(flat), at)) if len(flat) > 1 else first
+
+
+def average(views: Iterable[Any], weights: Sequence[float]) -> View:
+    """The weighted average of arrays of one shape, as `numpy.average` has it; computed box by box.
+
+    Weights are divided by their sum. The result has the arrays' common dtype by JAX's promotion and is computed in
+    float32 or wider; integers are rounded to the nearest even, and one that would leave its range raises
+    `LeafMismatchError` when it is read.
+
+    Raises:
+      ValueError: no array, shapes that differ, weights that do not fit, or dtypes without a common one.
+      TypeError: what holds no numbers.
+    """
+    inputs = _inputs("average", views)
+    _check_shapes("average", inputs)
+    return View(average_node(_nodes(inputs), weights))
+
+
+def all_equal(views: Iterable[Any]) -> View:
+    """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not.
+
+    Raises:
+      ValueError: no array, or shapes or dtypes differ; the text names both.
+    """
+    inputs = _inputs("all_equal", views)
+    _check_shapes("all_equal", inputs)
+    _check_dtypes("all_equal", inputs)
+    return View(AllEqualNode(inputs[0].shape, inputs[0].dtype, _nodes(inputs)))
+
+
+def _inputs(function: str, views: Iterable[Any]) -> tuple[View, ...]:
+    inputs = tuple(as_view(view) for view in views)
+    if not inputs:
+        raise ValueError(f"{function} needs at least one array")
+    return inputs
+
+
+def _nodes(views: Sequence[View]) -> tuple[Node, ...]:
+    return tuple(view.node for view in views)
+
+
+def _check_shapes(function: str, views: Sequence[View]) -> None:
+    first = views[0]
+    for position, view in enumerate(views):
+        if view.shape != first.shape:
+            raise ValueError(f"{function} of different shapes: {first!r}, and as number {position} {view!r}")
+
+
+def _check_dtypes(function: str, views: Sequence[View]) -> None:
+    first = views[0]
+    for position, view in enumerate(views):
+        if view.dtype != first.dtype:
+            raise ValueError(
+                f"{function} of different dtypes: {first!r}, and as number {position} {view!r}; cast them first"
+            )
