@@ -54,14 +54,12 @@ def conversion(source: np.dtype, target: np.dtype) -> Conversion:
     if "object" in kinds:
         return "forbidden"
     match kinds:
-        case ("bool", _):
-            return "lossless"
         case (_, "bool") | ("float", "int") | ("complex", "int") | ("complex", "float"):
             return "forbidden"
-        case ("int", "int"):
+        case ("int" | "bool", "int"):
             lossless = _int_fits(source, target)
-        case ("int", _):
-            lossless = _int_bits(source) <= _mantissa_bits(_real(target))
+        case ("int" | "bool", _):
+            lossless = _float_holds(source, _real(target))
         case _:
             lossless = _float_fits(_real(source), _real(target))
     return "lossless" if lossless else "lossy"
@@ -73,17 +71,26 @@ def _real(dtype: np.dtype) -> np.dtype:
     )
 
 
+def _int_range(dtype: np.dtype) -> tuple[int, int]:
+    if kind_of(dtype) == "bool":
+        return 0, 1
+    info = ml_dtypes.iinfo(dtype)
+    return int(info.min), int(info.max)
+
+
 def _int_fits(source: np.dtype, target: np.dtype) -> bool:
-    have, want = ml_dtypes.iinfo(source), ml_dtypes.iinfo(target)
-    return int(want.min) <= int(have.min) and int(have.max) <= int(want.max)
+    (low, high), (lowest, highest) = _int_range(source), _int_range(target)
+    return lowest <= low and high <= highest
 
 
-def _int_bits(dtype: np.dtype) -> int:
-    return int(ml_dtypes.iinfo(dtype).max).bit_length()
-
-
-def _mantissa_bits(dtype: np.dtype) -> int:
-    return int(ml_dtypes.finfo(dtype).nmant) + 1
+def _float_holds(source: np.dtype, target: np.dtype) -> bool:
+    """Whether a float has every integer of a type: enough digits, and zero, sign and range, which small floats lack."""
+    low, high = _int_range(source)
+    if high.bit_length() > int(ml_dtypes.finfo(target).nmant) + 1:
+        return False
+    bounds = np.array([low, 0, high], np.float64)
+    with np.errstate(all="ignore"):
+        return bool(np.array_equal(bounds.astype(target).astype(np.float64), bounds))
 
 
 def _float_fits(source: np.dtype, target: np.dtype) -> bool:
