@@ -50,7 +50,7 @@ class UnsafeCheckpointError(CheckpointError, ValueError):
 
 
 class UnsupportedCheckpointError(CheckpointError, ValueError):
-    """Well-formed, as far as can be told, but not readable here; the text says what is."""
+    """The checkpoint seems well-formed, but is not readable here; the text says what is."""
 
 
 class LimitExceededError(CheckpointError, ValueError):

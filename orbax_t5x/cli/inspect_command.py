@@ -136,8 +136,8 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
     elements = sum(view.size for view in checkpoint.leaves.values())
     lines = [f"{leaves_text(len(checkpoint.leaves))}, {counted(elements, 'element')}, {size_text(total)}"]
     if len(by_dtype) > 1:
-        told = sorted(by_dtype.items(), key=lambda item: item[1], reverse=True)
-        lines += [f"  {name}: {leaves_text(count)}, {size_text(size)}" for name, (size, count) in told]
+        dtypes = sorted(by_dtype.items(), key=lambda item: item[1], reverse=True)
+        lines += [f"  {name}: {leaves_text(count)}, {size_text(size)}" for name, (size, count) in dtypes]
     if checkpoint.empties:
         lines.append(f"  {counted(len(checkpoint.empties), 'node')} without leaves")
     return lines

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-    except SystemExit as stop:  # argparse has said what it has to say
+    except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
     try:
         code = importlib.import_module(options.module).run(options)

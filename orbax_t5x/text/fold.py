@@ -142,7 +142,7 @@ def _fold_group(group: list[_Item], least: int) -> list[_Item]:
 
 
 def _merge(bucket: list[_Item], place: int) -> _Item | None:
-    """One row for all of a bucket, or None where a number in it follows no order that can be said shortly."""
+    """One row for all of a bucket, or None where a number in it follows no order that can be written shortly."""
     first = bucket[0]
     merged: list[list[str]] = []
     for text, tokens in enumerate(first.tokens):
@@ -152,10 +152,10 @@ def _merge(bucket: list[_Item], place: int) -> _Item | None:
                 joined.append(token)
                 continue
             numbers = [item.tokens[text][position] for item in bucket]
-            told = runs(numbers)
-            if told is None or (text == 0 and position == place and len(set(numbers)) != len(numbers)):
+            order = runs(numbers)
+            if order is None or (text == 0 and position == place and len(set(numbers)) != len(numbers)):
                 return None
-            joined.append(told)
+            joined.append(order)
         merged.append(_rejoined(joined))
     return _Item(merged, [member for item in bucket for member in item.members], first.alike)
 

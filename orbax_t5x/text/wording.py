@@ -81,7 +81,8 @@ def sharding_text(sharding: Any) -> str:
 
 def _axis_text(axis: Any) -> str:
     if isinstance(axis, tuple):
-        return f"({', '.join(map(repr, axis))})"
+        names: tuple[Any, ...] = axis
+        return f"({', '.join(map(repr, names))})"
     return repr(axis)
 
 

@@ -52,8 +52,13 @@ def _sharding_json(sharding: Any) -> dict[str, Any] | None:
     }
     spec = getattr(sharding, "spec", None)
     if spec is not None:
-        described["spec"] = [
-            list(axis) if isinstance(axis, tuple) else None if axis is None else str(axis) for axis in spec
-        ]
+        described["spec"] = [_axis_data(axis) for axis in spec]
         described["mesh"] = {str(name): int(size) for name, size in sharding.mesh.shape.items()}
     return described
+
+
+def _axis_data(axis: Any) -> list[Any] | str | None:
+    if isinstance(axis, tuple):
+        names: tuple[Any, ...] = axis
+        return list(names)
+    return None if axis is None else str(axis)
