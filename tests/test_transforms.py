@@ -5,6 +5,7 @@ import dataclasses
 import re
 from typing import ClassVar
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -459,6 +460,31 @@ def test_average_reads_each_source_once_and_says_what_it_rounds():
     )
     assert len(diagnostics.warnings) == 1 and "'n'" in diagnostics.warnings[0] and "rounded" in diagnostics.warnings[0]
     assert [(p.kind, p.leaf) for p in problems(tr.Average([1, 1]), source)] == [("missing", "only")]
+
+
+def test_averages_of_integers_stay_in_their_range_or_are_problems():
+    for dtype in (np.int8, np.uint16, ml_dtypes.int4, ml_dtypes.uint2):
+        source = {"x/n": np.array([1, 0], dtype), "y/n": np.array([0, 1], dtype)}
+        (problem,) = problems(tr.Average({"x": 2, "y": -1}), source)
+        assert (problem.kind, problem.leaf) == ("dtype", "n") and np.dtype(dtype).name in problem.message
+        assert problems(tr.Average({"x": -2, "y": 1}), source)
+        _, diagnostics = run(tr.Average({"x": 2, "y": 1}), source)
+        assert "rounded" in diagnostics.warnings[0] and not diagnostics.problems
+        # Weights are divided by their sum: two negative ones are two positive ones.
+        assert not problems(tr.Average({"x": -2, "y": -1}), source)
+    floats = {"x/f": np.float32([1, 0]), "y/f": np.float32([0, 1])}
+    assert_same(run(tr.Average({"x": 2, "y": -1}), floats)[0], {"f": np.float32([2, -1])})
+
+
+def test_prng_keys_have_no_average():
+    class Key(ValueLeaf):
+        prng_impl = "threefry2x32"
+
+    source = {f"{name}/key": as_view(Key(np.uint32([1, 2]), "key")) for name in "xy"}
+    (problem,) = problems(tr.Average([1, 1]), source)
+    assert (problem.kind, problem.leaf) == ("dtype", "key")
+    typed = {f"{name}/key": jax.random.key(1) for name in "xy"}
+    assert {problem.leaf for problem in problems(tr.Average([1, 1]), typed)} == {"x/key", "y/key"}
 
 
 def test_average_weights_by_name_or_in_order():

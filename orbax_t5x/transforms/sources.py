@@ -16,6 +16,7 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
 from orbax_t5x.transforms.state import NewState, views_of
+from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.flat import FlatState
 
 Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
@@ -25,9 +26,10 @@ Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
 class Average(Transform):
     """The weighted average of named sources; the result stands under the name without the source's.
 
-    Weights are divided by their sum. Results have the first source's dtype; integers are rounded, and a warning
-    says so; booleans must be equal in all sources. A leaf that a source lacks is a problem. Leaves that do not
-    match keep their names.
+    Weights are divided by their sum. Results have the common dtype of the sources, by JAX's promotion. Integers are
+    rounded, and a warning says so; with negative weights, which could leave their range, they are a problem. Booleans
+    and strings must be equal in all sources. PRNG keys, and a leaf that a source lacks, are problems. Leaves that do
+    not match keep their names.
 
     Attributes:
       weights: source name -> weight, or one weight per source in their order (that of the leaves in the state dict).
@@ -128,17 +130,32 @@ class Average(Transform):
             message = f"Average: {error}"
             diagnostics.problem("shape", result, message, "only arrays of numbers of one shape have an average")
             return
+        if value is None:
+            return
         shown = ", ".join(f"{weight:g} {name}" for name, weight in weights.items())
         new.put(result, value, first, f"Average of {shown}")
 
 
-def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View:
-    if views[0].dtype.kind in "bOSU":
+def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View | None:
+    """The average of arrays; None where a problem was recorded.
+
+    Raises:
+      ValueError, TypeError: the arrays have not one shape, or do not hold numbers.
+    """
+    kinds = {kind_of(view.dtype) for view in views}
+    if any(leaf.prng_impl is not None for view in views for leaf in view.leaves()):
+        message = f"Average: {name!r} holds PRNG keys, which have no average"
+        diagnostics.problem("dtype", name, message, "leave it out of the pattern, and take it from one source")
+        return None
+    if kinds <= {"bool", "object"}:
         return all_equal(views)
-    if views[0].dtype.kind in "iu":
-        diagnostics.warnings.append(
-            f"Average: {name!r} holds integers ({views[0].dtype.name}); their average is rounded"
-        )
+    if kinds <= {"bool", "int"}:
+        dtypes = ", ".join(dict.fromkeys(view.dtype.name for view in views))
+        if any(weight / sum(weights) < 0 for weight in weights):
+            message = f"Average: with negative weights {name!r} may leave the range of its integers ({dtypes})"
+            diagnostics.problem("dtype", name, message, "leave it out of the pattern, or Cast it to a float before")
+            return None
+        diagnostics.warnings.append(f"Average: {name!r} holds integers ({dtypes}); their average is rounded")
     return average(views, weights)
 
 
