@@ -1,13 +1,12 @@
-"""A leaf over a NumPy array that records what is asked of it, and strategies that several test files share."""
+"""Dtypes, buffers and strategies that several test files share."""
 
-import asyncio
 from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from orbax_t5x.lazy import Box, ChecksummedRange, Leaf, ReadStats, Request, box_slices
+from orbax_t5x.lazy import Box
 
 ML_DTYPES = (
     "bfloat16 float4_e2m1fn float6_e2m3fn float6_e3m2fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
@@ -17,35 +16,6 @@ NUMPY_DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )
 DTYPES = [np.dtype(getattr(ml_dtypes, name)) for name in ML_DTYPES] + [np.dtype(name) for name in NUMPY_DTYPES]
-
-
-class ArrayLeaf(Leaf):
-    """Serves boxes of an array, a few event loop turns later, and counts how often each element was read."""
-
-    def __init__(self, array: np.ndarray, name: str = "leaf"):
-        self.array = array
-        self.name = name
-        self.path = f"/checkpoints/{name}"
-        self.shape = array.shape
-        self.dtype = array.dtype
-        self.calls: list[list[Box]] = []
-        self.counts = np.zeros(array.shape, np.int64)
-        self.verified = 0
-
-    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        self.calls.append([request.box for request in requests])
-        await asyncio.sleep(0)
-        for box, out in requests:
-            assert all(0 <= first < last <= size for (first, last), size in zip(box, self.shape, strict=True)), box
-            assert out.dtype == self.dtype and out.flags.writeable
-            assert out.shape == tuple(last - first for first, last in box)
-            out[...] = self.array[box_slices(box)]
-            self.counts[box_slices(box)] += 1
-            stats.count(out.nbytes)
-
-    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
-        self.verified += 1
-        return None
 
 
 class GuardedBuffer:

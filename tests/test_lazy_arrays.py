@@ -17,7 +17,7 @@ import orbax_t5x as ot
 from orbax_t5x import lazy
 from orbax_t5x.errors import CorruptCheckpointError, LeafMismatchError
 from orbax_t5x.lazy import as_view, full_box
-from tests.lazy_leaf import ArrayLeaf
+from orbax_t5x.testing.array_leaf import ArrayLeaf
 
 # T5X's kinds.
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from orbax_t5x import lazy
 from orbax_t5x.lazy import box_shape, full_box
-from tests.lazy_leaf import ArrayLeaf, boxes
+from orbax_t5x.testing.array_leaf import ArrayLeaf
+from tests.lazy_leaf import boxes
 
 # Python's own objects: lists, tuples, array headers, and about half a kilobyte for a request and its place. Arrays here
 # are far larger.

@@ -14,8 +14,9 @@ import orbax_t5x as ot
 from orbax_t5x import lazy
 from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy import all_equal, as_view, average, full_box
+from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.trees.dtypes import kind_of
-from tests.lazy_leaf import DTYPES, ArrayLeaf
+from tests.lazy_leaf import DTYPES
 
 
 def _view(shape, dtype="float32", name="leaf"):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from orbax_t5x import lazy
 from orbax_t5x.lazy import geometry as _geometry
-from tests.lazy_leaf import DTYPES, ArrayLeaf, GuardedBuffer, boxes
+from orbax_t5x.testing.array_leaf import ArrayLeaf
+from tests.lazy_leaf import DTYPES, GuardedBuffer, boxes
 
 _SMALL = {"float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int1", "int2", "int4", "uint1", "uint2", "uint4", "bool"}
 

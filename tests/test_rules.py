@@ -13,11 +13,11 @@ import orbax_t5x as ot
 from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.errors import LeafMismatchError, RestorePlanError
+from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import flatten
 from tests import t5_model
 from tests.conftest import GOLDENS
-from tests.transform_suite import as_numpy, assert_same, run
 
 MINIMAL = t5_model.T5Config(encoder_layers=3, decoder_layers=2)
 LAYOUTS = {

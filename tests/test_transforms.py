@@ -13,11 +13,11 @@ import pytest
 from orbax_t5x import transforms as tr
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import ValueLeaf, as_view
+from orbax_t5x.testing.transform_suite import Case, TransformSuite, assert_same, run
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
 from tests import transform_oracle as oracle
-from tests.transform_suite import Case, TransformSuite, assert_same, run
 
 
 def arrays(**shapes):

@@ -18,11 +18,11 @@ from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper
+from orbax_t5x.testing.transform_suite import as_numpy, run
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.factoring import by_size, by_spec, candidates
 from orbax_t5x.transforms.follow.slots import Names
 from orbax_t5x.trees.flat import flatten, unflatten
-from tests.transform_suite import as_numpy, run
 
 HEADS = 4
 # embed > joined, embed = joined (Base, large, xl, xxl), embed < joined

@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x import transforms as tr
+from orbax_t5x.testing.transform_suite import assert_same, run
 from orbax_t5x.transforms.patterns.closest import ClosestNames, closest_names
 from orbax_t5x.transforms.patterns.table import RuleTable, plain_parts
 from orbax_t5x.transforms.patterns.template import expand_match
 from tests import transform_oracle as oracle
-from tests.transform_suite import assert_same, run
 
 _EXAMPLES = 60
 

@@ -3,5 +3,5 @@
 import pytest
 
 # Their assertions show values, as those of test files do.
-for _name in ("leaf_reads", "leaf_suite", "reader_suite"):
+for _name in ("array_leaf", "leaf_reads", "leaf_suite", "reader_suite", "transform_suite"):
     pytest.register_assert_rewrite(f"{__name__}.{_name}")

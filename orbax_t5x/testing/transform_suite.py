@@ -1,7 +1,19 @@
-"""What every transform must do, whatever it does: one suite, which a list of cases goes through.
+"""One suite for all transforms: a subclass lists cases, and gets every check for each of them.
 
-A case is a transform, a flat state dict that it accepts, and what must come out (from `transform_oracle`). New
-transforms get the suite by adding a case.
+    class TestFlip(TransformSuite):
+        cases = {
+            "last": Case(
+                make=lambda: Flip(".*/w", -1),
+                other=lambda: Flip(".*/w", 0),
+                source=ARRAYS,
+                result={name: np.flip(array, -1) for name, array in ARRAYS.items()},
+            )
+        }
+
+What must come out is computed by somebody else, by NumPy for example. The suite checks values bit for bit, for NumPy
+and JAX arrays and both kinds of lazy arrays; that nothing is read and no argument changed; that the transform
+composes, is a frozen value, describes itself in a line, and has a digest that is the same in every process; and that
+it leaves the state alone when a run resumes.
 """
 
 from __future__ import annotations
@@ -13,7 +25,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -22,11 +33,11 @@ import pytest
 
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import LazyArray, LazyThreadPoolArray, as_view
+from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.transforms import Chain, Keep
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import flatten, unflatten
-from tests.lazy_leaf import ArrayLeaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +187,12 @@ class TransformSuite:
 
     def test_digests_are_the_same_in_every_process(self):
         script = (
-            "import importlib, json, sys; sys.path.insert(0, sys.argv[1])\n"
+            "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
             "suite = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])\n"
             "print(json.dumps({name: case.make().digest() for name, case in suite.cases.items()}))"
         )
         here = {name: case.make().digest() for name, case in self.cases.items()}
-        arguments = [str(Path(__file__).parents[1]), type(self).__module__, type(self).__name__]
+        arguments = [json.dumps(sys.path), type(self).__module__, type(self).__name__]
         environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONWARNINGS": "ignore"}
         there = subprocess.run(
             [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=True
