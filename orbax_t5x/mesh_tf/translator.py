@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 Rule = Callable[..., tuple[str | None, Any]]
 _RuleT = TypeVar("_RuleT", bound=Rule)
 
+# Checkpoints record digests of tables by the modules of their functions. T5's own rules were in another one first.
+_RECORDED_MODULES = {"orbax_t5x.mesh_tf.rules": "orbax_t5x.rules.mesh_tf"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
@@ -119,10 +122,7 @@ class CheckpointTranslator:
 
     def describe(self) -> str:
         """The table as text that is the same in every process: patterns and the functions' qualified names."""
-        return "; ".join(
-            f"{pattern.pattern} -> {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-            for pattern, function in self.rules
-        )
+        return "; ".join(f"{pattern.pattern} -> {_recorded_name(function)}" for pattern, function in self.rules)
 
     def digest(self) -> str | None:
         """Text that is the same for equal tables in every process; None where a rule is a lambda or a closure."""
@@ -133,3 +133,8 @@ class CheckpointTranslator:
 
     def __repr__(self) -> str:
         return f"<CheckpointTranslator: {len(self.rules)} rule{'' if len(self.rules) == 1 else 's'}>"
+
+
+def _recorded_name(function: Rule) -> str:
+    module = getattr(function, "__module__", "")
+    return f"{_RECORDED_MODULES.get(module, module)}.{getattr(function, '__qualname__', '')}"

@@ -94,8 +94,9 @@ def _from_t5x() -> tuple[tuple[str, str], ...]:
 _TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{_BIAS})"
 
 
+# Its name is part of the digests of packs, which checkpoints record: it cannot change.
 @dataclasses.dataclass(frozen=True)
-class _PlaceBias(Transform):
+class _SettleBias(Transform):
     """The bias of layer 0, where no other layer has one, is the tower's, unless the target has one per layer."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def hf_t5_to_t5x(
         Drop((unused_bias,), require_match=False),
         Rename(_to_t5x(), require_match=False),
         Transpose(_TRANSPOSED, require_match=False),
-        _PlaceBias(),
+        _SettleBias(),
         _TiedHead(tie_word_embeddings, scale_decoder_outputs),
         PrefixAsTarget(_MODEL, prefix),
     )
