@@ -128,6 +128,10 @@ class File:
             self.read_into(offset, [np.frombuffer(data, np.uint8)], leaf=leaf)
         return data
 
+    def require_open(self) -> None:
+        """Raises ValueError once the checkpoint was closed."""
+        self._files.require_open()
+
     def open(self, leaf: str | None) -> int:
         """A descriptor of the file that was measured."""
         try:
@@ -177,11 +181,15 @@ class FileSet:
         """Checks and measures a file without reading it; errors as `Root.open`."""
         return File(self, name, self.root.stat(name, leaf=leaf))
 
+    def require_open(self) -> None:
+        """Raises ValueError after `close`."""
+        if self._closed:
+            raise ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
+
     def acquire(self, file: File, leaf: str | None) -> int:
         """The descriptor of a file, kept open until `release`."""
         with self._lock:
-            if self._closed:
-                raise ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
+            self.require_open()
             fd = self._open.get(file.name)
             if fd is None:
                 fd = self._open[file.name] = self._open_file(file, leaf)

@@ -25,9 +25,9 @@ from orbax_t5x.lazy.box import box_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, place_box, split_ends, union_runs
+from orbax_t5x.readers.ranges.extents import StoredBytes
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
 from orbax_t5x.storage import crc32c as _crc
-from orbax_t5x.storage.files import File
 
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096
@@ -99,7 +99,7 @@ class ByteRange:
       swap: the bytes of each element are stored in the other order than this machine's.
     """
 
-    file: File
+    file: StoredBytes
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -13,7 +13,7 @@ from orbax_t5x.lazy.leaf import BlockingLeaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import Outcome
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
-from orbax_t5x.storage.files import File
+from orbax_t5x.readers.ranges.extents import StoredBytes
 
 
 class RangeLeaf(BlockingLeaf):
@@ -46,7 +46,7 @@ class StoredRange(Protocol):
     """An array in a byte range of a file: `ByteRange`, or another encoding with one checksum over it."""
 
     @property
-    def file(self) -> File:
+    def file(self) -> StoredBytes:
         """The file that holds it."""
         ...
 
