@@ -81,24 +81,23 @@ def test_a_damaged_bundle_is_still_one(tmp_path):
             ot.open_checkpoint(path)
 
 
-def test_native_t5x_is_named_and_not_read(tmp_path):
+def test_a_native_t5x_state_without_leaves(tmp_path):
     step = tmp_path / "checkpoint_500"
     step.mkdir()
     (step / "checkpoint").write_bytes(T5X_STATE)
     for path in (tmp_path, step, step / "checkpoint"):
-        with pytest.raises(UnsupportedCheckpointError, match="native T5X"):
-            ot.open_checkpoint(path)
-    assert ot.latest_step(tmp_path) == 500
-    with pytest.warns(UserWarning, match="native T5X"):
-        assert ot.latest_step(tmp_path, validated=True) is None
-    with pytest.raises(UnsupportedCheckpointError, match="native T5X"):
-        ot.open_checkpoint(tmp_path, format="t5x")
+        for format in (None, "t5x"):
+            with ot.open_checkpoint(path, format=format) as checkpoint:
+                assert (checkpoint.format, checkpoint.step) == ("t5x", 500)
+                assert checkpoint.tree() == {"target": {}, "state": {}}
+    assert ot.latest_step(tmp_path, validated=True) == 500
 
 
-def test_flax_msgpack_is_named_and_not_read(tmp_path):
+def test_a_flax_msgpack_file_without_arrays(tmp_path):
     (tmp_path / "checkpoint_3").write_bytes(b"\x81\xa6params\x81\xa1w\xc0")
-    with pytest.raises(UnsupportedCheckpointError, match="Flax msgpack"):
-        ot.open_checkpoint(tmp_path / "checkpoint_3")
+    with ot.open_checkpoint(tmp_path / "checkpoint_3") as checkpoint:
+        assert (checkpoint.format, checkpoint.step) == ("flax_msgpack", 3)
+        assert checkpoint.tree() == {"params": {"w": None}}
 
 
 def zipped():

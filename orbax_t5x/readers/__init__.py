@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.lazy import as_view
@@ -22,11 +22,13 @@ from orbax_t5x.readers.detect.probe import (
     Sighting,
     is_bundle_state,
     is_msgpack_map,
+    is_old_t5x_msgpack,
     is_safetensors,
     is_sstable,
     is_t5x_msgpack,
     look,
 )
+from orbax_t5x.readers.flax_msgpack.open import HUB_FILE, open_flax_msgpack
 from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import (
     MANIFEST_FILE,
@@ -37,6 +39,7 @@ from orbax_t5x.readers.orbax.steps import (
     newest_directory,
 )
 from orbax_t5x.readers.safetensors.open import open_safetensors
+from orbax_t5x.readers.t5x.open import open_t5x
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.storage.limits import Limits
 
@@ -87,7 +90,12 @@ def _open_tf_bundle(path: str, limits: Limits, item: str | None) -> Checkpoint:
 def _is_orbax(seen: Sighting) -> bool:
     if seen.kind != "directory":
         return False
-    return MANIFEST_FILE in seen.names or is_item(seen.path) or is_step_directory(seen.path)
+    return (
+        MANIFEST_FILE in seen.names
+        or is_item(seen.path)
+        or is_step_directory(seen.path)
+        or (MSGPACK_FILE in seen.names and is_msgpack_map(seen.inside(MSGPACK_FILE)) and not _is_t5x(seen))
+    )
 
 
 def _open_orbax(path: str, limits: Limits, item: str | None) -> Checkpoint:
@@ -96,30 +104,29 @@ def _open_orbax(path: str, limits: Limits, item: str | None) -> Checkpoint:
 
 def _is_t5x(seen: Sighting) -> bool:
     if seen.kind == "directory":
-        return MSGPACK_FILE in seen.names and is_t5x_msgpack(seen.inside(MSGPACK_FILE))
+        return MSGPACK_FILE in seen.names and _is_t5x_file(seen.inside(MSGPACK_FILE))
     return is_t5x_msgpack(seen)
 
 
-def _open_t5x(path: str, limits: Limits, item: str | None) -> NoReturn:
-    raise UnsupportedCheckpointError(
-        "this is a native T5X checkpoint (format 't5x'); the reader of native T5X checkpoints is not built yet",
-        path=path,
-    )
+def _is_t5x_file(seen: Sighting) -> bool:
+    return is_t5x_msgpack(seen) or is_old_t5x_msgpack(seen)
+
+
+def _open_t5x(path: str, limits: Limits, item: str | None) -> Checkpoint:
+    _refuse_item("t5x", path, item)
+    return open_t5x(path, limits=limits)
 
 
 def _is_flax_msgpack(seen: Sighting) -> bool:
     if seen.kind == "directory":
-        return MSGPACK_FILE in seen.names and is_msgpack_map(seen.inside(MSGPACK_FILE))
+        # Of a directory that Hugging Face saved in several formats, the safetensors are read.
+        return HUB_FILE in seen.names and not _is_safetensors(seen)
     return is_msgpack_map(seen)
 
 
-def _open_flax_msgpack(path: str, limits: Limits, item: str | None) -> NoReturn:
-    what = (
-        "an item of an early Orbax, whose tree is a Flax msgpack file" if os.path.isdir(path) else "a Flax msgpack file"
-    )
-    raise UnsupportedCheckpointError(
-        f"this is {what} (format 'flax_msgpack'); the reader of Flax msgpack files is not built yet", path=path
-    )
+def _open_flax_msgpack(path: str, limits: Limits, item: str | None) -> Checkpoint:
+    _refuse_item("flax_msgpack", path, item)
+    return open_flax_msgpack(path, limits=limits)
 
 
 def _is_safetensors(seen: Sighting) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import stat
 
 from orbax_t5x.errors import CheckpointIOError
@@ -15,9 +16,13 @@ from orbax_t5x.storage.paths import io_error
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256
-# The last bytes of an SSTable are its magic number.
-_TAIL_BYTES = 8
+# The last bytes of an SSTable are its magic number, those of an old T5X file its version.
+_TAIL_BYTES = 16
 _SSTABLE_MAGIC = bytes.fromhex("57fb808b247547db")
+# A map of the key `version`, a small number, and the key `optimizer`; that number at the end; a map of a state's parts.
+_T5X_HEAD = re.compile(rb"[\x82-\x8f]\xa7version[\x00-\x7f]\xa9optimizer", re.DOTALL)
+_T5X_TAIL = re.compile(rb"\xa7version[\x00-\x7f]\Z", re.DOTALL)
+_TRAIN_STATE_HEAD = re.compile(rb"[\x81-\x83](?:\xa6target|\xa5state|\xadflax_mutables)", re.DOTALL)
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
 
 
@@ -89,7 +94,7 @@ def _look_into(path: str) -> Sighting:
 
 def is_sstable(seen: Sighting) -> bool:
     """Whether a file ends as an SSTable does: the index of a bundle, or a TensorFlow 1 (V1) checkpoint."""
-    return seen.kind == "file" and seen.tail == _SSTABLE_MAGIC
+    return seen.kind == "file" and seen.tail.endswith(_SSTABLE_MAGIC)
 
 
 def is_bundle_state(seen: Sighting) -> bool:
@@ -108,9 +113,16 @@ def is_msgpack_map(seen: Sighting) -> bool:
 
 
 def is_t5x_msgpack(seen: Sighting) -> bool:
-    """Whether a file is a msgpack map with T5X's keys at its top; `optimizer` is the last one, and may come late."""
-    start = seen.head[:64]
-    return is_msgpack_map(seen) and (b"\xa7version" in start or b"\xa9optimizer" in start)
+    """Whether a file is a msgpack map of `version` and `optimizer`, in the order of newer T5X or in that of older."""
+    return is_msgpack_map(seen) and (
+        _T5X_HEAD.match(seen.head) is not None
+        or (seen.head.startswith(b"\x82\xa9optimizer") and _T5X_TAIL.search(seen.tail) is not None)
+    )
+
+
+def is_old_t5x_msgpack(seen: Sighting) -> bool:
+    """Whether a file is a msgpack map that begins as a train state of T5X does, with no version before it."""
+    return is_msgpack_map(seen) and _TRAIN_STATE_HEAD.match(seen.head) is not None
 
 
 def is_safetensors(seen: Sighting) -> bool:

@@ -10,7 +10,8 @@ its error; the others can be read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.detect.probe import is_msgpack_map, look
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
+from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, Place, inside
 from orbax_t5x.readers.orbax.metadata import (
     METADATA_FILE,
@@ -80,7 +83,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
         raise CheckpointNotFoundError(
             "an unfinished save: Orbax renames this directory when it is done", path=directory
         )
-    if is_item(directory) or _has_manifest(directory):
+    if is_item(directory) or _has_manifest(directory) or _is_early_item(directory):
         return _open_single_item(directory, limits, item)
     if not is_step_directory(directory):
         steps = finished_steps(directory)
@@ -97,6 +100,11 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
 def _has_manifest(directory: str) -> bool:
     """Whether an OCDBT database lies here; without `_METADATA`, one whose list of names is gone."""
     return os.path.isfile(os.path.join(directory, MANIFEST_FILE))
+
+
+def _is_early_item(directory: str) -> bool:
+    """Whether this is an item of the first Orbax versions, whose names stand in a msgpack file alone."""
+    return not is_item(directory) and is_msgpack_map(look(os.path.join(directory, MSGPACK_FILE)))
 
 
 def _open_single_item(directory: str, limits: Limits, item: str | None) -> Checkpoint:
@@ -159,6 +167,11 @@ def read_step_metadata(root: Root, limits: Limits) -> dict[str, Any]:
     return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
 
 
+def _close_all(closers: Sequence[Callable[[], None]]) -> None:
+    for close in closers:
+        close()
+
+
 class _Opening:
     """One checkpoint while it is being opened."""
 
@@ -167,6 +180,8 @@ class _Opening:
         self._limits = limits
         self._context = make_context()
         self._flag = OpenFlag()
+        self._closers = [self._flag.close]
+        self._aggregates: dict[str, Aggregate] = {}
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
         self._bytes = 0
@@ -201,13 +216,16 @@ class _Opening:
             leaves=self._leaves,
             empties=self._empties,
             metadata=metadata,
-            close=self._flag.close,
+            close=partial(_close_all, self._closers),
             index_bytes=self._bytes,
         )
 
     def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
         """Adds the leaves of one item; returns what it says about itself."""
-        metadata = read_item_metadata(self._root, item, self._limits)
+        if _is_early_item(self._root.join(item)):
+            metadata = self._aggregate(item).metadata()
+        else:
+            metadata = read_item_metadata(self._root, item, self._limits)
         self._bytes += metadata.nbytes
         directory = self._root.locate(item) if item else self._root.path
         entries = list_directory(directory)
@@ -236,7 +254,7 @@ class _Opening:
             elif node.value_type == "string":
                 self._add_string(place, strings, directory)
             elif node.skipped:
-                self._break(place, UnsupportedCheckpointError(_AGGREGATED, path=directory, leaf=place.name))
+                self._add_aggregated(item, place)
             else:
                 arrays.append(place)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
@@ -251,6 +269,24 @@ class _Opening:
             "value_types": {node.name: node.value_type for node in metadata.nodes},
             "prng_impls": {node.name: impls[node.param] for node in metadata.nodes if node.param in impls},
         }
+
+    def _aggregate(self, item: str) -> Aggregate:
+        """The msgpack file of an item that an early Orbax wrote."""
+        if item not in self._aggregates:
+            aggregate = self._aggregates[item] = Aggregate(self._root, item, self._limits)
+            self._closers.append(aggregate.close)
+            self._bytes += aggregate.index_bytes
+        return self._aggregates[item]
+
+    def _add_aggregated(self, item: str, place: Place) -> None:
+        """Adds a leaf whose value is in the msgpack file."""
+        try:
+            self._leaves[place.name] = self._aggregate(item).leaf(place.node, place.name)
+        except CheckpointNotFoundError:
+            message = f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, which is missing"
+            self._break(place, CorruptCheckpointError(message, path=self._root.join(item), leaf=place.name))
+        except CheckpointError as error:
+            self._break(place, type(error)(error.message, path=error.path, leaf=place.name))
 
     def _break(self, place: Place, error: CheckpointError) -> None:
         self._leaves[place.name] = BrokenLeaf(place.name, error)
@@ -282,9 +318,3 @@ class _Opening:
                 )
             self._empties.pop(place, None)
             self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
-
-
-_AGGREGATED = (
-    f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, whose reader is not built yet; "
-    "restore it with Orbax and save it again"
-)

@@ -25,6 +25,10 @@ class StoredBytes(Protocol):
         """See `File.read_into`."""
         ...
 
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """See `File.check_unchanged`."""
+        ...
+
 
 class Extent(NamedTuple):
     """`size` bytes of a file from `start` on."""
@@ -67,3 +71,7 @@ class JoinedExtents:
                     start = self._extents[number].start
         if part:
             self._file.read_into(start, part, leaf=leaf)
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """See `File.check_unchanged`."""
+        self._file.check_unchanged(leaf=leaf)

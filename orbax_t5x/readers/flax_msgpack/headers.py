@@ -1,0 +1,168 @@
+"""Msgpack headers of a file, one after the other: what kind of value follows and how long it is, never its bytes.
+
+A window of the file moves from header to header. After a jump over an array it is small, and it doubles while headers
+follow each other, so that a file of a few large arrays costs some KiB per array and a file of many small values is read
+in few pieces. Every length is compared with what is left of the file before anything else happens with it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.storage.files import File
+
+# The window after a jump, and the largest. Smaller first windows cost more reads per small leaf, larger ones read more
+# of the arrays that are jumped over.
+_FIRST_WINDOW_BYTES = 1 << 12
+_LARGEST_WINDOW_BYTES = 1 << 18
+
+_NUMBERS = {
+    0xCA: struct.Struct(">f"),
+    0xCB: struct.Struct(">d"),
+    0xCC: struct.Struct(">B"),
+    0xCD: struct.Struct(">H"),
+    0xCE: struct.Struct(">I"),
+    0xCF: struct.Struct(">Q"),
+    0xD0: struct.Struct(">b"),
+    0xD1: struct.Struct(">h"),
+    0xD2: struct.Struct(">i"),
+    0xD3: struct.Struct(">q"),
+}
+_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
+# First byte -> kind of value, and of how many bytes its length is.
+_SIZED = {
+    0xC4: ("bytes", 1),
+    0xC5: ("bytes", 2),
+    0xC6: ("bytes", 4),
+    0xC7: ("extension", 1),
+    0xC8: ("extension", 2),
+    0xC9: ("extension", 4),
+    0xD9: ("text", 1),
+    0xDA: ("text", 2),
+    0xDB: ("text", 4),
+    0xDC: ("array", 2),
+    0xDD: ("array", 4),
+    0xDE: ("map", 2),
+    0xDF: ("map", 4),
+}
+# Extensions of a fixed length.
+_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+# The fewest bytes of what a count counts: an element, or a key and its value.
+_LEAST_BYTES = {"array": 1, "map": 2}
+
+
+class Header(NamedTuple):
+    """What one header says.
+
+    Attributes:
+      kind: "value" (a number, a bool or nil), "text", "bytes", "extension", "array" or "map".
+      size: the bytes that follow, or the number of elements or pairs; 0 for a value.
+      value: the number, the bool or None; the code of an extension.
+    """
+
+    kind: str
+    size: int = 0
+    value: Any = None
+
+
+class HeaderReader:
+    """Reads headers and short byte strings of a file in file order.
+
+    Attributes:
+      stop: where what is read now must end; at first the end of the file.
+      bytes_read: how many bytes were read so far.
+    """
+
+    def __init__(self, file: File):
+        self._file = file
+        self._data = b""
+        self._base = 0
+        self._at = 0
+        self._window = _FIRST_WINDOW_BYTES
+        self.stop = file.size
+        self.bytes_read = 0
+
+    @property
+    def position(self) -> int:
+        """The offset in the file at which the next header begins."""
+        return self._base + self._at
+
+    @property
+    def left(self) -> int:
+        """Bytes between here and `stop`."""
+        return self.stop - self._base - self._at
+
+    def header(self) -> Header:
+        """The next header, proven to leave room for what it announces.
+
+        Raises:
+          CorruptCheckpointError: there is none, it is none, or it announces more than there is.
+        """
+        first = self.take(1)[0]
+        if first <= 0x7F:
+            return Header("value", 0, first)
+        if first >= 0xE0:
+            return Header("value", 0, first - 0x100)
+        if first <= 0x8F:
+            return self._counted("map", first & 0x0F)
+        if first <= 0x9F:
+            return self._counted("array", first & 0x0F)
+        if first <= 0xBF:
+            return self._sized("text", first & 0x1F)
+        if first in _SIZED:
+            kind, width = _SIZED[first]
+            size = int.from_bytes(self.take(width), "big")
+            if kind in _LEAST_BYTES:
+                return self._counted(kind, size)
+            return self._sized(kind, size)
+        if first in _NUMBERS:
+            number = _NUMBERS[first]
+            return Header("value", 0, number.unpack(self.take(number.size))[0])
+        if first in _FIXED_EXTENSIONS:
+            return self._sized("extension", _FIXED_EXTENSIONS[first])
+        if first in _CONSTANTS:
+            return Header("value", 0, _CONSTANTS[first])
+        raise self.corrupt(f"the byte {first:#04x} begins no msgpack value")
+
+    def _counted(self, kind: str, count: int) -> Header:
+        if count * _LEAST_BYTES[kind] > self.left:
+            raise self.corrupt(f"a {kind} of {count} entries in the {self.left} bytes that are left")
+        return Header(kind, count)
+
+    def _sized(self, kind: str, size: int) -> Header:
+        code = None
+        if kind == "extension":
+            code = int.from_bytes(self.take(1), "big", signed=True)
+        if size > self.left:
+            raise self.corrupt(f"{kind} of {size} bytes, and {self.left} are left")
+        return Header(kind, size, code)
+
+    def take(self, size: int) -> bytes:
+        """The next bytes; the caller has bounded `size`."""
+        end = self._at + size
+        if end > len(self._data):
+            self._move_window(size)
+            end = size
+        data = self._data[self._at : end]
+        self._at = end
+        return data
+
+    def skip(self, size: int) -> None:
+        """Goes on behind bytes that are not read; the caller has compared `size` with what is left."""
+        self._at += size
+
+    def _move_window(self, size: int) -> None:
+        here = self.position
+        if size > self.left:
+            raise self.corrupt(f"{size} more bytes are needed, and {self.left} are left")
+        jumped = self._at > len(self._data)
+        self._window = _FIRST_WINDOW_BYTES if jumped else min(2 * self._window, _LARGEST_WINDOW_BYTES)
+        data = self._file.read(here, max(size, min(self._window, self._file.size - here)))
+        self.bytes_read += len(data)
+        self._data, self._base, self._at = bytes(data), here, 0
+
+    def corrupt(self, message: str, leaf: str | None = None) -> CorruptCheckpointError:
+        """An error at this place of the file."""
+        return CorruptCheckpointError(f"at byte {self.position}: {message}", path=self._file.path, leaf=leaf)

@@ -1,0 +1,191 @@
+"""The leaves of a msgpack tree: its nodes by '/'-joined name, and what reads each.
+
+An array is a byte range of the file. One that Flax cut into chunks, because msgpack has no values above 4 GiB, is
+several ranges read as one. Numbers are known from the walk; long texts stay in the file until they are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, require_countable
+from orbax_t5x.readers.ranges.byte_range import ByteRange
+from orbax_t5x.readers.ranges.extents import Extent, JoinedExtents
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
+from orbax_t5x.storage.files import File
+from orbax_t5x.storage.limits import Limits
+
+_CHUNKED = "__msgpack_chunked_array__"
+# Flax cuts into chunks of 1 GiB; this many would be an array that no file system holds.
+_MOST_CHUNKS = 10_000
+# Names repeat the keys of the maps around them; what a deep tree makes of a small file is bounded by this factor.
+_NAME_BYTES_PER_FILE_BYTE = 16
+_FREE_NAME_BYTES = 1 << 20
+# Under which Flax's functions kept arrays that lie beside the file.
+_BESIDE = b"//GDAPlaceholder:"
+
+
+def named_nodes(
+    tree: Node, file: File, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
+) -> Iterator[tuple[str, Node]]:
+    """The leaves and empty nodes of a tree by name, in the order of the file.
+
+    Args:
+      tree: a node of a file.
+      file: the file, for errors and the bound on all names together.
+      limits: on the length of one name.
+      is_leaf: which maps are leaves besides chunked arrays.
+
+    Raises:
+      CorruptCheckpointError: two nodes have one name.
+      LimitExceededError: the names are too long.
+    """
+    seen: set[str] = set()
+    budget = _FREE_NAME_BYTES + _NAME_BYTES_PER_FILE_BYTE * file.size
+    stack: list[tuple[str, Node]] = [] if is_empty(tree) else [("", tree)]
+    while stack:
+        name, node = stack.pop()
+        prefix = f"{name}/" if name else ""
+        if isinstance(node, dict) and node and _CHUNKED not in node and not is_leaf(node):
+            stack += [(prefix + key, child) for key, child in reversed(node.items())]
+            continue
+        if isinstance(node, list) and node:
+            stack += [(f"{prefix}{index}", node[index]) for index in range(len(node) - 1, -1, -1)]
+            continue
+        size = len(name.encode())
+        budget -= size
+        if size > limits.name_bytes or budget < 0:
+            what = "its name has" if budget >= 0 else "names have, all together,"
+            raise LimitExceededError(
+                f"{what} more bytes than Limits.name_bytes = {limits.name_bytes} permits", path=file.path
+            )
+        if name in seen:
+            raise CorruptCheckpointError("two leaves have this name", path=file.path, leaf=name)
+        seen.add(name)
+        yield name, node
+
+
+def is_empty(node: Node) -> bool:
+    """Whether a node is None or an empty container, so that it has no leaf."""
+    return node is None or (isinstance(node, (dict, list)) and not node)
+
+
+def leaf_of(name: str, node: Node, file: File, limits: Limits) -> Leaf:
+    """The leaf of a node that is not empty; a broken leaf where the node makes no sense."""
+    try:
+        return _leaf(name, node, file, limits)
+    except CheckpointError as error:
+        return BrokenLeaf(name, type(error)(error.message, path=file.path, leaf=name))
+
+
+def _leaf(name: str, node: Node, file: File, limits: Limits) -> Leaf:
+    if isinstance(node, StoredArray):
+        return ByteRangeLeaf(name, ByteRange(file, node.start, node.shape, node.dtype))
+    if isinstance(node, BrokenNode):
+        raise node.error
+    if isinstance(node, StoredText):
+        if node.short is not None and node.short.startswith(_BESIDE):
+            raise _array_beside(node.short[len(_BESIDE) :])
+        return TextLeaf(name, file, node.start, node.size)
+    if isinstance(node, dict):
+        return _chunked_leaf(name, node, file, limits)
+    return NumberLeaf(name, file, _number(node))
+
+
+def _array_beside(path: bytes) -> CheckpointError:
+    text = path.decode(errors="replace")
+    if text.startswith("/") or ".." in text.split("/"):
+        return UnsafeCheckpointError(f"it asks for the array {text[:200]!r} outside of the checkpoint")
+    return UnsupportedCheckpointError(
+        f"its array lies beside the file, under {text[:200]!r}, in the layout of Flax's GlobalDeviceArrays, which is "
+        "not read; restore it with the Flax that wrote it"
+    )
+
+
+def _number(value: Any) -> np.ndarray:
+    """A Python number as NumPy has it, integers in 64 bits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return np.array(value, np.int64 if value < 1 << 63 else np.uint64)
+    return np.array(value)
+
+
+def _chunked_leaf(name: str, node: dict[str, Node], file: File, limits: Limits) -> ByteRangeLeaf:
+    """An array in chunks, each flat: shape and chunks are maps by number."""
+    shape = _in_order(node.get("shape"), "shape")
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise CorruptCheckpointError(f"the shape of a chunked array is {shape}")
+    chunks = [chunk for chunk in _in_order(node.get("chunks"), "chunks") if isinstance(chunk, StoredArray)]
+    if not chunks or len(chunks) != len(_in_order(node.get("chunks"), "chunks")):
+        raise CorruptCheckpointError("a chunk of a chunked array is missing, or is no array")
+    dtypes = {chunk.dtype for chunk in chunks}
+    elements = sum(math.prod(chunk.shape) for chunk in chunks)
+    if len(dtypes) != 1 or elements != math.prod(shape):
+        raise CorruptCheckpointError(
+            f"chunks of {elements} elements of {', '.join(sorted(map(str, dtypes)))} for an array of shape {shape}"
+        )
+    require_countable(tuple(shape), chunks[0].dtype, limits)
+    joined = JoinedExtents(file, [Extent(chunk.start, chunk.nbytes) for chunk in chunks])
+    return ByteRangeLeaf(name, ByteRange(joined, 0, tuple(shape), chunks[0].dtype))
+
+
+def _in_order(node: Node, what: str) -> list[Any]:
+    """The values of a map from "0", "1", … to them."""
+    if not isinstance(node, dict) or len(node) > _MOST_CHUNKS:
+        raise CorruptCheckpointError(f"the {what} of a chunked array are missing, or more than {_MOST_CHUNKS}")
+    try:
+        return [node[str(index)] for index in range(len(node))]
+    except KeyError as error:
+        raise CorruptCheckpointError(f"the {what} of a chunked array have no number {error}") from None
+
+
+class NumberLeaf(RangeLeaf):
+    """A number of the tree, a rank-0 array; it was read when the file was opened."""
+
+    __slots__ = ("_file", "_value")
+
+    def __init__(self, name: str, file: File, value: np.ndarray):
+        super().__init__(name, file.path, (), value.dtype)
+        self._file = file
+        self._value = value
+
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """See `Leaf.read_into`."""
+        self._file.require_open()
+        for _, out in requests:
+            out[...] = self._value
+        stats.count(self.dtype.itemsize)
+
+
+class TextLeaf(RangeLeaf):
+    """Text or bytes, a rank-0 array of dtype object whose element is `bytes`."""
+
+    __slots__ = ("_file", "_size", "_start")
+
+    def __init__(self, name: str, file: File, start: int, size: int):
+        super().__init__(name, file.path, (), np.dtype(object))
+        self._file = file
+        self._start = start
+        self._size = size
+
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """See `Leaf.read_into`."""
+        self._file.require_open()
+        value = bytes(self._file.read(self._start, self._size, leaf=self.name))
+        self._file.check_unchanged(leaf=self.name)
+        for _, out in requests:
+            out[...] = value
+        stats.count(self._size)

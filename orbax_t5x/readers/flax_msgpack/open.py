@@ -1,0 +1,111 @@
+"""Flax msgpack files: any state dict that `flax.serialization` wrote, Hugging Face's `flax_model.msgpack` among them.
+
+Opening walks over the headers of the file; the bytes of arrays are read by range when they are wanted. The format keeps
+no checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
+from orbax_t5x.readers.flax_msgpack.walk import Node, walk
+from orbax_t5x.storage.files import File, FileSet
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.strict_json import parse_object, read_small
+
+HUB_FILE = "flax_model.msgpack"
+_CONFIG = "config.json"
+# How Flax names the files of steps, and the Hugging Face trainer its directories.
+_STEP_NAME = re.compile(r"(?:.*[._-])?checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
+_LFS = b"version https://git-lfs"
+
+
+class StateFile(NamedTuple):
+    """An open msgpack file and its tree.
+
+    Attributes:
+      index_bytes: how many bytes the walk read.
+    """
+
+    file: File
+    files: FileSet
+    tree: dict[str, Node]
+    index_bytes: int
+
+
+def open_state_file(root: Root, name: str, limits: Limits) -> StateFile:
+    """Walks over a msgpack file whose top is a map.
+
+    Args:
+      root: the directory that was opened.
+      name: of the file, relative to it.
+      limits: on what it may claim.
+
+    Raises:
+      CheckpointError: as the file deserves, naming it.
+    """
+    files = FileSet(root)
+    file = files.file(name)
+    if bytes(file.read(0, min(file.size, len(_LFS)))) == _LFS:
+        raise UnsupportedCheckpointError(
+            "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned", path=file.path
+        )
+    tree, bytes_read = walk(file, limits)
+    if not isinstance(tree, dict):
+        raise CorruptCheckpointError("the msgpack file holds no map at its top, so it is no state dict", path=file.path)
+    return StateFile(file, files, tree, bytes_read)
+
+
+def named_by_caller(path: str) -> tuple[Root, str]:
+    """The directory and the name of a file that the caller named; a symlink is followed on the caller's word."""
+    target = os.path.realpath(path) if os.path.islink(path) else path
+    return Root(os.path.dirname(target)), os.path.basename(target)
+
+
+def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+    """Opens a file, or a directory that holds `flax_model.msgpack`.
+
+    Args:
+      path: local.
+      limits: on what the file may claim.
+    """
+    path = os.path.abspath(os.fspath(path))
+    root, name = (Root(path), HUB_FILE) if os.path.isdir(path) else named_by_caller(path)
+    opened = open_state_file(root, name, limits)
+    nodes = dict(named_nodes(opened.tree, opened.file, limits))
+    metadata: dict[str, Any] = {"files": [name]}
+    if os.path.basename(path) == HUB_FILE or os.path.isdir(path):
+        metadata |= _config(root if os.path.isdir(path) else Root(os.path.dirname(path)), limits)
+    return Checkpoint(
+        path=path,
+        format="flax_msgpack",
+        step=int(match["step"]) if (match := _STEP_NAME.fullmatch(os.path.basename(path))) else None,
+        leaves={key: leaf_of(key, node, opened.file, limits) for key, node in nodes.items() if not is_empty(node)},
+        empties={key: node for key, node in nodes.items() if is_empty(node)},
+        metadata=metadata,
+        close=opened.files.close,
+        index_bytes=opened.index_bytes,
+    )
+
+
+def _config(root: Root, limits: Limits) -> Mapping[str, Any]:
+    """The model's configuration, or why it cannot be read; the arrays do not need it."""
+    try:
+        data = read_small(root, _CONFIG, limit=limits.index_bytes)
+        return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}
+    except CheckpointNotFoundError:
+        return {"config": None}
+    except CheckpointError as error:
+        return {"config": None, "config_error": str(error)}

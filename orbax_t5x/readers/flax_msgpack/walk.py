@@ -1,0 +1,276 @@
+"""The tree of a Flax msgpack file, with the places of its arrays instead of their bytes.
+
+One walk over the headers, without recursion: nesting costs an entry of an explicit list and has a limit. A key is
+text and stands once in its map. What Flax packs into extensions (arrays, NumPy scalars, complex numbers) becomes a
+place in the file, proven to hold as many bytes as its shape and dtype need; an extension that cannot be made sense of
+is an error of that leaf alone, a header that cannot be is one of the file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.readers.flax_msgpack.headers import Header, HeaderReader
+from orbax_t5x.storage.files import File
+from orbax_t5x.storage.limits import Limits
+
+# Codes of Flax's extensions.
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+# Longer texts stay in the file; names of dtypes, paths and drivers are shorter.
+_KEPT_TEXT_BYTES = 4096
+_LONGEST_DTYPE_BYTES = 64
+
+_DTYPES: dict[str, np.dtype] = {
+    dtype.name: dtype
+    for dtype in map(
+        np.dtype,
+        (
+            *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
+            *(np.float16, np.float32, np.float64, np.complex64, np.complex128),
+            *(ml_dtypes.bfloat16, ml_dtypes.int2, ml_dtypes.uint2, ml_dtypes.int4, ml_dtypes.uint4),
+            *(ml_dtypes.float8_e3m4, ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3b11fnuz, ml_dtypes.float8_e4m3fn),
+            *(ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz),
+            *(ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn),
+        ),
+    )
+}
+
+
+def require_countable(shape: tuple[int, ...], dtype: np.dtype, limits: Limits) -> None:
+    """Refuses a shape of too many dimensions, or of more bytes than can be counted, a zero among its sizes or not.
+
+    Raises:
+      LimitExceededError, CorruptCheckpointError: without file and leaf; the caller names them.
+    """
+    _require_rank(len(shape), limits)
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:
+        raise CorruptCheckpointError(f"{dtype.name} of shape {list(shape)} has more bytes than can be counted")
+
+
+def _require_rank(rank: int, limits: Limits) -> None:
+    if rank > limits.rank:
+        raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {limits.rank}")
+
+
+class StoredArray(NamedTuple):
+    """A row-major array whose bytes begin at `start` of the file."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StoredText(NamedTuple):
+    """Text or bytes at `start` of the file; `short` holds them where they are few."""
+
+    start: int
+    size: int
+    short: bytes | None
+
+
+class BrokenNode(NamedTuple):
+    """A leaf that makes no sense."""
+
+    error: CheckpointError
+
+
+Node: TypeAlias = (
+    "dict[str, Node] | list[Node] | StoredArray | StoredText | BrokenNode | bool | int | float | complex | None"
+)
+
+
+class Walked(NamedTuple):
+    """A file's tree, and how many bytes of the file were read for it."""
+
+    tree: Node
+    bytes_read: int
+
+
+def walk(file: File, limits: Limits) -> Walked:
+    """Walks over a whole file.
+
+    Args:
+      file: a msgpack file.
+      limits: on its nesting, its values and the length of its keys.
+
+    Raises:
+      CorruptCheckpointError, LimitExceededError: it is no msgpack of text keys, or too much of it.
+    """
+    walker = _Walker(file, limits)
+    tree = walker.run()
+    return Walked(tree, walker.reader.bytes_read)
+
+
+class _Open(NamedTuple):
+    """A container whose entries are being read."""
+
+    node: dict[str, Node] | list[Node]
+    size: int
+
+
+class _Walker:
+    def __init__(self, file: File, limits: Limits):
+        self.reader = HeaderReader(file)
+        self._path = file.path
+        self._limits = limits
+        self._keys: list[str] = []
+        self._values = 0
+
+    def run(self) -> Node:
+        """The tree of the file."""
+        stack: list[_Open] = []
+        while True:
+            node = self._value(len(stack))
+            if isinstance(node, _Open):
+                stack.append(node)
+            else:
+                while stack:
+                    self._put(stack[-1].node, node)
+                    if len(stack[-1].node) < stack[-1].size:
+                        break
+                    node = stack.pop().node
+                if not stack:
+                    break
+            self._begin_entry(stack[-1].node)
+        if self.reader.left:
+            raise self.reader.corrupt(f"{self.reader.left} bytes follow the end of the tree")
+        return node
+
+    def _begin_entry(self, container: dict[str, Node] | list[Node]) -> None:
+        self._keys.append(self._key(container) if isinstance(container, dict) else str(len(container)))
+
+    def _put(self, container: dict[str, Node] | list[Node], node: Node) -> None:
+        key = self._keys.pop()
+        if isinstance(container, dict):
+            container[key] = node
+        else:
+            container.append(node)
+
+    def _key(self, container: dict[str, Node]) -> str:
+        header = self.reader.header()
+        if header.kind != "text":
+            raise self.reader.corrupt(f"a key is {_described(header)}, not text", self._name)
+        if header.size > self._limits.name_bytes:
+            raise LimitExceededError(
+                f"at byte {self.reader.position}: a key of {header.size} bytes, more than Limits.name_bytes = "
+                f"{self._limits.name_bytes}",
+                path=self._path,
+            )
+        try:
+            key = self.reader.take(header.size).decode()
+        except UnicodeDecodeError:
+            raise self.reader.corrupt("a key is not UTF-8", self._name) from None
+        if key in container:
+            raise self.reader.corrupt(f"the key {key[:200]!r} stands twice in one map", self._name)
+        return key
+
+    def _value(self, depth: int) -> Node | _Open:
+        """The next value; of a container that is not empty, the container before its first entry."""
+        self._values += 1
+        if self._values > self._limits.entries:
+            raise LimitExceededError(f"more values than Limits.entries = {self._limits.entries}", path=self._path)
+        try:
+            header = self.reader.header()
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(error.message, path=self._path, leaf=self._name) from None
+        if header.kind == "value":
+            return header.value
+        if header.kind == "extension":
+            return self._extension(header)
+        if header.kind in ("text", "bytes"):
+            return self._text(header.size)
+        node: dict[str, Node] | list[Node] = {} if header.kind == "map" else []
+        if depth >= self._limits.msgpack_depth:
+            raise LimitExceededError(
+                f"at byte {self.reader.position}: nested deeper than Limits.msgpack_depth = "
+                f"{self._limits.msgpack_depth}",
+                path=self._path,
+                leaf=self._name,
+            )
+        return _Open(node, header.size) if header.size else node
+
+    @property
+    def _name(self) -> str | None:
+        return "/".join(self._keys)[: self._limits.name_bytes] or None
+
+    def _text(self, size: int) -> StoredText:
+        start = self.reader.position
+        if size <= _KEPT_TEXT_BYTES:
+            return StoredText(start, size, self.reader.take(size))
+        self.reader.skip(size)
+        return StoredText(start, size, None)
+
+    # -- extensions
+
+    def _extension(self, header: Header) -> Node:
+        """What an extension holds, or what is wrong with it; the walk goes on behind it."""
+        reader = self.reader
+        end, outer = reader.position + header.size, reader.stop
+        reader.stop = end
+        try:
+            if header.value == _COMPLEX:
+                return self._complex()
+            if header.value in (_ARRAY, _SCALAR):
+                return self._array()
+            raise reader.corrupt(f"the extension {header.value} is none of Flax's", self._name)
+        except CheckpointError as error:
+            return BrokenNode(type(error)(error.message, path=self._path, leaf=self._name))
+        finally:
+            reader.stop = outer
+            reader.skip(end - reader.position)
+
+    def _complex(self) -> complex:
+        self._expect("array", 2, "a complex number")
+        parts = [self.reader.header() for _ in range(2)]
+        if self.reader.left or not all(isinstance(part.value, (int, float)) for part in parts):
+            raise self.reader.corrupt("a complex number is not two numbers")
+        return complex(parts[0].value, parts[1].value)
+
+    def _array(self) -> StoredArray:
+        """Shape, dtype and place of an array: a packed (shape, dtype name, bytes)."""
+        reader = self.reader
+        self._expect("array", 3, "an array")
+        rank = self._expect("array", None, "the shape of an array")
+        _require_rank(rank, self._limits)
+        sizes = [reader.header() for _ in range(rank)]
+        shape = tuple(size.value for size in sizes)
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise reader.corrupt(f"the shape is {list(shape)}")
+        dtype = self._dtype()
+        header = reader.header()
+        if header.kind not in ("bytes", "text") or header.size != reader.left:
+            raise reader.corrupt(f"the bytes of an array are {_described(header)}, and {reader.left} bytes are left")
+        array = StoredArray(reader.position, shape, dtype)
+        require_countable(shape, dtype, self._limits)
+        if array.nbytes != header.size:
+            raise reader.corrupt(f"{dtype.name} of shape {list(shape)}, and {header.size} bytes for it")
+        return array
+
+    def _dtype(self) -> np.dtype:
+        header = self.reader.header()
+        if header.kind not in ("bytes", "text") or header.size > _LONGEST_DTYPE_BYTES:
+            raise self.reader.corrupt(f"the name of a dtype is {_described(header)}")
+        name = self.reader.take(header.size).decode(errors="replace")
+        if name not in _DTYPES:
+            raise UnsupportedCheckpointError(f"its dtype {name!r} is not one of numbers that are read")
+        return _DTYPES[name]
+
+    def _expect(self, kind: str, size: int | None, what: str) -> int:
+        header = self.reader.header()
+        if header.kind != kind or size not in (None, header.size):
+            raise self.reader.corrupt(f"{what} is {_described(header)}")
+        return header.size
+
+
+def _described(header: Header) -> str:
+    return repr(header.value) if header.kind == "value" else f"{header.kind} of size {header.size}"

@@ -1,0 +1,115 @@
+"""The msgpack file of an early Orbax item: its tree, with values that later Orbax keeps in arrays of their own.
+
+Early Orbax wrote small values, or all of them, into one file `checkpoint`; a text `PLACEHOLDER://name` stands for an
+array in the directory of that name. The first versions wrote no `_METADATA`, so that this file alone says which leaves
+there are; later ones wrote both, and values that `_METADATA` calls skipped are here.
+"""
+
+from __future__ import annotations
+
+from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
+from orbax_t5x.readers.flax_msgpack.open import open_state_file
+from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
+from orbax_t5x.readers.flax_msgpack.walk import StoredText
+from orbax_t5x.readers.orbax.metadata import ItemMetadata, Node
+from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root, split_name
+
+_PLACEHOLDER = b"PLACEHOLDER://"
+# What Orbax calls empty nodes.
+_EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
+
+
+class Aggregate:
+    """The msgpack file of one item.
+
+    Attributes:
+      index_bytes: how many bytes of it were read.
+      close: closes the file; its leaves can no longer be read.
+    """
+
+    def __init__(self, root: Root, item: str, limits: Limits):
+        """Walks over the file.
+
+        Args:
+          root: the directory that was opened.
+          item: the item's directory, relative to the root; "" for the root itself.
+          limits: on what the file may claim.
+
+        Raises:
+          CheckpointError: as the file deserves, naming it.
+        """
+        name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
+        opened = open_state_file(root, name, limits)
+        self.index_bytes = opened.index_bytes
+        self.close = opened.files.close
+        self._file = opened.file
+        self._limits = limits
+        self._nodes: dict[str, WalkedNode] = dict(named_nodes(opened.tree, opened.file, limits))
+
+    def metadata(self) -> ItemMetadata:
+        """What `_METADATA` would say, had this writer written it.
+
+        Raises:
+          UnsafeCheckpointError: a placeholder leads out of the item.
+          CorruptCheckpointError: two placeholders name one array.
+        """
+        nodes: list[Node] = []
+        places: dict[str, str] = {}
+        for name, node in self._nodes.items():
+            kind = type(node)
+            array = _placeholder(node)
+            if array is not None:
+                split_name(array, path=self._file.path, leaf=name)
+                if places.setdefault(array, name) != name:
+                    raise CorruptCheckpointError(
+                        f"is stored under {array!r}, and so is {places[array]!r}", path=self._file.path, leaf=name
+                    )
+            empty = _EMPTY_TYPES.get(kind) if not node else None
+            nodes.append(Node(name, array or name, empty or "aggregated", skipped=array is None))
+        return ItemMetadata(
+            nodes=tuple(nodes),
+            use_ocdbt=None,
+            use_zarr3=False,
+            absent_is_fill=False,
+            custom_metadata=None,
+            nbytes=0,
+        )
+
+    def leaf(self, node: Node, name: str) -> Leaf:
+        """The leaf of a value of the file.
+
+        Args:
+          node: of the item.
+          name: of the leaf.
+        """
+        value = self._nodes.get(node.name)
+        if is_empty(value) or _placeholder(value) is not None:
+            error = CorruptCheckpointError("the value is missing in the msgpack file", path=self._file.path, leaf=name)
+            return BrokenLeaf(name, error)
+        return leaf_of(name, value, self._file, self._limits)
+
+
+def is_early_item(tree: dict[str, WalkedNode]) -> bool:
+    """Whether a msgpack tree has a leaf that stands for an array of Orbax's."""
+    stack: list[WalkedNode] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+        elif _placeholder(node) is not None:
+            return True
+    return False
+
+
+def _placeholder(node: WalkedNode) -> str | None:
+    """The name of the array that a node stands for."""
+    if isinstance(node, StoredText) and node.short is not None and node.short.startswith(_PLACEHOLDER):
+        return node.short[len(_PLACEHOLDER) :].decode(errors="replace")
+    return None

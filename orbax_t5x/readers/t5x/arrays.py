@@ -1,0 +1,197 @@
+"""The zarr arrays of a T5X checkpoint: a spec's directory becomes a leaf, or a broken leaf with its error.
+
+Opening looks at the array's directory, at any depth, and reads `.zarray` through the root's resolver: TensorStore
+follows links and waits on FIFOs, so every file that it may open must be a plain file inside the checkpoint.
+TensorStore gets our own spec and our own metadata, and reads nothing before a box is wanted; then the files are looked
+at once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorstore as ts
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LeafMismatchError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.flax_msgpack.walk import Node
+from orbax_t5x.readers.t5x.specs import ArraySpec, located, parse_spec
+from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, parse_zarr_metadata
+from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, make_context, typed_error
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.strict_json import read_small
+from orbax_t5x.storage.tree_checks import TreeSnapshot
+
+# The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
+_LAST_UINT16_VERSION = 2
+
+
+class SharedDirectoryError(CorruptCheckpointError):
+    """Two leaves are stored in one directory, so nothing tells which of them it holds."""
+
+
+class _Place(NamedTuple):
+    """A directory as the file system knows it."""
+
+    device: int
+    inode: int
+
+
+class ZarrArrays:
+    """Opens the arrays of one checkpoint.
+
+    Attributes:
+      index_bytes: how many bytes of metadata were read.
+    """
+
+    def __init__(self, root: Root, file: str, version: int, flag: OpenFlag, limits: Limits):
+        """Made once per checkpoint.
+
+        Args:
+          root: the directory that holds the msgpack file and the arrays.
+          file: the path of the msgpack file, for errors about specs.
+          version: of T5X's format.
+          flag: of the checkpoint.
+          limits: on what metadata may claim.
+        """
+        self._root = root
+        self._file = file
+        self._version = version
+        self._flag = flag
+        self._limits = limits
+        self._context = make_context()
+        self._leaf_of: dict[_Place, str] = {}
+        self.index_bytes = 0
+
+    def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
+        """The leaf of a spec.
+
+        Raises:
+          CorruptCheckpointError: its directory is another leaf's, so that one was written over the other.
+        """
+        try:
+            spec = parse_spec(node)
+        except CheckpointError as error:
+            return BrokenLeaf(name, located(error, self._file, name))
+        try:
+            path = self._root.locate(spec.directory, leaf=name)
+            self._claim(path, spec, name)
+            files = TreeSnapshot(self._root, [spec.directory], leaf=name)
+            return self._open(name, path, self._metadata(spec, name), files)
+        except (CheckpointNotFoundError, CheckpointGoneError):
+            error = CorruptCheckpointError(
+                "the directory of its array, or the metadata in it, is missing",
+                path=self._root.join(spec.directory),
+                leaf=name,
+            )
+            return BrokenLeaf(name, error)
+        except SharedDirectoryError:
+            raise
+        except CheckpointError as error:
+            return BrokenLeaf(name, error)
+
+    def _claim(self, path: str, spec: ArraySpec, name: str) -> None:
+        """Notes whose directory it is; by inode, because some file systems take two names for one."""
+        found = os.stat(path)
+        other = self._leaf_of.setdefault(_Place(found.st_dev, found.st_ino), name)
+        if other != name:
+            raise SharedDirectoryError(
+                f"is stored in {spec.directory!r}, and so is {other!r}: one was written over the other",
+                path=self._file,
+                leaf=name,
+            )
+
+    def _metadata(self, spec: ArraySpec, name: str) -> ZarrMetadata:
+        """`.zarray`, compared with the spec."""
+        file = f"{spec.directory}/{METADATA_FILE}"
+        data = read_small(self._root, file, limit=self._limits.index_bytes, leaf=name)
+        self.index_bytes += len(data)
+        metadata = parse_zarr_metadata(data, self._root.join(file), name, self._limits)
+        if spec.shape not in (None, metadata.shape):
+            raise LeafMismatchError(
+                f"the msgpack file says shape {list(spec.shape or ())}, {METADATA_FILE} says {list(metadata.shape)}",
+                path=self._root.join(file),
+                leaf=name,
+            )
+        for dtype in spec.dtypes:
+            if dtype not in (metadata.stored_dtype, metadata.dtype.name):
+                raise LeafMismatchError(
+                    f"the msgpack file says dtype {dtype[:200]!r}, {METADATA_FILE} says {metadata.stored_dtype!r}",
+                    path=self._root.join(file),
+                    leaf=name,
+                )
+        return metadata
+
+    def _open(self, name: str, path: str, metadata: ZarrMetadata, files: TreeSnapshot) -> Leaf:
+        as_bfloat16 = metadata.dtype == np.uint16
+        if as_bfloat16 and self._version > _LAST_UINT16_VERSION:
+            raise UnsupportedCheckpointError(
+                f"its dtype is uint16, which T5X writes for bfloat16 up to version {_LAST_UINT16_VERSION} and never in "
+                f"version {self._version}",
+                path=path,
+                leaf=name,
+            )
+        absent_is_fill = metadata.fill_value is not None
+        ours = array_spec(path, "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
+        ours["metadata"] = metadata.spec(as_bfloat16=as_bfloat16)
+        try:
+            array = ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
+        except (ValueError, NotImplementedError) as error:
+            raise typed_error(error, path=path, leaf=name, doing="opening it") from error
+        if absent_is_fill:
+            return FilledLeaf(name, path, array, self._flag, files=files, separator=metadata.separator)
+        return TensorStoreLeaf(name, path, array, self._flag, files=files)
+
+
+class FilledLeaf(TensorStoreLeaf):
+    """An array whose chunks may be absent because they hold the fill value and nothing else; those are counted."""
+
+    __slots__ = ("_separator",)
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        array: ts.TensorStore,
+        flag: OpenFlag,
+        *,
+        files: TreeSnapshot,
+        separator: str,
+    ):
+        """See `TensorStoreLeaf`; `separator` stands between the numbers of a chunk's name."""
+        super().__init__(name, path, array, flag, files=files)
+        self._separator = separator
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """See `Leaf.read_into`."""
+        await super().read_into(requests, stats)
+        wanted = {name for box, _ in requests for name in self._chunk_names(box)}
+        stats.count(0, fill_chunks=sum(not self._is_there(name) for name in wanted))
+
+    def _chunk_names(self, box: Sequence[tuple[int, int]]) -> list[str]:
+        """The names of the chunks that hold a box's elements."""
+        if not box:
+            return ["0"]
+        chunks = self.chunks or ()
+        ranges = [
+            range(start // size, -(-stop // size)) if stop > start else range(0)
+            for (start, stop), size in zip(box, chunks, strict=True)
+        ]
+        return [self._separator.join(map(str, index)) for index in itertools.product(*ranges)]
+
+    def _is_there(self, name: str) -> bool:
+        return os.path.lexists(os.path.join(self.path, name))

@@ -1,0 +1,124 @@
+"""Checkpoints that T5X's own Checkpointer wrote: a root, a step, its `checkpoint` file, or a single file that is all.
+
+The msgpack file `checkpoint` of a step holds small leaves as arrays and large ones as specs of zarr arrays beside it.
+Versions 1 to 3 have the tree under `optimizer`, which is no part of the names; version 0 is older than the field, and
+its tree is the whole file. A save is written under a temporary name and renamed when it is done, so a directory called
+`checkpoint_<step>` that holds the file is a finished step. The format keeps no checksum.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
+from orbax_t5x.readers.flax_msgpack.open import StateFile, named_by_caller, open_state_file
+from orbax_t5x.readers.flax_msgpack.walk import Node
+from orbax_t5x.readers.orbax.aggregate import is_early_item
+from orbax_t5x.readers.orbax.open import open_orbax
+from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_directory, step_of_name
+from orbax_t5x.readers.t5x.arrays import ZarrArrays
+from orbax_t5x.readers.t5x.specs import is_spec
+from orbax_t5x.readers.tensorstore_leaf import OpenFlag
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+
+_VERSIONS = range(4)
+
+
+def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+    """Opens a root (its newest step), a step, the `checkpoint` file of a step, or a single-file checkpoint.
+
+    Args:
+      path: local.
+      limits: on what the files may claim.
+
+    Raises:
+      CheckpointNotFoundError: the root has no finished step of T5X's.
+      CheckpointError: as the files deserve, naming them.
+    """
+    path = os.path.abspath(os.fspath(path))
+    if not os.path.isdir(path):
+        root, name = named_by_caller(path)
+        own = os.path.basename(path)
+        step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
+        return _open(path, root, name, step, limits)
+    if not os.path.lexists(os.path.join(path, MSGPACK_FILE)):
+        steps = [step for step in finished_steps(path) if os.path.lexists(os.path.join(path, step.name, MSGPACK_FILE))]
+        if not steps:
+            raise CheckpointNotFoundError(
+                f"neither a T5X step with a file {MSGPACK_FILE!r} nor a root with such steps", path=path
+            )
+        path = newest_directory(path, steps)
+    return _open(path, Root(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
+
+
+class _Tree(NamedTuple):
+    """The tree of a checkpoint, and the version of the format."""
+
+    version: int
+    node: Node
+
+
+def _open(path: str, root: Root, name: str, step: int | None, limits: Limits) -> Checkpoint:
+    opened = open_state_file(root, name, limits)
+    version, tree = _tree_of(opened)
+    if version == 0 and name == MSGPACK_FILE and is_early_item(opened.tree):
+        opened.files.close()
+        return open_orbax(root.path, limits=limits)
+    flag = OpenFlag()
+    arrays: ZarrArrays | None = None
+    leaves: dict[str, Leaf] = {}
+    empties: dict[str, Any] = {}
+    for leaf_name, node in named_nodes(tree, opened.file, limits, is_spec):
+        if isinstance(node, dict) and is_spec(node):
+            arrays = arrays or ZarrArrays(root, opened.file.path, version, flag, limits)
+            leaves[leaf_name] = arrays.leaf(leaf_name, node)
+        elif is_empty(node):
+            empties[leaf_name] = node
+        else:
+            leaves[leaf_name] = leaf_of(leaf_name, node, opened.file, limits)
+    return Checkpoint(
+        path=path,
+        format="t5x",
+        step=step,
+        leaves=leaves,
+        empties=empties,
+        metadata=_metadata(version, opened),
+        close=_closing(opened, flag),
+        index_bytes=opened.index_bytes + (arrays.index_bytes if arrays else 0),
+    )
+
+
+def _closing(opened: StateFile, flag: OpenFlag) -> Callable[[], None]:
+    def close() -> None:
+        flag.close()
+        opened.files.close()
+
+    return close
+
+
+def _tree_of(opened: StateFile) -> _Tree:
+    """The part of the file that holds the train state."""
+    version = opened.tree.get("version", 0)
+    if type(version) is not int or version < 0:
+        raise CorruptCheckpointError(f"the version is {str(version)[:200]}", path=opened.file.path)
+    if version not in _VERSIONS:
+        raise UnsupportedCheckpointError(
+            f"version {version} of T5X's format; versions up to {_VERSIONS[-1]} are read", path=opened.file.path
+        )
+    if version == 0:
+        return _Tree(0, {key: node for key, node in opened.tree.items() if key != "version"})
+    if "optimizer" not in opened.tree:
+        raise CorruptCheckpointError(f"version {version} of T5X's format without 'optimizer'", path=opened.file.path)
+    return _Tree(version, opened.tree["optimizer"])
+
+
+def _metadata(version: int, opened: StateFile) -> dict[str, Any]:
+    """What the file records about itself, and what stands beside the train state."""
+    others = sorted(opened.tree.keys() - {"version", "optimizer"}) if version else []
+    return {"version": version, "file": opened.file.name, "other_keys": others}

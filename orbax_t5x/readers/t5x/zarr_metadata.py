@@ -1,0 +1,162 @@
+"""`.zarray` of one zarr v2 array, by a strict schema: what decides shape, dtype, chunks and codec of a T5X leaf.
+
+The bounds that its fields must keep are proven here; `spec` then is what TensorStore gets, written anew from the
+fields, so that TensorStore reads no metadata of its own and nothing unknown reaches it. Pure: bytes in, a record or an
+error out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.strict_json import parse_object
+
+METADATA_FILE = ".zarray"
+_REQUIRED = ("chunks", "compressor", "dtype", "fill_value", "filters", "order", "shape", "zarr_format")
+_OPTIONAL = ("dimension_separator",)
+# Codecs that T5X used, and the parameters that decide nothing for reading.
+_CODECS = {"gzip": {"level"}, "zstd": {"level", "checksum"}}
+_BFLOAT16 = "bfloat16"
+
+_DTYPES: dict[str, np.dtype] = {
+    "|b1": np.dtype(np.bool_),
+    "|i1": np.dtype(np.int8),
+    "|u1": np.dtype(np.uint8),
+    **{f"<{kind}{width}": np.dtype(f"<{kind}{width}") for kind in "iu" for width in (2, 4, 8)},
+    **{f"<f{width}": np.dtype(f"<f{width}") for width in (2, 4, 8)},
+    **{f"<c{width}": np.dtype(f"<c{width}") for width in (8, 16)},
+    **{
+        name: np.dtype(getattr(ml_dtypes, name))
+        for name in (_BFLOAT16, "int4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2")
+    },
+    "float8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ZarrMetadata:
+    """What `.zarray` says.
+
+    Attributes:
+      dtype: of the elements as they are stored.
+      stored_dtype: the dtype's name in the file.
+      separator: between the numbers of a chunk's name.
+    """
+
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: np.dtype
+    stored_dtype: str
+    compressor: dict[str, Any] | None
+    fill_value: Any
+    order: str
+    separator: str
+
+    def spec(self, *, as_bfloat16: bool) -> dict[str, Any]:
+        """The metadata as TensorStore takes it; with `as_bfloat16` the bits of uint16 elements are read as that."""
+        fill = self.fill_value
+        if as_bfloat16 and fill is not None:
+            fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
+        return {
+            "zarr_format": 2,
+            "shape": list(self.shape),
+            "chunks": list(self.chunks),
+            "dtype": _BFLOAT16 if as_bfloat16 else self.stored_dtype,
+            "compressor": self.compressor,
+            "fill_value": fill,
+            "order": self.order,
+            "filters": None,
+            "dimension_separator": self.separator,
+        }
+
+
+def parse_zarr_metadata(data: bytes, path: str, leaf: str, limits: Limits) -> ZarrMetadata:
+    """The fields of `.zarray`.
+
+    Args:
+      data: the whole file.
+      path: the file, for errors.
+      leaf: for errors.
+      limits: on the rank.
+
+    Raises:
+      CorruptCheckpointError, UnsupportedCheckpointError, LimitExceededError: naming the file and the leaf.
+    """
+    said = parse_object(data, path)
+
+    def corrupt(message: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(message, path=path, leaf=leaf)
+
+    def unsupported(field: str) -> UnsupportedCheckpointError:
+        return UnsupportedCheckpointError(f"{field} {str(said.get(field))[:200]} is not read", path=path, leaf=leaf)
+
+    if missing := [field for field in _REQUIRED if field not in said]:
+        raise corrupt(f"{missing[0]!r} is missing")
+    if unknown := sorted(said.keys() - {*_REQUIRED, *_OPTIONAL}):
+        raise UnsupportedCheckpointError(f"the field {unknown[0][:200]!r} is not known", path=path, leaf=leaf)
+    shape, chunks = (_sizes(said[field], field, corrupt) for field in ("shape", "chunks"))
+    if len(shape) != len(chunks) or 0 in chunks:
+        raise corrupt(f"chunks {list(chunks)} for the shape {list(shape)}")
+    if len(shape) > limits.rank:
+        raise LimitExceededError(
+            f"{len(shape)} dimensions, more than Limits.rank = {limits.rank}", path=path, leaf=leaf
+        )
+    if said["zarr_format"] != 2 or type(said["zarr_format"]) is not int:
+        raise unsupported("zarr_format")
+    if not isinstance(said["dtype"], str) or said["dtype"] not in _DTYPES:
+        raise unsupported("dtype")
+    dtype = _DTYPES[said["dtype"]]
+    for sizes, what in ((shape, "the array"), (chunks, "one chunk")):
+        if math.prod(size or 1 for size in sizes) * dtype.itemsize >= 1 << 63:
+            raise corrupt(f"{what} of shape {list(sizes)} has more bytes than can be counted")
+    if said["filters"] is not None:
+        raise unsupported("filters")
+    if said["order"] not in ("C", "F"):
+        raise corrupt(f"order {said['order']!r}")
+    separator = said.get("dimension_separator", ".")
+    if separator not in (".", "/"):
+        raise corrupt(f"dimension_separator {str(separator)[:200]!r}")
+    return ZarrMetadata(
+        shape=shape,
+        chunks=chunks,
+        dtype=dtype,
+        stored_dtype=said["dtype"],
+        compressor=_compressor(said["compressor"], unsupported),
+        fill_value=_fill_value(said["fill_value"], dtype, unsupported),
+        order=said["order"],
+        separator=separator,
+    )
+
+
+def _sizes(said: Any, field: str, corrupt) -> tuple[int, ...]:
+    if type(said) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in said):
+        raise corrupt(f"{field} is {str(said)[:200]}")
+    return tuple(said)
+
+
+def _compressor(said: Any, unsupported) -> dict[str, Any] | None:
+    if said is None:
+        return None
+    if not isinstance(said, dict) or said.get("id") not in _CODECS:
+        raise unsupported("compressor")
+    if said.keys() - {"id"} - _CODECS[said["id"]]:
+        raise unsupported("compressor")
+    if not all(type(value) in (int, bool) for key, value in said.items() if key != "id"):
+        raise unsupported("compressor")
+    return {"id": said["id"]} | ({"level": said["level"]} if "level" in said else {})
+
+
+def _fill_value(said: Any, dtype: np.dtype, unsupported) -> Any:
+    """A number, as it stands; NaN and infinities are texts in zarr."""
+    if said is None or type(said) in (int, float, bool):
+        return said
+    if dtype.kind == "f" and said in ("NaN", "Infinity", "-Infinity"):
+        return said
+    raise unsupported("fill_value")
