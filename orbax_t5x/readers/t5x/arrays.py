@@ -102,7 +102,7 @@ class ZarrArrays:
         except SharedDirectoryError:
             raise
         except CheckpointError as error:
-            return BrokenLeaf(name, error)
+            return BrokenLeaf(name, located(error, error.path or self._file, name))
 
     def _claim(self, path: str, spec: ArraySpec, name: str) -> None:
         """Notes whose directory it is; by inode, because some file systems take two names for one."""
