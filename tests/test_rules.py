@@ -373,3 +373,46 @@ def test_infer_says_what_it_saw_when_nothing_fits(shapes):
         rules.infer(shallow, shapes["scanned"])
     with pytest.raises(TypeError, match="infer takes"):
         rules.infer(3, shapes["scanned"])
+
+
+# -- Hugging Face's Flax models
+
+
+@pytest.fixture(params=["t5_1_1", "t5_1_0"])
+def hf_flax(request):
+    with ot.open_checkpoint(GOLDENS / "flax_msgpack" / request.param) as checkpoint:
+        yield dict(checkpoint.leaves)
+
+
+def as_pytorch(leaves):
+    """The names and orientation that Transformers gives the same parameters in PyTorch: a Linear is transposed."""
+    values = {}
+    for name, lazy in leaves.items():
+        module, kind = name.rpartition("/")[::2]
+        value = as_numpy(lazy)
+        values[f"{module.replace('/', '.')}.weight"] = value.T if kind == "kernel" else value
+    return values
+
+
+def test_flax_models_become_what_their_pytorch_twins_become(hf_flax):
+    twin = as_pytorch(hf_flax)
+    for prefix in ("target/", "params/", ""):
+        expected, _ = run(rules.hf_t5_to_t5x(prefix=prefix), twin)
+        result, diagnostics = run(rules.hf_flax_t5_to_t5x(prefix=prefix), hf_flax)
+        assert diagnostics.problems == []
+        assert_same(result, expected)
+    back, diagnostics = run(rules.hf_flax_t5_to_t5x().inverse(), run(rules.hf_flax_t5_to_t5x(), hf_flax)[0])
+    assert diagnostics.problems == []
+    assert_same(back, {name: as_numpy(lazy) for name, lazy in hf_flax.items()})
+
+
+def test_infer_finds_flax_models(hf_flax):
+    plain, _ = run(rules.hf_flax_t5_to_t5x(), hf_flax)
+    pack = rules.infer(hf_flax, plain)
+    assert pack.name == "hf_flax_t5_to_t5x()" and "hugging face flax" in pack.found
+    scanned, _ = run(rules.t5_minimal_to_scanned(2, 4), plain)
+    both = rules.infer(hf_flax, scanned)
+    result, diagnostics = run(both, hf_flax, scanned)
+    assert diagnostics.problems == []
+    assert_same(result, {name: as_numpy(value) for name, value in scanned.items()})
+    assert_same(run(rules.infer(plain, hf_flax), plain)[0], {name: as_numpy(value) for name, value in hf_flax.items()})

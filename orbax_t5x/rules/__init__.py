@@ -4,7 +4,7 @@ one model.
 
 from __future__ import annotations
 
-from orbax_t5x.rules.hugging_face import hf_t5_to_t5x, t5x_to_hf_t5
+from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x, t5x_to_hf_t5
 from orbax_t5x.rules.inference import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.pack import RulePack
@@ -12,6 +12,7 @@ from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, 
 
 __all__ = [
     "RulePack",
+    "hf_flax_t5_to_t5x",
     "hf_t5_to_t5x",
     "infer",
     "mesh_tf_to_t5x",

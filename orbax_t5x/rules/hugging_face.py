@@ -8,6 +8,7 @@ layer. The output projection may be left out of a file, because it is the embedd
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from orbax_t5x.rules.pack import RulePack
@@ -70,6 +71,15 @@ def _their_pattern(name: str) -> str:
 
 def _our_pattern(name: str) -> str:
     return _ROOT + name.replace("*", r"(\d+)")
+
+
+def _names_of_flax(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same names as Hugging Face's Flax models have them: by '/', and kernels and embeddings called so."""
+    kinds = {"kernel": "kernel", "embedding": "embedding", "rel_embedding": "embedding", "scale": "weight"}
+    return [
+        (theirs.removesuffix("weight").replace(".", "/") + kinds[ours.rpartition("/")[2]], ours)
+        for theirs, ours in pairs
+    ]
 
 
 def _to_t5x() -> tuple[tuple[str, str], ...]:
@@ -216,3 +226,42 @@ def t5x_to_hf_t5() -> RulePack:
     embedding.
     """
     return dataclasses.replace(hf_t5_to_t5x().inverse(), name="t5x_to_hf_t5()")
+
+
+def hf_flax_t5_to_t5x(
+    *, tie_word_embeddings: bool | None = None, scale_decoder_outputs: bool | None = None, prefix: str = "target/"
+) -> RulePack:
+    """The names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1 and mT5 to T5X minimal T5.
+
+    As `hf_t5_to_t5x`, whose arguments it has; of the arrays, relative biases alone are transposed.
+    """
+    arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
+    shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
+    shown += [] if prefix == "target/" else [f"prefix={prefix!r}"]
+    pairs = _names_of_flax([*_layer_names(), *_FIXED_NAMES])
+    bias = "block/{}/layer/0/SelfAttention/relative_attention_bias/embedding"
+    biases = rf"(?:encoder|decoder)/(?:layers_\d+/)?{_BIAS}"
+    renamed = (
+        *((theirs.replace("*", r"(\d+)"), ours.replace("*", r"\1")) for theirs, ours in pairs),
+        (r"(encoder|decoder)/" + bias.format(r"(\d+)"), rf"\1/layers_\2/{_BIAS}"),
+    )
+    renamed_back = (
+        *((_our_pattern(ours), theirs.replace("*", r"\1")) for theirs, ours in pairs),
+        (rf"{_ROOT}(encoder|decoder)/{_BIAS}", r"\1/" + bias.format("0")),
+        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{_BIAS}", r"\1/" + bias.format(r"\2")),
+    )
+    steps = (
+        Rename(renamed, require_match=False),
+        Transpose(biases, require_match=False),
+        _SettleBias(),
+        _TiedHead(tie_word_embeddings, scale_decoder_outputs),
+        PrefixAsTarget(_MODEL, prefix),
+    )
+    back = (
+        Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False),
+        Transpose(_ROOT + biases, require_match=False),
+        Rename(renamed_back, require_match=False),
+    )
+    example = "encoder/block/0/layer/0/SelfAttention/q/kernel"
+    ours = "target/encoder/layers_0/attention/query/kernel"
+    return RulePack(steps, back, f"hf_flax_t5_to_t5x({', '.join(shown)})", example, ours)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.rules.hugging_face import hf_t5_to_t5x
+from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.steps import WithoutTarget
@@ -29,6 +29,7 @@ Layer = tuple[str, str]
 
 _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 _HUGGING_FACE = re.compile(r"(?:encoder|decoder)\.block\.\d+\.layer\..*")
+_HUGGING_FACE_FLAX = re.compile(r"(?:encoder|decoder)/block/\d+/layer/.*")
 _MESH_TF = re.compile(r"(?:encoder|decoder|transformer)/block_\d+/.*")
 _MAXTEXT = re.compile(r"params/params/decoder/layers(?:_(\d+))?/(self_attention/.*|mlp/.*|.*norm/scale)")
 _UNROLLED = re.compile(r"(?:.*/)?(encoder|decoder)/layers_(\d+)/(.*)")
@@ -41,7 +42,8 @@ class Layout:
     """How a tree keeps its layers.
 
     Attributes:
-      kind: "minimal", "unscanned", "scanned", "maxtext", "maxtext scanned", "hugging face", "mesh tf" or "unknown".
+      kind: "minimal", "unscanned", "scanned", "maxtext", "maxtext scanned", "hugging face", "hugging face
+        flax", "mesh tf" or "unknown".
       shapes: of one layer's leaves, or of all layers' where they are scanned.
       depths: tower -> layers, where they can be counted.
     """
@@ -75,6 +77,8 @@ def layout_of(leaves: Mapping[str, Any]) -> Layout:
     """The layout of a tree of leaves."""
     if any(map(_HUGGING_FACE.fullmatch, leaves)):
         return Layout("hugging face")
+    if any(map(_HUGGING_FACE_FLAX.fullmatch, leaves)):
+        return Layout("hugging face flax")
     if any(map(_MESH_TF.fullmatch, leaves)):
         return Layout("mesh tf")
     shapes: dict[Layer, Shape] = {}
@@ -193,6 +197,10 @@ def mesh_tf_to_t5x() -> RulePack:
     return RulePack((translate.Translate(),), (), "mesh_tf_to_t5x()", "encoder/block_000/layer_000/SelfAttention/q")
 
 
+# Layouts that are no T5X's, and the pack from each to T5X's minimal T5.
+_TO_MINIMAL = {"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_t5x, "mesh tf": mesh_tf_to_t5x}
+
+
 def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     """The rule pack that maps a checkpoint's leaves to a target's.
 
@@ -220,21 +228,21 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
 
 
 def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
-    if layout.kind in ("hugging face", "mesh tf"):
-        pack = hf_t5_to_t5x() if layout.kind == "hugging face" else mesh_tf_to_t5x()
+    if layout.kind in _TO_MINIMAL:
+        pack = _TO_MINIMAL[layout.kind]()
         return f"{layout.kind} ({_after(pack, leaves)})"
     return str(layout) if layout.kind != "unknown" else f"unknown names (such as {sorted(leaves)[:2]})"
 
 
 def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
-    if seen.kind == wanted.kind and seen.kind in ("hugging face", "mesh tf"):
+    if seen.kind == wanted.kind and seen.kind in _TO_MINIMAL:
         return RulePack((), (), "nothing to map")
-    if wanted.kind == "hugging face":
+    if wanted.kind in ("hugging face", "hugging face flax"):
         pack = _infer(target, source, wanted, seen)
         return None if pack is None else pack.inverse()
-    if seen.kind not in ("hugging face", "mesh tf"):
+    if seen.kind not in _TO_MINIMAL:
         return _between(seen, wanted) if "unknown" not in (seen.kind, wanted.kind) else None
-    first = hf_t5_to_t5x() if seen.kind == "hugging face" else mesh_tf_to_t5x()
+    first = _TO_MINIMAL[seen.kind]()
     second = _between(_after(first, source), wanted)
     if second is None:
         return None
