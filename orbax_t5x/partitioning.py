@@ -17,7 +17,7 @@ import jax
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from orbax_t5x.optim.optax_state import key_text
+from orbax_t5x.trees.pytree_names import key_text
 
 MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]

@@ -15,8 +15,8 @@ import tensorstore as ts
 
 from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.lazy import LazyArray
-from orbax_t5x.restoring.targets import leaf_name
 from orbax_t5x.trees.dtypes import kind_of
+from orbax_t5x.trees.pytree_names import leaf_name
 
 # More names than this in one error hide the first.
 _SHOWN_LEAVES = 10

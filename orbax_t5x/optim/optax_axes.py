@@ -19,7 +19,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from orbax_t5x.optim.optax_state import key_text, named_leaves, open_node
+from orbax_t5x.optim.optax_state import named_leaves, open_node
+from orbax_t5x.trees.pytree_names import key_text
 
 
 class _Slot:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from orbax_t5x.trees.pytree_names import key_text, leaf_name
+
 
 class OpenNode(NamedTuple):
     """One level of a pytree: the children by name, and how to put others in their places."""
@@ -22,14 +24,6 @@ class OpenNode(NamedTuple):
     names: tuple[str, ...]
     children: tuple[Any, ...]
     rebuild: Callable[[Sequence[Any]], Any]
-
-
-def key_text(key: Any) -> str:
-    """The name of one step of a JAX key path: a dict key, a field's name, or an index."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def open_node(node: Any) -> OpenNode | None:
@@ -58,7 +52,7 @@ def open_node(node: Any) -> OpenNode | None:
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
     """The '/'-joined names of the leaves, the leaves, and the tree's definition."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return ["/".join(map(key_text, path)) for path, _ in paths], [leaf for _, leaf in paths], treedef
+    return [leaf_name(path) for path, _ in paths], [leaf for _, leaf in paths], treedef
 
 
 def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:

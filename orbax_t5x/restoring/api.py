@@ -136,4 +136,7 @@ def _open(source: Source, options: PlanOptions, stack: contextlib.ExitStack) -> 
         return {"": opened(source)}
     if not source:
         raise ValueError("no source was given: the mapping is empty")
+    for name in source:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a source's name is text that is not empty, not {name!r}: leaf names start with it")
     return {name: opened(one) for name, one in source.items()}

@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from orbax_t5x.restoring.target_leaf import TargetLeaf
 from orbax_t5x.restoring.targets import flatten_target
 
 
 class Fallback:
-    """Values for what the checkpoint lacks: a tree, or a function of which only the missing leaves are computed."""
+    """Values for what the checkpoint lacks: a tree, or a function of which only the missing leaves are computed.
+
+    Attributes:
+      leaves: by name; for a function their shapes and dtypes.
+      traced: whether it is a function.
+    """
 
     def __init__(self, fallback: Any):
         self._function = fallback if callable(fallback) and not isinstance(fallback, jax.Array | np.ndarray) else None
         tree = fallback if self._function is None else jax.eval_shape(self._function)
-        self.leaves: Mapping[str, Any] = flatten_target(tree).original
+        given = flatten_target(tree).original
+        self.leaves: Mapping[str, Any] = {
+            name: leaf for name, leaf in given.items() if leaf is not None and leaf is not ...
+        }
         self.traced = self._function is not None
 
-    def compute(self, names: Sequence[str], shardings: Sequence[Any], dtypes: Sequence[Any]) -> tuple[Any, ...]:
-        """The named leaves, computed under one `jax.jit` straight into their shardings."""
+    def compute(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
+        """The named leaves of what the function returns, each computed straight into its place.
+
+        Returns:
+          A `jax.Array` for every leaf, in the target's dtype unless the leaf stays on the host.
+        """
+        together: dict[Hashable, list[str]] = {}
+        for name, leaf in leaves.items():
+            together.setdefault(_devices(leaf), []).append(name)
+        values: dict[str, Any] = {}
+        for names in together.values():
+            values.update(zip(names, self._compute_together(names, leaves), strict=True))
+        return values
+
+    def _compute_together(self, names: Sequence[str], leaves: Mapping[str, TargetLeaf]) -> tuple[Any, ...]:
+        """The named leaves, under one `jax.jit`: the function runs once, and what nobody wants of it does not."""
         function = self._function
         assert function is not None
 
         def missing() -> tuple[Any, ...]:
-            leaves = flatten_target(function()).original
-            return tuple(
-                jax.numpy.asarray(leaves[name]).astype(dtype) if dtype is not None else leaves[name]
-                for name, dtype in zip(names, dtypes, strict=True)
-            )
+            given = flatten_target(function()).original
+            return tuple(_in_dtype(given[name], leaves[name]) for name in names)
 
-        return jax.jit(missing, out_shardings=tuple(shardings))()
+        placings = tuple(leaves[name].placing for name in names)
+        if placings[0] is None:
+            return jax.jit(missing)()
+        return jax.jit(missing, out_shardings=placings)()
+
+
+def _in_dtype(value: Any, leaf: TargetLeaf) -> Any:
+    if leaf.kind == "key":
+        return value
+    # What stays on the host is converted there: JAX may not have its dtype.
+    return jax.numpy.asarray(value) if leaf.is_on_host else jax.numpy.asarray(value).astype(leaf.dtype)
+
+
+def _devices(leaf: TargetLeaf) -> Hashable:
+    """What leaves have in common that one `jax.jit` may compute: the same devices in the same order, or none."""
+    if leaf.sharding is None:
+        return None
+    if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh):
+        return tuple(leaf.sharding.mesh.devices.ravel().tolist())
+    return tuple(leaf.sharding.device_set) if len(leaf.sharding.device_set) == 1 else leaf.sharding

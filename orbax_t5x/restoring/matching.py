@@ -15,25 +15,25 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import Problem, ProblemKind
-from orbax_t5x.lazy import LazyArray, View, as_view
+from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.fallback import Fallback
+from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
-from orbax_t5x.restoring.targets import Target, TargetLeaf
+from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype
+from orbax_t5x.restoring.targets import MODEL_PARAMETERS, Target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
-from orbax_t5x.transforms.translate import Translate
-from orbax_t5x.trees.dtypes import conversion, kind_of
+from orbax_t5x.transforms.translate import missing_translation
+from orbax_t5x.trees.dtypes import kind_of
 
 # Names shown for a missing leaf, and missing leaves for which they are looked up: each look-up scans every name.
 _CLOSEST = 3
 _LOOKUPS = 20
 # Leftover names shown in the one problem that counts them.
 _SHOWN_LEFTOVERS = 5
-_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
-_STEP_NAMES = frozenset({"step", "global_step"})
-_MESH_TF_NAME = re.compile(r"(encoder|decoder|transformer)/block_\d+/.*|shared/embedding.*|global_step")
+_WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 class Matcher:
@@ -47,7 +47,7 @@ class Matcher:
         state: dict[str, Any],
         options: PlanOptions,
         diagnostics: Diagnostics,
-        stored_names: Mapping[int, str],
+        stored_names: Mapping[Leaf, str],
     ):
         self._checkpoints = checkpoints
         self._transforms = tuple(transforms)
@@ -56,49 +56,60 @@ class Matcher:
         self._options = options
         self._diagnostics = diagnostics
         self._stored_names = stored_names
-        self._taken: set[str] = set()
+        # A leaf of the target that has a problem of its own leaves nothing over.
+        self._taken = {problem.leaf for problem in target.problems if problem.leaf is not None}
         self._missing = 0
         self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.dtype(np.int64)
         self._one_process = jax.process_count() == 1
+        leaves = self._everything() if target.kind == "everything" else target.leaves
+        narrowed = self._narrowed(leaves)
+        self._leaves = {**leaves, **narrowed} if narrowed else leaves
+        self._fitting = Fitting(options, frozenset(narrowed), diagnostics.problems.append)
         self.fallback = self._open_fallback()
 
     # -- the target's side
 
     def entries(self) -> list[PlanEntry]:
         """One entry per target leaf; problems go to the diagnostics."""
-        if self._target.kind == "everything":
-            return [
-                self._entry(name, TargetLeaf("numpy", as_view(value).shape, np.dtype(as_view(value).dtype)), name)
-                for name, value in self._state.items()
-                if value is not None
-            ]
-        leaves = self._with_dtype(self._target.leaves)
-        entries = [self._plan_leaf(name, leaf) for name, leaf in leaves.items()]
-        if self._missing:
-            self._hint_translate()
-        if self._options.strict:
-            self._note_leftovers()
+        entries = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
+        if self._target.kind != "everything":
+            if self._missing:
+                self._hint_translation()
+            if self._options.strict:
+                self._note_leftovers()
         return [entry for entry in entries if entry is not None]
 
     def leftover_sources(self) -> list[str]:
         """Names of checkpoint leaves behind the leftovers of the state dict."""
         if self._target.kind == "everything":
             return []
-        names = (name for left in self._leftovers() for name in self._source_names(self._state[left]))
-        return list(dict.fromkeys(names))
+        values = (self._state[name] for name in self._leftovers())
+        views = (as_view(value) for value in values if isinstance(value, LazyArray))
+        return list(dict.fromkeys(name for view in views for name in self._source_names(view.leaves())))
 
-    def _source_names(self, value: Any) -> tuple[str, ...]:
-        """Names of the stored leaves behind a value of the state dict, as the checkpoint (with its prefix) has them."""
-        if not isinstance(value, LazyArray):
-            return ()
-        view = as_view(value)
-        if view.is_value:
-            return ()
-        return tuple(dict.fromkeys(self._stored_names.get(id(leaf), leaf.name) for leaf in view.leaves()))
+    def _source_names(self, leaves: Sequence[Leaf]) -> tuple[str, ...]:
+        """Names of stored leaves as the checkpoint (with its prefix) has them."""
+        names = self._stored_names
+        found = [names.get(leaf, leaf.name) for leaf in leaves]
+        return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))
 
-    def _with_dtype(self, leaves: Mapping[str, TargetLeaf]) -> Mapping[str, TargetLeaf]:
+    def _everything(self) -> dict[str, TargetLeaf]:
+        """A place for all that the state dict has, as NumPy."""
+        leaves: dict[str, TargetLeaf] = {}
+        for name, value in self._state.items():
+            if value is not None:
+                dtype = getattr(value, "dtype", None)
+                if is_key_dtype(np.dtype(object) if dtype is None else dtype):
+                    value = jax.random.key_data(value)
+                array = value if isinstance(value, LazyArray) else np.asarray(value)
+                is_param = name.startswith(MODEL_PARAMETERS) or name == "params"
+                leaves[name] = TargetLeaf("numpy", tuple(array.shape), np.dtype(array.dtype), is_param=is_param)
+        return leaves
+
+    def _narrowed(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, TargetLeaf]:
+        """The leaves that `dtype=` concerns, in that dtype."""
         if self._options.dtype is None:
-            return leaves
+            return {}
         wanted = np.dtype(self._options.dtype)
         changed = {
             name: dataclasses.replace(leaf, dtype=wanted)
@@ -113,86 +124,51 @@ class Matcher:
                 "nnx.Param), and the target has none",
                 "use transforms=[..., ot.transforms.Cast(pattern, dtype)] and give the target that dtype",
             )
-        return {**leaves, **changed}
+        return changed
 
     def _plan_leaf(self, name: str, leaf: TargetLeaf) -> PlanEntry | None:
-        source_name = self._name_in_state(name)
-        if leaf.kind == "keep":
-            self._taken.add(source_name)
-            return PlanEntry(name, (), (), None, None, "keep", leaf=leaf)
+        source_name = name
+        if leaf.is_variable and name not in self._state and f"{name}/value" in self._state:
+            source_name = f"{name}/value"
         value = self._state.get(source_name)
-        if leaf.kind == "none":
-            if source_name in self._state and value is None:
+        if leaf.kind == "keep" or leaf.kind == "none":
+            if leaf.kind == "keep" or value is None:
                 self._taken.add(source_name)
             return PlanEntry(name, (), (), None, None, "keep", leaf=leaf)
-        self._check_placing(name, leaf)
-        if value is None:
-            self._taken.add(source_name)
-            return self._plan_fallback(name, leaf, source_name in self._state)
+        if leaf.kind == "jax" or leaf.kind == "key":
+            self._check_placing(name, leaf)
         self._taken.add(source_name)
-        return self._entry(name, leaf, source_name)
+        if value is None:
+            return self._plan_fallback(name, leaf, source_name in self._state)
+        return self._entry(name, leaf, source_name, value)
 
-    def _name_in_state(self, name: str) -> str:
-        """The leaf's name; an `nnx.State` saved by stock Orbax has a trailing `value` behind each."""
-        if self._target.kind == "nnx" and name not in self._state and f"{name}/value" in self._state:
-            return f"{name}/value"
-        return name
-
-    def _entry(self, name: str, leaf: TargetLeaf, source_name: str) -> PlanEntry:
-        value = self._state[source_name]
-        view = as_view(value, name=source_name)
-        fitted = self._fit(name, leaf, view)
+    def _entry(self, name: str, leaf: TargetLeaf, source_name: str, value: Any) -> PlanEntry | None:
+        """What the state dict has for a leaf, as an entry; one that does not fit stays as it is."""
+        origin = "the checkpoint" if isinstance(value, LazyArray) else "the state dict"
+        if isinstance(value, LazyArray) and not isinstance(value, View):
+            value = as_view(value, source_name)
+        view = self._fitting.view(name, leaf, value, origin, source_name)
+        if view is None:
+            return None
+        stored = view.leaves()
+        is_value = all([one.is_value for one in stored])
         return PlanEntry(
             name,
-            self._source_names(view),
+            () if is_value else self._source_names(stored),
             leaf.shape,
             leaf.dtype,
             leaf.sharding,
-            "value" if view.is_value else "read",
-            fitted.describe(),
+            "value" if is_value else "read",
+            view.describe(),
             self._diagnostics.rule_for.get(source_name, ""),
             self._diagnostics.fidelity.get(source_name, ""),
-            fitted,
+            view,
             leaf,
+            stored,
         )
-
-    def _fit(self, name: str, leaf: TargetLeaf, view: View, origin: str = "the checkpoint") -> View:
-        """The view in the target's dtype; a clash is a problem."""
-        if tuple(view.shape) != tuple(leaf.shape):
-            self._problem(
-                "shape",
-                name,
-                f"{origin} has shape {tuple(view.shape)}, the target {tuple(leaf.shape)} ({_described_source(view)})",
-                "give the target the checkpoint's shape, or map it with Reshape, Transpose, Split or another transform",
-            )
-            return view
-        source, wanted = np.dtype(view.dtype), np.dtype(leaf.dtype)
-        if leaf.kind == "scalar" and leaf.scalar_type in (int, float, complex) and kind_of(source) == kind_of(wanted):
-            wanted = source
-        change = conversion(source, wanted)
-        if change == "same":
-            return view
-        if change == "lossless":
-            return view.astype(wanted)
-        asked = self._options.allow_lossy_cast or (self._options.dtype is not None and leaf.is_param)
-        if change == "lossy" and asked:
-            return view.astype(wanted)
-        is_step = not leaf.shape and name.rsplit("/", 1)[-1] in _STEP_NAMES
-        if change == "lossy" and is_step and kind_of(source) == kind_of(wanted) == "int":
-            return view.cast_checked(wanted)
-        fix = f"use ot.transforms.Cast({re.escape(name)!r}, {wanted.name!r})"
-        if change == "lossy":
-            fix += ", dtype= for model parameters, or allow_lossy_cast=True"
-        lost = "would lose values" if change == "lossy" else "is not done without being asked for"
-        self._problem(
-            "dtype", name, f"{origin} has dtype {source.name}, the target {wanted.name}: the conversion {lost}", fix
-        )
-        return view
 
     def _check_placing(self, name: str, leaf: TargetLeaf) -> None:
-        if leaf.kind not in ("jax", "key"):
-            return
-        if leaf.dtype.name in _WIDE and not self._x64:
+        if not self._x64 and leaf.dtype in _WIDE:
             self._problem(
                 "dtype",
                 name,
@@ -205,10 +181,9 @@ class Matcher:
                     "sharding", name, "the target has no sharding, and there are several processes", "give it one"
                 )
             return
-        try:
-            leaf.sharding.shard_shape(leaf.shape)
-        except (ValueError, IndexError) as error:  # JAX raises IndexError for a spec longer than the rank
-            message = f"{leaf.sharding} does not fit shape {leaf.shape}: {' '.join(str(error).split())}"
+        clash = _placing_clash(leaf.sharding, leaf.shape)
+        if clash:
+            message = f"{leaf.sharding} does not fit shape {leaf.shape}: {clash}"
             self._problem("sharding", name, message, "choose a PartitionSpec that divides the shape")
 
     # -- what is missing
@@ -229,29 +204,34 @@ class Matcher:
 
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
         fidelity = self._diagnostics.fidelity.get(name, "")
-        if self.fallback is not None and self.fallback.leaves.get(name) is not None:
-            value = self.fallback.leaves[name]
-            if self.fallback.traced or isinstance(value, jax.ShapeDtypeStruct):
-                return self._plan_traced(name, leaf, value)
-            if leaf.kind == "key":
-                value = jax.random.key_data(value)
-            view = self._fit(name, leaf, as_view(value, name=name), origin="the fallback")
-            return PlanEntry(
-                name,
-                (),
-                leaf.shape,
-                leaf.dtype,
-                leaf.sharding,
-                "fallback",
-                how=view.describe(),
-                fidelity=fidelity,
-                view=view,
-                leaf=leaf,
-            )
+        value = None if self.fallback is None else self.fallback.leaves.get(name)
+        if self.fallback is None or value is None:
+            self._note_missing(name, fidelity, is_none)
+            return None
+        if self.fallback.traced:
+            self._fitting.check_abstract(name, leaf, value)
+            view = None
+        else:
+            view = self._fitting.view(name, leaf, value, "the fallback")
+        return PlanEntry(
+            name,
+            (),
+            leaf.shape,
+            leaf.dtype,
+            leaf.sharding,
+            "fallback",
+            how="" if view is None else view.describe(),
+            fidelity=fidelity,
+            view=view,
+            leaf=leaf,
+            leaves=() if view is None else view.leaves(),
+        )
+
+    def _note_missing(self, name: str, fidelity: str, is_none: bool) -> None:
         if name in self._diagnostics.explained:
-            return None  # the transform that should have made it says why it could not
+            return  # the transform that should have made it says why it could not
         self._missing += 1
-        closest = self._closest(name) if self._missing <= _LOOKUPS else []
+        closest = self._closest_names.to(name, _CLOSEST) if self._missing <= _LOOKUPS else []
         reason = "the checkpoint has None there" if is_none else "the checkpoint has no such leaf"
         if fidelity == "reset":
             reason = "the optimizer's state of this parameter has no counterpart in the new layout and is reset"
@@ -260,60 +240,32 @@ class Matcher:
             f"map it with ot.transforms.AssignmentMap([({re.escape(name)!r}, {closest[0]!r})]), or " if closest else ""
         )
         self._problem("missing", name, message, fix + "give fallback= values, or put ... in the target to leave it out")
-        return None
-
-    def _plan_traced(self, name: str, leaf: TargetLeaf, value: Any) -> PlanEntry | None:
-        fidelity = self._diagnostics.fidelity.get(name, "")
-        assert self.fallback is not None
-        if not self.fallback.traced:
-            self._problem(
-                "fallback", name, "the fallback's leaf is abstract", "pass values, or a function that returns them"
-            )
-        elif leaf.kind != "key" and tuple(value.shape) != tuple(leaf.shape):
-            self._problem(
-                "shape",
-                name,
-                f"the fallback has shape {tuple(value.shape)}, the target {leaf.shape}",
-                "mend the fallback",
-            )
-        elif leaf.kind != "key" and conversion(np.dtype(value.dtype), leaf.dtype) in ("lossy", "forbidden"):
-            if not (self._options.allow_lossy_cast or (self._options.dtype is not None and leaf.is_param)):
-                self._problem(
-                    "dtype",
-                    name,
-                    f"the fallback has dtype {value.dtype}, the target {leaf.dtype}",
-                    "mend the fallback's dtype",
-                )
-        return PlanEntry(name, (), leaf.shape, leaf.dtype, leaf.sharding, "fallback", fidelity=fidelity, leaf=leaf)
 
     @functools.cached_property
-    def _free_names(self) -> ClosestNames:
+    def _closest_names(self) -> ClosestNames:
         free = [other for other in self._state if other not in self._target.leaves]
         return ClosestNames(free or list(self._state))
 
-    def _closest(self, name: str) -> list[str]:
-        return self._free_names.to(name, _CLOSEST)
-
-    def _hint_translate(self) -> None:
+    def _hint_translation(self) -> None:
         formats = {checkpoint.format for checkpoint in self._checkpoints.values()}
-        if "tf_bundle" not in formats or any(isinstance(transform, Translate) for transform in self._transforms):
-            return
-        if any(_MESH_TF_NAME.fullmatch(name) for name in self._state):
-            self._problem(
-                "missing",
-                None,
-                f"{self._missing} target leaves are missing, and the checkpoint's names are Mesh TensorFlow's",
-                "add transforms=[ot.transforms.Translate()]",
-                first=True,
-            )
+        fix = missing_translation(formats, self._transforms, self._state)
+        if fix is not None:
+            message = f"{self._missing} target leaves are missing, and the checkpoint's names are Mesh TensorFlow's"
+            self._diagnostics.problems.insert(0, Problem("missing", None, message, fix))
 
     # -- what is left over
 
     def _leftovers(self) -> list[str]:
+        target = self._target
+        slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
+        steps = {f"{prefix}step" for prefix in slots}
+
         def is_left(name: str, value: Any) -> bool:
             if value is None or name in self._taken:
                 return False
-            return not (self._target.kind == "inference" and name.startswith("state/") and name != "state/step")
+            if slots and name.startswith(slots) and name not in steps:
+                return False
+            return not (target.kept and target.is_kept(name))
 
         return [name for name, value in self._state.items() if is_left(name, value)]
 
@@ -330,13 +282,15 @@ class Matcher:
             "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules",
         )
 
-    def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str, first: bool = False) -> None:
-        self._diagnostics.problems.insert(
-            0 if first else len(self._diagnostics.problems), Problem(kind, leaf, message, fix)
-        )
+    def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str) -> None:
+        self._diagnostics.problems.append(Problem(kind, leaf, message, fix))
 
 
-def _described_source(view: View) -> str:
-    names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
-    told = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-    return f"from {told}" if told else "a constant"
+@functools.lru_cache(maxsize=1 << 14)
+def _placing_clash(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
+    """Why a sharding does not fit a shape, in JAX's words; empty where it does."""
+    try:
+        sharding.shard_shape(shape)
+    except (ValueError, IndexError) as error:  # JAX raises IndexError for a spec longer than the rank
+        return " ".join(str(error).split())
+    return ""

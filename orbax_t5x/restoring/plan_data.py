@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import jax
 
-from orbax_t5x.lazy import Box, View
+from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import box_size, full_box
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.targets import Target, TargetLeaf
+from orbax_t5x.restoring.target_leaf import TargetLeaf
+from orbax_t5x.restoring.targets import Target
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 
@@ -38,6 +39,9 @@ class PlanEntry:
       how: what happens on the way, in words ("stack of 24 on axis 1"); empty for a plain read.
       rule: the rule that decided where it comes from, in words; empty where names matched.
       fidelity: of an optimizer's leaf that followed its parameter: "exact", "approximate" or "reset"; else empty.
+      view: what to read, of the target's shape and dtype; None where nothing is read.
+      leaf: what the target wants.
+      leaves: the stored leaves and constants that the view is made of.
     """
 
     name: str
@@ -51,6 +55,7 @@ class PlanEntry:
     fidelity: str = ""
     view: View | None = dataclasses.field(default=None, repr=False)
     leaf: TargetLeaf | None = dataclasses.field(default=None, repr=False)
+    leaves: tuple[Leaf, ...] = dataclasses.field(default=(), repr=False)
 
     def boxes(self) -> tuple[Box, ...]:
         """The unique index boxes that this process needs, in device order."""
@@ -132,8 +137,8 @@ class RestoreReport:
         return f"<RestoreReport: {self.summary()}>"
 
 
-Compute = Callable[[Sequence[str], Sequence[Any], Sequence[Any]], tuple[Any, ...]]
-"""Computes leaves by name from a traced fallback: names, shardings and dtypes (None: as it comes) -> values."""
+Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
+"""Computes leaves of the target from a traced fallback, by name."""
 
 
 class PlanData:

@@ -23,6 +23,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 
 _SAVED_WHOLE = "_optimizer/"
+_AXES = ("params_axes/", "flax_mutables_axes/")
 
 
 def build_plan(
@@ -45,10 +46,10 @@ def build_plan(
       RestorePlanError: with every problem found.
     """
     flattened = flatten_target(target)
-    stored = source = _source_leaves(checkpoints)
-    if flattened.kind in ("t5x", "inference"):
-        source = _without_saved_whole_prefix(source)
     diagnostics = Diagnostics()
+    stored = source = _source_leaves(checkpoints, diagnostics)
+    for name in (*flattened.train_states, *flattened.inference_states):
+        source = _without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
     # First and alone: transforms that were applied already fail in ways that would only hide why.
     decision = decide_resuming(checkpoints, transforms, options, asking)
@@ -56,7 +57,7 @@ def build_plan(
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
     state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
-    names = {id(leaf): name for name, view in stored.items() if view is not None for leaf in view.leaves()}
+    names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
     matcher = Matcher(checkpoints, transforms, flattened, state, options, diagnostics, names)
     entries = matcher.entries()
     # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.
@@ -84,32 +85,56 @@ def _paths(checkpoints: Mapping[str, Checkpoint]) -> str | None:
     return ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
 
 
-def _source_leaves(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Any]:
+def _source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostics) -> dict[str, Any]:
     """All leaves by name, and None where a checkpoint says None; several sources are told apart by a prefix."""
+    if len(checkpoints) == 1 and "" in checkpoints:
+        return _leaves_of(checkpoints[""])
     source: dict[str, Any] = {}
+    prefix_of: dict[str, str] = {}
     for prefix, checkpoint in checkpoints.items():
-        start = f"{prefix}/" if prefix else ""
-        source.update((start + name, view) for name, view in checkpoint.leaves.items())
-        source.update((start + name, None) for name, empty in checkpoint.empties.items() if empty is None)
+        for short, value in _leaves_of(checkpoint).items():
+            name = f"{prefix}/{short}"
+            if name in source:
+                diagnostics.problem(
+                    "duplicate",
+                    name,
+                    f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name",
+                    "give one of the sources another name",
+                )
+            source[name] = value
+            prefix_of[name] = prefix
     return source
 
 
-def _without_saved_whole_prefix(source: dict[str, Any]) -> dict[str, Any]:
-    """Names of a train state that stock Orbax saved whole (`_optimizer/target/…`), as its own state dict has them."""
-    if not any(name.startswith(_SAVED_WHOLE) for name in source):
+def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    leaves: dict[str, Any] = dict(checkpoint.leaves)
+    leaves.update((name, None) for name, empty in checkpoint.empties.items() if empty is None)
+    return leaves
+
+
+def _without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str, Any]:
+    """Names of a train state that stock Orbax saved whole (`_optimizer/target/…`), as its own state dict has them.
+
+    Args:
+      source: by name.
+      start: where the train state stands, with a trailing '/'; empty for the whole.
+    """
+    saved_whole = start + _SAVED_WHOLE
+    if not any(name.startswith(saved_whole) for name in source):
         return source
+    axes = tuple(start + name for name in _AXES)
     return {
-        name.removeprefix(_SAVED_WHOLE): value
+        start + name.removeprefix(saved_whole) if name.startswith(saved_whole) else name: value
         for name, value in source.items()
-        if not name.startswith(("params_axes/", "flax_mutables_axes/"))
+        if not name.startswith(axes)
     }
 
 
 def _raise_broken(entries: Iterable[PlanEntry]) -> None:
     """A leaf that its reader could not make sense of fails a plan that needs it, with the reader's own error."""
     for entry in entries:
-        if entry.view is not None:
-            for leaf in entry.view.leaves():
+        for leaf in entry.leaves:
+            if leaf.error is not None:
                 leaf.raise_error()
 
 

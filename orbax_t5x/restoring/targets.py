@@ -1,54 +1,29 @@
 """A target, flattened: what each leaf must become, under which name, and how the whole is put together again.
 
-Any pytree is a target; T5X's train states and `nnx.State` name their own leaves. Nothing here touches array bytes, and
-nothing imports
-Flax: a train state is known by its methods, and `nnx.State` can only be met where `flax.nnx` is loaded already.
+Any pytree is a target. T5X's train states and `nnx` states and modules name their own leaves, alone or inside other
+containers. Nothing here touches array bytes, and nothing imports Flax: a train state is known by its methods, and
+`nnx.State` can only be met where `flax.nnx` is loaded already.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from orbax_t5x.errors import Problem
+from orbax_t5x.restoring.nnx_states import flatten_node, is_nnx_node
+from orbax_t5x.restoring.target_leaf import TargetLeaf, describe_leaf
 from orbax_t5x.trees.flat import flatten, unflatten
+from orbax_t5x.trees.pytree_names import leaf_name
 
-Kind = Literal["jax", "key", "numpy", "scalar", "keep", "none"]
+Rebuild = Callable[[Mapping[str, Any]], Any]
 
-_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
-_SCALARS = (bool, int, float, complex, str, bytes, np.generic)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TargetLeaf:
-    """What one leaf of the target must become.
-
-    Attributes:
-      kind: "jax" (a `jax.Array`), "key" (a typed PRNG key), "numpy", "scalar" (of `scalar_type`), "keep" (a
-        placeholder, stays as it is) or "none" (no leaf, only a name).
-      shape, dtype: as stored; for a typed key those of its uint32 key data.
-      sharding: of the array to make; None for what stays on the host, and for "one device".
-      layout: a `jax.experimental.layout.Format` where the target asks for a layout that is not the default, else None.
-      scalar_type: the Python or NumPy type of a scalar.
-      key_impl: the implementation's name of a typed PRNG key.
-      is_param: whether `dtype=` applies to it.
-    """
-
-    kind: Kind
-    shape: tuple[int, ...] = ()
-    dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
-    sharding: jax.sharding.Sharding | None = None
-    layout: Any = None
-    scalar_type: type | None = None
-    key_impl: str | None = None
-    is_param: bool = False
+MODEL_PARAMETERS = ("target/", "params/")
+"""Where the parameters of a model lie in a train state: `dtype=` concerns what is below."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +34,29 @@ class Target:
       leaves: by '/'-joined name, in the target's order.
       original: the target's own leaves by name: what transforms see and what a "keep" leaf stays.
       rebuild: puts values by name into the target's structure.
-      kind: "tree", "t5x", "inference" (a T5X train state without optimizer), "nnx" or "everything".
+      kind: "tree", or "everything" for a target of None.
       problems: names that collide and leaves of unknown type.
+      train_states: the names under which T5X train states stand, "" for the target itself.
+      inference_states: the same of those without an optimizer (`InferenceState`).
     """
 
     leaves: Mapping[str, TargetLeaf]
     original: Mapping[str, Any]
-    rebuild: Callable[[Mapping[str, Any]], Any]
-    kind: Literal["tree", "t5x", "inference", "nnx", "everything"]
+    rebuild: Rebuild
+    kind: Literal["tree", "everything"] = "tree"
     problems: tuple[Problem, ...] = ()
+    train_states: tuple[str, ...] = ()
+    inference_states: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def kept(self) -> frozenset[str]:
+        """Names of the placeholders, each of which covers all that lies below it."""
+        return frozenset(name for name, leaf in self.leaves.items() if leaf.kind == "keep")
+
+    def is_kept(self, name: str) -> bool:
+        """Whether a placeholder stands at this name or above it."""
+        parts = name.split("/")
+        return "" in self.kept or any("/".join(parts[:end]) in self.kept for end in range(1, len(parts) + 1))
 
 
 def flatten_target(target: Any) -> Target:
@@ -75,23 +64,7 @@ def flatten_target(target: Any) -> Target:
     if target is None:
         # A TF bundle may hold both `a` and `a/b`.
         return Target({}, {}, functools.partial(unflatten, join_clashes=True), "everything")
-    nnx_adapter = _nnx_adapter(target)
-    if nnx_adapter is not None:
-        named, rebuild = nnx_adapter.flatten_target(target)
-        return _build(
-            [(name, leaf) for name, leaf, _ in named], rebuild, "nnx", {name for name, _, param in named if param}
-        )
-    if is_train_state(target):
-        flat = flatten(target.state_dict())
-        kind = "t5x" if _has_optimizer(target) else "inference"
-        return _build(flat.items(), lambda values: target.restore_state(unflatten(values)), kind)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(target)
-    names = [leaf_name(path) for path, _ in paths]
-    return _build(
-        zip(names, (leaf for _, leaf in paths), strict=True),
-        lambda values: jax.tree_util.tree_unflatten(treedef, [values[name] for name in names]),
-        "tree",
-    )
+    return _Flattening().flatten(target)
 
 
 def is_train_state(target: Any) -> bool:
@@ -109,109 +82,121 @@ def _has_optimizer(train_state: Any) -> bool:
     return True
 
 
-def _nnx_adapter(target: Any) -> Any:
-    """`orbax_t5x.nnx` if the target is an `nnx.State`; Flax NNX is never imported for anyone who has not done so."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(target, nnx.State):
-        return None
-    return importlib.import_module("orbax_t5x.nnx")
+class _OwnLeaf(NamedTuple):
+    """A leaf of a node that names its own leaves."""
+
+    name: str
+    value: Any
+    is_param: bool
 
 
-def leaf_name(path: Sequence[Any]) -> str:
-    """The name that `flax.serialization.to_state_dict` gives a leaf: dict keys, field names and indices, '/'-joined."""
-    return "/".join(_key_text(key) for key in path)
+class _Flattening:
+    """One target on its way to a `Target`."""
 
+    def __init__(self) -> None:
+        self._leaves: dict[str, TargetLeaf] = {}
+        self._original: dict[str, Any] = {}
+        self._problems: list[Problem] = []
+        self._train_states: list[str] = []
+        self._inference_states: list[str] = []
 
-def _key_text(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        value = getattr(key, attribute, None)
-        if value is not None:
-            return str(value)
-    return str(key)
+    def flatten(self, target: Any) -> Target:
+        """The target with all that it holds."""
+        rebuild = self._add_node("", target)
+        return Target(
+            self._leaves,
+            self._original,
+            rebuild,
+            problems=tuple(self._problems),
+            train_states=tuple(self._train_states),
+            inference_states=tuple(self._inference_states),
+        )
 
+    def _add_node(self, name: str, node: Any) -> Rebuild:
+        """Adds the leaves of any pytree; returns what puts values in their places."""
+        paths, treedef = _open_pytree(node)
+        start = f"{name}/" if name else ""
+        names: list[str] = []
+        own: dict[int, Rebuild] = {}
+        for place, (path, leaf) in enumerate(paths):
+            leaf_path = start + leaf_name(path) if path else name
+            names.append(leaf_path)
+            if type(leaf) is dict or _names_itself(leaf):
+                own[place] = self._add_own(leaf_path, leaf)
+            else:
+                self._add_leaf(leaf_path, leaf, leaf_path.startswith(MODEL_PARAMETERS) or leaf_path == "params")
 
-def _build(
-    named: Iterable[tuple[str, Any]],
-    rebuild: Callable[[Mapping[str, Any]], Any],
-    kind: Any,
-    params: set[str] | None = None,
-) -> Target:
-    leaves: dict[str, TargetLeaf] = {}
-    original: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for name, leaf in named:
-        if name in leaves:
-            problems.append(
+        def rebuild(values: Mapping[str, Any]) -> Any:
+            made = [own[place](values) if place in own else values[leaf] for place, leaf in enumerate(names)]
+            return jax.tree_util.tree_unflatten(treedef, made)
+
+        return rebuild
+
+    def _add_own(self, name: str, node: Any) -> Rebuild:
+        """Adds the leaves of a node that names them itself."""
+        if type(node) is dict:
+            return self._add_dict(name, node)
+        start = f"{name}/" if name else ""
+        if is_train_state(node):
+            leaves, put_together = self._open_train_state(name, node)
+        else:
+            named, put_together = flatten_node(node)
+            leaves = [_OwnLeaf(*leaf) for leaf in named]
+        is_variable = is_nnx_node(node)
+        for leaf in leaves:
+            self._add_leaf(start + leaf.name, leaf.value, leaf.is_param, is_variable)
+        return lambda values: put_together({leaf.name: values[start + leaf.name] for leaf in leaves})
+
+    def _open_train_state(self, name: str, state: Any) -> tuple[list[_OwnLeaf], Rebuild]:
+        (self._train_states if _has_optimizer(state) else self._inference_states).append(name)
+        flat = flatten(state.state_dict())
+        leaves = [_OwnLeaf(leaf, value, leaf.startswith(MODEL_PARAMETERS)) for leaf, value in flat.items()]
+        return leaves, lambda values: state.restore_state(unflatten(values))
+
+    def _add_dict(self, name: str, node: dict[Any, Any]) -> Rebuild:
+        """Adds the leaves of a dict whose keys JAX cannot sort, in the dict's own order."""
+        start = f"{name}/" if name else ""
+        rebuilds = {key: self._add_node(f"{start}{key}", child) for key, child in node.items() if child is not None}
+        return lambda values: {key: rebuilds[key](values) if key in rebuilds else None for key in node}
+
+    def _add_leaf(self, name: str, leaf: Any, is_param: bool, is_variable: bool = False) -> None:
+        if name in self._leaves:
+            self._problems.append(
                 Problem("duplicate", name, "two leaves of the target have this name", "rename one of the target's keys")
             )
-            continue
-        is_param = name in params if params is not None else name.startswith(("target/", "params/")) or name == "params"
-        described = _describe(leaf, is_param)
-        if described is None:
-            problems.append(
-                Problem(
-                    "target",
-                    name,
-                    f"a leaf of type {type(leaf).__name__} can not be restored into",
-                    "use jax.ShapeDtypeStruct, jax.Array, np.ndarray, a scalar, or ... to leave it out",
-                )
-            )
-            continue
-        leaves[name] = described
-        original[name] = leaf
-    return Target(leaves, original, rebuild, kind, tuple(problems))
+            return
+        described = describe_leaf(name, leaf, is_param=is_param, is_variable=is_variable)
+        if isinstance(described, Problem):
+            self._problems.append(described)
+            return
+        self._leaves[name] = described
+        self._original[name] = leaf
 
 
-def _describe(leaf: Any, is_param: bool) -> TargetLeaf | None:
-    if leaf is Ellipsis:
-        return TargetLeaf("keep")
-    if leaf is None:
-        return TargetLeaf("none")
-    if isinstance(leaf, np.ndarray):
-        return TargetLeaf("numpy", leaf.shape, leaf.dtype, is_param=is_param)
-    if isinstance(leaf, _SCALARS):
-        return _describe_scalar(leaf, is_param)
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or dtype is None:
-        return None
-    sharding = getattr(leaf, "sharding", None)
-    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        return TargetLeaf("key", data.shape, np.dtype(data.dtype), sharding, key_impl=_key_impl(leaf))
-    if not isinstance(sharding, jax.sharding.Sharding):
-        sharding = None
-    return TargetLeaf("jax", tuple(shape), np.dtype(dtype), sharding, _special_layout(leaf), is_param=is_param)
+def _open_pytree(node: Any) -> tuple[Sequence[tuple[Any, Any]], Any]:
+    try:
+        return jax.tree_util.tree_flatten_with_path(node, is_leaf=_names_itself)
+    except ValueError:
+        # JAX sorts the keys of a dict, and refuses keys of several types.
+        return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: _names_itself(x) or _is_unsortable(x))
 
 
-def _describe_scalar(leaf: Any, is_param: bool) -> TargetLeaf:
-    if isinstance(leaf, str | bytes):
-        return TargetLeaf("scalar", (), np.dtype(object), scalar_type=type(leaf))
-    dtype = leaf.dtype if isinstance(leaf, np.generic) else np.asarray(leaf).dtype
-    return TargetLeaf("scalar", (), dtype, scalar_type=type(leaf), is_param=is_param)
+_LEAF_TYPES = (jax.Array, jax.ShapeDtypeStruct)
+_PLAIN_TYPES = frozenset({dict, list, tuple, int, float, jax.ShapeDtypeStruct})
 
 
-def _key_impl(leaf: Any) -> str:
-    if isinstance(leaf, jax.Array):
-        return str(jax.random.key_impl(leaf))
-    for name in _KEY_IMPLEMENTATIONS:
-        if _key_dtype(name) == leaf.dtype:
-            return name
-    raise ValueError(f"unknown PRNG key type {leaf.dtype}; known are {', '.join(_KEY_IMPLEMENTATIONS)}")
+def _names_itself(node: Any) -> bool:
+    # Asked for every node and leaf of a target.
+    if type(node) in _PLAIN_TYPES:
+        return False
+    return not isinstance(node, _LEAF_TYPES) and (is_train_state(node) or is_nnx_node(node))
 
 
-@functools.cache
-def _key_dtype(impl: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-
-
-def _special_layout(leaf: Any) -> Any:
-    """The leaf's Format where its layout is not row-major, else None (asking costs microseconds; passing it on would
-    cost more).
-    """
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        format_ = getattr(leaf, "format", None)
-        layout = getattr(format_, "layout", None)
-        order = getattr(layout, "major_to_minor", None)
-        if order is not None and tuple(order) != tuple(range(len(order))):
-            return format_
-    return None
+def _is_unsortable(node: Any) -> bool:
+    if type(node) is not dict:
+        return False
+    try:
+        sorted(node)
+    except TypeError:
+        return True
+    return False

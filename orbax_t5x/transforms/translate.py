@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
@@ -18,6 +20,19 @@ from orbax_t5x.trees.flat import FlatState
 
 # Unmatched names shown in the one problem that counts them.
 _SHOWN_NAMES = 20
+
+
+# A name that only Mesh TensorFlow gives.
+_MESH_TF_NAME = re.compile(r"(encoder|decoder|transformer)/block_\d+/.*|shared/embedding.*|global_step")
+
+
+def missing_translation(formats: Collection[str], transforms: Iterable[Any], names: Iterable[str]) -> str | None:
+    """The fix for a chain that leaves a bundle's own names in the state dict; None where that is not what is wrong."""
+    if "tf_bundle" not in formats or any(isinstance(transform, Translate) for transform in transforms):
+        return None
+    if any(_MESH_TF_NAME.fullmatch(name) for name in names):
+        return "add transforms=[ot.transforms.Translate()]"
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

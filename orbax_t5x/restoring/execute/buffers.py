@@ -126,11 +126,11 @@ def on_host(entry: PlanEntry, value: Any) -> Any:
         return value
     array = np.asarray(value)
     if leaf.kind == "numpy":
-        return array
+        return array.astype(leaf.dtype, copy=False)
     scalar_type = leaf.scalar_type
     item = array[()]
-    if scalar_type is str:
-        return item.decode() if isinstance(item, bytes) else str(item)
-    if scalar_type in (int, float, complex, bool, bytes):
+    if scalar_type is not None and issubclass(scalar_type, str):
+        return scalar_type(item.decode() if isinstance(item, bytes) else item)
+    if scalar_type is not None and issubclass(scalar_type, (bytes, int, float, complex)):
         return scalar_type(item)
     return array.astype(leaf.dtype)[()]

@@ -260,13 +260,8 @@ class _Execution:
         entries = [entry for entry in self._plan.entries if entry.action == "fallback" and entry.view is None]
         if not entries or self._plan.fallback is None:
             return {}
-        leaves = [entry.leaf for entry in entries]
-        values = self._plan.fallback(
-            [entry.name for entry in entries],
-            [leaf.sharding if leaf is not None else None for leaf in leaves],
-            [None if leaf is None or leaf.kind == "key" else leaf.dtype for leaf in leaves],
-        )
-        return {entry.name: on_host(entry, value) for entry, value in zip(entries, values, strict=True)}
+        values = self._plan.fallback({entry.name: entry.leaf for entry in entries if entry.leaf is not None})
+        return {entry.name: on_host(entry, values[entry.name]) for entry in entries}
 
     def _report(self, seconds: float) -> RestoreReport:
         def named(outcome: bool | None) -> tuple[str, ...]:

@@ -1,0 +1,232 @@
+"""Whether a value fits a leaf of the target, and which conversion that takes.
+
+The same rules hold for what a checkpoint has, what a transform put into the state dict, and what a fallback gives as a
+tree or as a function: shapes are equal, a lossless conversion is done, a lossy one has to be asked for, and float to
+integer, complex to real, and number to bool are never done here. Python scalars are weakly typed, as in JAX. Every
+clash is a problem; nothing raises and nothing is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import Problem, ProblemKind
+from orbax_t5x.lazy import View, as_view
+from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape, key_impl_of
+from orbax_t5x.trees.dtypes import conversion, kind_of
+
+Origin = Literal["the checkpoint", "the state dict", "the fallback"]
+
+_STEP_NAMES = frozenset({"step", "global_step"})
+# A Python scalar takes the dtype of what it meets where that is of the same kind or a later one.
+_WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
+_RESHAPE = "give the target the checkpoint's shape, or map it with Reshape, Transpose, Split or another transform"
+
+
+class Fitting:
+    """The rules of one plan.
+
+    Args:
+      options: of the plan.
+      narrowed: names of the leaves whose dtype `dtype=` has replaced.
+      note: takes each problem.
+    """
+
+    def __init__(self, options: PlanOptions, narrowed: frozenset[str], note: Callable[[Problem], None]):
+        self._lossy_is_allowed = options.allow_lossy_cast
+        self._narrowed = narrowed
+        self._note = note
+
+    def view(self, name: str, leaf: TargetLeaf, value: Any, origin: Origin, label: str | None = None) -> View | None:
+        """A value as a view of the target's shape and dtype.
+
+        Args:
+          name: of the leaf in the target.
+          leaf: what it must become.
+          value: a lazy array, an array, a scalar or a typed key.
+          origin: where it comes from, for problems.
+          label: what errors call a value without a name of its own.
+
+        Returns:
+          The view; after a problem with it the view as it is, or None for a value that is no array.
+        """
+        if isinstance(value, View):
+            return self._fit(name, leaf, value, origin)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            fix = "pass values, or a function that returns them"
+            return self._problem(_kind(origin), name, f"{origin} has an abstract leaf, which has no values", fix)
+        if type(value) in (int, float, complex):
+            value = self._weakly_typed(name, leaf, value, origin)
+            if value is None:
+                return None
+        elif is_key_dtype(getattr(value, "dtype", np.dtype(bool))):
+            if not self._key_fits(name, leaf, value.dtype, origin):
+                return None
+            value = jax.random.key_data(value)
+        elif leaf.kind == "key" and origin == "the fallback":
+            return self._raw_key(name, leaf)
+        try:
+            view = as_view(value, label or name)
+        except TypeError:
+            message = f"{origin} has a {type(value).__name__}, which is no array"
+            return self._problem(_kind(origin), name, message, "put an array, a scalar or a lazy array there")
+        return self._fit(name, leaf, view, origin)
+
+    def check_abstract(self, name: str, leaf: TargetLeaf, value: jax.ShapeDtypeStruct) -> None:
+        """Checks what a fallback function returns, by the rules for a tree."""
+        origin: Origin = "the fallback"
+        if is_key_dtype(value.dtype):
+            if not self._key_fits(name, leaf, value.dtype, origin):
+                return
+            shape, dtype = key_data_shape(value.shape, value.dtype), np.dtype(np.uint32)
+        elif leaf.kind == "key":
+            self._raw_key(name, leaf)
+            return
+        else:
+            shape, dtype = value.shape, np.dtype(value.dtype)
+        if tuple(shape) != tuple(leaf.shape):
+            self._shape_problem(name, leaf, tuple(shape), origin, "")
+            return
+        if value.weak_type and _is_weakly_convertible(dtype, leaf.dtype):
+            return
+        if self._conversion(name, leaf, dtype, origin) == "checked":
+            self._dtype_problem(name, leaf, dtype, origin, is_lossy=True)
+
+    # -- shapes and dtypes
+
+    def _fit(self, name: str, leaf: TargetLeaf, view: View, origin: Origin) -> View:
+        if view.shape != leaf.shape:
+            self._shape_problem(name, leaf, view.shape, origin, f" ({_described_source(view)})")
+            return view
+        if leaf.kind == "key":
+            self._check_stored_key(name, leaf, view)
+        elif leaf.kind == "scalar" and leaf.scalar_type in (int, float, complex):
+            # A Python scalar has no width.
+            if kind_of(view.dtype) == kind_of(leaf.dtype):
+                return view
+        match self._conversion(name, leaf, view.dtype, origin):
+            case "cast":
+                return view.astype(leaf.dtype)
+            case "checked":
+                return view.cast_checked(leaf.dtype)
+            case _:
+                return view
+
+    def _conversion(
+        self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin
+    ) -> Literal["none", "cast", "checked"]:
+        """What to do about the dtype; "none" after a problem."""
+        change = conversion(source, leaf.dtype)
+        if change == "same":
+            return "none"
+        if change == "lossless":
+            return "cast"
+        if change == "lossy":
+            if self._lossy_is_allowed or (name in self._narrowed and kind_of(source) == "float"):
+                return "cast"
+            is_step = not leaf.shape and name.rsplit("/", 1)[-1] in _STEP_NAMES
+            if is_step and kind_of(source) == kind_of(leaf.dtype) == "int":
+                return "checked"
+        self._dtype_problem(name, leaf, source, origin, is_lossy=change == "lossy")
+        return "none"
+
+    def _shape_problem(
+        self, name: str, leaf: TargetLeaf, shape: tuple[int, ...], origin: Origin, source_text: str
+    ) -> None:
+        fix = "give the fallback the target's shape" if origin == "the fallback" else _RESHAPE
+        if leaf.kind == "key":
+            message = (
+                f"{origin} has PRNG key data of shape {shape}, keys of {leaf.key_impl!r} in the target have data of "
+                f"shape {leaf.shape}{source_text}"
+            )
+        else:
+            message = f"{origin} has shape {shape}, the target {leaf.shape}{source_text}"
+        self._problem("shape", name, message, fix)
+
+    def _dtype_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin, *, is_lossy: bool) -> None:
+        if origin == "the fallback":
+            fix = "give the fallback the target's dtype" + (", or use allow_lossy_cast=True" if is_lossy else "")
+        else:
+            fix = f"use ot.transforms.Cast({re.escape(name)!r}, {leaf.dtype.name!r})"
+            if is_lossy:
+                fix += ", dtype= for model parameters, or allow_lossy_cast=True"
+        lost = "would lose values" if is_lossy else "is not done without being asked for"
+        self._problem(
+            "dtype",
+            name,
+            f"{origin} has dtype {source.name}, the target {leaf.dtype.name}: the conversion {lost}",
+            fix,
+        )
+
+    def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
+        """A Python scalar in the target's dtype where JAX would take it so, else as NumPy takes it; None: a problem."""
+        if leaf.kind == "key" or not _is_weakly_convertible(np.asarray(value).dtype, leaf.dtype):
+            return value
+        if isinstance(value, int) and kind_of(leaf.dtype) == "int":
+            bounds = ml_dtypes.iinfo(leaf.dtype)
+            if not int(bounds.min) <= value <= int(bounds.max):
+                message = f"{origin} has the value {value}, which {leaf.dtype.name} cannot hold"
+                return self._problem("dtype", name, message, "give the target a wider dtype")
+        with np.errstate(over="ignore"):
+            return np.asarray(value).astype(leaf.dtype)
+
+    # -- typed keys
+
+    def _key_fits(self, name: str, leaf: TargetLeaf, dtype: Any, origin: Origin) -> bool:
+        """Whether typed keys may fill the leaf; otherwise a problem is noted."""
+        if leaf.kind != "key":
+            message = f"{origin} has typed PRNG keys ({dtype}), the target {leaf.dtype.name}"
+            fix = "give the target typed keys, or pass jax.random.key_data(keys)"
+            self._problem("dtype", name, message, fix)
+            return False
+        impl = key_impl_of(dtype)
+        if impl != leaf.key_impl:
+            self._problem(
+                "dtype",
+                name,
+                f"{origin} has PRNG keys of {impl or dtype!r}, the target keys of {leaf.key_impl!r}",
+                f"make the keys with jax.random.key(seed, impl={leaf.key_impl!r})",
+            )
+            return False
+        return True
+
+    def _raw_key(self, name: str, leaf: TargetLeaf) -> None:
+        message = f"the fallback has no typed PRNG keys, the target keys of {leaf.key_impl!r}"
+        fix = f"use jax.random.key(seed), or jax.random.wrap_key_data(data, impl={leaf.key_impl!r})"
+        self._problem("dtype", name, message, fix)
+
+    def _check_stored_key(self, name: str, leaf: TargetLeaf, view: View) -> None:
+        """Key data of one implementation are no key of another, though their shapes may be equal."""
+        impls = {stored.prng_impl for stored in view.leaves()} - {None, leaf.key_impl}
+        for impl in sorted(filter(None, impls)):
+            self._problem(
+                "dtype",
+                name,
+                f"the checkpoint has PRNG keys of {impl!r}, the target keys of {leaf.key_impl!r}",
+                f"give the target keys of that implementation: jax.random.key(seed, impl={impl!r})",
+            )
+
+    def _problem(self, kind: ProblemKind, name: str, message: str, fix: str) -> None:
+        self._note(Problem(kind, name, message, fix))
+
+
+def _kind(origin: Origin) -> ProblemKind:
+    return "fallback" if origin == "the fallback" else "transform"
+
+
+def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
+    last = _WEAK_KINDS.get(kind_of(target), -1)
+    return _WEAK_KINDS.get(kind_of(source), len(_WEAK_KINDS)) <= last
+
+
+def _described_source(view: View) -> str:
+    names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
+    shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    return f"from {shown}" if shown else "a constant"

@@ -1,0 +1,167 @@
+"""What one leaf of a target must become: shape, dtype, place and type, read off the leaf that stands there.
+
+A leaf that nothing can be restored into is a problem, never an exception. Nothing here touches array bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, NamedSharding
+
+from orbax_t5x.errors import Problem
+
+Kind = Literal["jax", "key", "numpy", "scalar", "keep", "none"]
+
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TargetLeaf:
+    """What one leaf of the target must become.
+
+    Attributes:
+      kind: "jax" (a `jax.Array`), "key" (a typed PRNG key), "numpy", "scalar" (of `scalar_type`), "keep" (a
+        placeholder, stays as it is) or "none" (no leaf, only a name).
+      shape, dtype: as stored; for a typed key those of its uint32 key data.
+      sharding: of the array to make; None for what stays on the host, and for "one device".
+      layout: a `jax.experimental.layout.Format` where the target asks for a layout that is not the default, else None.
+      scalar_type: the Python or NumPy type of a scalar.
+      key_impl: the implementation's name of a typed PRNG key.
+      is_param: whether `dtype=` applies to it where it is of a floating-point type.
+      is_variable: whether it is the value of an `nnx.Variable`, behind whose name stock Orbax writes `/value`.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(np.float32))
+    sharding: jax.sharding.Sharding | None = None
+    layout: Any = None
+    scalar_type: type | None = None
+    key_impl: str | None = None
+    is_param: bool = False
+    is_variable: bool = False
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it becomes a NumPy array or a scalar."""
+        return self.kind in ("numpy", "scalar")
+
+    @property
+    def placing(self) -> Any:
+        """What JAX is asked for: the layout where there is a special one, the sharding, or None for one device."""
+        return self.layout if self.layout is not None else self.sharding
+
+
+def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: bool = False) -> TargetLeaf | Problem:
+    """What a leaf of the target must become, or the problem with it."""
+    if leaf is Ellipsis:
+        return TargetLeaf("keep")
+    if leaf is None:
+        return TargetLeaf("none")
+    if isinstance(leaf, np.ndarray):
+        return TargetLeaf("numpy", leaf.shape, leaf.dtype, is_param=is_param, is_variable=is_variable)
+    if isinstance(leaf, _SCALARS):
+        return _describe_scalar(leaf, is_param, is_variable)
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
+        return _unknown(name, leaf, f"a leaf of type {type(leaf).__name__} can not be restored into")
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        sharding = None
+    elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        sharding = _on_mesh_in_use(sharding)
+        if sharding is None:
+            return _abstract_mesh(name, leaf)
+    if not isinstance(dtype, np.dtype):
+        try:
+            if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+                return _describe_key(name, leaf, sharding, is_variable)
+            dtype = np.dtype(dtype)
+        except TypeError:
+            return _unknown(name, leaf, f"its dtype {dtype!r} is neither NumPy's nor JAX's")
+    layout = _special_layout(leaf, sharding)
+    return TargetLeaf("jax", tuple(shape), dtype, sharding, layout, is_param=is_param, is_variable=is_variable)
+
+
+def _unknown(name: str, leaf: Any, message: str) -> Problem:
+    fix = "use jax.ShapeDtypeStruct, jax.Array, np.ndarray, a scalar, or ... to leave it out"
+    return Problem("target", name, message, fix)
+
+
+def _describe_scalar(leaf: Any, is_param: bool, is_variable: bool) -> TargetLeaf:
+    if isinstance(leaf, str | bytes):
+        dtype = np.dtype(object)
+    else:
+        dtype = leaf.dtype if isinstance(leaf, np.generic) else np.asarray(leaf).dtype
+    return TargetLeaf("scalar", (), dtype, scalar_type=type(leaf), is_param=is_param, is_variable=is_variable)
+
+
+# -- typed keys
+
+
+def _describe_key(
+    name: str, leaf: Any, sharding: jax.sharding.Sharding | None, is_variable: bool
+) -> TargetLeaf | Problem:
+    impl = key_impl_of(leaf.dtype)
+    if impl is None:
+        known = ", ".join(_KEY_IMPLEMENTATIONS)
+        return _unknown(name, leaf, f"its PRNG key type {leaf.dtype} is unknown; known are {known}")
+    shape = key_data_shape(leaf.shape, leaf.dtype)
+    return TargetLeaf("key", shape, np.dtype(np.uint32), sharding, key_impl=impl, is_variable=is_variable)
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether this is the dtype of typed PRNG keys."""
+    return not isinstance(dtype, np.dtype) and bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def key_impl_of(dtype: Any) -> str | None:
+    """The implementation's name of a typed key's dtype, or None for one that is not JAX's own."""
+    return next((name for name in _KEY_IMPLEMENTATIONS if _key_dtype(name) == dtype), None)
+
+
+def key_data_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """The shape of the uint32 data of typed keys."""
+    return tuple(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype)).shape)
+
+
+@functools.cache
+def _key_dtype(impl: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+
+
+# -- placing
+
+
+def _on_mesh_in_use(sharding: NamedSharding) -> NamedSharding | None:
+    """A sharding over an abstract mesh, over the devices of the mesh in use where that has the same axes."""
+    mesh = jax.sharding.get_mesh()
+    if dict(mesh.shape) != dict(sharding.mesh.shape):
+        return None
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _abstract_mesh(name: str, leaf: Any) -> Problem:
+    wanted, in_use = dict(leaf.sharding.mesh.shape), dict(jax.sharding.get_mesh().shape)
+    used = f"the mesh in use has axes {in_use}" if in_use else "no mesh is in use"
+    message = f"its sharding is over an abstract mesh with axes {wanted}, which has no devices, and {used}"
+    return Problem(
+        "sharding", name, message, "call this within `with jax.set_mesh(mesh):`, or give shardings on a mesh"
+    )
+
+
+def _special_layout(leaf: Any, sharding: jax.sharding.Sharding | None) -> Format | None:
+    """The leaf's Format where its layout is not row-major, else None: passing on the default would cost more."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        layout = getattr(getattr(leaf, "format", None), "layout", None)
+        order = getattr(layout, "major_to_minor", None)
+        if order is not None and tuple(order) != tuple(range(len(order))):
+            return Format(layout, sharding)
+    return None

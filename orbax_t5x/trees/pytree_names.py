@@ -1,0 +1,25 @@
+"""The names of a pytree's leaves: what `flax.serialization.to_state_dict` calls them.
+
+Dict keys, field names and sequence indices, as text, joined by '/'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+# The attribute that holds the key, in each kind of key of a JAX key path.
+_KEY_ATTRIBUTES = ("key", "name", "idx")
+
+
+def key_text(key: Any) -> str:
+    """The name of one step of a JAX key path: a dict key (`None` is "None"), a field's name, or an index."""
+    for attribute in _KEY_ATTRIBUTES:
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def leaf_name(path: Iterable[Any]) -> str:
+    """The '/'-joined name of a leaf, from its JAX key path."""
+    return "/".join([key_text(key) for key in path])
