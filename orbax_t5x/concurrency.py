@@ -15,6 +15,7 @@ import contextlib
 import functools
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
@@ -134,6 +135,47 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
         raise as_carried(failure)
 
 
+class CallerThread:
+    """Functions that an event loop has run in the thread that waits for it.
+
+    JAX's settings (`enable_x64`, `default_device`, the mesh in use) belong to that thread. What a function raises is
+    raised there, so that no exception of a user's callback meets the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    async def run(
+        self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+    ) -> _Result:
+        """Awaits the result of a call in the caller's thread."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[_Result] = loop.create_future()
+
+        def deliver(value: _Result) -> None:
+            if not result.done():
+                result.set_result(value)
+
+        def job() -> None:
+            loop.call_soon_threadsafe(deliver, function(*arguments, **keywords))
+
+        self._jobs.put(job)
+        return await result
+
+    def serve(self, timeout: float) -> None:
+        """Runs the next function that comes within `timeout` seconds; what it raises is raised here."""
+        try:
+            job = self._jobs.get(timeout=timeout)
+        except queue.Empty:
+            return
+        if job is not None:
+            job()
+
+    def wake(self) -> None:
+        """Ends a wait in `serve`."""
+        self._jobs.put(None)
+
+
 class LoopThread:
     """An event loop in a thread of its own, on which coroutines are run for callers of other threads.
 
@@ -162,21 +204,30 @@ class LoopThread:
         """Whether the thread still serves."""
         return self._thread.is_alive() and not self._closing
 
-    def run(self, coroutine: Coroutine[Any, Any, None], *, wait_for_cancelled: bool = True) -> None:
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        *,
+        wait_for_cancelled: bool = True,
+        caller: CallerThread | None = None,
+    ) -> None:
         """Runs a coroutine that returns None to its end, and raises what it raises, never a group.
 
         Args:
           coroutine: what to run.
           wait_for_cancelled: an interrupt of the caller cancels the coroutine. True: the interrupt is raised when the
             coroutine has ended, and nothing that it was doing goes on. False: at once.
+          caller: runs functions for the coroutine in the calling thread. What they raise counts as an interrupt.
 
         Raises:
           RuntimeError: the thread has ended.
         """
-        call = _Call(coroutine)
+        call = _Call(coroutine, caller)
         try:
             self._loop.call_soon_threadsafe(call.start)
-            while not call.ended.wait(_POLL_SECS):
+            while not call.ended.wait(_POLL_SECS if caller is None else 0):
+                if caller is not None:
+                    caller.serve(_POLL_SECS)
                 if not self._thread.is_alive() and not call.ended.is_set():
                     raise RuntimeError("the thread that reads has ended before this was read")
         except BaseException:
@@ -217,10 +268,11 @@ class _Call:
       failure: what it raised, if anything.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None]):
+    def __init__(self, coroutine: Coroutine[Any, Any, None], caller: CallerThread | None):
         self.ended = threading.Event()
         self.failure: BaseException | None = None
         self._coroutine = coroutine
+        self._caller = caller
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -237,6 +289,8 @@ class _Call:
             self.failure = error
         finally:
             self.ended.set()
+            if self._caller is not None:
+                self._caller.wake()
 
 
 class _ProcessThreads:

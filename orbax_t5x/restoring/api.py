@@ -102,13 +102,20 @@ def restore(
         return plan.run(reading)
 
 
-@contextlib.contextmanager
 def open_plan(
     source: Source, target: Any, transforms: Transforms, options: PlanOptions, asking: Asking = ANY_RESTORE
-) -> Iterator[RestorePlan]:
-    """The plan of a restore, as long as its checkpoints are open: those that were opened here are closed at the end."""
+) -> contextlib.AbstractContextManager[RestorePlan]:
+    """The plan of a restore, made at once; the end of the context closes the checkpoints that were opened for it."""
+    # Outside a generator, which would turn a StopIteration of a caller's transform into a RuntimeError.
     with contextlib.ExitStack() as stack:
-        yield _plan(source, target, transforms, options, stack, asking)
+        plan = _plan(source, target, transforms, options, stack, asking)
+        return _closing(stack.pop_all(), plan)
+
+
+@contextlib.contextmanager
+def _closing(opened: contextlib.ExitStack, plan: RestorePlan) -> Iterator[RestorePlan]:
+    with opened:
+        yield plan
 
 
 def _plan(

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
 from orbax_t5x.restoring.plan_data import PlanEntry, addressable_boxes, box_of_index
+from orbax_t5x.restoring.target_leaf import key_impl_of
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64
@@ -117,6 +119,33 @@ def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
             lambda index: buffers[place_of[_raw_index(index)]],
         )
     return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
+
+
+def check_value(entry: PlanEntry, value: Any) -> None:
+    """Holds what was made against what the plan says; JAX narrows and places by settings that may have changed since.
+
+    Raises:
+      RestorePlanError: the shape, dtype or placing is another.
+    """
+    leaf = entry.leaf
+    if leaf is None or leaf.kind == "scalar":
+        return
+    clash: tuple[ProblemKind, Any, Any] | None = None
+    shape = leaf.shape[: value.ndim] if leaf.kind == "key" else leaf.shape
+    if value.shape != shape:
+        clash = "shape", value.shape, shape
+    elif leaf.kind == "key":
+        if key_impl_of(value.dtype) != leaf.key_impl:
+            clash = "dtype", value.dtype, leaf.key_impl
+    elif value.dtype != leaf.dtype:
+        clash = "dtype", value.dtype, leaf.dtype
+    if clash is None and leaf.sharding is not None and not leaf.is_on_host and value.sharding != leaf.sharding:
+        if not value.sharding.is_equivalent_to(leaf.sharding, value.ndim):
+            clash = "sharding", value.sharding, leaf.sharding
+    if clash is not None:
+        kind, found, planned = clash
+        fix = "plan and execute under the same JAX settings (jax_enable_x64, the mesh in use)"
+        raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan says {planned}", fix)])
 
 
 def on_host(entry: PlanEntry, value: Any) -> Any:

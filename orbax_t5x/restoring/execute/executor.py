@@ -2,10 +2,10 @@
 
 An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its share of one byte
 budget (first in, first out; a group larger than the budget goes alone), allocates 64-byte aligned buffers (which `jax`
-takes over without a copy on CPU), has its leaves read into them, runs what views left to do (casts, averages,
-reshapes), and makes its arrays. Leaves that are read by blocking calls do all that in worker threads, a group per hop;
-leaves of asynchronous formats are awaited. Leaves that share stored bytes are in one group, so that each box is read
-once.
+takes over without a copy on CPU), has its leaves read into them, and runs what views left to do (casts, averages,
+reshapes). Its arrays are made, and `progress` is called, in the thread of the caller, by whose JAX settings arrays are
+made. Leaves that are read by blocking calls are read in worker threads, a group per hop; leaves of asynchronous formats
+are awaited. Leaves that share stored bytes are in one group, so that each box is read once.
 
 Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's share
 is given back when its arrays have arrived there.
@@ -19,20 +19,20 @@ import concurrent.futures
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import LoopThread
+from orbax_t5x.concurrency import CallerThread, LoopThread, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import Leaf, ReadStats, box_size
-from orbax_t5x.restoring.execute.buffers import make_value, on_host, pieces_of
+from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard, lower_shards, slabs
-from orbax_t5x.restoring.options import Progress, ReadOptions
+from orbax_t5x.restoring.options import ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
 
 # Workers for blocking reads. More than cores and they wait for one another: on two cores four take 1.4 s and 2.0 s
@@ -55,8 +55,7 @@ def execute_plan(plan: PlanData, options: ReadOptions) -> tuple[dict[str, Any], 
     return _Execution(plan, options).run()
 
 
-class _Interrupted(Exception):
-    """Carries a KeyboardInterrupt or SystemExit of a callback out of the event loop, which would end on meeting one."""
+_Buffers = dict[str, list[np.ndarray]]
 
 
 class Budget:
@@ -98,7 +97,7 @@ class _Execution:
         self._progress = options.progress
         self._stats = ReadStats(options.verify)
         self._values: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._caller = CallerThread()
         self._done_bytes = 0
         self._pending: dict[int, int] = {}
         self._verified: dict[int, tuple[Leaf, bool | None]] = {}
@@ -129,9 +128,9 @@ class _Execution:
             with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore") as pool:
                 error: BaseException | None = None
                 try:
-                    thread.run(self._read_all(groups, pool))
+                    thread.run(self._read_all(groups, pool), caller=self._caller)
                 except BaseException as caught:  # the other processes must hear of it before it goes on
-                    error = caught.args[0] if isinstance(caught, _Interrupted) else caught
+                    error = caught
                 finally:
                     self._stop.set()
                 if self._several and (error is None or isinstance(error, Exception)):
@@ -152,16 +151,22 @@ class _Execution:
         thread.run(self._verify_all(parts))
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
-        loop = asyncio.get_running_loop()
         budget = Budget(self._limit)
         tasks: set[asyncio.Task[None]] = set()
 
         async def one(group: Group) -> None:
             try:
                 if group.blocking:
-                    await loop.run_in_executor(pool, self._run_blocking, group)
+                    buffers = await run_in_pool(pool, self._read_blocking, group)
                 else:
-                    await self._run_async(group, loop, pool)
+                    buffers = await self._read_awaited(group, pool)
+                if buffers is None:
+                    return
+                placed = await self._caller.run(self._place, group, buffers)
+                if jax.default_backend() != "cpu":
+                    # Transfers run on: only when they have arrived may other groups take this share of the host's
+                    # memory.
+                    await run_in_pool(pool, jax.block_until_ready, placed)
                 await self._verify_group(group)
             finally:
                 budget.give(group.size)
@@ -184,31 +189,28 @@ class _Execution:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def _run_blocking(self, group: Group) -> None:
-        """Reads, finishes and places one group in this worker thread."""
+    def _read_blocking(self, group: Group) -> _Buffers | None:
+        """Reads and finishes one group in this worker thread; None where another group has failed meanwhile."""
         buffers, to_read = _allocate(group)
         for shards in slabs(to_read):
             reads, finish = lower_shards(shards)
             for leaf, requests in reads:
                 if self._stop.is_set():
-                    return
+                    return None
                 # Only groups whose leaves all have this optional method are blocking.
                 leaf.read_blocking(requests, self._stats)  # type: ignore[attr-defined]
-            for step in finish:
-                step()
-        self._place(group, buffers)
+            _run_steps(finish)
+        return buffers
 
-    async def _run_async(
-        self, group: Group, loop: asyncio.AbstractEventLoop, pool: concurrent.futures.Executor
-    ) -> None:
+    async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor) -> _Buffers:
         """Awaits one group's reads; what computes is done in a worker thread."""
         buffers, to_read = _allocate(group)
         for shards in slabs(to_read):
             reads, finish = lower_shards(shards)
-            await _all(leaf.read_into(requests, self._stats) for leaf, requests in reads)
+            await wait_all(leaf.read_into(requests, self._stats) for leaf, requests in reads)
             if finish:
-                await loop.run_in_executor(pool, _run_steps, finish)
-        self._place(group, buffers)
+                await run_in_pool(pool, _run_steps, finish)
+        return buffers
 
     # -- checksums
 
@@ -234,26 +236,18 @@ class _Execution:
 
     # -- results
 
-    def _place(self, group: Group, buffers: dict[str, list[np.ndarray]]) -> None:
+    def _place(self, group: Group, buffers: _Buffers) -> list[jax.Array]:
+        """Makes the values of one group, in the caller's thread; returns those that are on devices."""
         placed = {entry.name: make_value(entry, buffers.pop(entry.name)) for entry in group.entries}
-        if jax.default_backend() != "cpu":
-            # Transfers run on: only when they have arrived may other groups take this share of the host's memory.
-            jax.block_until_ready([value for value in placed.values() if isinstance(value, jax.Array)])
-        with self._lock:
-            self._values.update(placed)
-            if self._progress is not None:
-                for entry in group.entries:
-                    self._done_bytes += _read_bytes(entry)
-                    self._tell_progress(self._progress, entry.name)
-
-    def _tell_progress(self, progress: Progress, name: str) -> None:
-        total = self._plan.bytes_to_read
-        try:
-            progress(min(self._done_bytes, total), total, name)
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            raise _Interrupted(interrupt) from interrupt
+        for entry in group.entries:
+            check_value(entry, placed[entry.name])
+        self._values.update(placed)
+        if self._progress is not None:
+            total = self._plan.bytes_to_read
+            for entry in group.entries:
+                self._done_bytes += _read_bytes(entry)
+                self._progress(min(self._done_bytes, total), total, entry.name)
+        return [value for value in placed.values() if isinstance(value, jax.Array)]
 
     def _computed(self) -> dict[str, Any]:
         """Leaves that only a traced fallback can give."""
@@ -261,7 +255,10 @@ class _Execution:
         if not entries or self._plan.fallback is None:
             return {}
         values = self._plan.fallback({entry.name: entry.leaf for entry in entries if entry.leaf is not None})
-        return {entry.name: on_host(entry, values[entry.name]) for entry in entries}
+        for entry in entries:
+            values[entry.name] = on_host(entry, values[entry.name])
+            check_value(entry, values[entry.name])
+        return values
 
     def _report(self, seconds: float) -> RestoreReport:
         def named(outcome: bool | None) -> tuple[str, ...]:
@@ -290,19 +287,6 @@ def _allocate(group: Group) -> tuple[dict[str, list[np.ndarray]], list[Shard]]:
         buffers[entry.name], outs = pieces.allocate(np.dtype(entry.view.dtype))
         to_read.extend(Shard(entry.view, box, out) for box, out in zip(pieces.reading, outs, strict=True))
     return buffers, to_read
-
-
-async def _all(reads: Iterable[Any]) -> None:
-    """Awaits reads together; the first failure cancels the rest."""
-    waiting = [asyncio.ensure_future(read) for read in reads]
-    try:
-        for future in asyncio.as_completed(waiting):
-            await future
-    except BaseException:
-        for future in waiting:
-            future.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        raise
 
 
 def _run_steps(steps: Sequence[Callable[[], None]]) -> None:
