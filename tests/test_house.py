@@ -15,13 +15,13 @@ PACKAGE = Path(ot.__file__).parent
 # stands by itself in the package's root is a room, too.
 FLOORS = (
     ("text", "trees"),
-    ("errors", "nnx"),
+    ("errors",),
     ("concurrency", "storage", "optim", "provenance"),
     ("lazy", "adafactor", "optimizers", "partitioning"),
     ("readers", "mesh_tf", "train_state"),
     ("transforms",),
     ("rules", "restoring", "state_utils"),
-    ("handlers", "checkpoint_importer"),
+    ("handlers", "checkpoint_importer", "nnx"),
     ("operations", "testing"),
     ("cli",),
 )
@@ -32,7 +32,6 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x", "__getattr__"): "public names load on first use: importing the package costs nothing",
     ("orbax_t5x.cli.main", "main"): "a command loads what it needs: `--help` needs neither JAX nor Orbax",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
-    ("orbax_t5x.restoring.targets", "_nnx_adapter"): "Flax NNX is loaded for those alone who have loaded it",
 }
 
 
