@@ -127,7 +127,7 @@ def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint, with the leaves of unsupported type replaced by ones that a plan takes."""
     leaves: dict[str, Leaf] = {}
     for name, view in checkpoint.leaves.items():
-        (leaf,) = view.leaves()  # type: ignore[attr-defined]
+        (leaf,) = view.leaves()
         error = leaf.error
         leaves[name] = _UnreadableLeaf(name, error) if isinstance(error, UnsupportedCheckpointError) else leaf
     return Checkpoint(

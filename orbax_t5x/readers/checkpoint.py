@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from orbax_t5x.lazy import LazyArray, as_view
+from orbax_t5x.lazy import View, as_view
 from orbax_t5x.lazy.leaf import Leaf
 
 
@@ -65,14 +65,12 @@ class Checkpoint:
         self.metadata = dict(metadata or {})
         self.index_bytes = index_bytes
         self._empties = dict(empties or {})
-        self._leaves: Mapping[str, LazyArray] = MappingProxyType(
-            {name: as_view(leaves[name]) for name in sorted(leaves)}
-        )
+        self._leaves: Mapping[str, View] = MappingProxyType({name: as_view(leaves[name]) for name in sorted(leaves)})
         self._close = close
 
     @property
-    def leaves(self) -> Mapping[str, LazyArray]:
-        """Lazy arrays by '/'-joined name, sorted."""
+    def leaves(self) -> Mapping[str, View]:
+        """The leaves by '/'-joined name, sorted: each a `LazyArray` that composes (indexing, reshape, …) unread."""
         return self._leaves
 
     @property

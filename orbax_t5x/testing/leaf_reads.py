@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.lazy import as_view
 from orbax_t5x.lazy.box import Box, box_shape, full_box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
@@ -26,7 +25,7 @@ class Reading(NamedTuple):
 
 def leaf_of(checkpoint: Checkpoint, name: str) -> Leaf:
     """The stored leaf behind a name."""
-    (leaf,) = as_view(checkpoint.leaves[name]).leaves()
+    (leaf,) = checkpoint.leaves[name].leaves()
     return leaf
 
 
