@@ -1,4 +1,4 @@
-"""A leaf without elements that the checkpoint only tells of: Orbax stores no such arrays."""
+"""A leaf without elements, of which the checkpoint records only shape and dtype: Orbax stores no such arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbax_t5x.lazy.read_stats import ReadStats
 
 
 class EmptyLeaf(Leaf):
-    """Implements `lazy.Leaf` for an array of size 0; reading it is done before it begins."""
+    """An array of size 0: its shape and dtype are known, and there is nothing to read."""
 
     def __init__(self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype):
         self.name = name

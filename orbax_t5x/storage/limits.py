@@ -11,6 +11,8 @@ _MIB = 1 << 20
 class Limits:
     """Bounds on what a file's headers may claim; beyond one is a `LimitExceededError`, before anything is allocated.
 
+    All are positive: a bound of zero or less is a ValueError, because nothing could be opened under it.
+
     Attributes:
       index_bytes: the largest index, header or metadata file that is read whole.
       block_bytes: the largest decompressed SSTable block.
@@ -28,3 +30,9 @@ class Limits:
     name_bytes: int = 4096
     msgpack_depth: int = 64
     io_timeout_secs: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"Limits({field.name}={value!r}): a limit must be positive")

@@ -65,8 +65,8 @@ def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)
         if len(made) != len(items):
-            keys = [key for key, _ in items]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            seen: set[str] = set()
+            twice = next(key for key, _ in items if key in seen or seen.add(key))
             raise CorruptCheckpointError(f"the JSON key {twice[:200]!r} stands twice in one object", path=path)
         return made
 

@@ -180,17 +180,18 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], Node]], path: str) -> I
     it is now.
     """
     parents = {keys[:depth] for keys, _ in entries for depth in range(len(keys))}
-    names: dict[str, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
     places: dict[str, str] = {}
     for keys, node in entries:
         if keys in parents:
             if node.is_empty:
                 continue
             raise CorruptCheckpointError("is a leaf and has leaves below it", path=path, leaf=node.name)
-        if names.setdefault(node.name, repr(keys)) != repr(keys):
+        if node.name in names:
             raise CorruptCheckpointError(
-                f"two leaves have this name: the keys {names[node.name]} and {keys!r}", path=path, leaf=node.name
+                f"two leaves have this name: the keys {names[node.name]!r} and {keys!r}", path=path, leaf=node.name
             )
+        names[node.name] = keys
         if not node.skipped and places.setdefault(node.param, node.name) != node.name:
             raise CorruptCheckpointError(
                 f"is stored under the key {node.param!r}, and so is {places[node.param]!r}: "

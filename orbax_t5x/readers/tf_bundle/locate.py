@@ -29,7 +29,10 @@ _LOG = logging.getLogger(__name__)
 _STATE_FILE = "checkpoint"
 # It lists the prefixes of all kept checkpoints; a few kilobytes.
 _STATE_BYTES = 1 << 20
-_STATE_PATH = re.compile(rb"""^\s*model_checkpoint_path\s*:\s*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')""", re.M)
+# No class of it matches newlines but the quoted text's own end: `\s*` here would make many blank lines quadratic.
+_STATE_PATH = re.compile(
+    rb"""^[ \t]*model_checkpoint_path[ \t]*:[ \t]*(?:"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)')""", re.M
+)
 _SHARD_SUFFIX = re.compile(r"\.data-\d{5,}-of-\d{5,}$")
 _V1_HINT = (
     "a TensorFlow V1 checkpoint (one SSTable for names and values), which is not read; load it with TensorFlow and save"

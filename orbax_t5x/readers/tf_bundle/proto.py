@@ -41,7 +41,7 @@ class BundleHeader(NamedTuple):
 
 
 class BundleEntry(NamedTuple):
-    """BundleEntryProto; `crc` is unmasked by nobody yet. `shape` is None where the rank is unknown."""
+    """BundleEntryProto; `masked_crc` is as stored (`crc32c.unmask`), `shape` is None where the rank is unknown."""
 
     dtype: int
     shape: tuple[int, ...] | None
