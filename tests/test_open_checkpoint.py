@@ -1,5 +1,6 @@
 """Which format stands at a path: what is recognised, what is refused and in which words, and what never blocks."""
 
+import dataclasses
 import errno
 import gc
 import gzip
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
+from tests.bundle_writer import bundle_of
 
 T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"
 BUNDLE_STATE = 'model_checkpoint_path: "model.ckpt-7"\nall_model_checkpoint_paths: "model.ckpt-7"\n'
@@ -315,3 +317,58 @@ def test_metadata_can_be_written_as_json(orbax_item, goldens):
     for path in (orbax_item, goldens / "safetensors" / "t5_1_1", goldens / "t5x_orbax" / "d8_adafactor"):
         with ot.open_checkpoint(path) as checkpoint:
             assert json.loads(json.dumps(checkpoint.metadata)) == checkpoint.metadata
+
+
+# -- paths as people write them
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    bundle_of({"w": np.ones(2, np.float32)}).write(tmp_path, "model.ckpt-3")
+    with ot.open_checkpoint("~/model.ckpt-3") as checkpoint:
+        assert list(checkpoint.leaves) == ["w"]
+
+
+def test_an_empty_path_and_a_list_of_paths(tmp_path):
+    with pytest.raises(ValueError, match="the path is empty"):
+        ot.open_checkpoint("")
+    with pytest.raises(TypeError, match="one path is opened at a time"):
+        ot.open_checkpoint([tmp_path, tmp_path])
+
+
+def test_a_name_of_the_hub():
+    with pytest.raises(CheckpointNotFoundError, match=r"huggingface_hub.snapshot_download\('google/flan-t5-small'\)"):
+        ot.open_checkpoint("google/flan-t5-small")
+
+
+def test_a_digit_that_is_missing(tmp_path):
+    bundle_of({"w": np.ones(2, np.float32)}, 2).write(tmp_path, "model.ckpt-1000000")
+    with pytest.raises(CheckpointNotFoundError, match=r"beside it: 'model\.ckpt-1000000'"):
+        ot.open_checkpoint(tmp_path / "model.ckpt-100000")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ot.Limits)])
+def test_limits_are_positive(field):
+    assert getattr(ot.Limits(**{field: 1}), field) == 1
+    for value in (0, -5):
+        with pytest.raises(ValueError, match=rf"{field}={value}\): a limit must be positive"):
+            ot.Limits(**{field: value})
+
+
+# -- parsers whose time grows with their input and no faster
+
+
+def test_many_blank_lines_before_nothing(tmp_path):
+    (tmp_path / "checkpoint").write_bytes(b"\n" * (1 << 20))
+    (tmp_path / "m.index").write_bytes(b"no table")
+    with pytest.raises(CheckpointError):
+        ot.open_checkpoint(tmp_path, format="tf_bundle")
+
+
+def test_many_keys_of_which_the_last_stands_twice(tmp_path):
+    keys = [f"k{number}" for number in range(200_000)]
+    header = ("{" + ",".join(f'"{key}":0' for key in [*keys, keys[-1]]) + "}").encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="'k199999' stands twice"):
+        ot.open_checkpoint(path)

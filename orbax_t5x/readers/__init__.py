@@ -8,6 +8,7 @@ for and what was found.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import warnings
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsupportedCheckpointError
-from orbax_t5x.lazy import as_view
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.foreign import foreign_format
 from orbax_t5x.readers.detect.probe import (
@@ -47,8 +47,13 @@ __all__ = ["Checkpoint", "Limits", "latest_step", "open_checkpoint"]
 
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)\.data-[0-9]{5}-of-[0-9]{5}", re.ASCII | re.DOTALL)
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
+# A model of the Hugging Face hub: an organisation and a name.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Names of a directory that an error shows.
 _SHOWN_NAMES = 8
+# Names close to one that does not exist: more than three are no help, and looser ones are other files.
+_SHOWN_NEIGHBOURS = 3
+_CLOSE = 0.8
 
 
 class _Format(NamedTuple):
@@ -155,14 +160,52 @@ def _refuse_item(format: str, path: str, item: str | None) -> None:
 
 
 def _local_path(path: str | os.PathLike[str]) -> str:
+    """The path as text, with `~` expanded.
+
+    Raises:
+      TypeError: it is no path.
+      ValueError: it is empty.
+      UnsupportedCheckpointError: it is a URL.
+    """
+    if isinstance(path, (list, tuple)):
+        raise TypeError(
+            f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
+            "dict of names and paths, given to `restore`"
+        )
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"the path {path!r} is not text")
+    if not text:
+        raise ValueError("the path is empty; '.' is the working directory")
     if match := _URL.match(text):
         raise UnsupportedCheckpointError(
             f"{match['scheme']}:// paths are not read yet; copy the checkpoint to a local directory", path=text
         )
-    return text
+    return os.path.expanduser(text)
+
+
+def _missing(path: str, text: str) -> CheckpointNotFoundError:
+    """Why nothing is at a path, with what its user may have meant.
+
+    Args:
+      path: absolute.
+      text: as the user gave it.
+    """
+    message = "no such file or directory, and no TensorFlow bundle with this prefix"
+    if close := _neighbours(path):
+        message += f"; beside it: {', '.join(map(repr, close))}"
+    elif _HUB_NAME.fullmatch(text):
+        message += (
+            f"; for a model of the Hugging Face hub, open what `huggingface_hub.snapshot_download({text!r})` returns"
+        )
+    return CheckpointNotFoundError(message, path=path)
+
+
+def _neighbours(path: str) -> list[str]:
+    """Names beside a path that are close to its own: bundles by their prefix."""
+    directory, name = os.path.split(path)
+    names = {entry.removesuffix(".index") for entry in look(directory).names if not _SHARD_NAME.fullmatch(entry)}
+    return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 
 
 def open_checkpoint(
@@ -182,6 +225,7 @@ def open_checkpoint(
 
     Raises:
       CheckpointNotFoundError: there is nothing of a known format; the text says what was looked for and found.
+      ValueError, TypeError: the path is empty, or is no path.
       UnsupportedCheckpointError: it is of a format that is not read; the text says what it is.
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError, CheckpointIOError: naming the file.
     """
@@ -200,6 +244,8 @@ def open_checkpoint(
             return row.open(text if row.name == "tf_bundle" else seen.path, limits, item)
     if seen.kind == "directory" and (steps := finished_steps(seen.path)):
         return open_checkpoint(newest_directory(seen.path, steps), item=item, limits=limits)
+    if seen.kind == "missing":
+        raise _missing(seen.path, text)
     raise _unknown(seen)
 
 
@@ -207,10 +253,6 @@ def _unknown(seen: Sighting) -> CheckpointError:
     """Why nothing could open a path."""
     if (foreign := foreign_format(seen)) is not None:
         return UnsupportedCheckpointError(foreign, path=seen.path)
-    if seen.kind == "missing":
-        return CheckpointNotFoundError(
-            "no such file or directory, and no TensorFlow bundle with this prefix", path=seen.path
-        )
     sought = "; ".join(row.sought for row in _FORMATS)
     if seen.kind == "directory":
         shown = ", ".join(sorted(seen.names)[:_SHOWN_NAMES]) + (", …" if len(seen.names) > _SHOWN_NAMES else "")
@@ -254,7 +296,7 @@ def _problem_of(path: str) -> CheckpointError | None:
     """What is wrong with a step, as far as opening it shows."""
     try:
         with open_checkpoint(path) as checkpoint:
-            broken = (leaf.error for view in checkpoint.leaves.values() for leaf in as_view(view).leaves())
+            broken = (leaf.error for view in checkpoint.leaves.values() for leaf in view.leaves())
             return next((error for error in broken if error is not None), None)
     except CheckpointError as error:
         return error
