@@ -330,7 +330,7 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
 
 
 def test_an_empty_path_and_a_list_of_paths(tmp_path):
-    with pytest.raises(ValueError, match="the path is empty"):
+    with pytest.raises(CheckpointNotFoundError, match="the path is empty"):
         ot.open_checkpoint("")
     with pytest.raises(TypeError, match="one path is opened at a time"):
         ot.open_checkpoint([tmp_path, tmp_path])

@@ -164,7 +164,7 @@ def _local_path(path: str | os.PathLike[str]) -> str:
 
     Raises:
       TypeError: it is no path.
-      ValueError: it is empty.
+      CheckpointNotFoundError: it is empty.
       UnsupportedCheckpointError: it is a URL.
     """
     if isinstance(path, (list, tuple)):
@@ -176,7 +176,7 @@ def _local_path(path: str | os.PathLike[str]) -> str:
     if not isinstance(text, str):
         raise TypeError(f"the path {path!r} is not text")
     if not text:
-        raise ValueError("the path is empty; '.' is the working directory")
+        raise CheckpointNotFoundError("the path is empty; '.' is the working directory", path=text)
     if match := _URL.match(text):
         raise UnsupportedCheckpointError(
             f"{match['scheme']}:// paths are not read yet; copy the checkpoint to a local directory", path=text
