@@ -9,6 +9,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import gc
+import time
 from pathlib import Path
 
 import hypothesis
@@ -48,10 +50,22 @@ class _WatchedOs:
         os.close(fd)
 
 
+class Descriptors(set[int]):
+    """The descriptors that the package has open of what it opens in checkpoints."""
+
+    def all_closed(self) -> bool:
+        """Whether all are closed, as soon as they are: a pool's thread lets go of its last job a moment later."""
+        guard = time.monotonic() + 30
+        while self and time.monotonic() < guard:
+            gc.collect()
+            time.sleep(0.001)
+        return not self
+
+
 @pytest.fixture
-def descriptors(monkeypatch) -> set[int]:
+def descriptors(monkeypatch) -> Descriptors:
     """The descriptors that the package has open of what it opens in checkpoints during the test, and no others."""
-    held: set[int] = set()
+    held = Descriptors()
     open_file = Root.open
 
     def watched(root, name, *, leaf=None):
