@@ -1,0 +1,85 @@
+"""No function of a user can stop the machinery: whatever it raises reaches the caller, and the next read works.
+
+Each row of the table runs in a process of its own, where a watchdog ends what hangs.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# A process imports JAX and runs every exception; a hang lasts for ever.
+_WATCHDOG_SECS = 120
+
+_PRELUDE = """
+import asyncio, faulthandler, sys, tempfile
+import numpy as np
+import jax
+from safetensors.numpy import save_file
+import orbax_t5x as ot
+from orbax_t5x.lazy import as_view, stack
+
+KINDS = [ValueError, StopIteration, StopAsyncIteration, KeyboardInterrupt, SystemExit, GeneratorExit,
+         asyncio.CancelledError]
+path = tempfile.mkdtemp() + "/model.safetensors"
+save_file({"a": np.arange(6, dtype=np.float32)}, path)
+
+def blocking(kind):
+    def get_fn():
+        raise kind("by the user")
+    return ot.LazyThreadPoolArray((6,), np.float32, get_fn)
+
+def awaited(kind):
+    async def get_fn():
+        await asyncio.sleep(0)
+        raise kind("by the user")
+    return ot.LazyAwaitableArray((6,), np.float32, get_fn)
+
+def restored(array):
+    def put(state, target):
+        return {"a": array}
+    return ot.restore(path, {"a": jax.ShapeDtypeStruct((6,), np.float32)}, [put])
+
+def check(kind, call):
+    try:
+        call()
+    except BaseException as error:
+        if kind is StopIteration:
+            assert type(error) is RuntimeError and isinstance(error.__cause__, StopIteration), repr(error)
+        else:
+            assert type(error) is kind and str(error) == "by the user", repr(error)
+    else:
+        raise AssertionError(f"{kind.__name__} was lost")
+    with ot.open_checkpoint(path) as checkpoint:
+        assert checkpoint.leaves["a"].get().tolist() == [0, 1, 2, 3, 4, 5]
+    assert restored(np.ones(6, np.float32))["a"].sum() == 6
+"""
+
+MAKERS = ["blocking", "awaited"]
+CALLS = {
+    "get": "make(kind).get()",
+    "asarray": "np.asarray(make(kind))",
+    "view": "as_view(make(kind)).get()",
+    "view beside another": "stack([as_view(make(kind)), as_view(np.ones(6, np.float32))]).get()",
+    "sliced view": "np.asarray(as_view(make(kind))[2:4])",
+    "restore": "restored(make(kind))",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_what_a_get_fn_raises_reaches_the_caller_and_the_next_read_works(maker, call):
+    body = f"""
+make = {maker}
+for kind in KINDS:
+    faulthandler.dump_traceback_later({_WATCHDOG_SECS}, exit=True)
+    check(kind, lambda: {CALLS[call]})
+faulthandler.cancel_dump_traceback_later()
+print("all reached the caller")
+"""
+    search = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": search, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", _PRELUDE + body]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert done.stdout.strip() == "all reached the caller", done.stderr[-4000:]
