@@ -23,7 +23,7 @@ from orbax_t5x.optim.adafactor_step import (
     step_param,
 )
 from orbax_t5x.optim.base import Optimizer, OptimizerDef, OptimizerState, first_step
-from orbax_t5x.optim.factoring import (
+from orbax_t5x.optim.factor_rules import (
     HEURISTIC_RULE,
     STANDARD_LOGICAL_FACTOR_RULES,
     FactorDim,

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 
 from orbax_t5x import rules
 from orbax_t5x import transforms as tr
-from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
+from orbax_t5x.adafactor import Adafactor, FactorDim, standard_logical_factor_rules
+from orbax_t5x.optim.factored_dims import dims_by_rule, dims_by_size, possible_dims
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper
 from orbax_t5x.testing.transform_suite import as_numpy, run
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.factoring import by_size, by_spec, candidates
 from orbax_t5x.transforms.follow.slots import Names
 from orbax_t5x.trees.flat import flatten, unflatten
 
@@ -423,11 +423,12 @@ def test_slots_are_found_by_their_endings():
 def test_the_heuristic_is_numpy_argsort():
     for shape in itertools.product([1, 2, 3], repeat=3):
         order = np.argsort(shape, kind="stable")
-        factoring = by_size(shape)
-        assert factoring.row == frozenset(range(3)) - {order[-1]} and factoring.col == frozenset(range(3)) - {order[-2]}
-    assert candidates((4, 4), (4,), (4,), None, False) == (by_size((4, 4)),)
-    assert candidates((5,), (1,), (1,), None, False) == ()
-    assert candidates((2, 3, 4), (2, 3), (3, 4), None, False) == (by_spec(("ROW", "BATCH", "COLUMN")),)
+        dims = dims_by_size(shape)
+        assert dims is not None and dims.kept(3) == (set(range(3)) - {order[-1]}, set(range(3)) - {order[-2]})
+    assert possible_dims((4, 4), (4,), (4,), None) == (dims_by_size((4, 4)),)
+    assert possible_dims((5,), (1,), (1,), None) == ()
+    rule = (FactorDim.ROW, FactorDim.BATCH, FactorDim.COLUMN)
+    assert possible_dims((2, 3, 4), (2, 3), (3, 4), None) == (dims_by_rule(rule),)
 
 
 def test_following_costs_little():

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orbax_t5x.optim.factoring import HEURISTIC_RULE, FactorDim, FactorDims, FactorRule, HParamMap, resolve_rule
+from orbax_t5x.optim.factor_rules import HEURISTIC_RULE, FactorDim, FactorRule, HParamMap
+from orbax_t5x.optim.factored_dims import FactorDims, resolve_rule
 
 
 class AdafactorHyperParams(flax.struct.PyTreeNode):
@@ -75,10 +76,8 @@ def init_slots(hyper_params: Any, dtype_momentum: Any, name: str, param: Any) ->
     # An array for each: a buffer that stands in several places cannot be donated to a step.
     slots = AdafactorParamState(*(jnp.zeros((1,), jnp.float32) for _ in range(4)))
     if dims.factored:
-        slots = slots.replace(
-            v_row=jnp.zeros(_without(shape, dims.column), jnp.float32),
-            v_col=jnp.zeros(_without(shape, dims.row), jnp.float32),
-        )
+        v_row, v_col = dims.slot_shapes(shape)
+        slots = slots.replace(v_row=jnp.zeros(v_row, jnp.float32), v_col=jnp.zeros(v_col, jnp.float32))
     else:
         slots = slots.replace(v=jnp.zeros_like(param, dtype=jnp.float32))
     if hyper_params.beta1 is not None:
@@ -162,7 +161,3 @@ def _param_scale(hyper_params: Any, name: str, value: Any, averaging: tuple[int,
 
 def _rms(array: Any, axis: tuple[int, ...]) -> Any:
     return jnp.sqrt(jnp.mean(array * array, axis=axis, keepdims=True))
-
-
-def _without(shape: Sequence[int], dims: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for dim, size in enumerate(shape) if dim not in dims)

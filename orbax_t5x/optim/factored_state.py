@@ -10,13 +10,11 @@ Names and shapes only: nothing here reads a value.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 from orbax_t5x.errors import Problem
-from orbax_t5x.optim.factoring import FactorDim, heuristic_dims
-
-Shape = tuple[int, ...]
+from orbax_t5x.optim.factor_rules import FactorDim
+from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
 
 _SLOTS = ("v_row", "v_col", "v")
 _PLACEHOLDER: Shape = (1,)
@@ -52,9 +50,8 @@ def match_slots(
       shape: of the parameter.
       t5x: the shapes of T5X's v_row, v_col and v.
       optax: the shapes of Optax's.
-      rule: T5X's rule for the parameter. Without it, the shapes must tell, which they cannot where dimensions are equal
-      in
-        rank 3 and above.
+      rule: T5X's rule for the parameter. Without it the shapes decide, which are ambiguous where dimensions of a
+        parameter of rank 3 and above are equal.
 
     Raises:
       ValueError: they do not hold the same, or it cannot be told.
@@ -67,24 +64,21 @@ def match_slots(
         raise ValueError("T5X keeps the second moment whole and Optax factored; raise Optax's min_dim_size_to_factor")
     if optax_whole:
         raise ValueError("T5X has factored the second moment and Optax keeps it whole, which cannot be recovered")
-    dims = heuristic_dims(shape, 0)
-    if dims is None or optax["v_row"] != _without(shape, dims[1]) or optax["v_col"] != _without(shape, dims[0]):
+    largest = dims_by_size(shape)
+    if largest is None or (optax["v_row"], optax["v_col"]) != largest.slot_shapes(shape):
         raise ValueError(f"Optax's v_row {optax['v_row']} and v_col {optax['v_col']} are not those of shape {shape}")
-    answers = set()
-    for row, column in _factored_over(shape, t5x, rule):
-        if (row, column) == dims:
-            answers.add("same")
-        elif (column, row) == dims:
-            answers.add("swapped")
-        else:
-            answers.add("other")
+    orders = {(largest.row, largest.column): "same", (largest.column, largest.row): "swapped"}
+    t5x_dims = possible_dims(shape, t5x["v_row"], t5x["v_col"], None if rule is None else tuple(rule))
+    answers = {orders.get((dims.row, dims.column), "other") for dims in t5x_dims}
     if answers == {"same"}:
         return same
     if answers == {"swapped"}:
         return {"v_row": "v_col", "v_col": "v_row", "v": "v"}
     if len(answers) > 1:
         raise ValueError(f"the shapes do not tell which dimensions of {shape} T5X has averaged over; give its rule")
-    raise ValueError(f"T5X has averaged over other dimensions than the two largest of {shape}, {dims}")
+    raise ValueError(
+        f"T5X has averaged over other dimensions than the two largest of {shape}, {(*largest.row, *largest.column)}"
+    )
 
 
 def t5x_to_optax(
@@ -201,28 +195,6 @@ class _Pairing:
 
 def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:
     return tuple(slots["v"]) == tuple(shape)
-
-
-def _without(shape: Shape, dim: int) -> Shape:
-    return (*shape[:dim], *shape[dim + 1 :])
-
-
-def _factored_over(
-    shape: Shape, t5x: Mapping[str, Shape], rule: Sequence[FactorDim] | None
-) -> list[tuple[int, int] | tuple[None, None]]:
-    """The (row, column) dimensions that T5X may have; (None, None) for groups of several."""
-    if len(shape) == 2:
-        dims = heuristic_dims(shape, 0)
-        return [] if dims is None else [dims]
-    if rule is not None:
-        row = [dim for dim, part in enumerate(rule) if part is FactorDim.ROW]
-        column = [dim for dim, part in enumerate(rule) if part is FactorDim.COLUMN]
-        return [(row[0], column[0]) if len(row) == len(column) == 1 else (None, None)]
-    return [
-        (row, column)
-        for row, column in itertools.permutations(range(len(shape)), 2)
-        if t5x["v_row"] == _without(shape, column) and t5x["v_col"] == _without(shape, row)
-    ]
 
 
 def _factored_states(names: Mapping[str, Shape]) -> dict[str, list[str]]:

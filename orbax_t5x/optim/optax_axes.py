@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from orbax_t5x.optim.factored_dims import dims_by_size
 from orbax_t5x.optim.optax_state import named_leaves, open_node
 from orbax_t5x.trees.pytree_names import key_text
 
@@ -203,14 +204,12 @@ def _kept_dims(slot: _Slot, param_shape: tuple[int, ...], names: tuple[Any, ...]
     return None
 
 
-def _factored_drop(slot: _Slot, param_shape: tuple[int, ...]) -> list[int]:
+def _factored_drop(slot: _Slot, param_shape: tuple[int, ...]) -> tuple[int, ...]:
     """The dimension that Optax's factored moments average over: v_row the largest one, v_col the second largest."""
-    by_size = np.argsort(param_shape)
-    if "v_row" in slot.path:
-        return [int(by_size[-1])]
-    if "v_col" in slot.path and len(by_size) > 1:
-        return [int(by_size[-2])]
-    return []
+    dims = dims_by_size(param_shape)
+    if dims is None:
+        return ()
+    return dims.column if "v_row" in slot.path else dims.row if "v_col" in slot.path else ()
 
 
 def align_axes(params: Any, params_axes: Any) -> Any:

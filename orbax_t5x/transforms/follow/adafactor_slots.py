@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.optim.factored_state import T5X_STEP, Conversion, Shape, optax_to_t5x, t5x_to_optax
-from orbax_t5x.optim.factoring import FactorDim
+from orbax_t5x.optim.factor_rules import FactorDim
+from orbax_t5x.optim.factored_dims import Shape
+from orbax_t5x.optim.factored_state import T5X_STEP, Conversion, optax_to_t5x, t5x_to_optax
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState

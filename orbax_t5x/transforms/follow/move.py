@@ -1,9 +1,9 @@
-"""What becomes of one parameter's optimizer leaves when the parameter becomes part of another.
+"""The optimizer leaves of a parameter that a transform made of others.
 
-Pure: leaves in, leaves out, and for each whether it is exact, approximate or reset. Leaves of the parameter's shape
-  go its way. Adafactor's
-rows and columns go the way of the dimensions they keep, and change places where rows become columns; unused slots,
-(1,) zeros, stay as they are and are never stacked.
+Pure: leaves in, lazy leaves out, and for each whether it is exact, approximate or reset. A leaf that has the
+parameter's shape is computed as the parameter was. Adafactor's v_row and v_col are computed over the dimensions that
+they keep, and are exchanged where rows become columns. Slots that are not in use, zeros of shape (1,), are handed on
+unchanged and never stacked.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
-from orbax_t5x.transforms.follow.factoring import Factoring, Shape, Spec, candidates
+from orbax_t5x.optim.factor_rules import FactorDim
+from orbax_t5x.optim.factored_dims import FactorDims, Shape, possible_dims
 from orbax_t5x.transforms.follow.trace import CannotFollowError, Kept, Replay, Symbol, is_symbol, symbols_of
 
 _FACTORED = ("v_row", "v_col")
 _SECOND_MOMENT = (*_FACTORED, "v")
 _PLACEHOLDER = (1,)
 
-SpecOf = Callable[[str, int], Spec | None]
-"""The parts that a parameter's dimensions play, by its path and rank; None where nobody said."""
+RuleOf = Callable[[str, int], tuple[FactorDim, ...] | None]
+"""The Adafactor rule of a parameter by its path and rank; None where none was given."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """One parameter's way, and one optimizer's leaves on both sides.
+    """A new parameter, the old ones that it is made of, and the leaves of one optimizer for them.
 
     Attributes:
-      view: the parameter as a graph over symbols.
+      view: the new parameter, computed from symbols of the old ones.
       path: the new parameter's path.
       paths: old parameter's name -> its path.
       leaves: old parameter's name -> kind -> the leaf; each has the same kinds.
       wanted: kind -> the target's leaf, for the kinds that the target has.
-      sizes_decide: whether factoring goes by size for every rank (Optax).
+      always_by_size: whether the second moment is factored by size for every rank (Optax).
     """
 
     view: View
@@ -44,11 +45,11 @@ class Move:
     paths: Mapping[str, str]
     leaves: Mapping[str, Mapping[str, Any]]
     wanted: Mapping[str, Any]
-    sizes_decide: bool
+    always_by_size: bool
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of leaves that there are."""
+        """The kinds of leaves that the optimizer has."""
         return tuple(next(iter(self.leaves.values())))
 
     def all_of(self, kind: str) -> list[Any]:
@@ -61,12 +62,12 @@ class Move:
 
 
 @dataclasses.dataclass
-class Outcome:
-    """What became of the leaves.
+class MovedLeaves:
+    """The new parameter's optimizer leaves.
 
     Attributes:
       leaves: kind -> the new leaf.
-      approximate: kinds whose new leaf is not just what it would have been.
+      approximate: kinds whose new leaf differs from what training the new parameter would have given.
       reset: kind -> why it has no new leaf.
     """
 
@@ -75,21 +76,21 @@ class Outcome:
     reset: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def move_leaves(move: Move, spec_of: SpecOf) -> Outcome:
+def move_leaves(move: Move, rule_of: RuleOf) -> MovedLeaves:
     """Moves all leaves of one optimizer for one new parameter."""
-    outcome = Outcome()
+    moved = MovedLeaves()
     if is_symbol(move.view) and all(
         move.wanted_shape(kind) in (None, _shape(move.all_of(kind)[0])) for kind in move.kinds
     ):
-        outcome.leaves.update(next(iter(move.leaves.values())))
-        return outcome
+        moved.leaves.update(next(iter(move.leaves.values())))
+        return moved
     adafactor = all(kind in move.kinds for kind in _FACTORED)
     for kind in move.kinds:
         if not adafactor or kind not in _SECOND_MOMENT:
-            _move_one(move, kind, outcome)
+            _move_one(move, kind, moved)
     if adafactor:
-        _move_second_moment(move, spec_of, outcome)
-    return outcome
+        _move_second_moment(move, rule_of, moved)
+    return moved
 
 
 def _shape(value: Any) -> Shape | None:
@@ -97,51 +98,51 @@ def _shape(value: Any) -> Shape | None:
     return None if shape is None else tuple(shape)
 
 
-def _move_one(move: Move, kind: str, outcome: Outcome) -> None:
-    """A leaf that has the parameter's shape, or None, or a placeholder."""
+def _move_one(move: Move, kind: str, moved: MovedLeaves) -> None:
+    """Moves leaves that have their parameters' shapes, that are all None, or that are all placeholders."""
     leaves = move.all_of(kind)
     shapes = {symbol.name: symbol.shape for symbol in symbols_of(move.view)}
     if all(leaf is None for leaf in leaves):
-        outcome.leaves[kind] = None
+        moved.leaves[kind] = None
     elif all(_shape(found[kind]) == shapes[name] for name, found in move.leaves.items()):
-        _replay(move, kind, outcome)
+        _replay(move, kind, moved)
     elif {_shape(leaf) for leaf in leaves} == {_PLACEHOLDER} and move.wanted_shape(kind) in (None, _PLACEHOLDER):
-        outcome.leaves[kind] = leaves[0]
+        moved.leaves[kind] = leaves[0]
     else:
-        outcome.reset[kind] = "its shape is not its parameter's"
+        moved.reset[kind] = "its shape is not its parameter's"
 
 
-def _replay(move: Move, kind: str, outcome: Outcome) -> None:
+def _replay(move: Move, kind: str, moved: MovedLeaves) -> None:
     def leaf(symbol: Symbol, kept: Kept) -> View:
         return as_view(move.leaves[symbol.name][kind], name=symbol.name)
 
     replay = Replay(leaf, casts=False)
     try:
-        outcome.leaves[kind] = replay.build(move.view, frozenset(range(move.view.ndim)))
+        moved.leaves[kind] = replay.build(move.view, frozenset(range(move.view.ndim)))
     except ValueError as error:
-        outcome.reset[kind] = str(error)
+        moved.reset[kind] = str(error)
         return
     if not replay.is_exact:
-        outcome.approximate.add(kind)
+        moved.approximate.add(kind)
 
 
-def _move_second_moment(move: Move, spec_of: SpecOf, outcome: Outcome) -> None:
-    """v where it is not factored, v_row and v_col where it is; the others are placeholders."""
+def _move_second_moment(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None:
+    """Moves v_row and v_col where the second moment is factored, v where it is not; the others are placeholders."""
     before = {_is_factored(leaves) for leaves in move.leaves.values()}
     after = _becomes_factored(move, any(before))
     live = _FACTORED if after else ("v",)
     if before != {after}:
         reason = "factored on one side only" if len(before) == 1 else "factored for some of its layers only"
-        outcome.reset.update((kind, reason) for kind in live if kind in move.kinds)
+        moved.reset.update((kind, reason) for kind in live if kind in move.kinds)
     elif after:
-        _move_factored(move, spec_of, outcome)
+        _move_factored(move, rule_of, moved)
     else:
-        _move_one(move, "v", outcome)
+        _move_one(move, "v", moved)
     placeholders = (leaf for kind in _SECOND_MOMENT if kind in move.kinds for leaf in move.all_of(kind))
     placeholder = next((leaf for leaf in placeholders if _shape(leaf) == _PLACEHOLDER), None)
     for kind in _SECOND_MOMENT:
         if kind in move.kinds and kind not in live and placeholder is not None:
-            outcome.leaves[kind] = placeholder
+            moved.leaves[kind] = placeholder
 
 
 def _is_factored(leaves: Mapping[str, Any]) -> bool:
@@ -151,7 +152,7 @@ def _is_factored(leaves: Mapping[str, Any]) -> bool:
 
 
 def _becomes_factored(move: Move, was: bool) -> bool:
-    """As the target says; as before where there is none."""
+    """Whether the target's second moment is factored; without a target, whether it was before."""
     if "v_row" not in move.wanted:
         return was
     if all(move.wanted_shape(kind) == _PLACEHOLDER for kind in _FACTORED):
@@ -159,42 +160,46 @@ def _becomes_factored(move: Move, was: bool) -> bool:
     return "v" not in move.wanted or move.wanted_shape("v") != tuple(move.view.shape)
 
 
-def _move_factored(move: Move, spec_of: SpecOf, outcome: Outcome) -> None:
-    """v_row and v_col, changed over where rows become columns; reset where there is not just one way."""
+def _move_factored(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None:
+    """Moves v_row and v_col if exactly one choice of averaged dimensions, before and after, fits all the shapes."""
     shape = tuple(move.view.shape)
-    wanted = [move.wanted_shape(kind) for kind in _FACTORED]
-    after = candidates(shape, *wanted, spec_of(move.path, len(shape)), move.sizes_decide)
-    ways = (_solve(move, before, then) for before in _ways_before(move, spec_of) for then in after)
-    solutions = [solution for solution in ways if solution is not None]
+    v_row, v_col = (move.wanted_shape(kind) for kind in _FACTORED)
+    rule = rule_of(move.path, len(shape))
+    after = possible_dims(shape, v_row, v_col, rule, always_by_size=move.always_by_size)
+    tried = (_solve(move, old, new) for old in _dims_before(move, rule_of) for new in after)
+    solutions = [solution for solution in tried if solution is not None]
     if len(solutions) == 1:
         leaves, is_exact = solutions[0]
-        outcome.leaves.update(leaves)
-        outcome.approximate.update(() if is_exact else _FACTORED)
+        moved.leaves.update(leaves)
+        moved.approximate.update(() if is_exact else _FACTORED)
         return
     reason = "its rows and columns are not those of the new parameter"
     if solutions:
         reason = "shapes do not tell rows from columns: give FollowOptimizer(…, factors=[(pattern, dimensions)])"
-    outcome.reset.update(dict.fromkeys(_FACTORED, reason))
+    moved.reset.update(dict.fromkeys(_FACTORED, reason))
 
 
-def _ways_before(move: Move, spec_of: SpecOf) -> Iterator[dict[str, Factoring]]:
-    """All ways in which the old parameters may be factored; those of one shape in the same way."""
+def _dims_before(move: Move, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]:
+    """Every choice of averaged dimensions for the old parameters, by name; the same for parameters that are alike."""
     groups: dict[Any, list[str]] = collections.defaultdict(list)
     for symbol in symbols_of(move.view):
-        row, col = (_shape(move.leaves[symbol.name][kind]) for kind in _FACTORED)
-        spec = spec_of(move.paths[symbol.name], len(symbol.shape))
-        groups[symbol.shape, row, col, spec].append(symbol.name)
-    for chosen in itertools.product(*(candidates(*group, move.sizes_decide) for group in groups)):
-        yield {name: way for way, members in zip(chosen, groups.values(), strict=True) for name in members}
+        v_row, v_col = (_shape(move.leaves[symbol.name][kind]) for kind in _FACTORED)
+        rule = rule_of(move.paths[symbol.name], len(symbol.shape))
+        groups[symbol.shape, v_row, v_col, rule].append(symbol.name)
+    options = (possible_dims(*group, always_by_size=move.always_by_size) for group in groups)
+    for chosen in itertools.product(*options):
+        yield {name: dims for dims, members in zip(chosen, groups.values(), strict=True) for name in members}
 
 
-def _solve(move: Move, before: Mapping[str, Factoring], then: Factoring) -> tuple[dict[str, Any], bool] | None:
-    """v_row and v_col if the old parameters are factored in one way and the new one in another; and whether they
-    are exact.
+def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> tuple[dict[str, Any], bool] | None:
+    """v_row and v_col for one choice of averaged dimensions, and whether they are exact.
+
+    Returns:
+      None where the old slots do not hold what the new ones need.
     """
 
     def leaf(symbol: Symbol, kept: Kept) -> View:
-        for kind, keeps in zip(_FACTORED, before[symbol.name], strict=True):
+        for kind, keeps in zip(_FACTORED, before[symbol.name].kept(len(symbol.shape)), strict=True):
             if _large(keeps, symbol.shape) == _large(kept, symbol.shape):
                 sizes = tuple(symbol.shape[dim] for dim in sorted(kept))
                 return as_view(move.leaves[symbol.name][kind], name=symbol.name).reshape(sizes)
@@ -202,13 +207,12 @@ def _solve(move: Move, before: Mapping[str, Factoring], then: Factoring) -> tupl
 
     replay = Replay(leaf, casts=False)
     try:
-        return {
-            kind: replay.build(move.view, kept) for kind, kept in zip(_FACTORED, then, strict=True)
-        }, replay.is_exact
+        v_row, v_col = (replay.build(move.view, kept) for kept in after.kept(move.view.ndim))
     except ValueError:
         return None
+    return {"v_row": v_row, "v_col": v_col}, replay.is_exact
 
 
 def _large(kept: Iterable[int], shape: Sequence[int]) -> Kept:
-    """The dimensions that hold more than one element; the others may be kept or not."""
+    """The dimensions with more than one element; for the others it makes no difference whether they are kept."""
     return frozenset(dim for dim in kept if shape[dim] != 1)

@@ -1,47 +1,60 @@
-"""What moves a parameter moves its optimizer state, too.
+"""A transform of parameters that the optimizer's state follows.
 
-The transform runs once, on symbols of the parameters; its result is then replayed over each optimizer leaf that
-belongs to them (`_trace`, `_move`). Leaves of the parameter's shape (Adam's mu and nu, momentum, an unfactored
-second moment) are moved exactly as the parameter was. A factored second moment keeps some of the parameter's
-dimensions; which, before and after, is `_factoring`'s answer. What cannot be moved is reset: left out, with a
-warning, for `fallback` to give.
+The transform runs once, on symbols of the parameters; its result is then built again over each optimizer leaf that
+belongs to them (`trace`, `move`). Leaves of the parameter's shape (Adam's mu and nu, momentum, a second moment that is
+not factored) are computed exactly as the parameter was. A factored second moment keeps some of the parameter's
+dimensions: which ones, `optim.factored_dims` decides. A leaf that cannot be computed is reset: it is left out with a
+warning, so that `fallback` gives it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.lazy import View, as_view
+from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.factoring import Spec, checked_spec
-from orbax_t5x.transforms.follow.move import Move, Outcome, move_leaves
-from orbax_t5x.transforms.follow.slots import STANDARD_ROOTS, Names, Place, Roots, Slot, Tree, by_tree, checked_roots
+from orbax_t5x.transforms.follow.move import Move, MovedLeaves, move_leaves
+from orbax_t5x.transforms.follow.slots import (
+    STANDARD_ROOTS,
+    Names,
+    Roots,
+    Slot,
+    SlotTree,
+    StateRoot,
+    by_tree,
+    checked_roots,
+)
 from orbax_t5x.transforms.follow.trace import Kept, Replay, Symbol, is_symbol, symbol_for, symbols_of
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import FlatState
+
+Spec = tuple[str, ...]
+"""A factor rule as text: the part of each dimension, "ROW", "COLUMN" or "BATCH"."""
+
+_PARTS = frozenset({"ROW", "COLUMN", "BATCH"})
 
 
 @dataclasses.dataclass(frozen=True)
 class FollowOptimizer(Transform):
     """Runs a transform, and does to the optimizer's leaves what it does to their parameters.
 
-    The transform sees parameters, step and counts, not the leaves that belong to parameters; its patterns are for
-    the parameters. Each leaf that follows is classed in `Diagnostics.fidelity`: "exact"; "approximate" (averaged,
-    repeated, or a part of what was averaged over more); "reset": left out, because it has no counterpart. Casts are
-    for parameters alone.
+    The transform gets parameters, step and counts, not the leaves that belong to parameters; its patterns are for
+    the parameters. The fidelity of each leaf that follows is recorded: "exact"; "approximate" (averaged, repeated, or
+    a part of a mean over more); "reset" (left out, because it has no counterpart). Casts are for parameters alone.
 
     Attributes:
       transform: any transform, or a plain function that renames or composes.
       factors: pairs (regex of a parameter's path, the part of each of its dimensions: "ROW", "COLUMN" or "BATCH"),
-        as in T5X's factor_map, for parameters of rank 3 and more whose shapes do not tell. The first whose regex
+        as in T5X's factor_map, for parameters of rank 3 and more whose shapes are ambiguous. The first pair whose regex
         and rank fit counts.
-      roots: pairs (where parameters stand, where their optimizer's state stands).
+      roots: pairs (root of the parameters' names, root of their optimizer's state).
     """
 
     transform: AnyTransform
@@ -51,7 +64,7 @@ class FollowOptimizer(Transform):
     def __post_init__(self) -> None:
         given: Any = self.factors
         pairs = given.items() if isinstance(given, Mapping) else given
-        factors = tuple((pattern, checked_spec(spec)) for pattern, spec in pairs)
+        factors = tuple((pattern, _checked_spec(spec)) for pattern, spec in pairs)
         for pattern, _ in factors:
             check_pattern(pattern, "FollowOptimizer")
         object.__setattr__(self, "factors", factors)
@@ -79,16 +92,28 @@ class FollowOptimizer(Transform):
         following.finish()
         return result
 
-    def spec_of(self, path: str, rank: int) -> Spec | None:
-        """The parts of a parameter's dimensions, where `factors` tells them."""
+    def rule_of(self, path: str, rank: int) -> tuple[FactorDim, ...] | None:
+        """The Adafactor rule of a parameter, where `factors` has one."""
         for pattern, spec in self.factors:
             if len(spec) == rank and rule_table((pattern,)).first(path) is not None:
-                return spec
+                return tuple(FactorDim[part] for part in spec)
         return None
 
 
+def _checked_spec(spec: Sequence[Any]) -> Spec:
+    """The part of each dimension, from text or enum members.
+
+    Raises:
+      ValueError: another word, or no ROW or no COLUMN.
+    """
+    parts = tuple(str(getattr(part, "name", part)).upper() for part in spec)
+    if not _PARTS.issuperset(parts) or not {"ROW", "COLUMN"} <= set(parts):
+        raise ValueError(f"the dimensions of a factored parameter are ROW, COLUMN (both), or BATCH, not {spec!r}")
+    return parts
+
+
 class _Following:
-    """One run of `FollowOptimizer`: finds what belongs to what, and records what became of it."""
+    """One run of `FollowOptimizer`: moves each parameter's optimizer leaves, and records their fidelity."""
 
     def __init__(
         self,
@@ -106,16 +131,16 @@ class _Following:
         self._target = target
         self._diagnostics = diagnostics
         self._reset: dict[str, list[str]] = collections.defaultdict(list)
-        # Parameters that stand under several names now: each of those will get but a part of the old one's gradient.
+        # How many new parameters each old one is copied to. With several, each will get only a part of the gradient.
         self._copies = collections.Counter(value.leaf.name for value in moved.values() if is_symbol(value))
-        # (path in the optimizer, kind first) -> (place, parameter's path) -> kind -> name
-        self._trees: dict[tuple[str, bool], dict[tuple[Place, str], dict[str, str]]] = collections.defaultdict(dict)
+        # (path in the optimizer, kind first) -> (state, parameter's path) -> kind -> name
+        self._trees: dict[tuple[str, bool], dict[tuple[StateRoot, str], dict[str, str]]] = collections.defaultdict(dict)
         for tree, params in by_tree(slots).items():
             for param, kinds in params.items():
-                self._trees[tree.path, tree.kind_first][tree.place, param] = kinds
+                self._trees[tree.path, tree.kind_first][tree.state, param] = kinds
 
     def parameter(self, value: Any) -> Any:
-        """A result of the transform over the real leaves."""
+        """A new parameter over the checkpoint's leaves instead of symbols."""
         if is_symbol(value):
             return self._state[value.leaf.name]
         if not any(True for _ in symbols_of(value)):
@@ -127,7 +152,7 @@ class _Following:
         return Replay(real, casts=True).build(value, frozenset(range(value.ndim)))
 
     def slots_of(self, name: str, value: Any) -> dict[str, Any]:
-        """The optimizer leaves of a result, by their new names."""
+        """The optimizer leaves of a new parameter, by their new names."""
         found = self._names.param(name)
         old = {symbol.name: self._names.param(symbol.name) for symbol in symbols_of(value)}
         if found is None or not old:
@@ -138,7 +163,7 @@ class _Following:
             if not having:
                 continue
             kinds = list(dict.fromkeys(kind for kinds in having.values() for kind in kinds))
-            tree = Tree(found[0], tree_path, kind_first)
+            tree = SlotTree(found[0], tree_path, kind_first)
             new = {kind: self._names.slot_name(Slot(tree, kind, found[1])) for kind in kinds}
             if all(set(having.get(old_name, ())) == set(kinds) for old_name in old):
                 move = Move(
@@ -149,24 +174,24 @@ class _Following:
                     {kind: self._target[slot] for kind, slot in new.items() if slot in self._target},
                     kind_first,
                 )
-                outcome = move_leaves(move, self._owner.spec_of)
+                moved = move_leaves(move, self._owner.rule_of)
                 if is_symbol(value) and self._copies[value.leaf.name] > 1:
-                    outcome.approximate.update(outcome.leaves)
+                    moved.approximate.update(moved.leaves)
             else:
-                outcome = Outcome(reset=dict.fromkeys(kinds, "not all of its parameters have this state"))
-            result.update((new[kind], leaf) for kind, leaf in outcome.leaves.items())
-            self._note(name, new, outcome)
+                moved = MovedLeaves(reset=dict.fromkeys(kinds, "not all of its parameters have this state"))
+            result.update((new[kind], leaf) for kind, leaf in moved.leaves.items())
+            self._record(name, new, moved)
         return result
 
-    def _note(self, name: str, new: Mapping[str, str], outcome: Outcome) -> None:
+    def _record(self, name: str, new: Mapping[str, str], moved: MovedLeaves) -> None:
         rule = self._diagnostics.rule_for.get(name)
-        for kind in outcome.leaves:
-            fidelity = "approximate" if kind in outcome.approximate else "exact"
+        for kind in moved.leaves:
+            fidelity = "approximate" if kind in moved.approximate else "exact"
             self._diagnostics.fidelity[new[kind]] = fidelity
             if rule is not None:
                 self._diagnostics.rule_for[new[kind]] = f"{rule}; followed ({fidelity})"
-        for kind, reason in outcome.reset.items():
-            # A target without this optimizer misses nothing.
+        for kind, reason in moved.reset.items():
+            # Where the target has no such leaf, nothing is missing.
             if not self._target or new[kind] in self._target:
                 self._diagnostics.fidelity[new[kind]] = "reset"
                 self._diagnostics.rule_for[new[kind]] = f"reset: {reason}"

@@ -1,8 +1,8 @@
 """Optimizer state by parameter: which leaf of an optimizer's tree belongs to which parameter, and what it is called.
 
-Found by names alone. Parameters stand under `target/` with `state/param_states/` beside it (T5X), or `params/` with
-`opt_state/` (Flax, Optax), each perhaps below the name of a source. A leaf of the optimizer belongs to the
-parameter whose path its own path ends with, possibly followed by one more part: `0/mu/<path>`,
+Found by names alone. Parameters are below `target/` and their optimizer's state below `state/param_states/` (T5X), or
+below `params/` and `opt_state/` (Flax, Optax); with several sources both are below a source's name. A leaf of the
+optimizer belongs to the parameter whose path its own path ends with, or ends with but for one more part: `0/mu/<path>`,
 `inner_states/a/inner_state/0/trace/<path>`, `<path>/v_row`.
 """
 
@@ -19,29 +19,29 @@ Roots = tuple[tuple[str, str], ...]
 STANDARD_ROOTS: Roots = (("target", "state/param_states"), ("params", "opt_state"))
 
 
-class Place(NamedTuple):
-    """Where the parameters of one state, or the leaves of its optimizer, stand.
+class StateRoot(NamedTuple):
+    """One train state: its source and the pair of roots that its names have.
 
     Attributes:
       source: the name of a source with '/', or ''.
-      root: the index in the roots.
+      number: the index of the pair in `Names.roots`.
     """
 
     source: str
-    root: int
+    number: int
 
 
-class Tree(NamedTuple):
-    """One optimizer's leaves.
+class SlotTree(NamedTuple):
+    """A part of an optimizer's state that has slots for the parameters.
 
     Attributes:
-      place: whose optimizer.
-      path: what stands between the optimizer's root and the kinds, or the parameters' paths.
-      kind_first: whether a leaf is called `<path>/<kind>/<parameter>` (Optax), not `<path>/<parameter>/<kind>`
+      state: the train state that it belongs to.
+      path: its path below the root of the optimizer's state.
+      kind_first: whether a leaf is named `<path>/<kind>/<parameter>` (Optax), not `<path>/<parameter>/<kind>`
         (T5X's Adafactor).
     """
 
-    place: Place
+    state: StateRoot
     path: str
     kind_first: bool
 
@@ -49,14 +49,14 @@ class Tree(NamedTuple):
 class Slot(NamedTuple):
     """The optimizer leaf of one kind ("mu", "v_row", …) for one parameter."""
 
-    tree: Tree
+    tree: SlotTree
     kind: str
     param: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Finds parameters and slots among names, and makes names of them.
+    """Finds parameters and slots among names, and gives the names of slots.
 
     Attributes:
       roots: pairs (root of parameters, root of the optimizer's state).
@@ -64,33 +64,29 @@ class Names:
 
     roots: Roots = STANDARD_ROOTS
 
-    def _split(self, name: str, side: int) -> tuple[Place, str] | None:
-        """Where a name stands and its path there."""
+    def _split(self, name: str, side: int) -> tuple[StateRoot, str] | None:
+        """The state that a name belongs to, and its path below the root on that side (0: parameters, 1: state)."""
         for source in ("", name.split("/", 1)[0] + "/"):
             for number, root in enumerate(self.roots):
                 start = f"{source}{root[side]}/"
                 if name.startswith(start) and len(name) > len(start):
-                    return Place(source, number), name[len(start) :]
+                    return StateRoot(source, number), name[len(start) :]
         return None
 
-    def param(self, name: str) -> tuple[Place, str] | None:
-        """A parameter's place and path; None for other names."""
+    def param(self, name: str) -> tuple[StateRoot, str] | None:
+        """The state and the path of a parameter; None for other names."""
         return self._split(name, 0)
-
-    def param_name(self, place: Place, path: str) -> str:
-        """The name of a parameter."""
-        return f"{place.source}{self.roots[place.root][0]}/{path}"
 
     def slot_name(self, slot: Slot) -> str:
         """The name of an optimizer leaf."""
-        place, path, kind_first = slot.tree
+        state, path, kind_first = slot.tree
         parts = (slot.kind, slot.param) if kind_first else (slot.param, slot.kind)
-        return "/".join(part for part in (place.source + self.roots[place.root][1], path, *parts) if part)
+        return "/".join(part for part in (state.source + self.roots[state.number][1], path, *parts) if part)
 
     def slots(self, names: Iterable[str]) -> dict[str, Slot]:
         """The slots among names, by name."""
         names = list(names)
-        params: dict[Place, set[str]] = {}
+        params: dict[StateRoot, set[str]] = {}
         for name in names:
             found = self.param(name)
             if found is not None:
@@ -102,8 +98,8 @@ class Names:
                 readings = _readings(found[0], found[1].split("/"), params[found[0]])
                 if readings:
                     options[name] = readings
-        # A path may end with two parameters' paths, one within the other: what more of its neighbours agree with is
-        # right.
+        # A path may end with the paths of two parameters, `w` and `mu/w`. The reading is taken whose tree and kind most
+        # other leaves may have, too.
         votes = collections.Counter((slot.tree, slot.kind) for readings in options.values() for slot in readings)
         return {
             name: max(readings, key=lambda slot: (votes[slot.tree, slot.kind], len(slot.param)))
@@ -111,22 +107,23 @@ class Names:
         }
 
 
-def _readings(place: Place, parts: Sequence[str], params: set[str]) -> list[Slot]:
-    readings = []
+def _readings(state: StateRoot, parts: Sequence[str], params: set[str]) -> list[Slot]:
+    """All slots that a path may be."""
+    readings: list[Slot] = []
     for start in range(len(parts)):
         path = "/".join(parts[start:])
         if path in params:
             kind = parts[start - 1] if start else ""
-            readings.append(Slot(Tree(place, "/".join(parts[: max(start - 1, 0)]), True), kind, path))
+            readings.append(Slot(SlotTree(state, "/".join(parts[: max(start - 1, 0)]), True), kind, path))
         path = "/".join(parts[start:-1])
         if path in params:
-            readings.append(Slot(Tree(place, "/".join(parts[:start]), False), parts[-1], path))
+            readings.append(Slot(SlotTree(state, "/".join(parts[:start]), False), parts[-1], path))
     return readings
 
 
-def by_tree(slots: Mapping[str, Slot]) -> dict[Tree, dict[str, dict[str, str]]]:
+def by_tree(slots: Mapping[str, Slot]) -> dict[SlotTree, dict[str, dict[str, str]]]:
     """Tree -> parameter -> kind -> name."""
-    trees: dict[Tree, dict[str, dict[str, str]]] = {}
+    trees: dict[SlotTree, dict[str, dict[str, str]]] = {}
     for name, slot in slots.items():
         trees.setdefault(slot.tree, {}).setdefault(slot.param, {})[slot.kind] = name
     return trees

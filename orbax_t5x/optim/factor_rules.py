@@ -1,24 +1,21 @@
-"""Which dimensions of a parameter Adafactor factors its second moment over, and how that is said.
+"""T5X's rules for how Adafactor factors the second moment of each parameter.
 
 A rule gives each dimension a part: ROW and COLUMN dimensions are reduced as two groups, BATCH dimensions separate
-independent matrices, NONE means that the second moment is kept whole. Where nobody says anything, matrices are factored
-by size alone. Pure: names and shapes in, dimensions out.
+independent matrices, NONE means that the second moment is kept whole. A rule comes from the parameter's name
+(`HParamMap`) or its logical axes (`rules_from_axes`); matrices without one are factored by size. What a rule means for
+a shape is in `factored_dims`.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from orbax_t5x.optim.optax_state import named_leaves
-
-_log = logging.getLogger(__name__)
 
 
 class FactorDim(enum.Enum):
@@ -55,7 +52,7 @@ _FACTOR_NAMES = {
 def factor_name_to_factordim(name: Any) -> Any:
     """The `FactorDim` of a name: row, column (or col), batch, none (or unfactorized), in upper or lower case.
 
-    What is no text stays as it is.
+    What is not a string stays as it is.
     """
     if not isinstance(name, str):
         return name
@@ -120,7 +117,7 @@ class HParamMap:
 
 
 class NamedRules(HParamMap):
-    """A rule per parameter by its whole name: what logical axes come to."""
+    """A rule per parameter by its whole name, as `rules_from_axes` makes them."""
 
     def __init__(self, by_name: Mapping[str, Any]):
         super().__init__(())
@@ -140,88 +137,6 @@ class NamedRules(HParamMap):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._by_name})"
-
-
-class FactorDims(NamedTuple):
-    """A rule made concrete for one shape.
-
-    Attributes:
-      averaging: the dimensions over which the parameter's scale and the clipping average: all but BATCH.
-      row: the ROW group, or () where the second moment is not factored.
-      column: the COLUMN group, or ().
-    """
-
-    averaging: tuple[int, ...]
-    row: tuple[int, ...] = ()
-    column: tuple[int, ...] = ()
-
-    @property
-    def factored(self) -> bool:
-        """Whether the second moment is factored."""
-        return bool(self.row)
-
-
-def heuristic_dims(shape: Sequence[int], min_dim_size_to_factor: int) -> tuple[int, int] | None:
-    """The second largest and the largest dimension, or None where they are too few or too small to factor over.
-
-    Of equal dimensions the later one counts as larger: a square matrix averages its rows' moment over dimension 1.
-    """
-    if len(shape) < 2:
-        return None
-    by_size = np.argsort(shape, kind="stable")
-    if shape[by_size[-2]] < min_dim_size_to_factor:
-        return None
-    return int(by_size[-2]), int(by_size[-1])
-
-
-def resolve_rule(rule: FactorRule, shape: Sequence[int], path: str, min_dim_size_to_factor: int) -> FactorDims:
-    """The dimensions that a rule means for a parameter.
-
-    Args:
-      rule: a `FactorDim` per dimension, `HEURISTIC_RULE`, or None for "do not factor".
-      shape: of the parameter.
-      path: its name, for errors.
-      min_dim_size_to_factor: both factored dimensions must be at least this large for the heuristic to factor.
-
-    Raises:
-      ValueError: the heuristic for a rank above 2; a rule of another rank, or with one of ROW and COLUMN alone.
-    """
-    rank = len(shape)
-    everything = tuple(range(rank))
-    if rule is None:
-        return FactorDims(everything)
-    if rule is HEURISTIC_RULE:
-        if rank > 2:
-            raise ValueError(
-                f"A parameter of rank above 2 must have an explicit factorization rule: {path}, {tuple(shape)}. "
-                "Give one by factor_map, or logical_factor_rules and the parameters' logical axes."
-            )
-        dims = heuristic_dims(shape, min_dim_size_to_factor)
-        return FactorDims(everything) if dims is None else FactorDims(everything, (dims[0],), (dims[1],))
-    parts = [_as_factor_dim(part, path) for part in rule]
-    if len(parts) != rank:
-        raise ValueError(
-            f"Factorization rule {rule} has incorrect rank for param of rank {rank}: {path}, {tuple(shape)}"
-        )
-    row, column, batch = (
-        tuple(dim for dim in everything if parts[dim] is wanted)
-        for wanted in (FactorDim.ROW, FactorDim.COLUMN, FactorDim.BATCH)
-    )
-    if rank <= 2 and not batch and (row or column):
-        _log.info("%s has rank %d: the size heuristic decides, not the rule %s.", path, rank, rule)
-        return resolve_rule(HEURISTIC_RULE, shape, path, min_dim_size_to_factor)
-    if bool(row) != bool(column):
-        raise ValueError(
-            f"Factorization rule {rule} needs both ROW and COLUMN dimensions, or neither: {path}, {tuple(shape)}"
-        )
-    return FactorDims(tuple(dim for dim in everything if dim not in batch), row, column)
-
-
-def _as_factor_dim(part: Any, path: str) -> FactorDim:
-    part = FactorDim.NONE if part is None else factor_name_to_factordim(part)
-    if not isinstance(part, FactorDim):
-        raise ValueError(f"{part!r} in the factorization rule of {path} is no FactorDim.")
-    return part
 
 
 def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactorRules) -> NamedRules:
