@@ -62,8 +62,7 @@ class Adafactor(OptimizerDef):
       learning_rate: may also be given to each step.
       factored: whether second moments are factored at all.
       multiply_by_parameter_scale: whether the learning rate is relative to the RMS of the parameter; a bool, or an
-      `HParamMap` of
-        bools.
+        `HParamMap` of bools.
       beta1: momentum; None: none is kept.
       decay_rate: the second moments' decay at step t (from 1) is 1 - t ** -decay_rate.
       step_offset: subtracted from the step, for fine-tuning.

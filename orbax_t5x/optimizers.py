@@ -1,9 +1,8 @@
 """T5X's optimizers: any Optax optimizer, and several over parts of the parameters, under T5X's names and layouts.
 
-`adam(learning_rate=1e-3).create(params)` is a pytree to train, shard, save and restore. Learning rates and schedules of
-Optax
-optimizers live in Optax: a `learning_rate` given to `apply_gradient` (T5X's trainer gives one to every optimizer) is
-ignored there. State dicts hold no empty entries; on the way back they are put in again.
+`adam(learning_rate=1e-3).create(params)` is a pytree to train, shard, save and restore. Optax optimizers have their own
+learning rates and schedules: a `learning_rate` given to `apply_gradient` (T5X's trainer gives one to every optimizer)
+is ignored. State dicts hold no empty entries; a restore puts them in again.
 """
 
 from __future__ import annotations

@@ -167,6 +167,14 @@ def test_shapes_tell_where_dimensions_differ():
     }
 
 
+def test_slots_of_a_matrix_are_told_by_their_shapes():
+    optax_shapes = {"v_row": (9,), "v_col": (30,), "v": (1,)}
+    exchanged = {"v_row": (30,), "v_col": (9,), "v": (1,)}
+    assert match_slots((9, 30), exchanged, optax_shapes)["v_row"] == "v_col"
+    with pytest.raises(ValueError, match="other dimensions"):
+        match_slots((9, 30), {"v_row": (8,), "v_col": (30,), "v": (1,)}, optax_shapes)
+
+
 def test_problems_name_the_leaf_and_what_to_do():
     source = _shapes(_flat(_t5x(0.9).create(_values(0)).state_dict()))
     target = _shapes(_flat(optimizers.OptaxWrapper(optax.adafactor(0.1)).create(_values(0)).state_dict()))

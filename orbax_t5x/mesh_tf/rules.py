@@ -1,10 +1,10 @@
-"""Mesh TensorFlow's names for T5 become T5X's: one rule table, for `Translate` and for `checkpoint_importer`.
+"""The rule table from Mesh TensorFlow's names for T5 to T5X's, for `Translate` and for `checkpoint_importer`.
 
 Names only: no array is transposed, reshaped or read. N is a block number, written without zero padding in T5X. A
 tower is `encoder`, `decoder`, or `transformer` (a decoder-only model), which T5X calls `decoder`. Parameters go under
-`target/`, Adafactor's slots under `state/param_states/`. What a name alone can not decide (a relative bias shared by
-a tower or one per layer; the slots that T5X's Adafactor wants and Mesh TensorFlow does not store) is decided
-afterwards, from the names that the target has.
+`target/`, Adafactor's slots under `state/param_states/`. What a single name cannot decide (whether a relative bias is
+a tower's or a layer's; which slots T5X's Adafactor has and Mesh TensorFlow does not store) is decided afterwards, from
+the names that the target has.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _place(name: str, slot: str | None) -> str:
 
 
 @t5_importer.add(r"global_step")
-def global_step(opts, key, val):
+def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
     """The step: int64 in Mesh TensorFlow, int32 in T5X; one that does not fit is an error when it is read."""
     del opts, key
     if isinstance(val, View):
@@ -67,28 +67,41 @@ def global_step(opts, key, val):
 
 
 @t5_importer.add(rf"shared/embedding{_SLOT}")
-def shared_embeddings(opts, key, val, slot=None):
+def shared_embeddings(opts: Mapping[str, Any], key: str, val: Any, slot: str | None = None) -> tuple[str, Any]:
     """One embedding for all towers (V,E)."""
     del opts, key
     return _place("token_embedder/embedding", slot), val
 
 
 @t5_importer.add(rf"{_TOWER}/embedding{_SLOT}")
-def separate_embeddings(opts, key, val, encdec, slot=None):
+def separate_embeddings(
+    opts: Mapping[str, Any], key: str, val: Any, encdec: str, slot: str | None = None
+) -> tuple[str, Any]:
     """An embedding of one tower (V,E)."""
     del opts, key
     return _place(f"{_tower(encdec)}/token_embedder/embedding", slot), val
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/SelfAttention/relative_attention_bias{_SLOT}")
-def rel_embeddings(opts, key, val, encdec, blocknum, slot=None):
-    """A relative-position bias (H,B), named as if every layer had one; `place_relative_bias` mends that."""
+def rel_embeddings(
+    opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, slot: str | None = None
+) -> tuple[str, Any]:
+    """A relative-position bias (H,B), named as if every layer had one: see `place_relative_bias`."""
     del opts, key
     return _place(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/(SelfAttention|EncDecAttention)/([qkvo]){_SLOT}")
-def attention_layers(opts, key, val, encdec, blocknum, attntype, qkvo, slot=None):
+def attention_layers(
+    opts: Mapping[str, Any],
+    key: str,
+    val: Any,
+    encdec: str,
+    blocknum: str,
+    attntype: str,
+    qkvo: str,
+    slot: str | None = None,
+) -> tuple[str, Any]:
     """Attention projections: (E,J), and (J,E) for the output."""
     del opts, key
     if (encdec, attntype) not in _ATTENTION:
@@ -98,7 +111,16 @@ def attention_layers(opts, key, val, encdec, blocknum, attntype, qkvo, slot=None
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/DenseReluDense/(wi|wo)(?:_([01]))?/kernel{_SLOT}")
-def mlpblock(opts, key, val, encdec, blocknum, io_name, io_num=None, slot=None):
+def mlpblock(
+    opts: Mapping[str, Any],
+    key: str,
+    val: Any,
+    encdec: str,
+    blocknum: str,
+    io_name: str,
+    io_num: str | None = None,
+    slot: str | None = None,
+) -> tuple[str, Any]:
     """MLP kernels: wi, or the gated wi_0 and wi_1 (E,F); wo (F,E)."""
     del opts
     if io_name == "wo" and io_num is not None:
@@ -108,7 +130,9 @@ def mlpblock(opts, key, val, encdec, blocknum, io_name, io_num=None, slot=None):
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_([0-9]+)/(?:layer|rms)_norm/scale{_SLOT}")
-def layernorms(opts, key, val, encdec, blocknum, lyrnum, slot=None):
+def layernorms(
+    opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, lyrnum: str, slot: str | None = None
+) -> tuple[str, Any]:
     """The norm before a sublayer (E,); its number tells which sublayer."""
     del opts, key
     norms = _LAYER_NORMS[encdec]
@@ -118,7 +142,9 @@ def layernorms(opts, key, val, encdec, blocknum, lyrnum, slot=None):
 
 
 @t5_importer.add(rf"{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}")
-def final_layernorms(opts, key, val, encdec, slot=None):
+def final_layernorms(
+    opts: Mapping[str, Any], key: str, val: Any, encdec: str, slot: str | None = None
+) -> tuple[str, Any]:
     """The norm after a tower (E,)."""
     del opts, key
     tower = _tower(encdec)
@@ -126,13 +152,13 @@ def final_layernorms(opts, key, val, encdec, slot=None):
 
 
 @t5_importer.add(rf"(?:decoder|transformer)/logits/kernel{_SLOT}")
-def final_logits(opts, key, val, slot=None):
+def final_logits(opts: Mapping[str, Any], key: str, val: Any, slot: str | None = None) -> tuple[str, Any]:
     """The output projection (E,V)."""
     del opts, key
     return _place("decoder/logits_dense/kernel", slot), val
 
 
-# --- What a name alone does not decide.
+# --- What a single name does not decide.
 
 _STATES = "state/param_states/"
 _FACTORS = frozenset({"v_row", "v_col"})
@@ -147,9 +173,9 @@ _SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relp
 def place_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
     """New names for relative biases that a whole tower shares.
 
-    Mesh TensorFlow keeps a shared bias in block 0. A tower whose bias the target names shared, or per layer, gets it
-    so; where the target names neither, a bias in block 0 alone is a shared one. (Several biases in the file and one
-    in the target stay apart, and so do a shared one in the file and several in the target: neither is the other.)
+    Mesh TensorFlow keeps a shared bias in block 0. A bias in block 0 alone is taken as the tower's, unless the target
+    has biases in layers and none for the tower, and either they are in layer 0 alone or the file has a single block.
+    Several biases in the file never become one, and a shared one in the file never becomes several.
 
     Args:
       names: translated names, all of them.
@@ -194,12 +220,11 @@ def _is_shared(target_shares: bool, target_layers: set[int], blocks: int) -> boo
 def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
     """The (1,) zeros that T5X's Adafactor keeps in unused slots and Mesh TensorFlow does not store.
 
-    Only for a parameter that has slots at all, and never in place of a slot that the file ought to have: without them
-    there is no state to complete.
+    Only for a parameter that has slots, and never in place of a slot that the file should have.
 
     Args:
       names: translated names.
-      target: the target's leaves by name, which get what they have and the names lack; None for all placeholders.
+      target: the target's leaves by name: only placeholders that are among them are made; None for all placeholders.
 
     Returns:
       The missing entries: float32, or the dtype of the target's own placeholder.

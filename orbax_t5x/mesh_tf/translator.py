@@ -1,8 +1,8 @@
-"""Names of one checkpoint become names of another by an ordered table of patterns and functions.
+"""Renames the leaves of a checkpoint by an ordered table of patterns and functions.
 
 The interface is T5X's: `add(pattern)` decorates a rule, `apply(flatdict, **opts)` runs the first rule whose pattern
-matches the whole name. A rule sees names and lazy arrays and reads nothing. What no rule knows, and two names that
-land on one, are errors that list names and never the arrays.
+matches the whole name. A rule gets names and lazy arrays and reads nothing. Names that no rule matches, and two names
+that become one, are errors that list names and never the arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RECORDED_MODULES = {"orbax_t5x.mesh_tf.rules": "orbax_t5x.rules.mesh_tf"}
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """What came of one flat dict.
+    """The translation of one flat dict.
 
     Attributes:
       values: by new name, in the order of the sources.

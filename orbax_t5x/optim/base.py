@@ -41,7 +41,7 @@ class OptimizerDef:
       hyper_params: a Flax struct (anything with `replace`), or a list of them.
       keeps_param_tree: whether `param_states` is a tree like the parameters with one entry in the place of each.
       needs_param_axes: whether the logical axes of the parameters must be given (`set_param_axes`) before a state is
-      made.
+        made.
     """
 
     keeps_param_tree: bool = True

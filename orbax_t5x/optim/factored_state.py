@@ -1,9 +1,10 @@
-"""T5X's Adafactor slots and the factored state of `optax.adafactor`: which leaf is which, if any.
+"""Which leaf of T5X's Adafactor slots has the values of which leaf of `optax.adafactor`'s factored state.
 
 Both keep running means of the squared gradient over one dimension of each matrix. Optax always takes the two largest
 dimensions: its v_row lacks the largest, its v_col the second largest. T5X does so for matrices by size; under logical
-axis rules it may have them the other way round, over other dimensions, or over groups of them. So a slot is either the
-other library's same slot, or its other one, or has no counterpart; then nothing is converted and the problem says why.
+axis rules it may exchange the two, or average over other dimensions or groups of them. So a slot is equal to the slot
+of the same name in the other library, or to the other one, or to none; then nothing is converted and the problem says
+why.
 Names and shapes only: nothing here reads a value.
 """
 
@@ -31,8 +32,8 @@ class Conversion:
     Attributes:
       renames: for each leaf of the target's state, the source leaf with the same values.
       placeholders: leaves of the target that are zeros of shape (1,) and have no source.
-      unused: source leaves that hold nothing (placeholders) or are counted elsewhere, to be dropped.
-      problems: what cannot be converted exactly.
+      unused: source leaves to drop: placeholders, and counters that the step of the other library stands for.
+      problems: the leaves that cannot be converted exactly, and why.
     """
 
     renames: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -54,7 +55,7 @@ def match_slots(
         parameter of rank 3 and above are equal.
 
     Raises:
-      ValueError: they do not hold the same, or it cannot be told.
+      ValueError: the values are not the same, or the shapes are ambiguous.
     """
     same = {slot: slot for slot in _SLOTS}
     t5x_whole, optax_whole = _is_whole(t5x, shape), _is_whole(optax, shape)
@@ -124,7 +125,7 @@ class _Pairing:
     """One factored Optax state against T5X's slots.
 
     Attributes:
-      result: where findings go.
+      result: the conversion, to which leaves and problems are added.
       t5x, optax: shapes by name on each side.
       prefix: of the factored state's fields.
       entries: the prefixes of all entries of the chain that it stands in, its own among them.
@@ -171,7 +172,7 @@ class _Pairing:
         self._convert_momentum(param, shape)
 
     def _convert_momentum(self, param: str, shape: Shape) -> None:
-        """Optax keeps it in the state of its `ema`; T5X's m is always there, as a placeholder if need be."""
+        """Adds the momentum: the state of Optax's `ema`, and T5X's m, which is a placeholder where there is none."""
         m = f"{_T5X_STATES}{param}/m"
         if m not in self.t5x:
             return

@@ -4,8 +4,8 @@ A state holds trees like the parameters (moments, averages, accumulators) among 
 itself says where they are: an optimizer initialised with a placeholder for the parameters has it wherever such a tree
 belongs (`optax.tree_utils.tree_map_params`). Where an optimizer cannot be initialised so, or is not at hand, trees of
 the same structure are looked for. Each leaf of such a tree then takes its parameter's axes by shape: all of them, those
-of the dimensions that a factored moment kept, or those behind a leading history dimension. What stays in doubt gets
-None, which means replicated: never wrong, only larger.
+of the dimensions that a factored moment kept, or those behind a leading history dimension. What stays ambiguous gets
+None, which means replicated: always right, though it takes more memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from orbax_t5x.optim.optax_state import named_leaves, open_node
 from orbax_t5x.trees.pytree_names import key_text
 
 
-class _Slot:
-    """A leaf of a state: where it stands and its shape. No pytree, so that a tree of them is walked as the state is."""
+class _StateLeaf:
+    """The path and shape of a leaf of a state. It is no pytree node, so a tree of these has the state's structure."""
 
     def __init__(self, path: tuple[str, ...], shape: tuple[int, ...]):
         self.path = path
         self.shape = shape
 
 
-class _Root:
+class _ParamTree:
     """Marks a tree like the parameters within a state."""
 
     def __init__(self, tree: Any):
@@ -50,25 +50,25 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
       initable: the gradient transformation that made the state, if at hand.
     """
     slots = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _Slot(tuple(map(key_text, path)), np.shape(leaf)),
+        lambda path, leaf: _StateLeaf(tuple(map(key_text, path)), np.shape(leaf)),
         state,
     )
     marked = _ask_optax(initable, slots, params_axes)
     if marked is None:
         return _search(slots, _candidates(params_axes, params))
     return jax.tree.map(
-        lambda node: _assign(node.tree, params_axes, params) if isinstance(node, _Root) else None,
+        lambda node: _assign(node.tree, params_axes, params) if isinstance(node, _ParamTree) else None,
         marked,
     )
 
 
 def _ask_optax(initable: Any, slots: Any, params_axes: Any) -> Any:
-    """The slots with every tree like the parameters wrapped in a `_Root`, or None where Optax cannot tell."""
+    """The slots with every tree like the parameters wrapped in a `_ParamTree`, or None where Optax cannot tell."""
     if initable is None or isinstance(params_axes, optax.LookaheadParams):
         # A lookahead optimizer logs that it got no lookahead parameters when it meets the placeholder.
         return None
     try:
-        return optax.tree_utils.tree_map_params(initable, _Root, slots, is_leaf=lambda _: True)
+        return optax.tree_utils.tree_map_params(initable, _ParamTree, slots, is_leaf=lambda _: True)
     except Exception:
         # The optimizer's own code has met a placeholder, so any exception may come.
         return None
@@ -79,7 +79,7 @@ def _search(node: Any, candidates: list[tuple[Any, Any]]) -> Any:
     opened = open_node(node)
     for axes, params in candidates:
         if open_node(axes) is None:
-            # Parameters that are a single array have no structure to find; the shape alone tells.
+            # Parameters that are a single array have no structure to compare; only the shape is left.
             if opened is None and node.shape == _only_shape(params):
                 return axes
         elif opened is not None and _fits(node, axes, allow_records=isinstance(axes, Mapping)) and _has_slots(node):
@@ -102,9 +102,8 @@ def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
     Args:
       node: of a tree of slots.
       axes: of the parameters.
-      allow_records: whether a parameter's place may hold several leaves. Not so for parameters in tuples and lists,
-      which
-        states of chained optimizers look like.
+      allow_records: whether a state may have several leaves for a parameter. False where the parameters are a tuple or
+        a list, because the states of chained optimizers look the same.
     """
     opened, wanted = open_node(node), open_node(axes)
     if wanted is None:
@@ -121,7 +120,7 @@ def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
 
 
 def _has_slots(node: Any) -> bool:
-    return any(isinstance(leaf, _Slot) for leaf in jax.tree.leaves(node))
+    return any(isinstance(leaf, _StateLeaf) for leaf in jax.tree.leaves(node))
 
 
 def _is_masked(node: Any) -> bool:
@@ -155,7 +154,7 @@ def _only_shape(param: Any) -> tuple[int, ...] | None:
     return np.shape(leaves[0]) if len(leaves) == 1 else None
 
 
-def _spec(slot: _Slot, axes: Any, param_shape: tuple[int, ...] | None) -> PartitionSpec | None:
+def _spec(slot: _StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -> PartitionSpec | None:
     """The axes of a leaf that stands in a parameter's place."""
     shape = slot.shape
     if axes is None or not shape:
@@ -181,7 +180,7 @@ def _spec(slot: _Slot, axes: Any, param_shape: tuple[int, ...] | None) -> Partit
     return None if kept is None else PartitionSpec(*(names[dim] for dim in kept))
 
 
-def _kept_dims(slot: _Slot, param_shape: tuple[int, ...], names: tuple[Any, ...]) -> tuple[int, ...] | None:
+def _kept_dims(slot: _StateLeaf, param_shape: tuple[int, ...], names: tuple[Any, ...]) -> tuple[int, ...] | None:
     """The dimensions of the parameter that a leaf of lower rank still has, or None where that cannot be known."""
     shape = slot.shape
     all_dims = range(len(param_shape))
@@ -204,7 +203,7 @@ def _kept_dims(slot: _Slot, param_shape: tuple[int, ...], names: tuple[Any, ...]
     return None
 
 
-def _factored_drop(slot: _Slot, param_shape: tuple[int, ...]) -> tuple[int, ...]:
+def _factored_drop(slot: _StateLeaf, param_shape: tuple[int, ...]) -> tuple[int, ...]:
     """The dimension that Optax's factored moments average over: v_row the largest one, v_col the second largest."""
     dims = dims_by_size(param_shape)
     if dims is None:

@@ -1,11 +1,10 @@
 """State dicts of any pytree: nested dicts keyed by text, as `flax.serialization` names them, and back.
 
-Optimizer states are deeper than what Flax registers: ordered dicts, data classes, nodes of other packages. Every node
-that JAX can open has a state dict here, with the names of JAX's key paths: dict keys, field names, sequence indices as
-text. Leaves pass through
-untouched, whatever they are: arrays, abstract leaves, partition specs, typed PRNG keys, None. Going back, a reference
-gives the structure and none of its leaves is looked at; entries that hold nothing may be absent, any other absent entry
-is an error that names them all.
+Optimizer states hold more kinds of nodes than Flax registers: ordered dicts, data classes, nodes of other packages.
+Every node that JAX can flatten has a state dict here, with the names of JAX's key paths: dict keys, field names,
+sequence indices as text. Leaves of any type pass through untouched: arrays, abstract leaves, partition specs, typed
+PRNG keys, None. Going back, a reference gives the structure; its leaves are not used. Entries without leaves may be
+absent; other absent entries are an error that names them all.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def hf_t5_to_t5x(
       scale_decoder_outputs: as config.json has it, for a tied file and a target with `logits_dense`: False takes
         the transposed embedding, True is an error. None: True for T5.1.0 (`wi`), False for gated models, with a
         warning.
-      prefix: what the names stand below where there is no target.
+      prefix: of the names where there is no target.
     """
     arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
     shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]

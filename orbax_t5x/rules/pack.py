@@ -14,15 +14,14 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RulePack(Chain):
-    """Maps one model's tree to another's. Every step is optional, the pack as a whole is not: if nothing matches,
-    that is a problem.
+    """Maps one model's tree to another's. A step may match nothing; it is a problem if none of them matches anything.
 
     Attributes:
       steps: forwards.
       back: the steps backwards.
       name: the function that made it, with its arguments, as text.
       example: a name as the pack expects it.
-      found: what `infer` saw; no part of what the pack is.
+      found: what `infer` found in the checkpoint, as text; packs that differ in it alone are equal.
     """
 
     back: tuple[Transform, ...] = ()
@@ -40,7 +39,7 @@ class RulePack(Chain):
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         before = len(diagnostics.problems)
-        # The same lists and dicts, so findings go to the caller's.
+        # The copy shares the caller's lists and dicts, so problems arrive there.
         result = super().apply(state, target, dataclasses.replace(diagnostics, warns_of_unused=False))
         same = result.keys() == state.keys() and all(result[name] is value for name, value in state.items())
         if self.steps and same and len(diagnostics.problems) == before:
@@ -55,7 +54,7 @@ class RulePack(Chain):
         return result
 
     def digest(self) -> str | None:
-        """As `Transform.digest`; what `infer` saw does not count."""
+        """As `Transform.digest`; `found` does not count."""
         return super().digest() if not self.found else dataclasses.replace(self, found="").digest()
 
     def __repr__(self) -> str:

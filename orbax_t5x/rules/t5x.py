@@ -1,10 +1,9 @@
 r"""Between T5X's layouts of one T5: minimal, scalable (unscanned) and scanned. No transposes, C-order reshapes only.
 
-Minimal: `encoder/layers_3/attention/query/kernel` (E, H*D), one relative bias per tower. Scalable: (E, H, D), a
-  bias in every layer.
-Scanned: `encoder/encoder/attention/query/kernel` (E, L, H, D), all layers on one axis. Encoder and decoder may
-  differ in depth; either
-may be missing. Names may stand below `target/`, `params/` or anything else; the optimizer's leaves follow.
+Minimal: `encoder/layers_3/attention/query/kernel` (E, H*D), one relative bias per tower. Scalable: (E, H, D), a bias
+in every layer. Scanned: `encoder/encoder/attention/query/kernel` (E, L, H, D), all layers on one axis. Encoder and
+decoder may differ in depth; either may be missing. Names may be below `target/`, `params/` or any other prefix; the
+optimizer's leaves follow.
 """
 
 from __future__ import annotations

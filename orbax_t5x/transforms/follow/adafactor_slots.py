@@ -1,4 +1,4 @@
-"""T5X's Adafactor slots and `optax.adafactor`'s factored state, as a transform: exact, or a problem that says why."""
+"""A transform between T5X's Adafactor slots and `optax.adafactor`'s factored state; what is not exact is a problem."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from orbax_t5x.trees.flat import FlatState
 class AdafactorSlots(Transform):
     """Gives T5X's Adafactor slots to `optax.adafactor`'s factored state, or the other way round.
 
-    The direction follows from what the target has; the factored state may stand anywhere in it. Counters come from the
-    step. Where the two libraries have averaged over different dimensions, or only one has factored or keeps momentum,
-    nothing is converted and the problem says why. `state/step` stays. Run it before transforms that rename parameters.
+    The target decides the direction; the factored state may be anywhere in it. Counters come from the step. Where the
+    two libraries have averaged over different dimensions, or only one has factored or keeps momentum, nothing is
+    converted and the problem says why. `state/step` stays. Run it before transforms that rename parameters.
 
     Attributes:
       rules: pairs (parameter name, T5X's rule for it as FactorDims) for parameters of rank 3 and more whose shapes do
-        not tell which dimensions were averaged over.
+        not show which dimensions were averaged over.
     """
 
     rules: tuple[tuple[str, tuple[FactorDim, ...]], ...] = ()
@@ -60,7 +60,7 @@ class AdafactorSlots(Transform):
     def _renamed(
         self, state: FlatState, target: FlatState, found: Conversion, diagnostics: Diagnostics
     ) -> dict[str, Any]:
-        # The step is the train state's as well as Optax's counters': what becomes of it is for the caller to say.
+        # The step is also the train state's: it stays, and the caller's other transforms decide about it.
         leaving = (*found.renames.values(), *found.unused)
         moved = {name for name in leaving if (name not in target or name in found.renames) and name != T5X_STEP}
         result = {name: value for name, value in state.items() if name not in moved}

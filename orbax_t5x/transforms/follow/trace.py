@@ -1,10 +1,9 @@
-"""Following what a transform does to parameters, so that the same can be done to what belongs to them.
+"""Records what a transform does to parameters, and does the same to arrays that belong to them.
 
-A transform is run on symbols: views of leaves that cannot be read. What it makes of them is a graph of views, and
-  that graph can be
-built again over other arrays: over the parameters themselves, over a momentum of the same shape, or over an array
-  that keeps only some
-of the parameter's dimensions, because the others were averaged away (a factored second moment).
+A transform is run on symbols: views of leaves that cannot be read. Its results are graphs of views over symbols. A
+graph is built again over other arrays: over the parameters themselves, over a momentum of the same shape, or over an
+array that keeps only some of the parameter's dimensions, because the others were averaged away (a factored second
+moment).
 """
 
 from __future__ import annotations
@@ -93,10 +92,10 @@ class Replay:
     """Builds a graph of views again over other leaves.
 
     Attributes:
-      leaf: gives what stands in for a symbol, as an array of the kept dimensions; it may raise `CannotFollowError`.
+      leaf: returns the array for a symbol, with the kept dimensions alone; it may raise `CannotFollowError`.
       casts: whether casts are done, too.
-      is_exact: whether everything so far was; cutting or repeating a dimension that was averaged away is not, nor
-        is averaging.
+      is_exact: whether all that was built so far is exact. Slicing or repeating a dimension that was averaged away is
+        not, nor is averaging.
     """
 
     leaf: Callable[[Symbol, Kept], View]
