@@ -70,12 +70,3 @@ def test_digests_stay(digest):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_names_of_functions_stay(name):
     assert qualified_name(FUNCTIONS[name]) == name
-
-
-def test_every_pack_is_here():
-    packs = {
-        transform.name.removeprefix("inverse of ")
-        for transform in DIGESTS.values()
-        if isinstance(transform, R.RulePack)
-    }
-    assert {name.partition("(")[0] for name in packs} == set(R.__all__) - {"RulePack", "infer"}
