@@ -38,6 +38,7 @@ from orbax_t5x.mesh_tf.rules import (
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
+from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.translate import Translate
 from orbax_t5x.trees.flat import flatten, unflatten
@@ -137,13 +138,13 @@ def _fit(
         extra = [name for name in extra if not name.startswith(_SLOTS)]
     problems = []
     if missing:
-        problems.append(Problem("missing", None, f"the state has {_listed(missing)}, which the checkpoint lacks"))
+        problems.append(Problem("missing", None, f"the state has {_names_text(missing)}, which the checkpoint lacks"))
     if extra and strict:
         problems.append(
             Problem(
                 "leftover",
                 None,
-                f"the checkpoint has {_listed(extra)}, which the state lacks",
+                f"the checkpoint has {_names_text(extra)}, which the state lacks",
                 "pass strict=False to leave them out",
             )
         )
@@ -155,10 +156,8 @@ def _fit(
     shapes = [(name, tuple(values[name].shape), _shape(target[name])) for name in sorted(wanted)]
     wrong = [(name, found, shape) for name, found, shape in shapes if shape is not None and found != shape]
     if wrong:
-        shown = wrong[:_SHOWN_NAMES]
-        text = "; ".join(f"{name!r} has shape {found}, the state's is {shape}" for name, found, shape in shown)
-        more = f"; and {len(wrong) - _SHOWN_NAMES} more" if len(wrong) > _SHOWN_NAMES else ""
-        raise LeafMismatchError(text + more, path=path, leaf=wrong[0][0])
+        texts = [f"{name!r} has shape {found}, the state's is {shape}" for name, found, shape in wrong]
+        raise LeafMismatchError(listed(texts, _SHOWN_NAMES, separator="; "), path=path, leaf=wrong[0][0])
     return {name: None if leaf is None else values[name] for name, leaf in target.items()}
 
 
@@ -169,10 +168,8 @@ def _raise_broken(values: Mapping[str, Any]) -> None:
             leaf.raise_error()
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
-    more = len(names) - _SHOWN_NAMES
-    return f"{len(names)} name{'' if len(names) == 1 else 's'}: {shown}" + (f" and {more} more" if more > 0 else "")
+def _names_text(names: Sequence[str]) -> str:
+    return f"{counted(len(names), 'name')}: {listed(map(repr, names), _SHOWN_NAMES)}"
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:

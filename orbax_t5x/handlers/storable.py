@@ -15,6 +15,7 @@ import tensorstore as ts
 
 from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.lazy import LazyArray
+from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.pytree_names import leaf_name
 
@@ -39,12 +40,11 @@ def check_leaves(
             skip = False
     if not reasons or (skip and len(reasons) < len(names)):
         return skipped
-    shown = "; ".join(f"{name!r} {reason}" for name, reason in list(reasons.items())[:_SHOWN_LEAVES])
-    more = f"; and {len(reasons) - _SHOWN_LEAVES} more" if len(reasons) > _SHOWN_LEAVES else ""
+    shown = listed([f"{name!r} {reason}" for name, reason in reasons.items()], _SHOWN_LEAVES, separator="; ")
     fix = "" if skip else '; nothing was written. Leave them out of the tree, or pass on_unsupported="skip"'
     first = next(iter(reasons))
     raise UnsupportedCheckpointError(
-        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}{more}{fix}",
+        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}{fix}",
         leaf=first if len(reasons) == 1 else None,
     )
 
@@ -86,7 +86,7 @@ def storable(dtype: np.dtype) -> bool:
 def check_names(paths: Sequence[tuple[Any, Any]], skipped: Mapping[str, Any]) -> None:
     """Orbax joins a leaf's keys with dots: two leaves that then have one name would be written over each other."""
     stored: dict[str, str] = {}
-    problems = []
+    problems: list[Problem] = []
     for path, _ in paths:
         name = leaf_name(path)
         if name in skipped:

@@ -19,6 +19,7 @@ import numpy as np
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.text.wording import listed
 
 # Inputs of a stack, and things done to them, that a description names.
 _SHOWN_INPUTS = 4
@@ -195,7 +196,7 @@ class Node(abc.ABC):
     def summary(self) -> str:
         """Shape, dtype, leaves and what was done to them, as one text; no data."""
         names = [leaf.name for leaf in self.leaves()]
-        of = repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "nothing"
+        of = listed(map(repr, names), 1) or "nothing"
         text = self.describe()
         extra = f", {text}" if text else ""
         return f"shape={self.shape}, dtype={self.dtype.name}, of={of}{extra}"
@@ -219,8 +220,7 @@ def _inputs_text(texts: list[str]) -> str:
     if len(inputs_of) == 1:
         return texts[0]
     parts = [
-        f"{text} of input{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_SHOWN_INPUTS])}"
-        + (f" and {len(numbers) - _SHOWN_INPUTS} more" if len(numbers) > _SHOWN_INPUTS else "")
+        f"{text} of input{'s' if len(numbers) > 1 else ''} {listed(numbers, _SHOWN_INPUTS)}"
         for text, numbers in inputs_of.items()
         if text
     ]

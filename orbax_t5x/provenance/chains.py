@@ -66,14 +66,14 @@ def _rules(transform: Any) -> list[str]:
         return [_described(transform) or qualified_name(transform)]
     lists = {key: value for key, value in arguments.items() if isinstance(value, (list, tuple)) and len(value) > 1}
     if not lists:
-        return [_described(transform) or f"{name}({_listed(arguments)})"]
+        return [_described(transform) or f"{name}({_arguments_text(arguments)})"]
     longest = max(lists, key=lambda key: len(lists[key]))
-    rest = _listed({key: value for key, value in arguments.items() if key != longest})
+    rest = _arguments_text({key: value for key, value in arguments.items() if key != longest})
     return [f"{name}{f'({rest})' if rest else ''}: {_text(item)}" for item in lists[longest]]
 
 
 def _shown_fields(transform: Any) -> dict[str, Any]:
-    shown = {}
+    shown: dict[str, Any] = {}
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
         at_default = field.default is not dataclasses.MISSING and value is field.default
@@ -90,7 +90,7 @@ def _arguments(partial: functools.partial[Any]) -> dict[str, Any]:
         return {**{str(index): value for index, value in enumerate(partial.args)}, **partial.keywords}
 
 
-def _listed(arguments: Mapping[str, Any]) -> str:
+def _arguments_text(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={_text(value)}" for key, value in arguments.items())
 
 

@@ -31,6 +31,7 @@ from orbax_t5x.provenance.records import (
     is_unrecorded,
     make_entry,
 )
+from orbax_t5x.text.wording import listed
 
 Asker = Literal["own step", "restore", "convert"]
 """Who wants the transforms: a restore of the run's own step (a handler's, without `source=`); any other restore or
@@ -162,8 +163,7 @@ def _changes_no_value(question: Question) -> bool:
 
 def _brief(entry: Entry) -> str:
     rules = applied_rules(entry)
-    more = f" and {len(rules) - 1} more" if len(rules) > 1 else ""
-    return f"{next(iter(rules))}{more}"
+    return listed(rules, 1)
 
 
 def _already_applied(entry: Entry) -> str:
@@ -185,9 +185,7 @@ def _differences(entry: Entry, chain: ChainRecord) -> str:
     ]
     if not lines:
         return f"the rules read the same ({_brief(entry)}), but their data or functions differ"
-    shown = "; ".join(lines[:_SHOWN_DIFFERENCES])
-    more = len(lines) - _SHOWN_DIFFERENCES
-    return f"{shown}; and {more} more" if more > 0 else shown
+    return listed(lines, _SHOWN_DIFFERENCES, separator="; ")
 
 
 # -- several items

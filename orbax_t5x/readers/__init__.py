@@ -42,6 +42,7 @@ from orbax_t5x.readers.safetensors.open import open_safetensors
 from orbax_t5x.readers.t5x.open import open_t5x
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.text.wording import listed
 
 __all__ = ["Checkpoint", "Limits", "latest_step", "open_checkpoint"]
 
@@ -255,7 +256,7 @@ def _unknown(seen: Sighting) -> CheckpointError:
         return UnsupportedCheckpointError(foreign, path=seen.path)
     sought = "; ".join(row.sought for row in _FORMATS)
     if seen.kind == "directory":
-        shown = ", ".join(sorted(seen.names)[:_SHOWN_NAMES]) + (", …" if len(seen.names) > _SHOWN_NAMES else "")
+        shown = listed(sorted(seen.names), _SHOWN_NAMES)
         message = f"no checkpoint here: looked for {sought}; a root with finished steps; found {shown or 'nothing'}"
         return CheckpointNotFoundError(message, path=seen.path)
     return UnsupportedCheckpointError(

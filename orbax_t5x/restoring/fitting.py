@@ -20,6 +20,7 @@ from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape, key_impl_of
+from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import conversion, kind_of
 
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
@@ -228,5 +229,4 @@ def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
 
 def _described_source(view: View) -> str:
     names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
-    shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-    return f"from {shown}" if shown else "a constant"
+    return f"from {listed(names, 2)}" if names else "a constant"

@@ -23,6 +23,7 @@ from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype
 from orbax_t5x.restoring.targets import MODEL_PARAMETERS, Target
+from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.translate import missing_translation
@@ -273,12 +274,11 @@ class Matcher:
         left = self._leftovers()
         if not left:
             return
-        shown = ", ".join(left[:_SHOWN_LEFTOVERS]) + (" …" if len(left) > _SHOWN_LEFTOVERS else "")
         self._problem(
             "leftover",
             left[0] if len(left) == 1 else None,
-            f"{len(left)} {'leaf' if len(left) == 1 else 'leaves'} of the checkpoint without a place in the target: "
-            + shown,
+            f"{leaves_text(len(left))} of the checkpoint without a place in the target: "
+            + listed(left, _SHOWN_LEFTOVERS),
             "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules",
         )
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from orbax_t5x.lazy import View, stack
+from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, is_name, new_name, pattern_text
@@ -148,7 +149,7 @@ class StackLayers(ByRules):
         lacking = [number for number in range(depth) if number not in layers]
         if not lacking:
             return True
-        shown = ", ".join(map(str, lacking[:_SHOWN_LAYERS])) + (", …" if len(lacking) > _SHOWN_LAYERS else "")
+        shown = listed(map(str, lacking), _SHOWN_LAYERS)
         example = layers[min(layers)].string
         diagnostics.problem(
             "missing",

@@ -14,6 +14,7 @@ from typing import Any
 
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
+from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
@@ -101,13 +102,10 @@ def _note_failures(translation: Translation, count: int, diagnostics: Diagnostic
     unmatched = translation.unmatched
     if not unmatched:
         return
-    shown = ", ".join(repr(name) for name in unmatched[:_SHOWN_NAMES])
-    more = len(unmatched) - _SHOWN_NAMES
     diagnostics.problem(
         "translate",
         unmatched[0] if len(unmatched) == 1 else None,
-        f"no translation rule matches {len(unmatched)} of {count} names: {shown}"
-        + (f" and {more} more" if more > 0 else ""),
+        f"no translation rule matches {len(unmatched)} of {count} names: {listed(map(repr, unmatched), _SHOWN_NAMES)}",
         "leave Translate out where the checkpoint has the target's names already; otherwise take the names out before "
         "it with Drop, or pass a CheckpointTranslator that knows them",
     )

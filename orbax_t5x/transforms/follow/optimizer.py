@@ -16,6 +16,7 @@ from typing import Any
 
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.optim.factor_rules import FactorDim
+from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -201,7 +202,6 @@ class _Following:
         """Records one warning per reason for what was reset."""
         for reason, names in self._reset.items():
             count = f"{len(names)} optimizer leaves are" if len(names) > 1 else "one optimizer leaf is"
-            more = f"{names[0]!r} …" if len(names) > 1 else repr(names[0])
             self._diagnostics.warnings.append(
-                f"FollowOptimizer: {count} reset ({reason}): {more}; give them by fallback="
+                f"FollowOptimizer: {count} reset ({reason}): {listed(map(repr, names), 1)}; give them by fallback="
             )
