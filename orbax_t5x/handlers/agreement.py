@@ -48,8 +48,8 @@ class Agreement:
         if not self._several:
             return mine
         text = json.dumps({name: None if lineage is None else list(lineage) for name, lineage in mine.items()})
-        told = self._exchange(text.encode() if jax.process_index() == self._primary else b"")
-        loaded = json.loads(told[self._primary])
+        texts = self._exchange(text.encode() if jax.process_index() == self._primary else b"")
+        loaded = json.loads(texts[self._primary])
         return {name: None if lineage is None else tuple(lineage) for name, lineage in loaded.items()}
 
     def plan(self, sources: Sequence[str], provenance: Sequence[Mapping[str, Any]]) -> None:
@@ -65,8 +65,8 @@ class Agreement:
         if not self._several:
             return
         text = json.dumps([list(sources), [dict(entry) for entry in provenance]], sort_keys=True)
-        told = self._exchange(hashlib.sha256(text.encode()).digest())
-        if len(set(told)) > 1:
+        digests = self._exchange(hashlib.sha256(text.encode()).digest())
+        if len(set(digests)) > 1:
             self._told_failure = True  # all know
             message = "the processes of this restore were given different steps, sources or transforms"
             fix = "call restore with the same arguments on every process"
@@ -80,9 +80,13 @@ class Agreement:
         """
         if not self._several:
             return [payload]
-        told = np.asarray(multihost_utils.process_allgather(np.asarray([len(payload), failed], np.uint32)))
-        told = told.reshape(-1, 2)
-        failures = [index for index in np.flatnonzero(told[:, 1]).tolist() if index != jax.process_index()]
+        sizes_and_failures = np.asarray(
+            multihost_utils.process_allgather(np.asarray([len(payload), failed], np.uint32))
+        )
+        sizes_and_failures = sizes_and_failures.reshape(-1, 2)
+        failures = [
+            index for index in np.flatnonzero(sizes_and_failures[:, 1]).tolist() if index != jax.process_index()
+        ]
         if failed or failures:
             self._told_failure = True
         if failures and not failed:
@@ -90,8 +94,8 @@ class Agreement:
             raise CheckpointIOError(f"the restore failed on process {who} before it read; its own error says why")
         if failed:
             return []
-        longest = max(1, int(told[:, 0].max()))
+        longest = max(1, int(sizes_and_failures[:, 0].max()))
         padded = np.zeros(longest, np.uint8)
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, longest)
-        return [row[: int(size)].tobytes() for row, size in zip(rows, told[:, 0], strict=True)]
+        return [row[: int(size)].tobytes() for row, size in zip(rows, sizes_and_failures[:, 0], strict=True)]

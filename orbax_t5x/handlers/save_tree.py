@@ -185,14 +185,14 @@ def _spans_processes(leaf: Any) -> bool:
 
 def _put_together(treedef: Any, leaves: Sequence[Any], ready: Sequence[Any]) -> Any:
     """The tree of `leaves` without those that are skipped; below anything but plain dicts, None stands for them."""
-    gone = [leaf is _SKIPPED for leaf in ready]
-    if not any(gone):
+    is_skipped = [leaf is _SKIPPED for leaf in ready]
+    if not any(is_skipped):
         return jax.tree_util.tree_unflatten(treedef, leaves)
-    kept = [None if skipped else leaf for leaf, skipped in zip(leaves, gone, strict=True)]
-    return _without(jax.tree_util.tree_unflatten(treedef, kept), jax.tree_util.tree_unflatten(treedef, gone))
+    kept = [None if skipped else leaf for leaf, skipped in zip(leaves, is_skipped, strict=True)]
+    return _without(jax.tree_util.tree_unflatten(treedef, kept), jax.tree_util.tree_unflatten(treedef, is_skipped))
 
 
-def _without(tree: Any, gone: Any) -> Any:
+def _without(tree: Any, is_skipped: Any) -> Any:
     if type(tree) is not dict:
         return tree
-    return {key: _without(value, gone[key]) for key, value in tree.items() if gone[key] is not True}
+    return {key: _without(value, is_skipped[key]) for key, value in tree.items() if is_skipped[key] is not True}

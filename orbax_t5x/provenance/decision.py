@@ -203,8 +203,8 @@ def combine(decisions: Mapping[str, Decision]) -> Decision:
     answers = {name: _answer_text(decision) for name, decision in decisions.items()}
     lineage = _union([decision.lineage for decision in decisions.values()])
     if len(set(answers.values())) > 1:
-        told = "; ".join(f"{name!r}: {answer}" for name, answer in answers.items())
-        what = f"the items of this step have differing records of what was applied to them: {told}"
+        answer_texts = "; ".join(f"{name!r}: {answer}" for name, answer in answers.items())
+        what = f"the items of this step have differing records of what was applied to them: {answer_texts}"
         return Decision(False, lineage, problem=(what, "restore one item at a time with item="))
     warnings = dict.fromkeys(decision.warning for decision in decisions.values() if decision.warning)
     notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)

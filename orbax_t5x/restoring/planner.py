@@ -66,7 +66,7 @@ def build_plan(
         raise RestorePlanError(diagnostics.problems, path=_paths(checkpoints))
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
-    gone = {name for name, value in stored.items() if value is not None} - used - set(unused)
+    dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
     return RestorePlan(
         entries=entries,
         target=flattened
@@ -74,7 +74,7 @@ def build_plan(
         else _everything(checkpoints, state, entries, () if resuming else transforms),
         checkpoints=checkpoints,
         unused=sorted(unused),
-        dropped=sorted(gone),
+        dropped=sorted(dropped),
         warnings=diagnostics.warnings,
         provenance=decision.lineage,
         fallback=matcher.fallback.compute if matcher.fallback is not None else None,

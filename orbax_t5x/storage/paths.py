@@ -237,8 +237,8 @@ class _Walker:
             raise self._leads_out()
         if self._links > _MAX_LINKS:
             raise self._error(CorruptCheckpointError, "symlinks lead in a circle")
-        here = os.path.join(self._top, *self._names)
-        if blob := self._hub_blob(os.path.normpath(os.path.join(here, target))):
+        directory = os.path.join(self._top, *self._names)
+        if blob := self._hub_blob(os.path.normpath(os.path.join(directory, target))):
             self._restart(*blob)
         elif target == self._root.path or target.startswith(self._root.path.rstrip("/") + "/"):
             # Walked, not resolved by name: `realpath` lets ".." follow a file, which the kernel does not.
@@ -248,8 +248,8 @@ class _Walker:
             if resolved != self._root.path and not resolved.startswith(self._root.path.rstrip("/") + "/"):
                 raise self._leads_out()
             # `realpath` forgets that what ends in a slash must be a directory.
-            directory = ["."] if os.path.basename(target) in ("", ".") else []
-            self._restart(self._root.path, [*os.path.relpath(resolved, self._root.path).split("/"), *directory])
+            ending = ["."] if os.path.basename(target) in ("", ".") else []
+            self._restart(self._root.path, [*os.path.relpath(resolved, self._root.path).split("/"), *ending])
         else:
             self._pending.extend(reversed(target.split("/")))
 

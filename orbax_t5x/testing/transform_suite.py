@@ -191,12 +191,12 @@ class TransformSuite:
             "suite = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])\n"
             "print(json.dumps({name: case.make().digest() for name, case in suite.cases.items()}))"
         )
-        here = {name: case.make().digest() for name, case in self.cases.items()}
+        digests = {name: case.make().digest() for name, case in self.cases.items()}
         arguments = [json.dumps(sys.path), type(self).__module__, type(self).__name__]
         environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONWARNINGS": "ignore"}
-        there = subprocess.run(
+        other_process = subprocess.run(
             [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True, check=True
         )
-        assert json.loads(there.stdout.splitlines()[-1]) == here
-        assert len(set(here.values())) == len(here)
-        assert all(case.other().digest() != here[name] for name, case in self.cases.items())
+        assert json.loads(other_process.stdout.splitlines()[-1]) == digests
+        assert len(set(digests.values())) == len(digests)
+        assert all(case.other().digest() != digests[name] for name, case in self.cases.items())

@@ -220,11 +220,11 @@ def read_prng_impls(root: Root, item: str, names: list[str], limits: Limits) -> 
         if not isinstance(entries, list):
             raise CorruptCheckpointError("'array_metadatas' is missing or not a list", path=path)
         for entry in entries:
-            said = entry.get("array_metadata") if isinstance(entry, dict) else None
-            param = said.get("param_name") if isinstance(said, dict) else None
-            if not isinstance(said, dict) or not isinstance(param, str):
+            metadata = entry.get("array_metadata") if isinstance(entry, dict) else None
+            param = metadata.get("param_name") if isinstance(metadata, dict) else None
+            if not isinstance(metadata, dict) or not isinstance(param, str):
                 raise CorruptCheckpointError(f"{str(entry)[:200]} is not the metadata of an array", path=path)
-            extra = said.get("ext_metadata")
+            extra = metadata.get("ext_metadata")
             impl = extra.get("random_key_impl") if isinstance(extra, dict) else None
             if impl is None:
                 continue

@@ -151,9 +151,9 @@ def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
             )
     handlers = step_metadata.get("item_handlers")
     if isinstance(handlers, Mapping) and handlers:
-        said = ", ".join(f"{name!r} by {handler!r}" for name, handler in sorted(handlers.items()))
+        writers = ", ".join(f"{name!r} by {handler!r}" for name, handler in sorted(handlers.items()))
         return UnsupportedCheckpointError(
-            f"no item of this step holds arrays; it was written with {said}", path=root.path
+            f"no item of this step holds arrays; it was written with {writers}", path=root.path
         )
     return CheckpointNotFoundError("no item of this step holds arrays", path=root.path)
 

@@ -108,7 +108,7 @@ def parse_header(data: bytes, file_size: int, path: str, limits: Limits) -> tupl
     if len(parsed) > limits.entries:
         raise LimitExceededError(f"{len(parsed)} tensors, more than Limits.entries = {limits.entries}", path=path)
     begin = LENGTH_BYTES + len(data)
-    entries = [_parse_entry(name, said, begin, path, limits) for name, said in parsed.items()]
+    entries = [_parse_entry(name, entry, begin, path, limits) for name, entry in parsed.items()]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     position = begin
     for entry in entries:
@@ -125,15 +125,15 @@ def parse_header(data: bytes, file_size: int, path: str, limits: Limits) -> tupl
     return entries, metadata
 
 
-def _parse_metadata(said: Any, path: str) -> dict[str, str]:
-    if said is None:  # the format's own library takes null for no metadata
+def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:
+    if metadata is None:  # the format's own library takes null for no metadata
         return {}
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptCheckpointError(f"{_METADATA_KEY} is not an object of strings", path=path)
-    return said
+    return metadata
 
 
-def _parse_entry(name: str, said: Any, begin: int, path: str, limits: Limits) -> Entry:
+def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -> Entry:
     try:
         encoded = len(name.encode())
     except UnicodeEncodeError:
@@ -142,42 +142,42 @@ def _parse_entry(name: str, said: Any, begin: int, path: str, limits: Limits) ->
         raise LimitExceededError(
             f"a name of {encoded} bytes, more than Limits.name_bytes = {limits.name_bytes}", path=path
         )
-    if not isinstance(said, dict) or not isinstance(said.get("dtype"), str):
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
-    shape = _integers(said.get("shape"), "shape", name, path)
+    shape = _integers(entry.get("shape"), "shape", name, path)
     if len(shape) > limits.rank:
         raise LimitExceededError(
             f"{len(shape)} dimensions, more than Limits.rank = {limits.rank}", path=path, leaf=name
         )
-    offsets = _integers(said.get("data_offsets"), "data_offsets", name, path)
+    offsets = _integers(entry.get("data_offsets"), "data_offsets", name, path)
     if len(offsets) != 2 or offsets[1] < offsets[0]:
         raise CorruptCheckpointError(f"data_offsets are {list(offsets)}, not a begin and an end", path=path, leaf=name)
     size = offsets[1] - offsets[0]
-    dtype, error = _dtype(said["dtype"], shape, size, name, path)
+    dtype, error = _dtype(entry["dtype"], shape, size, name, path)
     return Entry(name, shape, begin + offsets[0], begin + offsets[1], dtype, error)
 
 
-def _integers(said: Any, key: str, name: str, path: str) -> tuple[int, ...]:
+def _integers(value: Any, key: str, name: str, path: str) -> tuple[int, ...]:
     # `type`, because True is an int; the bound, because the sum with the header's size must stay a file offset.
-    if type(said) is not list or not all(type(value) is int and 0 <= value <= _MAX_INT for value in said):
-        raise CorruptCheckpointError(f"{key} is {str(said)[:200]}, not a list of sizes", path=path, leaf=name)
-    return tuple(said)
+    if type(value) is not list or not all(type(size) is int and 0 <= size <= _MAX_INT for size in value):
+        raise CorruptCheckpointError(f"{key} is {str(value)[:200]}, not a list of sizes", path=path, leaf=name)
+    return tuple(value)
 
 
 def _dtype(
-    said: str, shape: tuple[int, ...], size: int, name: str, path: str
+    code: str, shape: tuple[int, ...], size: int, name: str, path: str
 ) -> tuple[np.dtype | None, CheckpointError | None]:
     """The dtype, proven to agree with the tensor's size, or why there is none."""
     count = math.prod(shape)
-    bits = _PACKED_BITS.get(said) or (_DTYPES[said].itemsize * 8 if said in _DTYPES else None)
+    bits = _PACKED_BITS.get(code) or (_DTYPES[code].itemsize * 8 if code in _DTYPES else None)
     if bits is None:
-        return None, UnsupportedCheckpointError(f"its dtype {said[:100]!r} is not known", path=path, leaf=name)
+        return None, UnsupportedCheckpointError(f"its dtype {code[:100]!r} is not known", path=path, leaf=name)
     if count * bits != size * 8:
         raise CorruptCheckpointError(
-            f"{said} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}",
+            f"{code} of shape {list(shape)} takes {count * bits / 8:g} bytes, and its range has {size}",
             path=path,
             leaf=name,
         )
-    if said in _PACKED_BITS:
-        return None, UnsupportedCheckpointError(f"its dtype {said} packs elements of {bits} bits", path=path, leaf=name)
-    return _DTYPES[said], None
+    if code in _PACKED_BITS:
+        return None, UnsupportedCheckpointError(f"its dtype {code} packs elements of {bits} bits", path=path, leaf=name)
+    return _DTYPES[code], None

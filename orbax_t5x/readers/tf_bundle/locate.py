@@ -93,8 +93,8 @@ def _find_beside_shard(prefix: str) -> BundlePlace:
 
 def _of_file(path: str) -> BundlePlace:
     root, name = _split(os.path.realpath(path))
-    if (said := _state(root, name)) is not None:
-        return _said_place(root, *said)
+    if (state := _state(root, name)) is not None:
+        return _named_place(root, *state)
     _refuse_v1(root, name)
     raise CheckpointNotFoundError(f"no TensorFlow bundle: there is no {path}.index", path=path)
 
@@ -113,9 +113,9 @@ def _refuse_v1(root: Root, name: str) -> None:
 
 def _in_directory(path: str) -> BundlePlace:
     root = Root(path)
-    said = _state(root, _STATE_FILE) if os.path.lexists(root.join(_STATE_FILE)) else None
-    if said is not None:
-        return _said_place(root, *said)
+    state = _state(root, _STATE_FILE) if os.path.lexists(root.join(_STATE_FILE)) else None
+    if state is not None:
+        return _named_place(root, *state)
     try:
         bundles = sorted(name for name in os.listdir(root.path) if name.endswith(".index"))
     except OSError as error:
@@ -146,27 +146,27 @@ def _state(root: Root, name: str) -> tuple[str, int] | None:
         raise CorruptCheckpointError("its model_checkpoint_path is no text", path=file.path) from None
 
 
-def _said_place(root: Root, said: str, bytes_read: int) -> BundlePlace:
+def _named_place(root: Root, named: str, bytes_read: int) -> BundlePlace:
     """The place that a `checkpoint` file names: below its directory; an absolute path by its last component."""
-    if ".." in said.split("/"):
+    if ".." in named.split("/"):
         raise UnsafeCheckpointError(
-            f"model_checkpoint_path {said!r} leads out of the directory", path=root.join(_STATE_FILE)
+            f"model_checkpoint_path {named!r} leads out of the directory", path=root.join(_STATE_FILE)
         )
     rebased_from = None
-    prefix = said
-    if said.startswith("/"):
+    prefix = named
+    if named.startswith("/"):
         # TensorFlow writes absolute paths, and checkpoints get copied.
-        prefix = os.path.basename(said)
-        if os.path.realpath(os.path.dirname(said)) != root.path:
-            rebased_from = said
-            _LOG.warning("%s names %s; reading %s beside it", root.join(_STATE_FILE), said, prefix)
+        prefix = os.path.basename(named)
+        if os.path.realpath(os.path.dirname(named)) != root.path:
+            rebased_from = named
+            _LOG.warning("%s names %s; reading %s beside it", root.join(_STATE_FILE), named, prefix)
     if not split_name(prefix, path=root.join(_STATE_FILE)):
-        raise CorruptCheckpointError(f"model_checkpoint_path {said!r} names no file", path=root.join(_STATE_FILE))
+        raise CorruptCheckpointError(f"model_checkpoint_path {named!r} names no file", path=root.join(_STATE_FILE))
     try:
         root.stat(f"{prefix}.index")
     except CheckpointNotFoundError:
         _refuse_v1(root, prefix)
         raise CheckpointNotFoundError(
-            f"the {_STATE_FILE!r} file names {said!r}, but there is no {prefix}.index", path=root.path
+            f"the {_STATE_FILE!r} file names {named!r}, but there is no {prefix}.index", path=root.path
         ) from None
     return BundlePlace(root, prefix, rebased_from, bytes_read)

@@ -106,8 +106,8 @@ def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
         return None, 0
     lengths = np.zeros(count, np.int64)
     for group in range(int(width.max())):
-        here = np.flatnonzero(width > group)
-        lengths[here] |= (head[first[here] + group] & 0x7F).astype(np.int64) << (7 * group)
+        longer = np.flatnonzero(width > group)
+        lengths[longer] |= (head[first[longer] + group] & 0x7F).astype(np.int64) << (7 * group)
     return lengths, int(last[-1]) + 1
 
 

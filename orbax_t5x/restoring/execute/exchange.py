@@ -37,8 +37,10 @@ def gather_parts(stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool) -> d
     ]
     # Without jax_enable_x64 an all-gather would narrow int64: each number travels as two uint32.
     mine = np.asarray(noted, np.uint64).reshape(-1, _COLUMNS)
-    told = np.asarray(multihost_utils.process_allgather(np.asarray([len(mine), failed], np.uint32))).reshape(-1, 2)
-    counts, failures = told[:, 0], np.flatnonzero(told[:, 1]).tolist()
+    counts_and_failures = np.asarray(
+        multihost_utils.process_allgather(np.asarray([len(mine), failed], np.uint32))
+    ).reshape(-1, 2)
+    counts, failures = counts_and_failures[:, 0], np.flatnonzero(counts_and_failures[:, 1]).tolist()
     if failures:
         raise CheckpointIOError(f"reading failed on process {', '.join(map(str, failures))}; its own error says why")
     longest = int(np.max(counts))
