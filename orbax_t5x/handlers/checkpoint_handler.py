@@ -52,12 +52,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     """Saves a train state, or any pytree, as plain Orbax; restores a checkpoint of any format into one.
 
     Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`, `ocp.Checkpointer(handler)`, or in a
-      handler
-    registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. What was applied to a run's state is kept
-    per root and item, whichever handler restores and saves it.
+    handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. What was applied to a run's state
+    is kept per root and item, whichever handler restores and saves it.
     """
 
-    typestr = _TypeString()  # pyright: ignore[reportAssignmentType]: differs between class and instance on purpose
+    # Any: Orbax declares a class method, and this answers differently for the class and for an instance.
+    typestr: Any = _TypeString()
 
     def __init__(
         self,

@@ -22,13 +22,14 @@ MEMORY_LIMIT_BYTES = 256 << 20
 several shards need are decoded twice."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _FromKeywords:
     """Options that can be taken from an object with attributes of the same names."""
 
     @classmethod
     def of(cls, keywords: Any) -> Self:
         """The options that an object (`TrainStateRestore`) has as attributes of the same names."""
-        return cls(**{field.name: getattr(keywords, field.name) for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
+        return cls(**{field.name: getattr(keywords, field.name) for field in dataclasses.fields(cls)})
 
 
 # Not compared by value: a fallback may hold arrays.

@@ -27,7 +27,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import CallerThread, LoopThread, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import Leaf, ReadStats, box_size
+from orbax_t5x.lazy import BlockingLeaf, Leaf, ReadStats, box_size
 from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
@@ -197,8 +197,8 @@ class _Execution:
             for leaf, requests in reads:
                 if self._stop.is_set():
                     return None
-                # Only groups whose leaves all have this optional method are blocking.
-                leaf.read_blocking(requests, self._stats)  # type: ignore[attr-defined]
+                assert isinstance(leaf, BlockingLeaf), "a group is blocking when all its leaves are"
+                leaf.read_blocking(requests, self._stats)
             _run_steps(finish)
         return buffers
 
