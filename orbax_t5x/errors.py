@@ -25,7 +25,7 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str, *, path: str | os.PathLike[str] | None = None, leaf: str | None = None):
         self.message = message
-        self.path = None if path is None else os.fspath(path)
+        self.path: str | None = None if path is None else os.fspath(path)
         self.leaf = leaf
         where = [] if self.path is None else [self.path]
         if leaf is not None:
@@ -146,9 +146,9 @@ class RestorePlanError(CheckpointError, ValueError):
     """
 
     def __init__(self, problems: Sequence[Problem], *, path: str | os.PathLike[str] | None = None):
-        self.problems = tuple(problems)
+        self.problems: tuple[Problem, ...] = tuple(problems)
         super().__init__("\n".join([problems_heading(self.problems), *problem_lines(self.problems)]), path=path)
-        self.leaf = self.problems[0].leaf if len(self.problems) == 1 else None
+        self.leaf: str | None = self.problems[0].leaf if len(self.problems) == 1 else None
 
 
 def problems_heading(problems: Sequence[Problem]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ class Agreement:
         self._told_failure = False
 
     @contextlib.contextmanager
-    def planning(self) -> Iterator[None]:
+    def planning(self) -> Generator[None, None, None]:
         """Tells the others, who wait at their next exchange, when this process fails."""
         try:
             yield

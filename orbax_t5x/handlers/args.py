@@ -91,7 +91,7 @@ class TrainStateRestore(ocp.args.CheckpointArgs):
 
     def given(self) -> list[str]:
         """The names of the keywords that are not at their defaults."""
-        changed = []
+        changed: list[str] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             at_default = value is field.default or (isinstance(value, Sequence) and not value and field.default == ())

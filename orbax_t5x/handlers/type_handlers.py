@@ -24,9 +24,9 @@ class StreamedLeaf:
     __slots__ = ("name", "view", "writer")
 
     def __init__(self, view: View, name: str, writer: ChunkWriter):
-        self.view = view
-        self.name = name
-        self.writer = writer
+        self.view: View = view
+        self.name: str = name
+        self.writer: ChunkWriter = writer
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +108,6 @@ class WithStreamedLeaves:
 class GlobalTypeHandlers:
     """Orbax's process-wide table, by its public functions."""
 
-    get = staticmethod(ocp.type_handlers.get_type_handler)
-    has = staticmethod(ocp.type_handlers.has_type_handler)
-    add = staticmethod(ocp.type_handlers.register_type_handler)
+    get: staticmethod[..., Any] = staticmethod(ocp.type_handlers.get_type_handler)
+    has: staticmethod[..., bool] = staticmethod(ocp.type_handlers.has_type_handler)
+    add: staticmethod[..., None] = staticmethod(ocp.type_handlers.register_type_handler)

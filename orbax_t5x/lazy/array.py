@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.concurrency import CarriedError, function_pool, run_in_pool, run_on_read_thread
+from orbax_t5x.trees.narrow import is_mapping
 
 
 class LazyArray(abc.ABC):
@@ -175,8 +176,8 @@ class _Bfloat16Bits:
 
 def _spec_shape_dtype(ts_spec: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype as zarr, zarr3 or N5 metadata, or the spec itself, record them."""
-    json = ts_spec if isinstance(ts_spec, Mapping) else ts_spec.to_json()
-    metadata = json.get("metadata") or {}
+    json: Mapping[str, Any] = ts_spec if is_mapping(ts_spec) else ts_spec.to_json()
+    metadata: Mapping[str, Any] = json.get("metadata") or {}
     shape = metadata.get("shape", metadata.get("dimensions"))
     dtype = metadata.get("dtype", metadata.get("data_type", metadata.get("dataType", json.get("dtype"))))
     if shape is None or not isinstance(dtype, str):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from orbax_t5x.lazy.box import Box
+from orbax_t5x.trees.narrow import is_tuple
 
 # A request costs about a microsecond and a seek; 4 KiB, a page, costs less than either. Lower: more requests for small
 # rows. Higher: bytes are read that readers would have skipped.
@@ -55,7 +56,7 @@ def basic_index(key: Any, shape: tuple[int, ...]) -> IndexMap:
       IndexError: an index out of range, too many indices, or an array, list, float or bool as index; the text gives the
         shape.
     """
-    keys = key if isinstance(key, tuple) else (key,)
+    keys: tuple[Any, ...] = key if is_tuple(key) else (key,)
     ellipses = sum(1 for k in keys if k is Ellipsis)
     if ellipses > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
@@ -139,7 +140,7 @@ def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, 
 
 def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The finest pairs (old sizes, new sizes) of equal product, in order; every size is at least 2."""
-    groups = []
+    groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(old):
         first_i, first_j = i, j
@@ -167,7 +168,7 @@ def interval_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[Bo
     if first == (stop - 1) // inner and stop - start < inner:
         base = first * inner
         return _prefixed(first, inner, interval_boxes(start - base, stop - base, sizes[1:]))
-    pieces = []
+    pieces: list[tuple[Box, int, int]] = []
     if start % inner:
         pieces += _prefixed(first, inner, interval_boxes(start % inner, inner, sizes[1:]))
         first += 1

@@ -35,8 +35,8 @@ class Lowered:
       finish: steps to run in order, one at a time, each once. They may raise `LeafMismatchError`.
     """
 
-    reads: list[tuple[Leaf, Request]] = dataclasses.field(default_factory=list)
-    finish: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    reads: list[tuple[Leaf, Request]] = dataclasses.field(default_factory=list[tuple[Leaf, Request]])
+    finish: list[Callable[[], None]] = dataclasses.field(default_factory=list[Callable[[], None]])
 
     def allocate(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Memory of its own, C-contiguous; it lives until the steps are done."""

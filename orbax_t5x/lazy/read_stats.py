@@ -28,9 +28,9 @@ class ReadStats:
 
     def __init__(self, verify: Verify = "touched"):
         self.verify: Verify = verify
-        self.bytes_read = 0
-        self.gap_bytes = 0
-        self.fill_chunks = 0
+        self.bytes_read: int = 0
+        self.gap_bytes: int = 0
+        self.fill_chunks: int = 0
         self._ranges: dict[object, list[ChecksummedRange]] = {}
         self._lock = threading.Lock()
 

@@ -70,7 +70,7 @@ class StridedNode(Node):
         cuts = [str(first) for first in start]
         for dim, axis in axis_of.items():
             cuts[dim] = _cut_text(start[dim], maps[axis][1], shape[axis], self.input.shape[dim])
-        texts = []
+        texts: list[str] = []
         # A dimension of size 1 that is dropped is no choice among elements.
         if any(cut != ":" and size != 1 for cut, size in zip(cuts, self.input.shape, strict=True)):
             texts.append(f"[{', '.join(cuts)}]")

@@ -15,7 +15,7 @@ import numpy as np
 from orbax_t5x.concurrency import carry, reader_pool, run_in_pool
 from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy.array import LazyArray
-from orbax_t5x.lazy.box import box_size, box_slices, intersect, slices_within
+from orbax_t5x.lazy.box import Box, box_size, box_slices, intersect, slices_within
 from orbax_t5x.lazy.leaf import BlockingLeaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 
@@ -31,11 +31,11 @@ class ValueLeaf(BlockingLeaf):
 
     def __init__(self, value: Any, name: str | None = None):
         self.value = value
-        self.name = "<value>" if name is None else name
+        self.name: str = "<value>" if name is None else name
         self._array: Any = value if is_jax_array(value) else _to_numpy(value)
         self.shape: tuple[int, ...] = tuple(self._array.shape)
         try:
-            self.dtype = np.dtype(self._array.dtype)
+            self.dtype: np.dtype = np.dtype(self._array.dtype)
         except TypeError:
             raise TypeError(
                 f"{self.name}: {self._array.dtype} is no NumPy dtype; for typed keys pass `jax.random.key_data(keys)`"
@@ -54,7 +54,7 @@ class ValueLeaf(BlockingLeaf):
 
     def _copy_shards(self, requests: Sequence[Request]) -> None:
         wanted = [box_size(box) for box, _ in requests]
-        seen = set()
+        seen: set[Box] = set()
         for shard in self._array.addressable_shards:
             place = tuple(part.indices(size)[:2] for part, size in zip(shard.index, self.shape, strict=True))
             if place in seen:
@@ -87,9 +87,9 @@ class OpaqueLeaf(BlockingLeaf):
 
     def __init__(self, array: LazyArray, name: str | None = None):
         self.array = array
-        self.name = "<function>" if name is None else name
-        self.shape = array.shape
-        self.dtype = array.dtype
+        self.name: str = "<function>" if name is None else name
+        self.shape: tuple[int, ...] = array.shape
+        self.dtype: np.dtype = array.dtype
         # It can only be read whole: whoever cuts reads to size must not call the function once per piece.
         self.chunks: tuple[int, ...] | None = array.shape
 

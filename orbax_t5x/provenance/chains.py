@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.provenance.digests import chain_digest, digests_of_version_0_1, qualified_name
+from orbax_t5x.trees.narrow import is_mapping
 
 # A record is stored with every step: longer rules, and more of them, are cut. The digest counts all.
 _RULE_CHARACTERS = 300
@@ -64,7 +65,9 @@ def _rules(transform: Any) -> list[str]:
         name, arguments = type(transform).__name__, _shown_fields(transform)
     else:
         return [_described(transform) or qualified_name(transform)]
-    lists = {key: value for key, value in arguments.items() if isinstance(value, (list, tuple)) and len(value) > 1}
+    lists: dict[str, Sequence[Any]] = {
+        key: value for key, value in arguments.items() if isinstance(value, (list, tuple)) and len(value) > 1
+    }
     if not lists:
         return [_described(transform) or f"{name}({_arguments_text(arguments)})"]
     longest = max(lists, key=lambda key: len(lists[key]))
@@ -98,7 +101,7 @@ def _text(value: Any) -> str:
     """A value on one line, without the contents of arrays."""
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_text, value))})"
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -32,6 +32,7 @@ from orbax_t5x.provenance.records import (
     make_entry,
 )
 from orbax_t5x.text.wording import listed
+from orbax_t5x.trees.narrow import is_mapping
 
 Asker = Literal["own step", "restore", "convert"]
 """Who wants the transforms: a restore of the run's own step (a handler's, without `source=`); any other restore or
@@ -168,7 +169,7 @@ def _brief(entry: Entry) -> str:
 
 def _already_applied(entry: Entry) -> str:
     source = entry["source"]
-    where = ", ".join(source.values()) if isinstance(source, Mapping) else source
+    where = ", ".join(source.values()) if is_mapping(source) else source
     return (
         f"the transforms are not applied: by the checkpoint's record they were applied already, to {where!r}: "
         f"{_brief(entry)}; is_resuming=False applies them again"

@@ -22,10 +22,12 @@ import json
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
+
+from orbax_t5x.trees.narrow import is_mapping
 
 # Larger arrays take longer to hash than a restore should take to plan; their shape and dtype stand for them.
 _CONTENT_LIMIT_BYTES = 1 << 20
@@ -43,7 +45,7 @@ class NoDigestError(Exception):
 
 
 @contextlib.contextmanager
-def digests_of_version_0_1() -> Iterator[None]:
+def digests_of_version_0_1() -> Generator[None, None, None]:
     """Inside, digests are those of version 0.1, for chains that it told apart; others have none."""
     token = _as_version_0_1.set(True)
     try:
@@ -148,7 +150,7 @@ def _encoded(value: Any) -> Any:
         return value
     if isinstance(value, (tuple, list)):
         return [_encoded(item) for item in value]
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         return {"mapping": {str(key): _encoded(item) for key, item in value.items()}}
     if isinstance(value, (frozenset, set)):
         return sorted((_encoded(item) for item in value), key=json.dumps)

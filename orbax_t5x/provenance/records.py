@@ -24,6 +24,7 @@ from typing import Any
 
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.provenance.chains import ChainRecord
+from orbax_t5x.trees.narrow import is_mapping, is_sequence
 
 KEY = "orbax_t5x"
 """The one key under which this package writes into an item's `custom_metadata`."""
@@ -155,10 +156,10 @@ def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None)
     Raises:
       CorruptCheckpointError: they do not.
     """
-    if not isinstance(entries, Sequence) or isinstance(entries, str):
+    if not is_sequence(entries):
         raise CorruptCheckpointError("the provenance record is not a list", path=path)
     for entry in entries:
-        if not isinstance(entry, Mapping) or not (_is_unrecorded_form(entry) or _is_entry_form(entry)):
+        if not is_mapping(entry) or not (_is_unrecorded_form(entry) or _is_entry_form(entry)):
             raise CorruptCheckpointError(f"malformed provenance record {str(entry)[:200]}", path=path)
     return tuple(dict(entry) for entry in entries)
 
@@ -180,12 +181,12 @@ def _is_entry_form(entry: Mapping[str, Any]) -> bool:
 
 
 def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
+    return is_sequence(value) and all(isinstance(item, str) for item in value)
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (
-        isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
+        is_mapping(value) and all(isinstance(part, str) for pair in value.items() for part in pair)
     )
 
 
@@ -197,7 +198,7 @@ def _recorded(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] |
     recorded = found.get(KEY)
     if recorded is None:
         return {}
-    if not isinstance(recorded, Mapping):
+    if not is_mapping(recorded):
         raise CorruptCheckpointError(f"custom_metadata[{KEY!r}] is not a mapping", path=path)
     return recorded
 
@@ -211,17 +212,16 @@ def skipped_from_metadata(
       CorruptCheckpointError: the record does not have the form that this package writes.
     """
     skipped = _recorded(metadata, path).get("skipped", {})
-    if not isinstance(skipped, Mapping):
+    if not is_mapping(skipped):
         raise CorruptCheckpointError("the record of skipped leaves is not a mapping", path=path)
     result: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, entry in skipped.items():
-        shape = entry.get("shape") if isinstance(entry, Mapping) else None
+        shape = entry.get("shape") if is_mapping(entry) else None
         good = (
-            isinstance(entry, Mapping)
+            is_mapping(entry)
             and isinstance(name, str)
             and isinstance(entry.get("dtype"), str)
-            and isinstance(shape, Sequence)
-            and not isinstance(shape, str)
+            and is_sequence(shape)
             and all(type(size) is int and size >= 0 for size in shape)
         )
         if not good:

@@ -25,10 +25,10 @@ class BrokenLeaf(Leaf):
 
     def __init__(self, name: str, error: CheckpointError):
         self.name = name
-        self.path = error.path or ""
+        self.path: str = error.path or ""
         self.shape: tuple[int, ...] = ()
-        self.dtype = np.dtype(object)
-        self.error = error
+        self.dtype: np.dtype = np.dtype(object)
+        self.error: CheckpointError | None = error
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Raises the error, a new one each time: a traceback belongs to one raise."""

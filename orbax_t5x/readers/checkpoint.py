@@ -62,7 +62,7 @@ class Checkpoint:
         self.path = path
         self.format = format
         self.step = step
-        self.metadata = dict(metadata or {})
+        self.metadata: dict[str, Any] = dict(metadata or {})
         self.index_bytes = index_bytes
         self._empties = dict(empties or {})
         self._leaves: Mapping[str, View] = MappingProxyType({name: as_view(leaves[name]) for name in sorted(leaves)})

@@ -143,7 +143,7 @@ class OpenFlag:
 
     def close(self) -> None:
         """Makes every later read a ValueError."""
-        self.closed = True
+        self.closed: bool = True
 
     def check(self, path: str, leaf: str) -> None:
         """Raises ValueError after `close`."""
@@ -181,15 +181,15 @@ class TensorStoreLeaf(Leaf):
           prng_impl: see above.
           files: those that hold the array, as they were before it was opened.
         """
-        self.name = name
-        self.path = path
-        self.shape = tuple(array.shape)
-        self.dtype = np.dtype(array.dtype.numpy_dtype)
+        self.name: str = name
+        self.path: str = path
+        self.shape: tuple[int, ...] = tuple(array.shape)
+        self.dtype: np.dtype = np.dtype(array.dtype.numpy_dtype)
         chunk = array.chunk_layout.read_chunk.shape
         self.chunks: tuple[int, ...] | None = None
         if chunk:
             self.chunks = tuple(size or whole for size, whole in zip(chunk, self.shape, strict=True))
-        self.prng_impl = prng_impl
+        self.prng_impl: str | None = prng_impl
         self._array = array
         self._open = flag
         self._files = files
@@ -255,10 +255,10 @@ class StringLeaf(Leaf):
     __slots__ = ("_open", "_value", "chunks", "dtype", "name", "path", "shape")
 
     def __init__(self, name: str, path: str, value: bytes, flag: OpenFlag):
-        self.name = name
-        self.path = path
+        self.name: str = name
+        self.path: str = path
         self.shape: tuple[int, ...] = ()
-        self.dtype = np.dtype(object)
+        self.dtype: np.dtype = np.dtype(object)
         self.chunks: tuple[int, ...] | None = None
         self._value = value
         self._open = flag

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
@@ -113,7 +113,7 @@ def open_plan(
 
 
 @contextlib.contextmanager
-def _closing(opened: contextlib.ExitStack, plan: RestorePlan) -> Iterator[RestorePlan]:
+def _closing(opened: contextlib.ExitStack, plan: RestorePlan) -> Generator[RestorePlan, None, None]:
     with opened:
         yield plan
 

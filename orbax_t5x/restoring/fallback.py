@@ -28,7 +28,7 @@ class Fallback:
         self.leaves: Mapping[str, Any] = {
             name: leaf for name, leaf in given.items() if leaf is not None and leaf is not ...
         }
-        self.traced = self._function is not None
+        self.traced: bool = self._function is not None
 
     def compute(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
         """The named leaves of what the function returns, each computed straight into its place.

@@ -18,6 +18,7 @@ from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.run_steps import has_older_record, step_item
+from orbax_t5x.trees.narrow import is_mapping
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def decide_resuming(
 def _records(checkpoint: Checkpoint) -> Records:
     """The lineage of each item of a checkpoint; of one that is no mixture, under the empty name."""
     items = checkpoint.metadata.get("items")
-    if isinstance(items, Mapping) and len(items) > 1:
+    if is_mapping(items) and len(items) > 1:
         return {
             name: _record(item, os.path.join(checkpoint.path, name), checkpoint.format) for name, item in items.items()
         }

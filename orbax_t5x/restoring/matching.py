@@ -66,7 +66,7 @@ class Matcher:
         narrowed = self._narrowed(leaves)
         self._leaves = {**leaves, **narrowed} if narrowed else leaves
         self._fitting = Fitting(options, frozenset(narrowed), diagnostics.problems.append)
-        self.fallback = self._open_fallback()
+        self.fallback: Fallback | None = self._open_fallback()
 
     # -- the target's side
 

@@ -7,7 +7,7 @@ from typing import Any
 from orbax_t5x.lazy import Verify
 from orbax_t5x.restoring.execute.executor import execute_plan
 from orbax_t5x.restoring.options import Progress, ReadOptions
-from orbax_t5x.restoring.plan_data import PlanData
+from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.restoring.show.as_data import to_json
 from orbax_t5x.restoring.show.compare import diff
 from orbax_t5x.restoring.show.explain import explain
@@ -39,7 +39,8 @@ class RestorePlan(PlanData):
 
     def run(self, options: ReadOptions) -> Any:
         """`execute`, with its keywords as one record."""
-        values, self.report = execute_plan(self, options)
+        values, report = execute_plan(self, options)
+        self.report: RestoreReport | None = report
         return self.target.rebuild(values)
 
     def explain(self, leaf: str) -> str:

@@ -168,13 +168,13 @@ class PlanData:
         provenance: Sequence[Mapping[str, Any]],
         fallback: Compute | None,
     ):
-        self.entries = tuple(entries)
+        self.entries: tuple[PlanEntry, ...] = tuple(entries)
         self.target = target
-        self.checkpoints = dict(checkpoints)
-        self.unused = tuple(unused)
-        self.dropped = tuple(dropped)
-        self.warnings = tuple(warnings)
-        self.provenance = tuple(provenance)
+        self.checkpoints: dict[str, Checkpoint] = dict(checkpoints)
+        self.unused: tuple[str, ...] = tuple(unused)
+        self.dropped: tuple[str, ...] = tuple(dropped)
+        self.warnings: tuple[str, ...] = tuple(warnings)
+        self.provenance: tuple[Mapping[str, Any], ...] = tuple(provenance)
         self.fallback = fallback
         self.report: RestoreReport | None = None
 

@@ -154,4 +154,8 @@ def _everything(
             empties.update((start + name, empty) for name, empty in checkpoint.empties.items())
     base = flatten_target(None)
     leaves = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
-    return dataclasses.replace(base, leaves=leaves, rebuild=lambda values: base.rebuild({**values, **empties}))
+
+    def rebuild(values: Mapping[str, Any]) -> Any:
+        return base.rebuild({**values, **empties})
+
+    return dataclasses.replace(base, leaves=leaves, rebuild=rebuild)

@@ -47,9 +47,9 @@ class File:
     def __init__(self, files: FileSet, name: str, found: os.stat_result):
         self._files = files
         self._identity = FileIdentity.of(found)
-        self.name = name
-        self.path = files.root.join(name)
-        self.size = found.st_size
+        self.name: str = name
+        self.path: str = files.root.join(name)
+        self.size: int = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`.

@@ -13,16 +13,19 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from orbax_t5x.errors import (
+    CheckpointError,
     CheckpointIOError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
+
+_Error = TypeVar("_Error", bound=CheckpointError)
 
 # What Linux itself allows on one path.
 _MAX_LINKS = 40
@@ -112,14 +115,14 @@ class Root:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.path.realpath(os.fspath(path))
+        self.path: str = os.path.realpath(path)
 
     def join(self, name: str) -> str:
         """The path of a name, for messages."""
         return os.path.join(self.path, name)
 
     @contextmanager
-    def _walk(self, name: str, leaf: str | None) -> Iterator[tuple[int, str | None, str]]:
+    def _walk(self, name: str, leaf: str | None) -> Generator[tuple[int, str | None, str], None, None]:
         """Yields (directory fd, last component or None for the directory itself, its resolved path)."""
         walker = _Walker(self, name, leaf)
         try:
@@ -263,5 +266,5 @@ class _Walker:
     def _leads_out(self) -> UnsafeCheckpointError:
         return self._error(UnsafeCheckpointError, "a symlink leads out of the checkpoint's directory")
 
-    def _error(self, kind, message: str):
+    def _error(self, kind: type[_Error], message: str) -> _Error:
         return kind(message, path=self._root.join(self._name), leaf=self._leaf)

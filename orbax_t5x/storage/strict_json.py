@@ -28,7 +28,7 @@ def read_small(root: Root, name: str, *, limit: int, leaf: str | None = None) ->
     try:
         if found.st_size > limit:
             raise LimitExceededError(f"{found.st_size} bytes, more than Limits.index_bytes = {limit}", path=path)
-        pieces = []
+        pieces: list[bytes] = []
         size = 0
         # A file that grows while it is read ends where it ended when it was opened.
         while size < found.st_size:

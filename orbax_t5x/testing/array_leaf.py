@@ -21,14 +21,14 @@ class ArrayLeaf(Leaf):
     """
 
     def __init__(self, array: np.ndarray, name: str = "leaf"):
-        self.array = array
+        self.array: np.ndarray = array
         self.name = name
-        self.path = f"/checkpoints/{name}"
-        self.shape = array.shape
-        self.dtype = array.dtype
+        self.path: str = f"/checkpoints/{name}"
+        self.shape: tuple[int, ...] = array.shape
+        self.dtype: np.dtype = array.dtype
         self.calls: list[list[Box]] = []
-        self.counts = np.zeros(array.shape, np.int64)
-        self.verified = 0
+        self.counts: np.ndarray = np.zeros(array.shape, np.int64)
+        self.verified: int = 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Fills the requests, which must be as `Leaf.read_into` promises them to readers."""

@@ -64,13 +64,19 @@ NUMBERS = tuple(
 )
 """The dtypes that every format stores."""
 
+Arrays = dict[str, np.ndarray]
+"""Arrays by '/'-joined name."""
+
+Written = tuple[Path, Arrays]
+"""The path of a checkpoint, and the arrays in it."""
+
 _BIG = "big/matrix"
 _BIG_BYTES = 1024 * 2048 * 4
 # What a process reads besides: small index files, and what the interpreter does meanwhile.
 _OPENING_BYTES = 1 << 20
 
 
-def sample_arrays(dtypes: tuple[np.dtype, ...]) -> dict[str, np.ndarray]:
+def sample_arrays(dtypes: tuple[np.dtype, ...]) -> Arrays:
     """Arrays of every dtype, of ranks 0 to 5, and a large one."""
     rng = np.random.default_rng(7)
     shapes = [(), (5,), (3, 7), (2, 3, 4), (1, 4, 1, 3), (2, 1, 3, 2, 2)]
@@ -93,7 +99,7 @@ class ReaderSuite:
     """
 
     dtypes: tuple[np.dtype, ...] = NUMBERS
-    separator = "/"
+    separator: str = "/"
 
     def write(self, directory: Path, arrays: Mapping[str, np.ndarray]) -> Path:
         """Writes arrays with the format's own writer; returns the path to open."""
@@ -105,24 +111,24 @@ class ReaderSuite:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def written(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    def written(cls, tmp_path_factory: pytest.TempPathFactory) -> Written:
         arrays = sample_arrays(cls.dtypes)
         path = cls().write(tmp_path_factory.mktemp("suite"), arrays)
         return path, {name.replace("/", cls.separator): value for name, value in arrays.items()}
 
     @pytest.fixture
-    def opened(self, written) -> Iterator[Checkpoint]:
+    def opened(self, written: Written) -> Iterator[Checkpoint]:
         with self.open(written[0]) as checkpoint:
             yield checkpoint
 
     @pytest.fixture
-    def arrays(self, written) -> dict[str, np.ndarray]:
+    def arrays(self, written: Written) -> Arrays:
         return written[1]
 
-    def test_names_are_sorted_and_complete(self, opened, arrays):
+    def test_names_are_sorted_and_complete(self, opened: Checkpoint, arrays: Arrays) -> None:
         assert list(opened.leaves) == sorted(arrays)
 
-    def test_shapes_and_dtypes_are_known(self, opened, arrays):
+    def test_shapes_and_dtypes_are_known(self, opened: Checkpoint, arrays: Arrays) -> None:
         for name, expected in arrays.items():
             lazy = opened.leaves[name]
             assert (lazy.shape, lazy.dtype) == (expected.shape, expected.dtype), name
@@ -130,18 +136,18 @@ class ReaderSuite:
             chunks = leaf_of(opened, name).chunks
             assert chunks is None or len(chunks) == expected.ndim
 
-    def test_opening_reads_no_array(self, written):
+    def test_opening_reads_no_array(self, written: Written) -> None:
         self.open(written[0]).close()  # imports and caches
         before = bytes_read_by_process()
         with self.open(written[0]) as checkpoint:
             assert bytes_read_by_process() - before < _OPENING_BYTES
             assert 0 < checkpoint.index_bytes < _OPENING_BYTES
 
-    def test_whole_leaves(self, opened, arrays):
+    def test_whole_leaves(self, opened: Checkpoint, arrays: Arrays) -> None:
         for name, expected in arrays.items():
             assert_same(opened.leaves[name].get(), expected)
 
-    def test_random_boxes_into_random_buffers(self, opened, arrays):
+    def test_random_boxes_into_random_buffers(self, opened: Checkpoint, arrays: Arrays) -> None:
         rng = np.random.default_rng(11)
         for name, expected in arrays.items():
             boxes = [random_box(rng, expected.shape) for _ in range(6)] + [full_box(expected.shape)]
@@ -151,7 +157,7 @@ class ReaderSuite:
             for box, out in requests:
                 assert_same(out, expected[box_slices(box)])
 
-    def test_an_unaligned_buffer(self, opened, arrays):
+    def test_an_unaligned_buffer(self, opened: Checkpoint, arrays: Arrays) -> None:
         name = f"ranks{self.separator}2"
         expected = arrays[name]
         raw = np.zeros(expected.nbytes + 1, np.uint8)
@@ -160,7 +166,7 @@ class ReaderSuite:
         read(leaf_of(opened, name), [Request(full_box(expected.shape), out)])
         assert_same(out.copy(), expected)
 
-    def test_bytes_are_counted_and_few(self, opened, arrays):
+    def test_bytes_are_counted_and_few(self, opened: Checkpoint, arrays: Arrays) -> None:
         name = _BIG.replace("/", self.separator)
         leaf = leaf_of(opened, name)
         rows = ((256, 512), (0, 2048))
@@ -174,7 +180,7 @@ class ReaderSuite:
         assert bytes_read_by_process() - before < out.nbytes + 2 * unit + _OPENING_BYTES
         assert box_size(full_box(leaf.shape)) * 4 == _BIG_BYTES
 
-    def test_threads_read_at_once(self, opened, arrays):
+    def test_threads_read_at_once(self, opened: Checkpoint, arrays: Arrays) -> None:
         names = list(arrays) * 4
 
         def one(name: str) -> tuple[str, np.ndarray]:
@@ -184,7 +190,7 @@ class ReaderSuite:
             for name, value in pool.map(one, names):
                 assert_same(value, arrays[name])
 
-    def test_threads_open_at_once(self, written):
+    def test_threads_open_at_once(self, written: Written) -> None:
         path, arrays = written
 
         def one(_: int) -> list[str]:
@@ -195,7 +201,7 @@ class ReaderSuite:
             for names in pool.map(one, range(8)):
                 assert names == sorted(arrays)
 
-    def test_reading_after_close_is_a_value_error(self, written):
+    def test_reading_after_close_is_a_value_error(self, written: Written) -> None:
         checkpoint = self.open(written[0])
         views = list(checkpoint.leaves.values())
         checkpoint.close()
@@ -204,8 +210,8 @@ class ReaderSuite:
             with pytest.raises(ValueError, match="closed"):
                 view.get()
 
-    def test_the_tree_has_the_leaves(self, opened):
-        def walk(node, prefix: str) -> Iterator[tuple[str, object]]:
+    def test_the_tree_has_the_leaves(self, opened: Checkpoint) -> None:
+        def walk(node: object, prefix: str) -> Iterator[tuple[str, object]]:
             if isinstance(node, dict) and node:
                 for key, value in node.items():
                     yield from walk(value, f"{prefix}/{key}")

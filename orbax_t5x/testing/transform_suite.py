@@ -24,7 +24,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -32,12 +32,13 @@ import numpy as np
 import pytest
 
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.lazy import LazyArray, LazyThreadPoolArray, as_view
+from orbax_t5x.lazy import LazyArray, LazyThreadPoolArray, ReadStats, Request, as_view
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.transforms import Chain, Keep
+from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
-from orbax_t5x.trees.flat import flatten, unflatten
+from orbax_t5x.trees.flat import FlatState, flatten, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +60,14 @@ class Case:
     target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def as_numpy(value):
+def as_numpy(value: Any) -> np.ndarray | None:
     """The value of a leaf of any kind."""
     return value if value is None else as_view(value).get() if isinstance(value, LazyArray) else np.asarray(value)
 
 
-def run(transform, source, target=None):
+def run(
+    transform: Transform, source: FlatState, target: FlatState | None = None
+) -> tuple[dict[str, np.ndarray | None], Diagnostics]:
     """The result as NumPy, and the diagnostics."""
     diagnostics = Diagnostics()
     result = transform.apply(dict(source), dict(target or {}), diagnostics)
@@ -79,11 +82,12 @@ def assert_same(result: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             assert result[name] is None, name
             continue
         found, value = as_numpy(result[name]), np.asarray(value)
+        assert found is not None, name
         assert (found.shape, found.dtype) == (value.shape, value.dtype), name
         assert found.tobytes() == value.tobytes(), name
 
 
-KINDS = {
+KINDS: dict[str, Callable[[str, np.ndarray], Any]] = {
     "numpy": lambda name, value: value,
     "jax": lambda name, value: jnp.asarray(value),
     "view": lambda name, value: as_view(ArrayLeaf(value, name)),
@@ -92,7 +96,7 @@ KINDS = {
 
 
 class _Unreadable(ArrayLeaf):
-    async def read_into(self, requests, stats):
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         raise AssertionError(f"{self.name} was read")
 
 
@@ -101,12 +105,12 @@ class TransformSuite:
 
     cases: ClassVar[Mapping[str, Case]]
 
-    def pytest_generate_tests(self, metafunc):
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", self.cases.values(), ids=self.cases.keys())
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_equals_the_oracle(self, case, kind):
+    def test_equals_the_oracle(self, case: Case, kind: str) -> None:
         source = {name: None if v is None else KINDS[kind](name, v) for name, v in case.source.items()}
         result, diagnostics = run(case.make(), source, case.target)
         assert diagnostics.problems == []
@@ -115,7 +119,7 @@ class TransformSuite:
         else:
             assert_same(result, case.result)
 
-    def test_changes_no_argument_and_is_deterministic(self, case):
+    def test_changes_no_argument_and_is_deterministic(self, case: Case) -> None:
         transform = case.make()
         source, target = dict(case.source), dict(case.target)
         values = {name: value if value is None else value.copy() for name, value in source.items()}
@@ -127,27 +131,27 @@ class TransformSuite:
         assert all(source[name] is case.source[name] for name in source)
         assert_same(source, values)
 
-    def test_reads_nothing(self, case):
+    def test_reads_nothing(self, case: Case) -> None:
         source = {n: None if v is None else as_view(_Unreadable(v, n)) for n, v in case.source.items()}
         result = case.make().apply(source, dict(case.target), Diagnostics())
         for name, value in case.result.items():
             if value is not None:
                 assert (result[name].shape, result[name].dtype) == (value.shape, value.dtype)
 
-    def test_nested_is_flat(self, case):
+    def test_nested_is_flat(self, case: Case) -> None:
         source, target = unflatten(case.source), unflatten(case.target)
         nested = copy.deepcopy(source)
         result = case.make()(source, target)
         assert_same(flatten(result), case.result)
         assert_same(flatten(source), flatten(nested))
 
-    def test_resuming_leaves_the_state(self, case):
+    def test_resuming_leaves_the_state(self, case: Case) -> None:
         state = unflatten(case.source)
         assert case.make()(state, {}, is_resuming=True) is state
         flat = run_transforms((case.make(),), case.source, case.target, is_resuming=True, diagnostics=Diagnostics())
         assert flat == dict(case.source) and all(flat[name] is case.source[name] for name in flat)
 
-    def test_composes(self, case):
+    def test_composes(self, case: Case) -> None:
         alone, _ = run(case.make(), case.source, case.target)
         diagnostics = Diagnostics()
         chained = run_transforms(
@@ -161,7 +165,7 @@ class TransformSuite:
         assert_same(chained, alone)
         assert_same(run(Chain((case.make(),)), case.source, case.target)[0], alone)
 
-    def test_is_a_frozen_value(self, case):
+    def test_is_a_frozen_value(self, case: Case) -> None:
         transform, equal, other = case.make(), case.make(), case.other()
         assert transform == equal and hash(transform) == hash(equal) and transform.digest() == equal.digest()
         assert transform != other
@@ -170,22 +174,22 @@ class TransformSuite:
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(transform, field.name, None)
 
-    def test_describes_itself_in_one_line(self, case):
+    def test_describes_itself_in_one_line(self, case: Case) -> None:
         text = case.make().describe()
         assert text and "\n" not in text and text != case.other().describe()
 
-    def test_records_which_rule_made_a_leaf(self, case):
+    def test_records_which_rule_made_a_leaf(self, case: Case) -> None:
         _, diagnostics = run(case.make(), case.source, case.target)
         made = [name for name in case.result if name not in case.source]
         assert set(made) <= set(diagnostics.rule_for)
 
-    def test_an_empty_state_raises_nothing_but_problems(self, case):
+    def test_an_empty_state_raises_nothing_but_problems(self, case: Case) -> None:
         try:
             case.make()({}, {})
         except RestorePlanError as error:
             assert len(error.problems) == 1
 
-    def test_digests_are_the_same_in_every_process(self):
+    def test_digests_are_the_same_in_every_process(self) -> None:
         script = (
             "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
             "suite = getattr(importlib.import_module(sys.argv[2]), sys.argv[3])\n"

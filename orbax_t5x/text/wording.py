@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -81,8 +81,7 @@ def sharding_text(sharding: Any) -> str:
 
 def _axis_text(axis: Any) -> str:
     if isinstance(axis, tuple):
-        names: tuple[Any, ...] = axis
-        return f"({', '.join(map(repr, names))})"
+        return f"({', '.join(map(repr, cast('tuple[Any, ...]', axis)))})"
     return repr(axis)
 
 

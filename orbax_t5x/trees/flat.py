@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from orbax_t5x.trees.narrow import is_mapping
+
 FlatState = Mapping[str, Any]
 """Leaves by '/'-joined name."""
 
@@ -21,7 +23,7 @@ class NameClashError(ValueError):
     """Two leaves of a tree have one name, or a leaf stands where another's name needs a subtree."""
 
     def __init__(self, first: str, second: str):
-        self.names = (first, second)
+        self.names: tuple[str, str] = (first, second)
         what = "two leaves have this name" if first == second else f"is a leaf, and so is {second!r}, which is below it"
         super().__init__(f"{first!r}: {what}" if first == second else f"{first!r} {what}")
 
@@ -34,7 +36,7 @@ def is_tensorstore_spec(value: Any) -> bool:
 def _walk(node: Mapping[Any, Any], prefix: str, keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         name = f"{prefix}{key}"
-        if not isinstance(value, Mapping) or is_tensorstore_spec(value):
+        if not is_mapping(value) or is_tensorstore_spec(value):
             yield name, value
         elif value:
             yield from _walk(value, f"{name}/", keep_empty_nodes)

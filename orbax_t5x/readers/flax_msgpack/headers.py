@@ -81,8 +81,8 @@ class HeaderReader:
         self._base = 0
         self._at = 0
         self._window = _FIRST_WINDOW_BYTES
-        self.stop = file.size
-        self.bytes_read = 0
+        self.stop: int = file.size
+        self.bytes_read: int = 0
 
     @property
     def position(self) -> int:

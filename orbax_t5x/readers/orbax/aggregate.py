@@ -7,6 +7,8 @@ there are; later ones wrote both, and values that `_METADATA` calls skipped are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -45,8 +47,8 @@ class Aggregate:
         """
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
         opened = open_state_file(root, name, limits)
-        self.index_bytes = opened.index_bytes
-        self.close = opened.files.close
+        self.index_bytes: int = opened.index_bytes
+        self.close: Callable[[], None] = opened.files.close
         self._file = opened.file
         self._limits = limits
         self._nodes: dict[str, WalkedNode] = dict(named_nodes(opened.tree, opened.file, limits))

@@ -49,8 +49,8 @@ class JoinedExtents:
         self._file = file
         self._extents = [extent for extent in extents if extent.size]
         self._begins = list(itertools.accumulate((extent.size for extent in self._extents), initial=0))
-        self.path = file.path
-        self.size = self._begins.pop() if self._extents else 0
+        self.path: str = file.path
+        self.size: int = self._begins.pop() if self._extents else 0
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """See `File.read_into`; `offset` counts from the first byte of the first range."""

@@ -28,11 +28,11 @@ class RangeLeaf(BlockingLeaf):
     def __init__(
         self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype, error: CheckpointError | None = None
     ):
-        self.name = name
-        self.path = path
-        self.shape = shape
-        self.dtype = dtype
-        self.error = error
+        self.name: str = name
+        self.path: str = path
+        self.shape: tuple[int, ...] = shape
+        self.dtype: np.dtype = dtype
+        self.error: CheckpointError | None = error
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
@@ -86,8 +86,8 @@ class ByteRangeLeaf(RangeLeaf):
 
     def __init__(self, name: str, range: StoredRange, crc: int | None = None, error: CheckpointError | None = None):
         super().__init__(name, range.file.path, range.shape, range.dtype, error)
-        self.range = range
-        self.crc = crc
+        self.range: StoredRange = range
+        self.crc: int | None = crc
 
     @property
     def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -75,7 +75,7 @@ class ZarrArrays:
         self._limits = limits
         self._context = make_context()
         self._leaf_of: dict[_Place, str] = {}
-        self.index_bytes = 0
+        self.index_bytes: int = 0
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
         """The leaf of a spec.

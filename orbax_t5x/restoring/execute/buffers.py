@@ -69,7 +69,9 @@ class Pieces:
 @functools.lru_cache(maxsize=1 << 14)
 def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], itemsize: int) -> Pieces:
     boxes = addressable_boxes(sharding, shape)
-    starts, stops, end = [], [], 0
+    starts: list[int] = []
+    stops: list[int] = []
+    end = 0
     for box in boxes:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + box_size(box) * itemsize

@@ -8,6 +8,7 @@ import numpy as np
 
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
 from orbax_t5x.restoring.show.entries import entry_bytes, entry_how
+from orbax_t5x.trees.narrow import is_tuple
 
 
 def to_json(plan: PlanData) -> dict[str, Any]:
@@ -58,7 +59,6 @@ def _sharding_json(sharding: Any) -> dict[str, Any] | None:
 
 
 def _axis_data(axis: Any) -> list[Any] | str | None:
-    if isinstance(axis, tuple):
-        names: tuple[Any, ...] = axis
-        return list(names)
+    if is_tuple(axis):
+        return list(axis)
     return None if axis is None else str(axis)

@@ -84,7 +84,7 @@ class RuleTable:
     """Patterns in order of precedence; the first that matches a whole name decides."""
 
     def __init__(self, patterns: Sequence[Pattern]):
-        self.patterns = tuple(patterns)
+        self.patterns: tuple[Pattern, ...] = tuple(patterns)
         self._literals: dict[str, int] = {}
         parts: dict[int, set[str]] = {}
         for index, pattern in enumerate(patterns):
