@@ -14,6 +14,7 @@ import flax.core
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orbax_t5x.optim.adafactor_step import (
     AdafactorHyperParams,
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 
-def standard_logical_factor_rules() -> flax.core.FrozenDict:
+def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
     """T5X's logical axis names and the part of each in the factored second moment."""
     return flax.core.freeze(dict(STANDARD_LOGICAL_FACTOR_RULES))
 
@@ -81,6 +82,8 @@ class Adafactor(OptimizerDef):
       max_parameter_scale: the largest parameter scale.
       skip_nan_updates: whether elements of parameters and state that would become NaN keep their old value.
     """
+
+    hyper_params: Any
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class Adafactor(OptimizerDef):
                 skip_nan_updates=skip_nan_updates,
             )
         )
-        self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
+        self.dtype_momentum: np.dtype[Any] = jax.dtypes.canonicalize_dtype(dtype_momentum)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):

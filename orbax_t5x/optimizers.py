@@ -52,6 +52,8 @@ __all__ = [
 OptimizerType = Optimizer
 OptimizerStateType = OptimizerState | Mapping[str, Any]
 OptimizerDefType = OptimizerDef
+OptaxFactory = Callable[..., "OptaxWrapper"]
+"""Makes an optimizer definition from the arguments of an Optax optimizer."""
 
 
 @flax.struct.dataclass
@@ -142,7 +144,7 @@ class OptaxWrapper(OptimizerDef):
         return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
 
 
-def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransformation]) -> Callable[..., OptaxWrapper]:
+def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransformation]) -> OptaxFactory:
     """A factory of optimizer definitions from one of gradient transformations, with the same arguments."""
 
     @functools.wraps(optax_optimizer)
@@ -161,21 +163,21 @@ def _chain(transformations: Sequence[optax.GradientTransformation]) -> optax.Gra
     return optax.chain(*transformations)
 
 
-chain = wrap_optax_optimizer(_chain)
-adabelief = wrap_optax_optimizer(optax.adabelief)
-adagrad = wrap_optax_optimizer(optax.adagrad)
-adam = wrap_optax_optimizer(optax.adam)
-adamw = wrap_optax_optimizer(optax.adamw)
-dpsgd = wrap_optax_optimizer(optax.contrib.dpsgd)
-fromage = wrap_optax_optimizer(optax.fromage)
-lamb = wrap_optax_optimizer(optax.lamb)
-lars = wrap_optax_optimizer(optax.lars)
-lion = wrap_optax_optimizer(optax.lion)
-noisy_sgd = wrap_optax_optimizer(optax.noisy_sgd)
-radam = wrap_optax_optimizer(optax.radam)
-rmsprop = wrap_optax_optimizer(optax.rmsprop)
-sgd = wrap_optax_optimizer(optax.sgd)
-yogi = wrap_optax_optimizer(optax.yogi)
+chain: OptaxFactory = wrap_optax_optimizer(_chain)
+adabelief: OptaxFactory = wrap_optax_optimizer(optax.adabelief)
+adagrad: OptaxFactory = wrap_optax_optimizer(optax.adagrad)
+adam: OptaxFactory = wrap_optax_optimizer(optax.adam)
+adamw: OptaxFactory = wrap_optax_optimizer(optax.adamw)
+dpsgd: OptaxFactory = wrap_optax_optimizer(optax.contrib.dpsgd)
+fromage: OptaxFactory = wrap_optax_optimizer(optax.fromage)
+lamb: OptaxFactory = wrap_optax_optimizer(optax.lamb)
+lars: OptaxFactory = wrap_optax_optimizer(optax.lars)
+lion: OptaxFactory = wrap_optax_optimizer(optax.lion)
+noisy_sgd: OptaxFactory = wrap_optax_optimizer(optax.noisy_sgd)
+radam: OptaxFactory = wrap_optax_optimizer(optax.radam)
+rmsprop: OptaxFactory = wrap_optax_optimizer(optax.rmsprop)
+sgd: OptaxFactory = wrap_optax_optimizer(optax.sgd)
+yogi: OptaxFactory = wrap_optax_optimizer(optax.yogi)
 
 
 def __getattr__(name: str) -> Any:

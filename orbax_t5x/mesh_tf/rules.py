@@ -36,7 +36,7 @@ _LAYER_NORMS = {
     "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"),
 }
 
-t5_importer = CheckpointTranslator()
+t5_importer: CheckpointTranslator = CheckpointTranslator()
 
 
 def _tower(mesh_tf_tower: str) -> str:

@@ -44,6 +44,7 @@ class OptimizerDef:
         made.
     """
 
+    hyper_params: Any
     keeps_param_tree: bool = True
 
     def __init__(self, hyper_params: Any):

@@ -35,10 +35,12 @@ class MultiOptimizer(OptimizerDef):
       hyper_params: the list of theirs.
     """
 
+    hyper_params: Any
+
     def __init__(self, traversals_and_optimizers: Sequence[tuple[traverse_util.Traversal, OptimizerDef]]):
         pairs = list(traversals_and_optimizers)
-        self.traversals = tuple(traversal for traversal, _ in pairs)
-        self.sub_optimizers = tuple(optimizer for _, optimizer in pairs)
+        self.traversals: tuple[traverse_util.Traversal, ...] = tuple(traversal for traversal, _ in pairs)
+        self.sub_optimizers: tuple[OptimizerDef, ...] = tuple(optimizer for _, optimizer in pairs)
         super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
 
     @property

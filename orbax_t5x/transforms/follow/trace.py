@@ -50,7 +50,7 @@ class Symbol(Leaf):
 
     def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype):
         self.name = name
-        self.shape = tuple(shape)
+        self.shape: tuple[int, ...] = tuple(shape)
         self.dtype = dtype
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
