@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.trees.narrow import is_tuple
@@ -79,7 +79,7 @@ def basic_index(key: Any, shape: tuple[int, ...]) -> IndexMap:
                 start.append(0)
         elif isinstance(k, slice):
             dim = len(start)
-            first, stop, step = _slice_indices(k, shape[dim])
+            first, stop, step = _slice_indices(cast("slice[Any, Any, Any]", k), shape[dim])
             start.append(first)
             maps.append((dim, step))
             out.append(len(range(first, stop, step)))

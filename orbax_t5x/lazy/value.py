@@ -43,10 +43,10 @@ class ValueLeaf(BlockingLeaf):
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Copies boxes of the value; no byte of a checkpoint is read."""
-        if isinstance(self._array, np.ndarray):
-            _copy_boxes(self._array, requests)
-        else:
+        if is_jax_array(self._array):
             self._copy_shards(requests)
+        else:
+            _copy_boxes(self._array, requests)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """The same, in a thread."""

@@ -225,4 +225,5 @@ def broadcast_to(view: Any, shape: Sequence[int] | int) -> View:
         raise ValueError(f"cannot broadcast an array of shape {old.shape} to shape {new}")
     maps = [(-1, 0)] * lead
     maps += [(dim, 1) if old.shape[dim] == new[lead + dim] else (-1, 0) for dim in range(old.ndim)]
-    return old._with(strided(old.node, IndexMap((0,) * old.ndim, tuple(maps), new)))
+    node = strided(old.node, IndexMap((0,) * old.ndim, tuple(maps), new))
+    return old if node is old.node else View(node)

@@ -9,10 +9,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from orbax_t5x.provenance.digests import chain_digest, digests_of_version_0_1, qualified_name
-from orbax_t5x.trees.narrow import is_mapping
+from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
 # A record is stored with every step: longer rules, and more of them, are cut. The digest counts all.
 _RULE_CHARACTERS = 300
@@ -60,14 +60,13 @@ class ChainRecord:
 def _rules(transform: Any) -> list[str]:
     """The rules of one transform as texts: one per element of its longest sequence of rules, else one in all."""
     if isinstance(transform, functools.partial):
-        name, arguments = qualified_name(transform), _arguments(transform)
+        partial = cast("functools.partial[Any]", transform)
+        name, arguments = qualified_name(partial), _arguments(partial)
     elif dataclasses.is_dataclass(transform) and not isinstance(transform, type):
         name, arguments = type(transform).__name__, _shown_fields(transform)
     else:
         return [_described(transform) or qualified_name(transform)]
-    lists: dict[str, Sequence[Any]] = {
-        key: value for key, value in arguments.items() if isinstance(value, (list, tuple)) and len(value) > 1
-    }
+    lists = {key: value for key, value in arguments.items() if is_list_or_tuple(value) and len(value) > 1}
     if not lists:
         return [_described(transform) or f"{name}({_arguments_text(arguments)})"]
     longest = max(lists, key=lambda key: len(lists[key]))
@@ -99,7 +98,7 @@ def _arguments_text(arguments: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     """A value on one line, without the contents of arrays."""
-    if isinstance(value, (list, tuple)):
+    if is_list_or_tuple(value):
         return f"({', '.join(map(_text, value))})"
     if is_mapping(value):
         return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"

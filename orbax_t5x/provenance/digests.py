@@ -23,11 +23,11 @@ import re
 import sys
 import types
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from orbax_t5x.trees.narrow import is_mapping
+from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
 # Larger arrays take longer to hash than a restore should take to plan; their shape and dtype stand for them.
 _CONTENT_LIMIT_BYTES = 1 << 20
@@ -87,7 +87,7 @@ def qualified_name(function: Any) -> str:
     """How a function is called in plans and records; a partial is called as its function."""
     while isinstance(function, functools.partial):
         function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
+    named = cast(Any, function if hasattr(function, "__qualname__") else type(function))
     return f"{named.__module__}.{named.__qualname__}"
 
 
@@ -148,16 +148,17 @@ def _encoded(value: Any) -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (tuple, list)):
+    if is_list_or_tuple(value):
         return [_encoded(item) for item in value]
     if is_mapping(value):
         return {"mapping": {str(key): _encoded(item) for key, item in value.items()}}
     if isinstance(value, (frozenset, set)):
-        return sorted((_encoded(item) for item in value), key=json.dumps)
+        return sorted(map(_encoded, cast("frozenset[Any]", value)), key=json.dumps)
     if isinstance(value, re.Pattern):
         # Patterns of text are always UNICODE; an uncompiled one and a compiled one without flags are the same rule.
-        flags = value.flags & ~re.UNICODE
-        return {"pattern": value.pattern, "flags": flags} if flags else value.pattern
+        pattern = cast("re.Pattern[Any]", value)
+        flags = pattern.flags & ~re.UNICODE
+        return {"pattern": pattern.pattern, "flags": flags} if flags else pattern.pattern
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
     if isinstance(value, enum.Enum):
@@ -183,15 +184,15 @@ def _encoded_other(value: Any) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, slice | range):
-        return {type(value).__name__: [_encoded(part) for part in (value.start, value.stop, value.step)]}
+        bounds = cast("slice[Any, Any, Any]", value)
+        return {type(bounds).__name__: [_encoded(part) for part in (bounds.start, bounds.stop, bounds.step)]}
     digest = None if _as_version_0_1.get() else _own_digest(value)
     return {"digest": digest} if digest is not None else {"function": _function(value)}
 
 
 def _array(value: Any) -> dict[str, Any]:
     encoded: dict[str, Any] = {"array": [int(size) for size in value.shape], "dtype": str(value.dtype)}
-    host = isinstance(value, (np.ndarray, np.generic))
-    if _as_version_0_1.get() or not host or value.nbytes > _CONTENT_LIMIT_BYTES:
+    if _as_version_0_1.get() or not _is_on_host(value) or value.nbytes > _CONTENT_LIMIT_BYTES:
         return encoded
     if value.dtype.hasobject:
         # Bytes of an array of objects are addresses.
@@ -199,6 +200,10 @@ def _array(value: Any) -> dict[str, Any]:
     else:
         encoded["sha256"] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
     return encoded
+
+
+def _is_on_host(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, np.generic))
 
 
 def _function(value: Any) -> str:

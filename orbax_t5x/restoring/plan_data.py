@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -71,8 +71,13 @@ def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return tuple(dict.fromkeys(box_of_index(index or (), shape) for index in indices))
+    return tuple(dict.fromkeys(box_of_index(index or (), shape) for index in shard_indices(sharding, shape)))
+
+
+def shard_indices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Iterable[Sequence[slice] | None]:
+    """The index of each shard that this process holds, in device order, as JAX gives it."""
+    untyped: Any = sharding
+    return untyped.addressable_devices_indices_map(shape).values()
 
 
 def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -18,6 +19,8 @@ import numpy as np
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reflected
 _MASK_DELTA = 0xA282EAD8
 _U32 = 0xFFFFFFFF
+# Its functions have no types.
+_library: Any = google_crc32c
 # Distances up to 2**48 bytes; a file that large does not exist, and the tables stay at 200 KB.
 _DISTANCE_BITS = 48
 # Below this many parts, plain integers beat NumPy's cost per call.
@@ -26,7 +29,7 @@ _FEW_PARTS = 24
 
 def extend(crc: int, data: np.ndarray | bytes) -> int:
     """The crc32c of what `crc` covers followed by `data` (contiguous)."""
-    return google_crc32c.extend(crc, data)
+    return _library.extend(crc, data)
 
 
 def mask(crc: int) -> int:

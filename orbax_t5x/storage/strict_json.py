@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, LimitExceededError
 from orbax_t5x.storage.paths import Root, io_error
@@ -83,4 +83,4 @@ def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str
         raise CorruptCheckpointError(f"not JSON: {str(error)[:200]}", path=path) from error
     if not isinstance(parsed, dict):
         raise CorruptCheckpointError(f"the JSON is a {type(parsed).__name__}, not an object", path=path)
-    return parsed
+    return cast("dict[str, Any]", parsed)

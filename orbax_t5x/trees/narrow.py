@@ -16,6 +16,11 @@ def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def is_list_or_tuple(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a list or a tuple."""
+    return isinstance(value, (list, tuple))
+
+
 def is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
     """Whether a value is a tuple."""
     return isinstance(value, tuple)

@@ -18,7 +18,7 @@ import numpy as np
 from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
-from orbax_t5x.restoring.plan_data import PlanEntry, addressable_boxes, box_of_index
+from orbax_t5x.restoring.plan_data import PlanEntry, addressable_boxes, box_of_index, shard_indices
 from orbax_t5x.restoring.target_leaf import key_impl_of
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
@@ -78,7 +78,7 @@ def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], item
         starts.append(start)
         stops.append(end)
     places = {box: place for place, box in enumerate(boxes)}
-    indices = () if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    indices = () if sharding is None else shard_indices(sharding, shape)
     place_of = {_raw_index(index): places[box_of_index(index or (), shape)] for index in indices}
     joined = _joined(boxes, shape) if starts[1:] == stops[:-1] else None
     reading = boxes if joined is None else (joined,)

@@ -51,7 +51,7 @@ def gather_parts(stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool) -> d
     gathered = np.asarray(multihost_utils.process_allgather(padded.view(np.uint32)))
     parts: dict[int, list[ChecksummedRange]] = {}
     for count, block in zip(counts, gathered.reshape(-1, longest, 2 * _COLUMNS), strict=True):
-        rows = np.ascontiguousarray(block[: int(count)]).view(np.uint64).tolist()
+        rows: list[list[int]] = np.ascontiguousarray(block[: int(count)]).view(np.uint64).tolist()
         for index, start, stop, crc in rows:
             parts.setdefault(id(leaves[index]), []).append(ChecksummedRange(start, stop, crc))
     return parts
