@@ -13,6 +13,7 @@ from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
 from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan
+from orbax_t5x.transforms import Transform
 
 Path = str | os.PathLike[str]
 Source = Path | Checkpoint | Mapping[str, Path | Checkpoint]
@@ -126,8 +127,25 @@ def _plan(
     stack: contextlib.ExitStack,
     asking: Asking = ANY_RESTORE,
 ) -> RestorePlan:
-    chain = (transforms,) if callable(transforms) else tuple(transforms or ())
+    chain = _chain(transforms)
     return build_plan(_open(source, options, stack), target, chain, options, asking)
+
+
+def _chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
+    """The transforms as a tuple.
+
+    Raises:
+      TypeError: one of them is no transform: text, or the class of one instead of an instance.
+    """
+    chain = (transforms,) if callable(transforms) else transforms or ()
+    if isinstance(chain, str):
+        raise TypeError(f"transforms={chain!r} is text; pass transforms of ot.transforms, or functions")
+    for transform in chain:
+        if isinstance(transform, type) and issubclass(transform, Transform):
+            raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
+        if not callable(transform):
+            raise TypeError(f"{transform!r} is no transform; pass transforms of ot.transforms, or functions")
+    return tuple(chain)
 
 
 def _open(source: Source, options: PlanOptions, stack: contextlib.ExitStack) -> dict[str, Checkpoint]:

@@ -52,6 +52,7 @@ class Matcher:
     ):
         self._checkpoints = checkpoints
         self._transforms = tuple(transforms)
+        self._function_views: dict[LazyArray, View] = {}
         self._target = target
         self._state = state
         self._options = options
@@ -147,7 +148,8 @@ class Matcher:
         """What the state dict has for a leaf, as an entry; one that does not fit stays as it is."""
         origin = "the checkpoint" if isinstance(value, LazyArray) else "the state dict"
         if isinstance(value, LazyArray) and not isinstance(value, View):
-            value = as_view(value, source_name)
+            # Two leaves may have one array: its function is called once for both.
+            value = self._function_views.setdefault(value, as_view(value, source_name))
         view = self._fitting.view(name, leaf, value, origin, source_name)
         if view is None:
             return None

@@ -261,18 +261,16 @@ class _Execution:
         return values
 
     def _report(self, seconds: float) -> RestoreReport:
-        def named(outcome: bool | None) -> tuple[str, ...]:
-            leaves = (leaf for leaf, verified in self._verified.values() if verified is outcome)
-            return tuple(sorted(leaf.name for leaf in leaves if not leaf.is_value))
+        stored = [(leaf, verified) for leaf, verified in self._verified.values() if not leaf.is_value]
 
         return RestoreReport(
             bytes_read=self._stats.bytes_read,
             gap_bytes=self._stats.gap_bytes,
             index_bytes=sum(checkpoint.index_bytes for checkpoint in self._plan.checkpoints.values()),
             fill_chunks=self._stats.fill_chunks,
-            verified=named(True),
-            unverified=named(False),
-            without_checksum=named(None),
+            verified=tuple(sorted(leaf.name for leaf, verified in stored if verified)),
+            unverified=tuple(sorted(leaf.name for leaf, verified in stored if not verified and leaf.has_checksum)),
+            without_checksum=tuple(sorted(leaf.name for leaf, _ in stored if not leaf.has_checksum)),
             seconds=seconds,
         )
 

@@ -1,0 +1,57 @@
+"""What a restore says of arguments that are no transforms, and of functions that several leaves share."""
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import orbax_t5x as ot
+
+
+@pytest.fixture
+def path(tmp_path):
+    safetensors.numpy.save_file({"a": np.arange(8, dtype=np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+TARGET = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
+
+
+@pytest.mark.parametrize(
+    "transforms, text",
+    [
+        ("foo", "transforms='foo' is text"),
+        (ot.transforms.Translate, r"Translate is a class; pass an instance of it: Translate\("),
+        ([ot.transforms.Intersect], r"Intersect is a class"),
+        ([("a", "b")], r"\('a', 'b'\) is no transform"),
+    ],
+)
+def test_what_is_no_transform_is_said_plainly(path, transforms, text):
+    with pytest.raises(TypeError, match=text):
+        ot.plan_restore(path, TARGET, transforms)
+
+
+def test_the_function_of_an_array_that_two_leaves_share_is_called_once(path):
+    calls = []
+
+    def get():
+        calls.append(None)
+        return np.ones(8, np.float32)
+
+    def share(state, target):
+        array = ot.LazyThreadPoolArray((8,), np.float32, get)
+        return {"a": array, "b": array}
+
+    state = ot.restore(path, {**TARGET, "b": np.zeros(8, np.float32)}, share)
+    assert len(calls) == 1
+    np.testing.assert_array_equal(state["a"], np.ones(8))
+    np.testing.assert_array_equal(state["b"], np.ones(8))
+
+
+def test_checksums_that_were_not_compared_are_unverified(goldens):
+    with ot.plan_restore(goldens / "tf_bundle" / "t5_1_1_f32", None).checkpoints[""] as checkpoint:
+        plan = ot.plan_restore(checkpoint, None)
+        plan.execute(verify="off")
+        assert plan.report.unverified == tuple(checkpoint.leaves) and plan.report.without_checksum == ()
+        plan.execute()
+        assert plan.report.verified == tuple(checkpoint.leaves) and plan.report.unverified == ()
