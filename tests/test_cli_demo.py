@@ -41,7 +41,7 @@ def other_values(tmp_path, monkeypatch):
 def test_one_bit_makes_it_fail(tmp_path, other_values, capsys, monkeypatch):
     (tmp_path / "work").mkdir()
     for later in ("save_and_resume", "read_with_stock_orbax"):
-        monkeypatch.setattr(job._Job, later, lambda self: None)
+        monkeypatch.setattr(job._DemoJob, later, lambda self: None)
     assert job.main(str(tmp_path / "work"), "") == 1
     out = capsys.readouterr().out
     assert "NOT 260 of 261 leaves equal what T5X's own importer makes of it" in out

@@ -199,3 +199,13 @@ def test_every_module_says_what_it_is():
 def test_names_say_something():
     nothing = {"util", "utils", "common", "helper", "helpers", "type", "types", "misc"}
     assert [module for module in MODULES if module.rpartition(".")[2].strip("_") in nothing] == []
+
+
+def test_names_of_classes_are_unique():
+    """A leading underscore makes no difference: a name read without its module means one class."""
+    modules: dict[str, list[str]] = collections.defaultdict(list)
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                modules[node.name.lstrip("_")].append(module)
+    assert {name: found for name, found in modules.items() if len(found) > 1} == {}

@@ -101,8 +101,8 @@ class ChunkWriter:
         Raises:
           CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
         """
-        run = _Run(self._limit, self._progress, sum(job.view.nbytes for job in jobs))
-        targets = [_Target(job, self.chunk_of(job.view)) for job in jobs]
+        run = _WriterRun(self._limit, self._progress, sum(job.view.nbytes for job in jobs))
+        targets = [_OutputArray(job, self.chunk_of(job.view)) for job in jobs]
         try:
             async with asyncio.TaskGroup() as group:
                 for turn, (job, target) in enumerate(zip(jobs, targets, strict=True)):
@@ -132,7 +132,7 @@ def _own_context(limit: int) -> ts.Context:
     )
 
 
-class _Target:
+class _OutputArray:
     """The stored array that a view becomes; opened when its first piece is there."""
 
     def __init__(self, job: Job, chunk: tuple[int, ...]):
@@ -155,7 +155,7 @@ class _Target:
         return await ts.open(spec, create=True, open=True, context=self.job.context)
 
 
-class _Run:
+class _WriterRun:
     """One run of a writer: the budget, what was read, how far it is."""
 
     def __init__(self, limit: int, progress: Progress | None, total: int):
@@ -166,7 +166,7 @@ class _Run:
         self._done = 0
         self._total = total
 
-    async def admit(self, target: _Target, box: Box) -> int:
+    async def admit(self, target: _OutputArray, box: Box) -> int:
         """Waits for a piece's share of the budget, and returns it."""
         view = target.job.view
         size = _COPIES * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
@@ -174,7 +174,7 @@ class _Run:
         await self._budget.take(size)
         return size
 
-    async def move(self, target: _Target, box: Box, size: int) -> None:
+    async def move(self, target: _OutputArray, box: Box, size: int) -> None:
         """Reads one piece and writes it."""
         job = target.job
         try:

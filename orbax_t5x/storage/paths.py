@@ -124,7 +124,7 @@ class Root:
     @contextmanager
     def _walk(self, name: str, leaf: str | None) -> Generator[tuple[int, str | None, str], None, None]:
         """Yields (directory fd, last component or None for the directory itself, its resolved path)."""
-        walker = _Walker(self, name, leaf)
+        walker = _PathWalker(self, name, leaf)
         try:
             yield walker.run()
         except OSError as error:
@@ -178,7 +178,7 @@ def _require_regular(found: os.stat_result, path: str, leaf: str | None) -> None
         raise CorruptCheckpointError(f"{kind}, not a regular file", path=path, leaf=leaf)
 
 
-class _Walker:
+class _PathWalker:
     """One walk from a root down a name, holding a directory fd per level."""
 
     def __init__(self, root: Root, name: str, leaf: str | None):

@@ -47,7 +47,7 @@ class DescribedProblem(Protocol):
 
 
 @dataclasses.dataclass(slots=True)
-class _Entry:
+class _ProblemGroup:
     """Problems of one kind with one message; `leaves` are their leaves, folded, and none where they concern no leaf."""
 
     kind: str
@@ -83,7 +83,7 @@ def problem_lines(
       width: columns of a terminal; None where lines are not broken.
       all_in: where all of them are, for what is not shown.
     """
-    entries_of: dict[str, list[_Entry]] = {}
+    entries_of: dict[str, list[_ProblemGroup]] = {}
     for entry in _entries(problems):
         entries_of.setdefault(entry.kind, []).append(entry)
     # The message of a single problem is shown whole: there is nothing that it could hide.
@@ -101,16 +101,18 @@ def problem_lines(
     return [*lines[: MOST_LINES - 2], f"  … and more: see {all_in}"]
 
 
-def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_Entry]:
+def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_ProblemGroup]:
     """Problems whose messages are alike, and whose fixes differ in the leaf's name alone, as one entry."""
     folded = fold([(one.leaf or "", one.message) for one in problems], [one.kind for one in problems])
-    entries: dict[tuple[str, str, str], _Entry] = {}
+    entries: dict[tuple[str, str, str], _ProblemGroup] = {}
     for row in folded:
         first = problems[row.members[0]]
         fix = first.fix
         for name in (re.escape(first.leaf), first.leaf) if first.leaf else ():
             fix = fix.replace(name, "")
-        entry = entries.setdefault((first.kind, row.texts[1], fix), _Entry(first.kind, row.texts[1], first.fix, [], 0))
+        entry = entries.setdefault(
+            (first.kind, row.texts[1], fix), _ProblemGroup(first.kind, row.texts[1], first.fix, [], 0)
+        )
         entry.count += len(row.members)
         if first.leaf:
             entry.leaves.append(row)

@@ -42,7 +42,7 @@ def main(directory: str, kept: str) -> int:
       0 when everything compares equal, else 1.
     """
     started = time.monotonic()
-    job = _Job(Path(directory))
+    job = _DemoJob(Path(directory))
     emit("A T5 checkpoint in Mesh TensorFlow's names becomes a sharded JAX state.\n")
     job.look()
     job.plan()
@@ -55,7 +55,7 @@ def main(directory: str, kept: str) -> int:
     return int(job.failed)
 
 
-class _Job:
+class _DemoJob:
     """The steps, each with what it needs from those before."""
 
     def __init__(self, directory: Path):

@@ -106,7 +106,7 @@ def walk(file: File, limits: Limits) -> Walked:
     Raises:
       CorruptCheckpointError, LimitExceededError: it is no msgpack of text keys, or too much of it.
     """
-    walker = _Walker(file, limits)
+    walker = _MessageWalker(file, limits)
     tree = walker.run()
     return Walked(tree, walker.reader.bytes_read)
 
@@ -118,7 +118,7 @@ class _Open(NamedTuple):
     size: int
 
 
-class _Walker:
+class _MessageWalker:
     def __init__(self, file: File, limits: Limits):
         self.reader = HeaderReader(file)
         self._path = file.path

@@ -16,7 +16,7 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
 from orbax_t5x.readers.flax_msgpack.walk import StoredText
-from orbax_t5x.readers.orbax.metadata import ItemMetadata, Node
+from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root, split_name
@@ -60,7 +60,7 @@ class Aggregate:
           UnsafeCheckpointError: a placeholder leads out of the item.
           CorruptCheckpointError: two placeholders name one array.
         """
-        nodes: list[Node] = []
+        nodes: list[NodeMetadata] = []
         places: dict[str, str] = {}
         for name, node in self._nodes.items():
             kind = type(node)
@@ -72,7 +72,7 @@ class Aggregate:
                         f"is stored under {array!r}, and so is {places[array]!r}", path=self._file.path, leaf=name
                     )
             empty = _EMPTY_TYPES.get(kind) if not node else None
-            nodes.append(Node(name, array or name, empty or "aggregated", skipped=array is None))
+            nodes.append(NodeMetadata(name, array or name, empty or "aggregated", skipped=array is None))
         return ItemMetadata(
             nodes=tuple(nodes),
             use_ocdbt=None,
@@ -82,7 +82,7 @@ class Aggregate:
             nbytes=0,
         )
 
-    def leaf(self, node: Node, name: str) -> Leaf:
+    def leaf(self, node: NodeMetadata, name: str) -> Leaf:
         """The leaf of a value of the file.
 
         Args:

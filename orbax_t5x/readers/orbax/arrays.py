@@ -22,7 +22,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.readers.orbax.metadata import ItemMetadata, Node
+from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, typed_error
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """The name under which a node of an item becomes a leaf."""
 
     name: str
-    node: Node
+    node: NodeMetadata
 
 
 class _Begun(NamedTuple):

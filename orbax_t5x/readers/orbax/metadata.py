@@ -28,7 +28,7 @@ _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": dict, "List"
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
+class NodeMetadata:
     """One leaf of the tree that was saved, or one node without leaves.
 
     Attributes:
@@ -65,7 +65,7 @@ class ItemMetadata:
       absent_is_fill: whether a chunk equal to the fill value may have been left out.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeMetadata, ...]
     use_ocdbt: bool | None
     use_zarr3: bool
     absent_is_fill: bool
@@ -122,7 +122,7 @@ def _flag(parsed: Mapping[str, Any], key: str, default: bool | None, path: str) 
     return value
 
 
-def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple[str, ...], Node]:
+def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple[str, ...], NodeMetadata]:
     """The key path and the node of one entry of `tree_metadata`."""
     shown = text[:200]
     if not isinstance(entry, dict):
@@ -132,7 +132,7 @@ def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple
     name = "/".join(keys)
     if len(name) > limits.name_bytes or len(name.encode()) > limits.name_bytes:
         raise LimitExceededError(f"a name of more than Limits.name_bytes = {limits.name_bytes} bytes", path=path)
-    node = Node(
+    node = NodeMetadata(
         name=name,
         param=".".join(keys),
         value_type=_typed(value, "value_type", str, shown, path),
@@ -173,7 +173,7 @@ def _is_text(key: str) -> bool:
     return True
 
 
-def _distinct_nodes(entries: list[tuple[tuple[str, ...], Node]], path: str) -> Iterator[Node]:
+def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: str) -> Iterator[NodeMetadata]:
     """The nodes, proven to have distinct names and places.
 
     An empty container that got children in a later partial save stands beside them in the file; the children are what

@@ -115,13 +115,13 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
     step_name = os.path.basename(parent)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
     in_step = os.path.isfile(os.path.join(parent, STEP_METADATA_FILE)) or step_name.isdecimal()
-    opened = _Opening(Root(directory), limits)
+    opened = _OrbaxOpening(Root(directory), limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
 def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
     """The items of a step, or one of them."""
-    opened = _Opening(root, limits)
+    opened = _OrbaxOpening(root, limits)
     names = item_names(root.path)
     if item is not None:
         if item not in names:
@@ -172,7 +172,7 @@ def _close_all(closers: Sequence[Callable[[], None]]) -> None:
         close()
 
 
-class _Opening:
+class _OrbaxOpening:
     """One checkpoint while it is being opened."""
 
     def __init__(self, root: Root, limits: Limits):

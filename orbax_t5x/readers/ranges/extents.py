@@ -30,7 +30,7 @@ class StoredBytes(Protocol):
         ...
 
 
-class Extent(NamedTuple):
+class ByteExtent(NamedTuple):
     """`size` bytes of a file from `start` on."""
 
     start: int
@@ -45,7 +45,7 @@ class JoinedExtents:
       size: of all ranges.
     """
 
-    def __init__(self, file: File, extents: Sequence[Extent]):
+    def __init__(self, file: File, extents: Sequence[ByteExtent]):
         self._file = file
         self._extents = [extent for extent in extents if extent.size]
         self._begins = list(itertools.accumulate((extent.size for extent in self._extents), initial=0))

@@ -68,7 +68,7 @@ def _swapped(values: np.ndarray) -> np.ndarray:
     return contiguous.view(np.dtype(f"u{width}")).byteswap().view(dtype).reshape(values.shape)
 
 
-class _Target(NamedTuple):
+class _ScatterTarget(NamedTuple):
     """A request, its box taken apart: outer ranges, the range that windows cut, slices of the inner dimensions."""
 
     outer: tuple[tuple[int, int], ...]
@@ -84,11 +84,11 @@ class Scatter:
     def __init__(self, shape: tuple[int, ...], depth: int, requests: Sequence[Request], elements: Elements):
         self._elements = elements
         self._inner_shape = (shape or (1,))[depth + 1 :]
-        self._targets: list[_Target] = []
+        self._targets: list[_ScatterTarget] = []
         for request in requests:
             box, out = request if request.box else (((0, 1),), request.out.reshape(1))
             inner = tuple(slice(low, high) for low, high in box[depth + 1 :])
-            self._targets.append(_Target(box[:depth], *box[depth], inner, out))
+            self._targets.append(_ScatterTarget(box[:depth], *box[depth], inner, out))
 
     def window(self, window: Window, data: np.ndarray) -> int:
         """Copies what the requests want of one window's bytes; returns the number of elements."""

@@ -55,7 +55,7 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
     path = os.path.abspath(os.fspath(path))
     is_directory = os.path.isdir(path)
     directory = path if is_directory else os.path.dirname(path)
-    opened = _Opening(Root(directory), limits)
+    opened = _SafetensorsOpening(Root(directory), limits)
     if is_directory:
         opened.add_directory()
     elif path.endswith(_INDEX_SUFFIX):
@@ -66,7 +66,7 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
     return opened.checkpoint(path, int(match["step"]) if match else None)
 
 
-class _Opening:
+class _SafetensorsOpening:
     """One checkpoint while it is being opened."""
 
     def __init__(self, root: Root, limits: Limits):

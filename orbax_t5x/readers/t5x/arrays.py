@@ -44,7 +44,7 @@ class SharedDirectoryError(CorruptCheckpointError):
     """Two leaves are stored in one directory, so nothing tells which of them it holds."""
 
 
-class _Place(NamedTuple):
+class _DirectoryIdentity(NamedTuple):
     """A directory as the file system knows it."""
 
     device: int
@@ -74,7 +74,7 @@ class ZarrArrays:
         self._flag = flag
         self._limits = limits
         self._context = make_context()
-        self._leaf_of: dict[_Place, str] = {}
+        self._leaf_of: dict[_DirectoryIdentity, str] = {}
         self.index_bytes: int = 0
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
@@ -107,7 +107,7 @@ class ZarrArrays:
     def _claim(self, path: str, spec: ArraySpec, name: str) -> None:
         """Notes whose directory it is; by inode, because some file systems take two names for one."""
         found = os.stat(path)
-        other = self._leaf_of.setdefault(_Place(found.st_dev, found.st_ino), name)
+        other = self._leaf_of.setdefault(_DirectoryIdentity(found.st_dev, found.st_ino), name)
         if other != name:
             raise SharedDirectoryError(
                 f"is stored in {spec.directory!r}, and so is {other!r}: one was written over the other",
