@@ -1,4 +1,4 @@
-"""The test process is strict: eight CPU devices, warnings are errors, a hang
+"""The test process is strict: eight CPU devices, warnings are errors, JAX promotes neither dtypes nor ranks, a hang
 prints its stacks."""
 
 import os
@@ -6,14 +6,18 @@ import os
 # Before JAX is imported anywhere: the device count is read once. Processes that tests start inherit all of it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import gc
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import jax
 import pytest
 
 from orbax_t5x.storage import files, strict_json
@@ -32,6 +36,13 @@ _EXACT = hypothesis.settings(
 hypothesis.settings.register_profile("repo", _EXACT, derandomize=True, database=None)
 hypothesis.settings.register_profile("fuzz", _EXACT, derandomize=False, max_examples=1000)
 hypothesis.settings.load_profile("repo")
+
+
+@pytest.fixture
+def standard_dtype_promotion() -> Iterator[None]:
+    """For steps of Optax's optimizers, which raise floats to the power of integer counts."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 class _WatchedOs:

@@ -254,7 +254,7 @@ def batch(seed: int, config: T5Config = T5Config(), *, size: int = 8, length: in
     keys = jax.random.split(jax.random.key(seed), 2)
     inputs, targets = (jax.random.randint(key, (size, length), 1, config.vocab) for key in keys)
     lengths = length - jnp.arange(size) % (length // 2)
-    keep = jnp.arange(length)[None] < lengths[:, None]
+    keep = (jnp.arange(length)[None] < lengths[:, None]).astype(inputs.dtype)
     return inputs * keep, targets * keep
 
 

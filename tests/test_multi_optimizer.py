@@ -18,7 +18,10 @@ from orbax_t5x.adafactor import Adafactor, FactorDim, HParamMap, standard_logica
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper
 
 # Flax warns when a traversal is made; T5X's users make them, and nothing else is accepted in their place.
-pytestmark = pytest.mark.filterwarnings("ignore:`flax.traverse_util.Traversal` will be deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`flax.traverse_util.Traversal` will be deprecated:DeprecationWarning"),
+    pytest.mark.usefixtures("standard_dtype_promotion"),
+]
 
 _AXES = {
     "encoder": {"kernel": P("embed", "layers", "heads"), "scale": P("embed")},

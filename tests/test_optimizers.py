@@ -21,6 +21,8 @@ from orbax_t5x import optimizers
 from orbax_t5x.optim.optax_state import from_state_dict, to_state_dict
 from orbax_t5x.optimizers import OptaxStatePartitionRules, OptaxWrapper, Optimizer, OptimizerDef, OptimizerState
 
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
+
 _AXES = {"enc": {"w": P("embed", "mlp"), "b": P("mlp")}, "dec": {"w": P("mlp", "vocab")}}
 _MASK = {"enc": {"w": True, "b": False}, "dec": {"w": True}}
 _LABELS = {"enc": {"w": "x", "b": "y"}, "dec": {"w": "x"}}

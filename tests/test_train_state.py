@@ -245,6 +245,7 @@ def test_sown_tuples_have_names():
     assert_equal(state.restore_state(state.state_dict()), state)
 
 
+@pytest.mark.usefixtures("standard_dtype_promotion")
 def test_apply_gradient_keeps_replaces_or_empties_mutables():
     state = FlaxOptimTrainState.create(adamw(0.1), small_variables(**MUTABLES))
     grads = jax.tree.map(jnp.ones_like, state.params)
@@ -362,11 +363,12 @@ def two_towers():
 
 
 def two_towers_loss(params, x):
-    hidden = jnp.tanh(x @ params["encoder"]["kernel"] + params["encoder"]["bias"])
-    return jnp.mean(jnp.square((hidden + params["decoder"]["bias"]) @ params["decoder"]["kernel"].T - x))
+    hidden = jnp.tanh(x @ params["encoder"]["kernel"] + params["encoder"]["bias"][None])
+    return jnp.mean(jnp.square((hidden + params["decoder"]["bias"][None]) @ params["decoder"]["kernel"].T - x))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.usefixtures("standard_dtype_promotion")
 def test_a_sharded_step_compiles_once_and_stays_on_the_devices(name):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     alone = FlaxOptimTrainState.create(OPTIMIZERS[name](), two_towers())

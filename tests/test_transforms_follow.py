@@ -194,6 +194,7 @@ def test_below_the_heuristics_limit_the_state_is_reset_and_said_so():
     ],
     ids=["chain", "masked", "hyperparams", "multi_steps"],
 )
+@pytest.mark.usefixtures("standard_dtype_promotion")
 def test_optax_states_follow_exactly(make):
     """Elementwise optimizers, so the mapped state is the other network's, bit for bit but for rounding."""
     minimal, _ = networks(*SIZES["E<J"])

@@ -85,7 +85,8 @@ def step(name: str, state: FlaxOptimTrainState) -> tuple[FlaxOptimTrainState, fl
     """One step on the batch of this step, and the loss before it."""
     data = jax.device_put(t5_model.batch(int(state.step)), NamedSharding(MESH, P("data")))
     loss, grads = _gradients()(state.params, *data)
-    return _update(name)(state, grads), float(loss)
+    with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to the power of integer counts
+        return _update(name)(state, grads), float(loss)
 
 
 def manager(root: Path, name: str) -> ocp.CheckpointManager:
