@@ -241,7 +241,7 @@ CHILD = """
 
     import numpy as np
     import orbax_t5x as ot
-    from orbax_t5x.lazy.read import read_views
+    from orbax_t5x.lazy import read_views
 
     def memory(field):
         with open("/proc/self/status") as file:
