@@ -102,7 +102,7 @@ def test_common_dtypes_are_those_of_jax():
     known = [dtype for dtype in DTYPES if dtype.name not in ("int1", "uint1")]
     rng = np.random.default_rng(0)
     triples = [tuple(known[i] for i in rng.integers(0, len(known), 3)) for _ in range(1500)]
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for dtypes in [*itertools.product(known, repeat=2), *triples]:
             try:
                 expected = np.dtype(jnp.result_type(*dtypes))

@@ -217,7 +217,7 @@ def test_strings_keep_their_bytes_and_are_not_cast():
 
 
 def _jax_promotion(dtypes):
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(*dtypes))
 
 
