@@ -1,8 +1,9 @@
 """Mesh TensorFlow T5 bundles as T5X state dicts: T5X's importer, without TensorFlow.
 
 The lazy arrays are those of `orbax_t5x.lazy`, the rules those of `orbax_t5x.mesh_tf.rules`, and what is done with names
-that of `transforms.Translate`; here they only have T5X's names. Opening reads the bundle's index. Arrays are read at
-the end, each once, after all names and shapes have been checked, or not at all (`lazy_parameters`).
+that of `transforms.Translate`, and names and shapes are checked by the plan of any restore; here they only have T5X's
+names. Opening reads the bundle's index. Arrays are read at the end, each once, after all names and shapes have been
+checked, or not at all (`lazy_parameters`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.errors import LeafMismatchError, Problem, RestorePlanError
+from orbax_t5x.errors import CheckpointError, LeafMismatchError, Problem, RestorePlanError
 from orbax_t5x.lazy import (
     LazyArray,
     LazyAwaitableArray,
@@ -38,10 +39,13 @@ from orbax_t5x.mesh_tf.rules import (
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
+from orbax_t5x.restoring.api import plan_restore
 from orbax_t5x.text.wording import counted, listed
+from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.names import Drop
 from orbax_t5x.transforms.translate import Translate
-from orbax_t5x.trees.flat import flatten, unflatten
+from orbax_t5x.trees.flat import FlatState, flatten, unflatten
 
 __all__ = [
     "CheckpointTranslator",
@@ -107,88 +111,83 @@ def restore_from_t5_checkpoint(
       Nested dicts with sorted keys and NumPy arrays (NumPy scalars for rank 0), or lazy arrays.
 
     Raises:
-      RestorePlanError: names that no rule knows, that the state has and the file lacks, or, with `strict`, the reverse.
-      LeafMismatchError: shapes differ.
+      RestorePlanError: names that no rule knows, that the state has and the file lacks, or, with `strict`, the reverse;
+        together with all else that is wrong.
+      LeafMismatchError: nothing but shapes differ.
       CheckpointError: there is no checkpoint, or it is damaged.
     """
-    target = flatten(state_dict or {})
-    diagnostics = Diagnostics()
-    values = Translate(translator).apply(load_tf_ckpt(path), target, diagnostics)
-    if diagnostics.problems:
-        raise RestorePlanError(diagnostics.problems, path=path)
-    for warning in diagnostics.warnings:
+    state = flatten(state_dict or {})
+    checkpoint = open_tf_bundle(path)
+    # The state's dtypes do not count, and a target has dtypes: so the names are translated once to learn the file's.
+    translated = Translate(translator).apply(checkpoint.leaves, state, Diagnostics()) if state else {}
+    transforms: list[Transform] = [Translate(translator)]
+    slots = {name for name in translated if name.startswith(_SLOTS)}
+    if slots and slots.isdisjoint(state):
+        transforms.append(Drop((f"{_SLOTS}.*",)))
+    try:
+        plan = plan_restore(checkpoint, _target(state, translated) if state else None, transforms, strict=strict)
+    except RestorePlanError as error:
+        raise _in_words_of_a_state(error, state, translated, path) from None
+    for warning in plan.warnings:
         _logger.warning("%s", warning)
-    if target:
-        values = _fit(values, target, strict, path)
-    else:
-        _raise_broken(values)
-    names = sorted(values, key=lambda name: name.split("/"))
-    lazy = {name: None if values[name] is None else _as_lazy(values[name]) for name in names}
-    return unflatten(lazy if lazy_parameters else _read(lazy))
+    if plan.unused:
+        _logger.info("left out, because the state lacks them: %s", ", ".join(plan.unused))
+    views = {entry.name: entry.view for entry in plan.entries}
+    restored = flatten(plan.target.rebuild(views if lazy_parameters else _read(views)))
+    return unflatten({name: restored[name] for name in sorted(restored, key=lambda name: name.split("/"))})
 
 
-def _fit(
-    values: Mapping[str, Any], target: Mapping[str, Any], strict: bool, path: str | os.PathLike[str]
-) -> dict[str, Any]:
-    """The values that the target names; None stays None."""
-    wanted = {name for name, leaf in target.items() if leaf is not None}
-    missing = sorted(wanted - values.keys())
-    extra = sorted(values.keys() - target.keys())
-    if not any(name.startswith(_SLOTS) and name in target for name in values):
-        extra = [name for name in extra if not name.startswith(_SLOTS)]
-    problems = []
+def _target(state: FlatState, translated: FlatState) -> dict[str, Any]:
+    """What the plan restores into: the state's names and shapes, the file's dtypes; `...` where the state has None."""
+    target: dict[str, Any] = {}
+    for name, leaf in state.items():
+        if leaf is None:
+            target[name] = ...
+            continue
+        value = translated.get(name)
+        view = None if value is None else as_view(value)
+        shape = view.shape if view is not None and leaf is ... else np.shape(leaf)
+        # An array of any shape that takes no memory.
+        target[name] = np.broadcast_to(np.zeros((), np.float32 if view is None else view.dtype), shape)
+    return target
+
+
+def _in_words_of_a_state(
+    error: RestorePlanError, state: FlatState, translated: FlatState, path: str | os.PathLike[str]
+) -> CheckpointError:
+    """The plan's problems as callers of this module can act on them: they give a state and `strict`, and no rules."""
+    missing = [problem.leaf for problem in error.problems if problem.kind == "missing" and problem.leaf is not None]
+    extra = sorted(translated.keys() - state.keys())
+    problems: list[Problem] = []
     if missing:
         problems.append(Problem("missing", None, f"the state has {_names_text(missing)}, which the checkpoint lacks"))
-    if extra and strict:
-        problems.append(
-            Problem(
-                "leftover",
-                None,
-                f"the checkpoint has {_names_text(extra)}, which the state lacks",
-                "pass strict=False to leave them out",
-            )
-        )
+    shapes: list[Problem] = []
+    for problem in error.problems:
+        if problem.kind == "leftover":
+            message = f"the checkpoint has {_names_text(extra)}, which the state lacks"
+            problems.append(Problem("leftover", None, message, "pass strict=False to leave them out"))
+        elif problem.kind == "shape" and problem.leaf is not None:
+            found, wanted = as_view(translated[problem.leaf]).shape, tuple(np.shape(state[problem.leaf]))
+            shapes.append(Problem("shape", problem.leaf, f"has shape {found}, the state's is {wanted}"))
+        elif problem.kind != "missing":
+            problems.append(problem)
     if problems:
-        raise RestorePlanError(problems, path=path)
-    if extra:
-        _logger.info("left out, because the state lacks them: %s", ", ".join(extra))
-    _raise_broken({name: values[name] for name in wanted})
-    shapes = [(name, tuple(values[name].shape), _shape(target[name])) for name in sorted(wanted)]
-    wrong = [(name, found, shape) for name, found, shape in shapes if shape is not None and found != shape]
-    if wrong:
-        texts = [f"{name!r} has shape {found}, the state's is {shape}" for name, found, shape in wrong]
-        raise LeafMismatchError(listed(texts, _SHOWN_NAMES, separator="; "), path=path, leaf=wrong[0][0])
-    return {name: None if leaf is None else values[name] for name, leaf in target.items()}
-
-
-def _raise_broken(values: Mapping[str, Any]) -> None:
-    """What its reader could not make sense of has no shape to compare: it fails with the reader's own error."""
-    for value in values.values():
-        for leaf in value.leaves() if isinstance(value, View) else ():
-            leaf.raise_error()
+        return RestorePlanError([*problems, *shapes], path=path)
+    text = listed([f"{problem.leaf!r} {problem.message}" for problem in shapes], _SHOWN_NAMES, separator="; ")
+    return LeafMismatchError(text, path=path, leaf=shapes[0].leaf)
 
 
 def _names_text(names: Sequence[str]) -> str:
     return f"{counted(len(names), 'name')}: {listed(map(repr, names), _SHOWN_NAMES)}"
 
 
-def _shape(leaf: Any) -> tuple[int, ...] | None:
-    """The shape that a leaf of the state asks for; None where it asks for none."""
-    return None if leaf is ... else tuple(np.shape(leaf))
+def _read(views: Mapping[str, View | None]) -> dict[str, Any]:
+    """All arrays at once, each stored byte once; NumPy scalars for rank 0, as TensorFlow's reader gives the step.
 
-
-def _as_lazy(value: Any) -> LazyArray:
-    return value if isinstance(value, LazyArray) else as_view(value)
-
-
-def _read(lazy: Mapping[str, LazyArray | None]) -> dict[str, Any]:
-    """All arrays at once, so that each stored byte is read once and reads overlap."""
-    views = {name: view for name, view in lazy.items() if isinstance(view, View)}
-    buffers = {name: np.empty(view.shape, view.dtype) for name, view in views.items()}
-    read_views((view, full_box(view.shape), buffers[name]) for name, view in views.items())
-    arrays: dict[str, Any] = {}
-    for name, array in lazy.items():
-        value = buffers[name] if name in buffers else None if array is None else array.get()
-        # A NumPy scalar for rank 0, as TensorFlow's reader gives the step.
-        arrays[name] = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
-    return arrays
+    Not by executing the plan, which waits for the other processes of a job: T5X's function does not.
+    """
+    wanted = {name: view for name, view in views.items() if view is not None}
+    buffers = {name: np.empty(view.shape, view.dtype) for name, view in wanted.items()}
+    read_views((view, full_box(view.shape), buffers[name]) for name, view in wanted.items())
+    arrays = {name: buffer if buffer.ndim else buffer[()] for name, buffer in buffers.items()}
+    return {name: arrays.get(name) for name in views}

@@ -207,6 +207,15 @@ def test_shapes_are_checked(goldens, bundle):
     assert str(bundle) in str(caught.value)
 
 
+def test_names_and_shapes_that_are_wrong_come_in_one_error(goldens, bundle):
+    _, arrays = imported(goldens, "t5_1_1_f32")
+    arrays["target/token_embedder/embedding"] = np.zeros((64, 16), np.float32)
+    arrays["target/decoder/renamed/kernel"] = arrays.pop("target/decoder/logits_dense/kernel")
+    with pytest.raises(RestorePlanError, match=r"\(128, 16\), the state's is \(64, 16\)") as caught:
+        restore_from_t5_checkpoint(unflatten(arrays), bundle)
+    assert [problem.kind for problem in caught.value.problems] == ["missing", "leftover", "shape"]
+
+
 # The relative bias.
 
 
