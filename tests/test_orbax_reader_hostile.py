@@ -443,6 +443,45 @@ def test_what_is_no_plain_file(item, tmp_path, kind, victim):
         assert isinstance(result[wrong.pop()], UnsafeCheckpointError)
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link out"])
+def test_a_chunk_in_a_directory_of_its_own(item, tmp_path, kind):
+    """A zarr v2 array may keep its chunks in directories, where TensorStore would follow a link and wait on a FIFO."""
+    path = item(ocdbt=False)
+    metadata = json.loads((path / "a" / ".zarray").read_text())
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(256)) * 128)
+    (path / "a" / ".zarray").write_text(json.dumps(metadata | {"compressor": None, "dimension_separator": "/"}))
+    (path / "a" / "0.0").unlink()
+    (path / "a" / "0").mkdir()
+    if kind == "fifo":
+        os.mkfifo(path / "a" / "0" / "0")
+    else:
+        (path / "a" / "0" / "0").symlink_to(secret)
+    expected = CorruptCheckpointError if kind == "fifo" else UnsafeCheckpointError
+    with ot.open_checkpoint(path) as checkpoint:
+        with pytest.raises(expected) as caught:
+            checkpoint.leaves["a"].get()
+        assert caught.value.leaf == "a" and caught.value.path.startswith(str(path / "a"))
+        np.testing.assert_array_equal(checkpoint.leaves["b/c"].get(), FLAT["b/c"])
+    with pytest.raises(CheckpointError):
+        ot.restore(path, None)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link out"])
+def test_a_chunk_replaced_after_opening(item, tmp_path, kind):
+    """The same, put there between opening and reading."""
+    path = item(ocdbt=False, zarr3=True)
+    chunk = path / "a" / "c" / "0" / "0"
+    with ot.open_checkpoint(path) as checkpoint:
+        shutil.move(chunk, tmp_path / "chunk")
+        if kind == "fifo":
+            os.mkfifo(chunk)
+        else:
+            chunk.symlink_to(tmp_path / "chunk")
+        with pytest.raises(CorruptCheckpointError if kind == "fifo" else UnsafeCheckpointError):
+            checkpoint.leaves["a"].get()
+
+
 def test_links_inside_are_followed(item):
     path = item(ocdbt=False)
     shutil.move(path / "a", path / "elsewhere")

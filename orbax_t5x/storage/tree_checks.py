@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
-from orbax_t5x.storage.paths import FileIdentity, Root, io_error
+from orbax_t5x.storage.paths import Root, io_error
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
@@ -46,29 +46,36 @@ def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
         pass
 
 
-def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(path relative to the root, entry) of each file under a directory, in an order that depends on names alone."""
+def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """(directory relative to the root, its files by name) of each directory under one, each proven plain.
+
+    What the listing itself says of an entry is enough for files and directories: only symlinks are looked at. The order
+    depends on names alone.
+    """
     pending = [name]
     seen: set[str] = set()
     while pending:
         directory = pending.pop()
+        prefix = f"{directory}/" if directory else ""
         found = list_directory(root.join(directory) if directory else root.path, leaf=leaf)
-        for _, entry in sorted(found.items()):
-            path = f"{directory}/{entry.name}" if directory else entry.name
-            if entry.is_symlink():
-                target = root.locate(path, leaf=leaf)
+        files: list[os.DirEntry[str]] = []
+        for entry_name in sorted(found):
+            entry = found[entry_name]
+            if entry.is_file(follow_symlinks=False):
+                files.append(entry)
+            elif entry.is_dir(follow_symlinks=False):
+                pending.append(prefix + entry_name)
+            elif not entry.is_symlink():
+                raise CorruptCheckpointError("not a regular file", path=entry.path, leaf=leaf)
+            else:
+                target = root.locate(prefix + entry_name, leaf=leaf)
                 if not os.path.isdir(target):
-                    root.stat(path, leaf=leaf)
-                    yield path, entry
+                    root.stat(prefix + entry_name, leaf=leaf)
+                    files.append(entry)
                 elif target not in seen:
                     seen.add(target)
                     pending.append(os.path.relpath(target, root.path))
-            elif entry.is_file(follow_symlinks=False):
-                yield path, entry
-            elif entry.is_dir(follow_symlinks=False):
-                pending.append(path)
-            else:
-                raise CorruptCheckpointError("not a regular file", path=entry.path, leaf=leaf)
+        yield directory, files
 
 
 class TreeSnapshot:
@@ -114,26 +121,30 @@ class TreeSnapshot:
             self._checked_in = weakref.ref(execution)
 
     def _look(self, leaf: str | None) -> bytes:
+        """Looks at every file once; a digest of their names and identities."""
         digest = hashlib.blake2b(digest_size=16)
         for name in self._names:
-            for path, found in self._files(name, leaf):
-                digest.update(repr((path, FileIdentity.of(found))).encode("utf-8", "surrogateescape"))
+            try:
+                for found in self._identities(name, leaf):
+                    digest.update(repr(found).encode("utf-8", "surrogateescape"))
+            except OSError as error:
+                if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
+                    raise
+                path = self._root.join(name)
+                if isinstance(error, FileNotFoundError):
+                    raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
+                raise io_error(error, "looking at it", path=path, leaf=leaf) from error
         return digest.digest()
 
-    def _files(self, name: str, leaf: str | None) -> Iterator[tuple[str, os.stat_result]]:
-        try:
-            found = os.lstat(self._root.join(name) if name else self._root.path)
-            if stat.S_ISLNK(found.st_mode):
-                found = os.stat(self._root.locate(name, leaf=leaf))
-            if not stat.S_ISDIR(found.st_mode):
-                yield name, self._root.stat(name, leaf=leaf)
-                return
-            for path, entry in _plain_files(self._root, name, leaf):
-                yield path, entry.stat(follow_symlinks=True)
-        except OSError as error:
-            if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
-                raise
-            path = self._root.join(name)
-            if isinstance(error, FileNotFoundError):
-                raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
-            raise io_error(error, "looking at it", path=path, leaf=leaf) from error
+    def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
+        """(directory, (name, size, modification time, inode) of each file in it), for all directories of a name."""
+        found = os.lstat(self._root.join(name) if name else self._root.path)
+        if stat.S_ISLNK(found.st_mode):
+            found = os.stat(self._root.locate(name, leaf=leaf))
+        if not stat.S_ISDIR(found.st_mode):
+            found = self._root.stat(name, leaf=leaf)
+            yield name, [("", found.st_size, found.st_mtime_ns, found.st_ino)]
+            return
+        for directory, files in _plain_files(self._root, name, leaf):
+            # Every chunk of every array passes here: no object is made per file but this tuple.
+            yield directory, [(entry.name, (at := entry.stat()).st_size, at.st_mtime_ns, at.st_ino) for entry in files]
