@@ -239,7 +239,15 @@ class LeafNode(Node):
         """The leaf."""
         return self.leaf
 
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaf."""
+        return (self.leaf,)
+
     def describe_step(self) -> str:
+        """Nothing is done."""
+        return ""
+
+    def describe(self) -> str:
         """Nothing is done."""
         return ""
 

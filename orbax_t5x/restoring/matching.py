@@ -92,8 +92,9 @@ class Matcher:
     def _source_names(self, leaves: Sequence[Leaf]) -> tuple[str, ...]:
         """Names of stored leaves as the checkpoint (with its prefix) has them."""
         names = self._stored_names
-        found = [names.get(leaf, leaf.name) for leaf in leaves]
-        return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))
+        if len(leaves) == 1:
+            return (names.get(leaves[0], leaves[0].name),)
+        return tuple(dict.fromkeys(names.get(leaf, leaf.name) for leaf in leaves))
 
     def _everything(self) -> dict[str, TargetLeaf]:
         """A place for all that the state dict has, as NumPy."""
