@@ -32,7 +32,7 @@ class AwaitedLeaf(Leaf):
             with self._lock:
                 self.boxes.append(box)
             out[...] = self.array[box_slices(box)]
-            stats.count(out.nbytes)
+        stats.count(self.bytes_of(tuple(box for box, _ in requests)))
 
     async def read_into(self, requests, stats):
         await asyncio.sleep(0)

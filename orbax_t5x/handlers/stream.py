@@ -114,7 +114,7 @@ class ChunkWriter:
         finally:
             for target in targets:
                 await target.verified()
-        for leaf in {id(leaf): leaf for job in jobs for leaf in job.view.leaves()}.values():
+        for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
 
     def chunk_of(self, view: View) -> tuple[int, ...]:

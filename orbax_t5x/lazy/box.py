@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 Box = tuple[tuple[int, int], ...]
 """An index box: (start, stop) per dimension, 0 <= start <= stop <= size. () is the box of a rank-0 array."""
@@ -41,6 +42,34 @@ def intersect(box: Box, other: Box) -> Box | None:
 def shift(box: Box, outer: Box) -> Box:
     """A box in the coordinates of an outer one: its own first element is index 0."""
     return tuple([(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True)])
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def union_size(boxes: tuple[Box, ...]) -> int:
+    """The number of elements in boxes of one rank together: what several of them share is counted once."""
+    return _union_size(set(boxes))
+
+
+def _union_size(boxes: Collection[Box]) -> int:
+    if len(boxes) < 2:
+        return sum([box_size(box) for box in boxes])
+    starting: dict[int, list[Box]] = {}
+    stopping: dict[int, list[Box]] = {}
+    for box in boxes:
+        if box_size(box):
+            (start, stop), *_ = box
+            starting.setdefault(start, []).append(box)
+            stopping.setdefault(stop, []).append(box)
+    total, before = 0, 0
+    inside: dict[Box, None] = {}
+    for edge in sorted({*starting, *stopping}):
+        if inside:
+            total += (edge - before) * _union_size({box[1:] for box in inside})
+        for box in stopping.get(edge, ()):
+            del inside[box]
+        inside.update(dict.fromkeys(starting.get(edge, ())))
+        before = edge
+    return total
 
 
 def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:

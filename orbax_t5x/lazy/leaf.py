@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.box import Box, union_size
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 
 
@@ -69,6 +69,14 @@ class Leaf(abc.ABC):
           CorruptCheckpointError, CheckpointIOError, CheckpointGoneError: naming `path` and `name`.
           ValueError: the checkpoint was closed.
         """
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """What one read of these boxes counts as `ReadStats.bytes_read`; plans count by it what will be read.
+
+        Here the bytes of their elements, decoded, an element of several boxes once. A leaf that reads more than the
+        elements it is asked for, or nothing, counts that instead.
+        """
+        return union_size(boxes) * self.dtype.itemsize
 
     async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
         """Compares checksums after the last read of this leaf.

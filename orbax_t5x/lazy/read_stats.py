@@ -21,7 +21,9 @@ class ReadStats:
 
     Attributes:
       verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
-      bytes_read: bytes asked for and read (for compressed formats: as stored where the reader can tell, else decoded).
+      bytes_read: bytes of the elements that were asked for, decoded, each element once per call (`Leaf.bytes_of`);
+        what can only be read whole, such as the strings of a TensorFlow bundle, counts whole and as stored. What
+        `verify="full"` reads for checksums alone comes on top.
       gap_bytes: bytes read over because they lay between two wanted runs less than 4 KiB apart.
       fill_chunks: chunks that were legitimately absent and stand for the fill value.
     """

@@ -7,6 +7,7 @@ function cannot be asked for less.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,10 @@ class ValueLeaf(BlockingLeaf):
             raise TypeError(
                 f"{self.name}: {self._array.dtype} is no NumPy dtype; for typed keys pass `jax.random.key_data(keys)`"
             ) from None
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """None: no byte of a checkpoint is read."""
+        return 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Copies boxes of the value; no byte of a checkpoint is read."""
@@ -92,6 +97,10 @@ class OpaqueLeaf(BlockingLeaf):
         self.dtype: np.dtype = array.dtype
         # It can only be read whole: whoever cuts reads to size must not call the function once per piece.
         self.chunks: tuple[int, ...] | None = array.shape
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """The whole array for any box: that is what the function gives."""
+        return math.prod(self.shape) * self.dtype.itemsize if boxes else 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `read_into`."""

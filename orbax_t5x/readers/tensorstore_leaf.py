@@ -29,7 +29,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.box import box_size, box_slices, full_box
+from orbax_t5x.lazy.box import Box, box_size, box_slices, full_box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.storage.tree_checks import TreeSnapshot
@@ -195,7 +195,7 @@ class TensorStoreLeaf(Leaf):
         self._files = files
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Fills the buffers; see `Leaf`. Counts decoded bytes of the distinct boxes."""
+        """Fills the buffers; see `Leaf`."""
         self._open.check(self.path, self.name)
         self._refuse_huge_chunks()
         if not self._files.was_checked(stats):
@@ -203,16 +203,13 @@ class TensorStoreLeaf(Leaf):
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         first: dict[Any, np.ndarray] = {}
         writes = []
-        nbytes = 0
         try:
             for box, out in requests:
                 if box in first:
                     copies.append((out, first[box]))
                     continue
-                size = box_size(box)
-                if not size:
+                if not box_size(box):
                     continue
-                nbytes += size * self.dtype.itemsize
                 buffer = out
                 if not out.flags.aligned:
                     buffer = np.empty(out.shape, out.dtype)
@@ -234,7 +231,7 @@ class TensorStoreLeaf(Leaf):
             raise
         for out, buffer in copies:
             out[...] = buffer
-        stats.count(nbytes)
+        stats.count(self.bytes_of(tuple(first)))
 
     def _refuse_huge_chunks(self) -> None:
         nbytes = math.prod(self.chunks or ()) * self.dtype.itemsize
@@ -262,6 +259,10 @@ class StringLeaf(Leaf):
         self.chunks: tuple[int, ...] | None = None
         self._value = value
         self._open = flag
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """None: the string was read when the checkpoint was opened."""
+        return 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Puts the string into each buffer; it was read when the checkpoint was opened."""

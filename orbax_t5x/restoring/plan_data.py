@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 
 from orbax_t5x.lazy import Box, Leaf, View
-from orbax_t5x.lazy.box import box_size, full_box
+from orbax_t5x.lazy.box import full_box
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.target_leaf import TargetLeaf
 from orbax_t5x.restoring.targets import Target
@@ -63,6 +63,32 @@ class PlanEntry:
             return ()
         return addressable_boxes(self.leaf.sharding, self.leaf.shape)
 
+    @property
+    def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        """The boxes that this process reads for it of each leaf, constants included; each box once."""
+        leaf = None if self.view is None else self.view.leaf
+        # The boxes of a bare leaf are those that it is asked for. Most entries are such: what is kept for each of them
+        # is what Python's garbage collector goes through while it is planned.
+        return self._composed_reads if leaf is None else ((leaf, self.boxes()),)
+
+    @functools.cached_property
+    def _composed_reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        return () if self.view is None else boxes_by_leaf((self.view, box) for box in self.boxes())
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes of array data that this process reads for it, as `RestoreReport.bytes_read` counts them."""
+        return sum([leaf.bytes_of(boxes) for leaf, boxes in self.reads])
+
+
+def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+    """The boxes of each leaf that reading boxes of views takes, each once."""
+    found: dict[Leaf, dict[Box, None]] = {}
+    for view, box in items:
+        for leaf, wanted in view.requests(box):
+            found.setdefault(leaf, {})[wanted] = None
+    return tuple([(leaf, tuple(boxes)) for leaf, boxes in found.items()])
+
 
 def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
     """The unique index boxes of the shards that this process holds; the whole array without a sharding."""
@@ -93,7 +119,11 @@ class RestoreReport:
     """What one execution read and checked; printed, names of repeated layers are one line.
 
     Attributes:
-      bytes_read: bytes of array data read by this process, without gaps.
+      bytes_read: bytes of array data read by this process: of the elements that its shards need, decoded, each
+        element of a leaf once however many leaves and devices want it, gaps not counted. What can only be read whole
+        counts whole (the strings of one TensorFlow variable, as stored; an array behind a function); constants and
+        what was read when the checkpoint was opened count nothing. It equals the plan's `bytes_to_read`, unless
+        `verify="full"` read more for checksums.
       gap_bytes: bytes read over because they lay in gaps below 4 KiB between wanted runs.
       index_bytes: bytes read to open the checkpoints.
       fill_chunks: chunks that were absent, legitimately, and stand for the fill value.
@@ -185,19 +215,12 @@ class PlanData:
 
     @functools.cached_property
     def bytes_to_read(self) -> int:
-        """Bytes of array data that this process will read: each box of each leaf once, decoded, gaps not counted."""
-        seen: dict[tuple[int, Box], int] = {}
+        """Bytes of array data that this process will read, as `RestoreReport.bytes_read` counts them."""
+        wanted: dict[Leaf, tuple[Box, ...]] = {}
+        shared: dict[Leaf, list[Box]] = {}
         for entry in self.entries:
-            if entry.view is None or entry.action != "read":
-                continue
-            if (leaf := entry.view.leaf) is not None:
-                # The common case, without a call per box: the boxes of a bare leaf are the boxes that it is asked for.
-                key, itemsize = id(leaf), entry.view.dtype.itemsize
-                for box in entry.boxes():
-                    seen[key, box] = box_size(box) * itemsize
-                continue
-            for box in entry.boxes():
-                for leaf, leaf_box in entry.view.requests(box):
-                    if not leaf.is_value:
-                        seen[id(leaf), leaf_box] = box_size(leaf_box) * leaf.dtype.itemsize
-        return sum(seen.values())
+            for leaf, boxes in entry.reads:
+                if wanted.setdefault(leaf, boxes) is not boxes:
+                    shared.setdefault(leaf, []).extend(boxes)
+        wanted.update({leaf: (*wanted[leaf], *boxes) for leaf, boxes in shared.items()})
+        return sum([leaf.bytes_of(boxes) for leaf, boxes in wanted.items()])

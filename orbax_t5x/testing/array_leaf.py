@@ -40,7 +40,7 @@ class ArrayLeaf(Leaf):
             assert out.shape == tuple(last - first for first, last in box)
             out[...] = self.array[box_slices(box)]
             self.counts[box_slices(box)] += 1
-            stats.count(out.nbytes)
+        stats.count(self.bytes_of(tuple([box for box, _ in requests])))
 
     async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
         """Counts the call; an array has no checksum."""

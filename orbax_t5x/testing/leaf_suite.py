@@ -86,6 +86,13 @@ class LeafSuite(LeafAttributes):
         twice = read_boxes(leaf, [box, box]).stats
         assert (twice.bytes_read, twice.gap_bytes) == (once.bytes_read, once.gap_bytes)
 
+    def test_bytes_of_boxes_is_what_reading_them_counts(self, leaf: Leaf, expected: np.ndarray) -> None:
+        rng = np.random.default_rng(12)
+        for count in (1, 1, 2, 5):
+            boxes = tuple(random_box(rng, expected.shape) for _ in range(count))
+            assert read_boxes(leaf, boxes).stats.bytes_read == leaf.bytes_of(boxes)
+        assert leaf.bytes_of(()) == 0
+
     def test_blocking_reads_give_the_same(self, leaf: Leaf, expected: np.ndarray) -> None:
         if not isinstance(leaf, BlockingLeaf):
             assert not hasattr(leaf, "read_blocking"), "a leaf with blocking reads is a BlockingLeaf"

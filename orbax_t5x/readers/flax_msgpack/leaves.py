@@ -19,6 +19,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -180,6 +181,10 @@ class TextLeaf(RangeLeaf):
         self._file = file
         self._start = start
         self._size = size
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """The whole text, as stored."""
+        return self._size if boxes else 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy.box import box_size
+from orbax_t5x.lazy.box import Box, box_size, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, place_box, split_ends, union_runs
@@ -109,6 +109,10 @@ class ByteRange:
     def nbytes(self) -> int:
         """Bytes of the whole array, as stored."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """The bytes of the boxes' elements, each once."""
+        return union_size(boxes) * self.dtype.itemsize
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
         """Fills all requests; blocks.

@@ -9,6 +9,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import Outcome
@@ -70,6 +71,10 @@ class StoredRange(Protocol):
         """Bytes of the whole range, as stored."""
         ...
 
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """What reading these boxes together counts as wanted."""
+        ...
+
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
         """Fills all requests; blocks."""
         ...
@@ -93,6 +98,10 @@ class ByteRangeLeaf(RangeLeaf):
     def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether `crc` is known."""
         return self.crc is not None
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """See `Leaf.bytes_of`."""
+        return self.range.bytes_of(boxes)
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""

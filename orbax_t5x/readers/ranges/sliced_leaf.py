@@ -15,7 +15,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.box import Box, intersect, shift
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.leaf import RangeLeaf, StoredRange, read_unchanged, verify_range, verify_rest
@@ -48,6 +48,14 @@ class SlicedLeaf(RangeLeaf):
         super().__init__(name, path, shape, dtype, error)
         self._pieces = tuple(pieces)
         self._bases = list(itertools.accumulate((piece.range.nbytes for piece in pieces), initial=0))
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """Of each piece, what is wanted of it; see `Leaf.bytes_of`."""
+        total = 0
+        for piece in self._pieces:
+            met = [part for box in boxes if (part := intersect(box, piece.box)) is not None]
+            total += piece.range.bytes_of(tuple([shift(part, piece.box) for part in met]))
+        return total
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.lazy.box import box_shape, box_slices
+from orbax_t5x.lazy.box import Box, box_shape, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_range import Outcome
@@ -44,6 +44,10 @@ class StringRange:
     nbytes: int
     shape: tuple[int, ...]
     dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(object))
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """The whole entry, as stored, for any box."""
+        return self.nbytes if boxes else 0
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
         """Fills all requests from one read of the whole entry; blocks."""

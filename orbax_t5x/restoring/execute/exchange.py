@@ -21,8 +21,8 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange
 _COLUMNS = 4  # leaf, start, stop, crc
 
 
-def gather_parts(stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool) -> dict[int, list[ChecksummedRange]]:
-    """The parts of all processes, by `id` of this process's leaf.
+def gather_parts(stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool) -> dict[Leaf, list[ChecksummedRange]]:
+    """The parts of all processes, by this process's leaf.
 
     Args:
       stats: what this process noted.
@@ -49,9 +49,9 @@ def gather_parts(stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool) -> d
     padded = np.zeros((longest, _COLUMNS), np.uint64)
     padded[: len(mine)] = mine
     gathered = np.asarray(multihost_utils.process_allgather(padded.view(np.uint32)))
-    parts: dict[int, list[ChecksummedRange]] = {}
+    parts: dict[Leaf, list[ChecksummedRange]] = {}
     for count, block in zip(counts, gathered.reshape(-1, longest, 2 * _COLUMNS), strict=True):
         rows: list[list[int]] = np.ascontiguousarray(block[: int(count)]).view(np.uint64).tolist()
         for index, start, stop, crc in rows:
-            parts.setdefault(id(leaves[index]), []).append(ChecksummedRange(start, stop, crc))
+            parts.setdefault(leaves[index], []).append(ChecksummedRange(start, stop, crc))
     return parts

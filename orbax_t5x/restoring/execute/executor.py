@@ -27,13 +27,14 @@ import numpy as np
 
 from orbax_t5x.concurrency import CallerThread, LoopThread, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import BlockingLeaf, Leaf, ReadStats, box_size
+from orbax_t5x.lazy import BlockingLeaf, ChecksummedRange, Leaf, ReadStats, slices_within
 from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
-from orbax_t5x.restoring.execute.lowering import Shard, lower_shards, slabs
+from orbax_t5x.restoring.execute.lowering import Shard, lower_shards
+from orbax_t5x.restoring.execute.steps import Part
 from orbax_t5x.restoring.options import ReadOptions
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
+from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 
 # Workers for blocking reads. More than cores and they wait for one another: on two cores four take 1.4 s and 2.0 s
 # of processor time for what two do in 1.0 s and 1.5 s.
@@ -99,8 +100,8 @@ class _Execution:
         self._values: dict[str, Any] = {}
         self._caller = CallerThread()
         self._done_bytes = 0
-        self._pending: dict[int, int] = {}
-        self._verified: dict[int, tuple[Leaf, bool | None]] = {}
+        self._pending: collections.Counter[Leaf] = collections.Counter()
+        self._verified: dict[Leaf, bool | None] = {}
         self._several = jax.process_count() > 1
         self._stop = threading.Event()
 
@@ -109,8 +110,7 @@ class _Execution:
         entries = [entry for entry in self._plan.entries if entry.view is not None]
         groups = group_entries(entries, self._limit)
         for group in groups:
-            for key in group.leaves:
-                self._pending[key] = self._pending.get(key, 0) + 1
+            self._pending.update(group.leaves.keys())
         if groups or self._several:
             self._read(groups)
         self._values.update(self._computed())
@@ -191,8 +191,8 @@ class _Execution:
 
     def _read_blocking(self, group: Group) -> _Buffers | None:
         """Reads and finishes one group in this worker thread; None where another group has failed meanwhile."""
-        buffers, to_read = _allocate(group)
-        for shards in slabs(to_read):
+        buffers, steps = _allocate(group)
+        for shards in steps:
             reads, finish = lower_shards(shards)
             for leaf, requests in reads:
                 if self._stop.is_set():
@@ -204,8 +204,8 @@ class _Execution:
 
     async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor) -> _Buffers:
         """Awaits one group's reads; what computes is done in a worker thread."""
-        buffers, to_read = _allocate(group)
-        for shards in slabs(to_read):
+        buffers, steps = _allocate(group)
+        for shards in steps:
             reads, finish = lower_shards(shards)
             await wait_all(leaf.read_into(requests, self._stats) for leaf, requests in reads)
             if finish:
@@ -220,19 +220,18 @@ class _Execution:
         """
         if self._several:
             return
-        for key, leaf in group.leaves.items():
-            self._pending[key] -= 1
-            if not self._pending[key]:
-                self._verified[key] = leaf, await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
+        for leaf in group.leaves:
+            self._pending[leaf] -= 1
+            if not self._pending[leaf]:
+                self._verified[leaf] = await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
 
-    async def _verify_all(self, parts: Mapping[int, Any]) -> None:
+    async def _verify_all(self, parts: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
         for leaf in self._leaves_in_order():
-            self._verified[id(leaf)] = leaf, await leaf.verify_checksum(self._stats, parts.get(id(leaf), ()))
+            self._verified[leaf] = await leaf.verify_checksum(self._stats, parts.get(leaf, ()))
 
     def _leaves_in_order(self) -> list[Leaf]:
         """In plan order, which every process has alike; grouping depends on its own boxes."""
-        views = (entry.view for entry in self._plan.entries if entry.view is not None)
-        return list({id(leaf): leaf for view in views for leaf in view.leaves()}.values())
+        return list(dict.fromkeys(leaf for entry in self._plan.entries for leaf in entry.leaves))
 
     # -- results
 
@@ -245,7 +244,7 @@ class _Execution:
         if self._progress is not None:
             total = self._plan.bytes_to_read
             for entry in group.entries:
-                self._done_bytes += _read_bytes(entry)
+                self._done_bytes += entry.bytes_to_read
                 self._progress(min(self._done_bytes, total), total, entry.name)
         return [value for value in placed.values() if isinstance(value, jax.Array)]
 
@@ -261,7 +260,7 @@ class _Execution:
         return values
 
     def _report(self, seconds: float) -> RestoreReport:
-        stored = [(leaf, verified) for leaf, verified in self._verified.values() if not leaf.is_value]
+        stored = [(leaf, verified) for leaf, verified in self._verified.items() if not leaf.is_value]
 
         return RestoreReport(
             bytes_read=self._stats.bytes_read,
@@ -275,25 +274,22 @@ class _Execution:
         )
 
 
-def _allocate(group: Group) -> tuple[dict[str, list[np.ndarray]], list[Shard]]:
-    """The buffers of each entry's shards, and what to read into them."""
-    buffers: dict[str, list[np.ndarray]] = {}
-    to_read: list[Shard] = []
+def _allocate(group: Group) -> tuple[_Buffers, list[list[Shard]]]:
+    """The buffers of each entry's shards, and what to read into them, step by step."""
+    buffers: _Buffers = {}
+    outs: _Buffers = {}
     for entry in group.entries:
         assert entry.view is not None
-        pieces = pieces_of(entry)
-        buffers[entry.name], outs = pieces.allocate(np.dtype(entry.view.dtype))
-        to_read.extend(Shard(entry.view, box, out) for box, out in zip(pieces.reading, outs, strict=True))
-    return buffers, to_read
+        buffers[entry.name], outs[entry.name] = pieces_of(entry).allocate(np.dtype(entry.view.dtype))
+    return buffers, [[_as_shard(part, outs[part.entry.name][part.place]) for part in step] for step in group.steps]
+
+
+def _as_shard(part: Part, out: np.ndarray) -> Shard:
+    """A part with its part of the shard's buffer."""
+    whole = pieces_of(part.entry).reading[part.place]
+    return Shard(part.view, part.box, out if part.box == whole else out[slices_within(part.box, whole)])
 
 
 def _run_steps(steps: Sequence[Callable[[], None]]) -> None:
     for step in steps:
         step()
-
-
-def _read_bytes(entry: PlanEntry) -> int:
-    if entry.view is None or entry.action != "read":
-        return 0
-    requests = {(id(leaf), box): leaf for part in entry.boxes() for leaf, box in entry.view.requests(part)}
-    return sum(box_size(box) * leaf.dtype.itemsize for (_, box), leaf in requests.items())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
 from orbax_t5x.restoring.execute.buffers import pieces_of
-from orbax_t5x.restoring.execute.lowering import SCRATCH_BYTES, scratch
+from orbax_t5x.restoring.execute.steps import Part, steps_of, stored_bytes
 from orbax_t5x.restoring.plan_data import PlanEntry
 
 # Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first
@@ -18,12 +19,40 @@ _GROUP_ENTRIES = 64
 
 @dataclasses.dataclass
 class Group:
-    """Entries that are read together, because they share stored bytes or because they are small."""
+    """Entries that are read together, because they share stored bytes or because they are small.
+
+    Attributes:
+      entries: in plan order.
+      size: bytes on the host while they are read: results and scratch.
+      leaves: that they are made of, each once.
+      steps: what is read together, step by step.
+      blocking: whether all leaves are read by blocking calls.
+    """
 
     entries: list[PlanEntry]
     size: int
-    leaves: dict[int, Leaf]
+    leaves: dict[Leaf, None]
+    steps: list[list[Part]]
     blocking: bool
+
+    def is_small(self) -> bool:
+        """Whether it may travel with neighbours."""
+        return self.size < _GROUP_BYTES and len(self.entries) == 1 and len(self.steps) == 1
+
+    def can_take(self, other: Group, limit: int) -> bool:
+        """Whether a small neighbour may travel with it."""
+        return (
+            self.blocking == other.blocking
+            and self.size + other.size <= min(_GROUP_BYTES, limit)
+            and len(self.entries) < _GROUP_ENTRIES
+        )
+
+    def take(self, other: Group) -> None:
+        """Adds a small neighbour."""
+        self.entries += other.entries
+        self.size += other.size
+        self.leaves.update(other.leaves)
+        self.steps[0] += other.steps[0]
 
 
 def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
@@ -31,46 +60,31 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
     groups: list[Group] = []
     small: Group | None = None
     for cluster in _clusters(entries):
-        group = _as_group(cluster, limit)
-        if group.size >= _GROUP_BYTES or len(group.entries) > 1:
+        group = _as_group(cluster)
+        if not group.is_small():
             groups.append(group)
-            continue
-        if (
-            small is None
-            or small.blocking != group.blocking
-            or small.size + group.size > min(_GROUP_BYTES, limit)
-            or len(small.entries) >= _GROUP_ENTRIES
-        ):
+        elif small is None or not small.can_take(group, limit):
             small = group
             groups.append(group)
         else:
-            small.entries.extend(group.entries)
-            small.size += group.size
-            small.leaves.update(group.leaves)
+            small.take(group)
     return groups
 
 
-def _as_group(entries: list[PlanEntry], limit: int) -> Group:
-    leaves = {id(leaf): leaf for entry in entries if entry.view is not None for leaf in entry.view.leaves()}
-    size = sum(_host_bytes(entry) for entry in entries)
-    blocking = all(isinstance(leaf, BlockingLeaf) for leaf in leaves.values())
-    return Group(entries, max(1, size), leaves, blocking)
-
-
-def _host_bytes(entry: PlanEntry) -> int:
-    """Buffers of all boxes, and the scratch of the one that needs most."""
-    assert entry.view is not None
-    pieces = pieces_of(entry)
-    return pieces.size + sum(min(scratch(entry.view, box), SCRATCH_BYTES) for box in pieces.reading)
+def _as_group(entries: list[PlanEntry]) -> Group:
+    leaves = dict.fromkeys(leaf for entry in entries for leaf in entry.leaves)
+    steps = steps_of(entries)
+    size = sum(pieces_of(entry).size for entry in entries) + steps.scratch_bytes
+    blocking = all([isinstance(leaf, BlockingLeaf) for leaf in leaves])
+    return Group(entries, max(1, size), leaves, [list(parts) for parts in steps.parts], blocking)
 
 
 def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:
-    """Entries joined where they read the same leaf: from a chunked format always, else where their boxes overlap."""
-    by_leaf: dict[int, list[int]] = {}
+    """Entries joined where they read the same leaf and share bytes of it."""
+    by_leaf: dict[Leaf, list[int]] = {}
     for index, entry in enumerate(entries):
-        assert entry.view is not None
-        for leaf in entry.view.leaves():
-            by_leaf.setdefault(id(leaf), []).append(index)
+        for leaf in entry.leaves:
+            by_leaf.setdefault(leaf, []).append(index)
     parent = list(range(len(entries)))
 
     def root(index: int) -> int:
@@ -79,8 +93,8 @@ def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:
             index = parent[index]
         return index
 
-    for key, users in by_leaf.items():
-        if len(users) > 1 and _share_bytes([entries[index] for index in users], key):
+    for leaf, users in by_leaf.items():
+        if len(users) > 1 and _share_bytes(leaf, [entries[index] for index in users]):
             for index in users[1:]:
                 low, high = sorted((root(users[0]), root(index)))
                 parent[high] = low
@@ -90,18 +104,8 @@ def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:
     return list(clusters.values())
 
 
-def _share_bytes(users: Sequence[PlanEntry], key: int) -> bool:
-    boxes: list[Box] = []
-    for entry in users:
-        assert entry.view is not None
-        mine = {box for part in entry.boxes() for leaf, box in entry.view.requests(part) if id(leaf) == key}
-        if any(leaf.chunks is not None for leaf in entry.view.leaves() if id(leaf) == key):
-            return True
-        if any(_overlap(box, other) for box in mine for other in boxes):
-            return True
-        boxes.extend(mine)
-    return False
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+def _share_bytes(leaf: Leaf, users: Sequence[PlanEntry]) -> bool:
+    """Whether reading a leaf for each user alone would read something twice."""
+    wanted: list[tuple[Box, ...]] = [boxes for entry in users for one, boxes in entry.reads if one is leaf]
+    alone = sum(stored_bytes(leaf, boxes) for boxes in wanted)
+    return alone > stored_bytes(leaf, itertools.chain.from_iterable(wanted))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
-from orbax_t5x.restoring.show.entries import entry_bytes, entry_how
+from orbax_t5x.restoring.show.entries import entry_how
 from orbax_t5x.trees.narrow import is_tuple
 
 
@@ -39,7 +39,7 @@ def _entry_json(entry: PlanEntry) -> dict[str, Any]:
         "dtype": None if entry.dtype is None else np.dtype(entry.dtype).name,
         "kind": None if entry.leaf is None else entry.leaf.kind,
         "sharding": _sharding_json(entry.sharding),
-        "bytes": entry_bytes(entry),
+        "bytes": entry.bytes_to_read,
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from orbax_t5x.lazy import Box
-from orbax_t5x.lazy.box import box_size
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import array_text, listed, sharding_text
@@ -13,22 +12,11 @@ _SHOWN_SOURCES = 2
 ACTION_WORDS = {"read": "read", "value": "constant", "fallback": "fallback", "keep": "kept as it is"}
 
 
-def entry_bytes(entry: PlanEntry) -> int:
-    """Bytes of array data that this process needs for one leaf, each box once."""
-    return sum(size for _, _, size in entry_reads(entry))
-
-
 def entry_reads(entry: PlanEntry) -> list[tuple[str, Box, int]]:
     """Stored leaf, box and bytes of what this process reads for one leaf, each once."""
-    if entry.view is None or entry.action != "read":
-        return []
-    found = {
-        (leaf, box): (leaf.name, box, box_size(box) * leaf.dtype.itemsize)
-        for wanted in entry.boxes()
-        for leaf, box in entry.view.requests(wanted)
-        if not leaf.is_value
-    }
-    return list(found.values())
+    return [
+        (leaf.name, box, leaf.bytes_of((box,))) for leaf, boxes in entry.reads if not leaf.is_value for box in boxes
+    ]
 
 
 def entry_array(entry: PlanEntry) -> str:

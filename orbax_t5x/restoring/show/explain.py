@@ -92,7 +92,7 @@ def _read_lines(entry: PlanEntry) -> list[str]:
     reads = entry_reads(entry)
     if not reads:
         return []
-    total = size_text(sum(size for _, _, size in reads))
+    total = size_text(entry.bytes_to_read)
     shards = len(entry.boxes())
     lines = [_line("reads", f"{total} in {counted(len(reads), 'box', 'boxes')} for {counted(shards, 'shard')} here")]
     several = len({name for name, _, _ in reads}) > 1

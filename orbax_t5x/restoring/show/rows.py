@@ -13,7 +13,6 @@ from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show.entries import (
     ACTION_WORDS,
     entry_array,
-    entry_bytes,
     entry_how,
     entry_sharding,
     entry_source,
@@ -43,7 +42,7 @@ def plan_rows(plan: PlanData) -> tuple[list[TableRow], str]:
     for row in folded[:SHOWN_ROWS]:
         name, source, how = map(plain, row.texts)
         array, sharding, action = cells[row.members[0]]
-        size = size_text(sum(entry_bytes(entries[member]) for member in row.members)) if action == "read" else ""
+        size = size_text(sum(entries[member].bytes_to_read for member in row.members)) if action == "read" else ""
         is_same = action == "read" and source == name
         label = plain(row.label)
         source = _SAME_NAME if is_same else source
