@@ -5,6 +5,9 @@ a value, because an event loop ends on KeyboardInterrupt and SystemExit, takes C
 store StopIteration. No wait is one long wait: a caller wakes every `_POLL_SECS`, notices signals, and notices when the
 thread that it waits for has ended. And threads do not survive a fork: a child forgets them all and makes new ones on
 first use. No thread is made at import.
+
+One pool is made elsewhere: the workers of a restore (`restoring.execute.executor`) are as many as its plan can use, and
+end with it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from orbax_t5x.errors import CheckpointError
@@ -112,6 +115,16 @@ async def run_in_pool(
     return result
 
 
+def call_carried(
+    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+) -> _Result:
+    """Calls a user's function on an event loop; what it raises is carried."""
+    result, error = _outcome(function, *arguments, **keywords)
+    if error is not None:
+        raise error
+    return result
+
+
 def _outcome(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, Exception | None]:
     try:
         return function(*arguments, **keywords), None
@@ -119,20 +132,51 @@ def _outcome(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
         return None, as_carried(error)
 
 
-async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Awaits coroutines together; the first failure cancels the rest, and is raised when all have ended."""
+async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterable[Coroutine[Any, Any, Any]]) -> None:
+    """Awaits coroutines together; the first failure cancels the rest, and is raised when all have ended.
+
+    Args:
+      coroutines: each is begun as it is taken; an asynchronous iterable may wait before it gives the next.
+    """
     failure: BaseException | None = None
-    tasks: list[asyncio.Task[Any]] = []
+    cancelled: list[asyncio.Task[Any]] = []
+
+    def note_end(task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            cancelled.append(task)
+
+    def begin(group: asyncio.TaskGroup, coroutine: Coroutine[Any, Any, Any]) -> None:
+        group.create_task(coroutine).add_done_callback(note_end)
+
     try:
         async with asyncio.TaskGroup() as group:
-            tasks.extend(group.create_task(coroutine) for coroutine in coroutines)
+            if isinstance(coroutines, AsyncIterable):
+                async for coroutine in coroutines:
+                    begin(group, coroutine)
+            else:
+                for coroutine in coroutines:
+                    begin(group, coroutine)
     except BaseExceptionGroup as failures:
         failure = first_failure(failures)
-    if failure is None and any(task.cancelled() for task in tasks):
+    if failure is None and cancelled:
         # A task group takes a task that was cancelled from elsewhere for one that is done.
         failure = asyncio.CancelledError("a task was cancelled from within")
     if failure is not None:
         raise as_carried(failure)
+
+
+async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
+    """Awaits what goes on although nobody waits for it; a cancellation is raised when it has ended."""
+
+    async def wait() -> _Result:
+        return await awaitable
+
+    waiting = asyncio.ensure_future(wait())
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await asyncio.wait([waiting])
+        raise
 
 
 class CallerThread:

@@ -75,6 +75,30 @@ make = {maker}
 for kind in KINDS:
     faulthandler.dump_traceback_later({_WATCHDOG_SECS}, exit=True)
     check(kind, lambda: {CALLS[call]})
+"""
+    assert_all_reach_the_caller(body)
+
+
+def test_what_the_progress_of_a_conversion_raises_reaches_the_caller():
+    body = f"""
+def raised(kind):
+    def progress(done, total, leaf):
+        raise kind("by the user")
+    try:
+        ot.convert(path, tempfile.mkdtemp() + "/converted", progress=progress)
+    except ot.errors.CheckpointIOError as error:
+        raise error.__cause__
+
+for kind in KINDS:
+    faulthandler.dump_traceback_later({_WATCHDOG_SECS}, exit=True)
+    check(kind, lambda: raised(kind))
+    ot.convert(path, tempfile.mkdtemp() + "/converted")
+"""
+    assert_all_reach_the_caller(body)
+
+
+def assert_all_reach_the_caller(body):
+    body += """
 faulthandler.cancel_dump_traceback_later()
 print("all reached the caller")
 """

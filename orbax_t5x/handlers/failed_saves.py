@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from orbax_t5x.concurrency import first_failure
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 
 _TMP_MARK = ocp.path.atomicity_types.TMP_DIR_SUFFIX
@@ -113,7 +114,7 @@ class GuardedCommit:
             self.cancel()
             if self._remove:
                 remove_temporary(self._directory)
-            raise as_checkpoint_error(error, self._directory) from error
+            raise as_checkpoint_error(first_failure(error), self._directory) from error
 
     def cancel(self) -> None:
         """Cancels what still runs."""

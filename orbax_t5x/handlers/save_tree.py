@@ -22,7 +22,7 @@ from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.storable import check_leaves, check_names, storable
 from orbax_t5x.handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers import StreamedLeaf
-from orbax_t5x.lazy import LazyArray, as_view
+from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.targets import flatten_target, is_train_state
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -178,8 +178,8 @@ def _ready(leaf: Any, name: str, dtype: np.dtype | None, writer: ChunkWriter) ->
     return value if isinstance(value, jax.Array) else np.asarray(value)
 
 
-def _spans_processes(leaf: Any) -> bool:
-    value = getattr(leaf, "value", None)
+def _spans_processes(leaf: Leaf) -> bool:
+    value = leaf.value if isinstance(leaf, ValueLeaf) else None
     return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 

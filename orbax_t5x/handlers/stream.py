@@ -10,15 +10,14 @@ has checksums, all that was read is checked against them.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.concurrency import LoopThread, await_to_end, call_carried, wait_all
 from orbax_t5x.handlers.chunks import choose_chunk, pieces
 from orbax_t5x.handlers.failed_saves import as_checkpoint_error
 from orbax_t5x.lazy import Box, ReadStats, View
@@ -39,8 +38,6 @@ _NODE_CACHE_SHARE = 16
 _MAX_NODE_CACHE_BYTES = 100_000_000
 # Writes at a time; each thread keeps buffers of its own.
 _FILE_THREADS = 16
-# How late an interrupt may be noticed.
-_SIGNAL_SECS = 0.2
 # Of the small leaves, this many are on their way at once; more only lengthen the queue.
 _PIECES_IN_FLIGHT = 128
 
@@ -93,29 +90,28 @@ class ChunkWriter:
         if jobs:
             # Nobody else writes now. While others do, all must share Orbax's context, and so one view of the database.
             context = _own_context(self._limit)
-            _StoppableThread(self.write([job._replace(context=context) for job in jobs])).run()
+            with LoopThread("orbax_t5x-write") as thread:
+                thread.run(self.write([job._replace(context=context) for job in jobs]))
 
     async def write(self, jobs: Sequence[Job]) -> None:
         """Writes lazy arrays; returns when they are on disk and agree with their source's checksums.
 
         Raises:
           CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
+          CarriedError: `progress` raised something that event loops do not survive.
         """
         run = _WriterRun(self._limit, self._progress, sum(job.view.nbytes for job in jobs))
-        targets = [_OutputArray(job, self.chunk_of(job.view)) for job in jobs]
-        try:
-            async with asyncio.TaskGroup() as group:
-                for turn, (job, target) in enumerate(zip(jobs, targets, strict=True)):
-                    for index, box in enumerate(pieces(job.view.shape, target.chunk)):
-                        if (turn + index) % jax.process_count() == jax.process_index():
-                            group.create_task(run.move(target, box, await run.admit(target, box)))
-        except BaseExceptionGroup as failures:
-            raise _first(failures) from failures
-        finally:
-            for target in targets:
-                await target.verified()
+        await wait_all(self._moves(jobs, run))
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
+
+    async def _moves(self, jobs: Sequence[Job], run: _WriterRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
+        """This process's pieces, each as soon as the budget has room for it."""
+        for turn, job in enumerate(jobs):
+            target = _OutputArray(job, self.chunk_of(job.view))
+            for index, box in enumerate(pieces(job.view.shape, target.chunk)):
+                if (turn + index) % jax.process_count() == jax.process_index():
+                    yield run.move(target, box, await run.admit(target, box))
 
     def chunk_of(self, view: View) -> tuple[int, ...]:
         """The shape of the chunks that a view is stored in."""
@@ -138,21 +134,16 @@ class _OutputArray:
     def __init__(self, job: Job, chunk: tuple[int, ...]):
         self.job = job
         self.chunk = chunk
-        self._opening: asyncio.Future[ts.TensorStore] | None = None
+        self._opening = asyncio.Lock()
+        self._store: ts.TensorStore | None = None
 
     async def store(self) -> ts.TensorStore:
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self._open())
-        return await asyncio.shield(self._opening)
-
-    async def verified(self) -> None:
-        """Waits until nothing is being opened any more, whatever came of it."""
-        if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)
-
-    async def _open(self) -> ts.TensorStore:
-        spec = ts.Spec(self.job.spec(self.chunk))
-        return await ts.open(spec, create=True, open=True, context=self.job.context)
+        async with self._opening:
+            if self._store is None:
+                spec = ts.Spec(self.job.spec(self.chunk))
+                opened = ts.open(spec, create=True, open=True, context=self.job.context)
+                self._store = await await_to_end(opened)
+            return self._store
 
 
 class _WriterRun:
@@ -180,85 +171,17 @@ class _WriterRun:
         try:
             out = np.empty(box_shape(box), job.view.dtype)
             lowered = job.view.lower(box, out)
-            async with asyncio.TaskGroup() as group:
-                for leaf, requests in group_reads(lowered.reads):
-                    group.create_task(leaf.read_into(requests, self.stats))
+            await wait_all(leaf.read_into(requests, self.stats) for leaf, requests in group_reads(lowered.reads))
             for step in lowered.finish:
                 step()
             try:
                 store = await target.store()
-                await _finished(store[box_slices(box)].write(out, can_reference_source_data_indefinitely=True))
+                await await_to_end(store[box_slices(box)].write(out, can_reference_source_data_indefinitely=True))
             except Exception as error:
                 raise as_checkpoint_error(error, job.path, leaf=job.name) from error
             self._done += out.nbytes
             if self._progress is not None:
-                self._progress(self._done, self._total, job.name)
+                call_carried(self._progress, self._done, self._total, job.name)
         finally:
             self._budget.give(size)
             self._count.release()
-
-
-async def _finished(write: Any) -> None:
-    """Awaits a TensorStore write; when cancelled, still waits until TensorStore is done with it."""
-
-    async def wait() -> None:
-        await write
-
-    waiting = asyncio.ensure_future(wait())
-    try:
-        await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        await asyncio.wait([waiting])
-        raise
-
-
-def _first(failures: BaseException) -> BaseException:
-    """The error to show for a group of them: one of ours that names a leaf, else the first."""
-    flat: list[BaseException] = []
-    pending = [failures]
-    while pending:
-        failure = pending.pop(0)
-        if isinstance(failure, BaseExceptionGroup):
-            pending.extend(failure.exceptions)
-        else:
-            flat.append(failure)
-    return next((failure for failure in flat if isinstance(failure, CheckpointError)), flat[0])
-
-
-class _StoppableThread:
-    """A coroutine that returns None, run in a thread that has ended when `run` returns or raises."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None]):
-        self._coroutine = coroutine
-        self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[None] | None = None
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Runs it; an interrupt of the caller cancels it, and is raised when it has ended."""
-        self._task = self._loop.create_task(self._coroutine)
-        thread = threading.Thread(target=self._main, name="orbax_t5x-write", daemon=True)
-        thread.start()
-        try:
-            # Not one long wait: a signal that arrives just before it begins would be noticed when it ends.
-            while not self._ended.wait(_SIGNAL_SECS):
-                pass
-        except BaseException:
-            self._loop.call_soon_threadsafe(self._task.cancel)
-            self._ended.wait()
-            raise
-        finally:
-            thread.join()
-            self._loop.close()
-        if self._error is not None:
-            raise self._error
-
-    def _main(self) -> None:
-        assert self._task is not None
-        try:
-            self._loop.run_until_complete(self._task)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
