@@ -23,6 +23,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from orbax_t5x.concurrency import first_failure
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.storage.paths import url_scheme
 
 _TMP_MARK = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 _STEP_METADATA = "_CHECKPOINT_METADATA"
@@ -91,7 +92,7 @@ def remove_tree(path: Path) -> None:
 def _local(directory: Any) -> Path | None:
     """The directory as a local path; None for a remote one."""
     text = os.fspath(directory)
-    return None if "://" in text else Path(text)
+    return None if url_scheme(text) is not None else Path(text)
 
 
 class GuardedCommit:

@@ -31,6 +31,7 @@ from orbax_t5x.restoring.api import Source, open_plan
 from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.trees.flat import unflatten
 
 # A directory that holds one of these was written by Orbax, and may be replaced when the caller says so.
@@ -155,7 +156,7 @@ def _tree(plan: RestorePlan) -> dict[str, Any]:
 
 def _local(destination: str | os.PathLike[str]) -> Path:
     text = os.fspath(destination)
-    if "://" in text:
+    if url_scheme(text) is not None:
         raise UnsupportedCheckpointError("only a local directory can be written", path=text)
     return Path(os.path.abspath(text))
 

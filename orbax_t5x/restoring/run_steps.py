@@ -17,6 +17,7 @@ from orbax_t5x.provenance.records import KEY, UNRECORDED, Lineage, from_metadata
 from orbax_t5x.provenance.runs import RunKey
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
+from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.strict_json import parse_object
 
 # What Orbax appends to the names of directories that it has not finished, and the file that marks finished ones where
@@ -51,7 +52,7 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
         return None
     # Other directories than steps have names such as `run_2024`; a step of such a name is being written by Orbax, or
     # has its marker.
-    certain = step_name.isdecimal() or parent.name != step_name or "://" in os.fspath(path)
+    certain = step_name.isdecimal() or parent.name != step_name or url_scheme(os.fspath(path)) is not None
     if not certain and not (parent / STEP_METADATA_FILE).exists():
         return None
     return StepItem(RunKey(_resolved(parent.parent), item), step)
@@ -59,7 +60,7 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
 
 def _resolved(root: epath.Path) -> str:
     text = os.fspath(root)
-    return text if "://" in text else os.path.realpath(text)
+    return text if url_scheme(text) is not None else os.path.realpath(text)
 
 
 def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:

@@ -29,6 +29,7 @@ _Error = TypeVar("_Error", bound=CheckpointError)
 
 # What Linux itself allows on one path.
 _MAX_LINKS = 40
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
 _HUB_BLOB = re.compile(r"(?P<cache>.*/models--[^/]+)/blobs/(?P<blob>[0-9a-f]{40}|[0-9a-f]{64})")
@@ -41,6 +42,12 @@ _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symlink",
 }
+
+
+def url_scheme(path: str) -> str | None:
+    """The scheme of a path that is a URL (`gs`, `s3`, `https`), so that it is remote; None for a local path."""
+    match = _URL.match(path)
+    return match["scheme"] if match else None
 
 
 def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:

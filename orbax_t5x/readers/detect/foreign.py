@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from orbax_t5x.readers.detect.probe import Sighting, is_sstable
+from orbax_t5x.readers.detect.probe import PathProbe, is_sstable
 
 _CONVERT = "load it with its own library and save the arrays as safetensors"
 # First bytes, and what they mean.
@@ -28,25 +28,25 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
-def foreign_format(seen: Sighting) -> str | None:
+def foreign_format(probe: PathProbe) -> str | None:
     """What a file or directory is that no reader here reads, with what to do about it, or None.
 
     None also where that cannot be told.
     """
-    if seen.kind == "file":
-        return _foreign_file(seen)
-    for name in sorted(seen.names):
+    if probe.kind == "file":
+        return _foreign_file(probe)
+    for name in sorted(probe.names):
         for pattern, text in _NAMES:
             if pattern.fullmatch(name):
                 return f"{name!r} is {text}"
     return None
 
 
-def _foreign_file(seen: Sighting) -> str | None:
+def _foreign_file(probe: PathProbe) -> str | None:
     for magic, text in _MAGICS:
-        if magic.match(seen.head):
+        if magic.match(probe.head):
             return f"this is {text}"
-    if is_sstable(seen):
+    if is_sstable(probe):
         return (
             "this is a TensorFlow 1 (V1) checkpoint file: restore it with tf.compat.v1.train.Saver and save it again "
             "with write_version=tf.compat.v1.train.SaverDef.V2"

@@ -1,7 +1,7 @@
 """What stands at a path, as far as deciding its format needs: names and a few bytes, looked at once, without blocking.
 
-A `Sighting` is plain data; the recognisers of `readers/__init__.py` are functions of it. A FIFO or a device is never
-opened.
+A `PathProbe` is plain data; the recognisers of the formats are functions of it, and ask the file system only through
+this module. A FIFO or a device is never opened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import stat
 
-from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError
 from orbax_t5x.storage.paths import io_error
 
 # Enough for every magic number, and for the first keys of a msgpack map.
@@ -27,8 +27,8 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOCTTY
 
 
 @dataclasses.dataclass(frozen=True)
-class Sighting:
-    """What was seen at a path.
+class PathProbe:
+    """What was probe at a path.
 
     Attributes:
       path: absolute, symlinks as the caller gave them.
@@ -45,16 +45,44 @@ class Sighting:
     size: int = 0
     names: frozenset[str] = frozenset()
 
-    def inside(self, name: str) -> Sighting:
+    def inside(self, name: str) -> PathProbe:
         """What stands under a name in this directory."""
-        return look(os.path.join(self.path, name))
+        return probe_path(os.path.join(self.path, name))
 
     def with_suffix(self, suffix: str) -> list[str]:
         """The names in this directory that end so, sorted."""
         return sorted(name for name in self.names if name.endswith(suffix))
 
 
-def look(path: str) -> Sighting:
+def is_file(path: str) -> bool:
+    """Whether a regular file stands at a path, or a link to one; nothing is opened."""
+    return os.path.isfile(path)
+
+
+def subdirectories(directory: str) -> list[str]:
+    """The names of the directories in a directory, links to directories among them.
+
+    Raises:
+      CheckpointGoneError: the directory is not there.
+      CheckpointIOError: it cannot be listed.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if _is_directory(entry)]
+    except FileNotFoundError:
+        raise CheckpointGoneError("the directory vanished while it was listed", path=directory) from None
+    except OSError as error:
+        raise io_error(error, "listing it", path=directory) from error
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a symlink in a circle
+        return False
+
+
+def probe_path(path: str) -> PathProbe:
     """Looks at a local path.
 
     Raises:
@@ -64,70 +92,62 @@ def look(path: str) -> Sighting:
         path = os.path.abspath(path)
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
-        return Sighting(path, "missing")
+        return PathProbe(path, "missing")
     except OSError as error:
         raise io_error(error, "looking at it", path=path) from error
     try:
         if stat.S_ISDIR(mode):
-            return Sighting(path, "directory", names=frozenset(os.listdir(path)))
+            return PathProbe(path, "directory", names=frozenset(os.listdir(path)))
         if not stat.S_ISREG(mode):
-            return Sighting(path, "special")
-        return _look_into(path)
+            return PathProbe(path, "special")
+        return _probe_file(path)
     except OSError as error:
         if isinstance(error, CheckpointIOError):
             raise
         raise io_error(error, "looking at it", path=path) from error
 
 
-def _look_into(path: str) -> Sighting:
+def _probe_file(path: str) -> PathProbe:
     fd = os.open(path, _OPEN_FLAGS)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            return Sighting(path, "special")
+            return PathProbe(path, "special")
         head = os.pread(fd, _HEAD_BYTES, 0)
         tail = os.pread(fd, _TAIL_BYTES, max(0, found.st_size - _TAIL_BYTES))
-        return Sighting(path, "file", head=head, tail=tail, size=found.st_size)
+        return PathProbe(path, "file", head=head, tail=tail, size=found.st_size)
     finally:
         os.close(fd)
 
 
-def is_sstable(seen: Sighting) -> bool:
+def is_sstable(probe: PathProbe) -> bool:
     """Whether a file ends as an SSTable does: the index of a bundle, or a TensorFlow 1 (V1) checkpoint."""
-    return seen.kind == "file" and seen.tail.endswith(_SSTABLE_MAGIC)
+    return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)
 
 
-def is_bundle_state(seen: Sighting) -> bool:
+def is_bundle_state(probe: PathProbe) -> bool:
     """Whether a file is the text in which TensorFlow names the newest bundle of a directory."""
-    return seen.kind == "file" and b"model_checkpoint_path:" in seen.head
+    return probe.kind == "file" and b"model_checkpoint_path:" in probe.head
 
 
-def is_msgpack_map(seen: Sighting) -> bool:
+def is_msgpack_map(probe: PathProbe) -> bool:
     """Whether a file begins as a msgpack map with text keys does."""
-    if seen.kind != "file" or len(seen.head) < 2:
+    if probe.kind != "file" or len(probe.head) < 2:
         return False
-    first = seen.head[0]
+    first = probe.head[0]
     size = 1 if 0x81 <= first <= 0x8F else {0xDE: 3, 0xDF: 5}.get(first, 0)
-    key = seen.head[size] if 0 < size < len(seen.head) else 0
+    key = probe.head[size] if 0 < size < len(probe.head) else 0
     return 0xA0 <= key <= 0xBF or key in (0xD9, 0xDA)
 
 
-def is_t5x_msgpack(seen: Sighting) -> bool:
+def is_t5x_msgpack(probe: PathProbe) -> bool:
     """Whether a file is a msgpack map of `version` and `optimizer`, in the order of newer T5X or in that of older."""
-    return is_msgpack_map(seen) and (
-        _T5X_HEAD.match(seen.head) is not None
-        or (seen.head.startswith(b"\x82\xa9optimizer") and _T5X_TAIL.search(seen.tail) is not None)
+    return is_msgpack_map(probe) and (
+        _T5X_HEAD.match(probe.head) is not None
+        or (probe.head.startswith(b"\x82\xa9optimizer") and _T5X_TAIL.search(probe.tail) is not None)
     )
 
 
-def is_old_t5x_msgpack(seen: Sighting) -> bool:
-    """Whether a file is a msgpack map that begins as a train state of T5X does, with no version before it."""
-    return is_msgpack_map(seen) and _TRAIN_STATE_HEAD.match(seen.head) is not None
-
-
-def is_safetensors(seen: Sighting) -> bool:
-    """Whether a file has the name of one, or begins with a header length and a brace."""
-    if seen.kind != "file":
-        return False
-    length = int.from_bytes(seen.head[:8], "little")
-    return seen.path.endswith(".safetensors") or (seen.head[8:9] == b"{" and 2 <= length <= seen.size - 8)
+def is_t5x_state(probe: PathProbe) -> bool:
+    """Whether a file called `checkpoint` is T5X's: with its version, or a map of a train state's parts without one."""
+    return is_t5x_msgpack(probe) or (is_msgpack_map(probe) and _TRAIN_STATE_HEAD.match(probe.head) is not None)

@@ -26,7 +26,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect.probe import is_msgpack_map, look
+from orbax_t5x.readers.detect.probe import is_file, is_msgpack_map, probe_path
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, Place, inside
@@ -99,12 +99,12 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
 
 def _has_manifest(directory: str) -> bool:
     """Whether an OCDBT database lies here; without `_METADATA`, one whose list of names is gone."""
-    return os.path.isfile(os.path.join(directory, MANIFEST_FILE))
+    return is_file(os.path.join(directory, MANIFEST_FILE))
 
 
 def _is_early_item(directory: str) -> bool:
     """Whether this is an item of the first Orbax versions, whose names stand in a msgpack file alone."""
-    return not is_item(directory) and is_msgpack_map(look(os.path.join(directory, MSGPACK_FILE)))
+    return not is_item(directory) and is_msgpack_map(probe_path(os.path.join(directory, MSGPACK_FILE)))
 
 
 def _open_single_item(directory: str, limits: Limits, item: str | None) -> Checkpoint:
@@ -114,7 +114,7 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
         raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
     step_name = os.path.basename(parent)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
-    in_step = os.path.isfile(os.path.join(parent, STEP_METADATA_FILE)) or step_name.isdecimal()
+    in_step = is_file(os.path.join(parent, STEP_METADATA_FILE)) or step_name.isdecimal()
     opened = _OrbaxOpening(Root(directory), limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointGoneError, UnsupportedCheckpointError
+from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.storage.paths import Root, io_error
+from orbax_t5x.storage.paths import Root
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 MANIFEST_FILE = "manifest.ocdbt"
@@ -47,13 +47,13 @@ def is_temporary(directory: str) -> bool:
 
 def is_item(directory: str) -> bool:
     """Whether a directory holds the metadata of one saved tree."""
-    return os.path.isfile(os.path.join(directory, METADATA_FILE))
+    return is_file(os.path.join(directory, METADATA_FILE))
 
 
 def item_names(directory: str) -> list[str]:
     """The subdirectories of a step that hold arrays, sorted. Raises CheckpointGoneError where the step is not there."""
     return sorted(
-        name for name in _subdirectories(directory) if _TEMPORARY not in name and is_item(os.path.join(directory, name))
+        name for name in subdirectories(directory) if _TEMPORARY not in name and is_item(os.path.join(directory, name))
     )
 
 
@@ -63,45 +63,24 @@ def is_step_directory(directory: str) -> bool:
     Without the marker (early Orbax), items that all have names of steps make it a root of trees that were saved without
     items, unless its own name is that of a step too.
     """
-    if os.path.isfile(os.path.join(directory, STEP_METADATA_FILE)):
+    if is_file(os.path.join(directory, STEP_METADATA_FILE)):
         return True
     items = item_names(directory)
     own = step_of_name(os.path.basename(directory))
     return bool(items) and (own is not None or any(step_of_name(name) is None for name in items))
 
 
-def _subdirectories(directory: str) -> Iterator[str]:
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if _is_directory(entry):
-                    yield entry.name
-    except FileNotFoundError:
-        raise CheckpointGoneError("the directory vanished while it was listed", path=directory) from None
-    except OSError as error:
-        raise io_error(error, "listing it", path=directory) from error
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a symlink in a circle
-        return False
-
-
 def is_step(directory: str) -> bool:
     """Whether a directory with the name of a step is a finished one."""
     try:
-        return (
-            is_item(directory) or os.path.isfile(os.path.join(directory, MSGPACK_FILE)) or bool(item_names(directory))
-        )
+        return is_item(directory) or is_file(os.path.join(directory, MSGPACK_FILE)) or bool(item_names(directory))
     except (CheckpointGoneError, PermissionError):
         return False  # deleted since its parent was listed, by whoever keeps only the newest steps
 
 
 def finished_steps(root: str) -> list[Step]:
     """The finished steps of a root, oldest first."""
-    named = [Step(step, name) for name in _subdirectories(root) if (step := step_of_name(name)) is not None]
+    named = [Step(step, name) for name in subdirectories(root) if (step := step_of_name(name)) is not None]
     return sorted(step for step in named if is_step(os.path.join(root, step.name)))
 
 

@@ -30,8 +30,8 @@ from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root, split_name
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
-_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -58,7 +58,7 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
     opened = _SafetensorsOpening(Root(directory), limits)
     if is_directory:
         opened.add_directory()
-    elif path.endswith(_INDEX_SUFFIX):
+    elif path.endswith(INDEX_SUFFIX):
         opened.add_index(os.path.basename(path))
     else:
         opened.add_user_file(path)
@@ -94,8 +94,8 @@ class _SafetensorsOpening:
     def add_directory(self) -> None:
         """The single model file of a directory, or what its index names, or else all its files."""
         names = sorted(os.listdir(self._root.path))
-        indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
-        files = [name for name in names if name.endswith(_SUFFIX)]
+        indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+        files = [name for name in names if name.endswith(SUFFIX)]
         if _SINGLE in files:
             self.add_file(_SINGLE)
         elif _INDEX in indexes or len(indexes) == 1:
@@ -190,9 +190,9 @@ def _lfs_pointer(path: str) -> UnsupportedCheckpointError:
 
 def _shard_name(leaf: str, file: Any, path: str) -> str:
     """The file that an index names for a leaf, proven to be one of its own directory."""
-    if not isinstance(file, str) or not file.endswith(_SUFFIX):
+    if not isinstance(file, str) or not file.endswith(SUFFIX):
         raise CorruptCheckpointError(
-            f"the index names {str(file)[:200]!r} for it, not a {_SUFFIX} file", path=path, leaf=leaf
+            f"the index names {str(file)[:200]!r} for it, not a {SUFFIX} file", path=path, leaf=leaf
         )
     if "://" in file:
         raise UnsafeCheckpointError(f"the index names the URL {file[:200]!r} for it", path=path, leaf=leaf)

@@ -1,0 +1,46 @@
+"""What a format gives to the table of formats: its name, how it is recognised and how it is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.detect.probe import PathProbe
+from orbax_t5x.storage.limits import Limits
+
+
+class Opener(Protocol):
+    """Opens a local path."""
+
+    def __call__(self, path: str, /, *, limits: Limits) -> Checkpoint:
+        """Opens it; raises a `CheckpointError` that names the file where it cannot be."""
+        ...
+
+
+class ItemOpener(Protocol):
+    """Opens one item of a local path."""
+
+    def __call__(self, path: str, /, *, limits: Limits, item: str) -> Checkpoint:
+        """Opens the item; raises a `CheckpointError` that names the file where it cannot be."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One row of the table of formats.
+
+    Attributes:
+      name: the value of `Checkpoint.format` and of the argument `format` of `open_checkpoint`.
+      sought: what the recogniser looks for, for errors.
+      recognise: whether what was found at a path is of this format.
+      open: opens the path.
+      open_item: opens one item of it, where the format has items.
+    """
+
+    name: str
+    sought: str
+    recognise: Callable[[PathProbe], bool]
+    open: Opener
+    open_item: ItemOpener | None = None

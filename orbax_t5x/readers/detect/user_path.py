@@ -1,0 +1,33 @@
+"""The path that a user gives, as text that names a place in the local file system."""
+
+from __future__ import annotations
+
+import os
+
+from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.storage.paths import url_scheme
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """The path as text, with `~` expanded.
+
+    Raises:
+      TypeError: it is no path.
+      CheckpointNotFoundError: it is empty.
+      UnsupportedCheckpointError: it is a URL.
+    """
+    if isinstance(path, (list, tuple)):
+        raise TypeError(
+            f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
+            "dict of names and paths, given to `restore`"
+        )
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"the path {path!r} is not text")
+    if not text:
+        raise CheckpointNotFoundError("the path is empty; '.' is the working directory", path=text)
+    if (scheme := url_scheme(text)) is not None:
+        raise UnsupportedCheckpointError(
+            f"{scheme}:// paths are not read yet; copy the checkpoint to a local directory", path=text
+        )
+    return os.path.expanduser(text)

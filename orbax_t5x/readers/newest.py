@@ -1,0 +1,49 @@
+"""The newest finished step of a root."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.readers.detect.probe import probe_path
+from orbax_t5x.readers.detect.user_path import local_path
+from orbax_t5x.readers.formats import open_checkpoint
+from orbax_t5x.readers.orbax.steps import finished_steps
+
+
+def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
+    """The newest finished step of a root: of Orbax, of T5X through Orbax, or of T5X itself.
+
+    Temporary, empty and half-deleted directories are no steps; step 0 is one.
+
+    Args:
+      root: a local directory; one that does not exist has no steps.
+      validated: open each step, newest first, and skip those that do not open or have a damaged leaf, with a warning.
+
+    Returns:
+      The step's number, or None where there is none.
+    """
+    probe = probe_path(local_path(root))
+    if probe.kind != "directory":
+        return None
+    steps = finished_steps(probe.path)
+    if not validated:
+        return steps[-1].step if steps else None
+    for step in reversed(steps):
+        path = os.path.join(probe.path, step.name)
+        problem = _problem_of(path)
+        if problem is None:
+            return step.step
+        warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=2)
+    return None
+
+
+def _problem_of(path: str) -> CheckpointError | None:
+    """What is wrong with a step, as far as opening it shows."""
+    try:
+        with open_checkpoint(path) as checkpoint:
+            broken = (leaf.error for view in checkpoint.leaves.values() for leaf in view.leaves())
+            return next((error for error in broken if error is not None), None)
+    except CheckpointError as error:
+        return error

@@ -1,0 +1,29 @@
+"""How items and steps of Orbax are recognised: by the names in a directory and in its subdirectories."""
+
+from __future__ import annotations
+
+from orbax_t5x.readers.detect.format import Format
+from orbax_t5x.readers.detect.probe import PathProbe, is_msgpack_map, is_t5x_state
+from orbax_t5x.readers.orbax.open import open_orbax
+from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, MSGPACK_FILE, is_item, is_step_directory
+
+
+def is_orbax(probe: PathProbe) -> bool:
+    """Whether a directory is an item, also one without its list of names or of an early Orbax, or a step."""
+    if probe.kind != "directory":
+        return False
+    if MANIFEST_FILE in probe.names or is_item(probe.path) or is_step_directory(probe.path):
+        return True
+    if MSGPACK_FILE not in probe.names:
+        return False
+    file = probe.inside(MSGPACK_FILE)
+    return is_msgpack_map(file) and not is_t5x_state(file)
+
+
+FORMAT = Format(
+    "orbax",
+    "an Orbax item or step (_METADATA, _CHECKPOINT_METADATA)",
+    is_orbax,
+    open_orbax,
+    open_item=open_orbax,
+)

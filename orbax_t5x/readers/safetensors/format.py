@@ -1,0 +1,23 @@
+"""How safetensors checkpoints are recognised: by names, or by a header's length and its first brace."""
+
+from __future__ import annotations
+
+from orbax_t5x.readers.detect.format import Format
+from orbax_t5x.readers.detect.probe import PathProbe
+from orbax_t5x.readers.safetensors.header import LENGTH_BYTES
+from orbax_t5x.readers.safetensors.open import INDEX_SUFFIX, SUFFIX, open_safetensors
+
+
+def is_safetensors(probe: PathProbe) -> bool:
+    """Whether a path is a file, an index, or a directory with either."""
+    if probe.kind == "directory":
+        return bool(probe.with_suffix(SUFFIX) or probe.with_suffix(INDEX_SUFFIX))
+    return probe.kind == "file" and (probe.path.endswith((SUFFIX, INDEX_SUFFIX)) or _begins_with_header(probe))
+
+
+def _begins_with_header(probe: PathProbe) -> bool:
+    length = int.from_bytes(probe.head[:LENGTH_BYTES], "little")
+    return probe.head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and 2 <= length <= probe.size - LENGTH_BYTES
+
+
+FORMAT = Format("safetensors", "safetensors files", is_safetensors, open_safetensors)

@@ -1,0 +1,18 @@
+"""How T5X's own checkpoints are recognised: by the first keys of their msgpack file."""
+
+from __future__ import annotations
+
+from orbax_t5x.readers.detect.format import Format
+from orbax_t5x.readers.detect.probe import PathProbe, is_t5x_msgpack, is_t5x_state
+from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
+from orbax_t5x.readers.t5x.open import open_t5x
+
+
+def is_t5x(probe: PathProbe) -> bool:
+    """Whether a path is a step's directory, or a file of T5X's with its version in it."""
+    if probe.kind == "directory":
+        return MSGPACK_FILE in probe.names and is_t5x_state(probe.inside(MSGPACK_FILE))
+    return is_t5x_msgpack(probe)
+
+
+FORMAT = Format("t5x", "a T5X step (a msgpack file 'checkpoint')", is_t5x, open_t5x)

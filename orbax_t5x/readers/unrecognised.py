@@ -1,0 +1,63 @@
+"""Why a path cannot be opened: nothing is there, or no format recognises it; and what may have been meant."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Sequence
+
+from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.readers.detect.foreign import foreign_format
+from orbax_t5x.readers.detect.format import Format
+from orbax_t5x.readers.detect.probe import PathProbe, probe_path
+from orbax_t5x.readers.tf_bundle.format import prefix_of_shard
+from orbax_t5x.text.wording import listed
+
+# A model of the Hugging Face hub: an organisation and a name.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# Names of a directory that an error shows.
+_SHOWN_NAMES = 8
+# Names close to one that does not exist: more than three are no help, and looser ones are other files.
+_SHOWN_NEIGHBOURS = 3
+_CLOSE = 0.8
+
+
+def missing(path: str, text: str) -> CheckpointNotFoundError:
+    """Why nothing is at a path, with what its user may have meant.
+
+    Args:
+      path: absolute.
+      text: as the user gave it.
+    """
+    message = "no such file or directory, and no TensorFlow bundle with this prefix"
+    if close := _neighbours(path):
+        message += f"; beside it: {', '.join(map(repr, close))}"
+    elif _HUB_NAME.fullmatch(text):
+        message += (
+            f"; for a model of the Hugging Face hub, open what `huggingface_hub.snapshot_download({text!r})` returns"
+        )
+    return CheckpointNotFoundError(message, path=path)
+
+
+def _neighbours(path: str) -> list[str]:
+    """Names beside a path that are close to its own: bundles by their prefix."""
+    directory, name = os.path.split(path)
+    names = {entry.removesuffix(".index") for entry in probe_path(directory).names if prefix_of_shard(entry) is None}
+    return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
+
+
+def unrecognised(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError:
+    """Why none of the formats could open what is at a path."""
+    if (foreign := foreign_format(probe)) is not None:
+        return UnsupportedCheckpointError(foreign, path=probe.path)
+    sought = "; ".join(row.sought for row in formats)
+    if probe.kind == "directory":
+        shown = listed(sorted(probe.names), _SHOWN_NAMES)
+        message = f"no checkpoint here: looked for {sought}; a root with finished steps; found {shown or 'nothing'}"
+        return CheckpointNotFoundError(message, path=probe.path)
+    return UnsupportedCheckpointError(
+        f"not a checkpoint of a known format: looked for {sought}; the file has {probe.size} bytes and begins with "
+        f"{probe.head[:16]!r}",
+        path=probe.path,
+    )
