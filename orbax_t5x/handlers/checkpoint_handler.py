@@ -21,6 +21,7 @@ from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.handlers import failed_saves as _failed_saves
 from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
+from orbax_t5x.handlers.orbax_names import RecordedType
 from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLeaves
 from orbax_t5x.provenance import records as provenance
@@ -35,19 +36,6 @@ _ITEM_METADATA = "_METADATA"
 _PLACEHOLDER = '"placeholder"'
 
 
-class _TypeString:
-    """What Orbax records about an item, so that a restore without arguments finds a handler.
-
-    The class has its own name in Orbax's table of handlers; an instance gives the name of Orbax's handler, whose
-    layout it writes: anyone restores the item, with this package or without.
-    """
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            return lambda: f"{owner.__module__}.{owner.__qualname__}"
-        return ocp.PyTreeCheckpointHandler.typestr
-
-
 class TrainStateHandler(ocp.AsyncCheckpointHandler):
     """Saves a train state, or any pytree, as plain Orbax; restores a checkpoint of any format into one.
 
@@ -57,7 +45,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     """
 
     # Any: Orbax declares a class method, and this answers differently for the class and for an instance.
-    typestr: Any = _TypeString()
+    typestr: Any = RecordedType()
 
     def __init__(
         self,

@@ -17,15 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from orbax_t5x.concurrency import first_failure
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture
 from orbax_t5x.storage.paths import url_scheme
 
-_TMP_MARK = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 # Orbax's own writers may still be finishing when we remove; what they create after us is removed on the next round.
 _ROUNDS = 50
@@ -57,7 +55,7 @@ def as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | Non
 
 def discard(directory: Any) -> None:
     """Removes the temporary directory of a failed save, after Orbax has made it."""
-    removal = CommitFutureAwaitingContractedSignals(_remove(directory), name="orbax_t5x_discard")
+    removal = CommitFuture(_remove(directory), name="orbax_t5x_discard")
     # What it could not remove, Orbax will at the next start; the error of the save matters more.
     with contextlib.suppress(Exception):
         removal.result(timeout=_CREATION_TIMEOUT_SECS)
@@ -70,12 +68,12 @@ async def _remove(directory: Any) -> None:
 def remove_temporary(directory: Any) -> None:
     """Removes a local temporary directory, and its parent where it is temporary too and holds nothing else."""
     path = _local(directory)
-    if path is None or _TMP_MARK not in path.name:
+    if path is None or TEMPORARY_MARK not in path.name:
         return
     remove_tree(path)
     parent = path.parent
     with contextlib.suppress(OSError):
-        if _TMP_MARK in parent.name and all(entry.name == _STEP_METADATA for entry in parent.iterdir()):
+        if TEMPORARY_MARK in parent.name and all(entry.name == _STEP_METADATA for entry in parent.iterdir()):
             remove_tree(parent)
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from orbax_t5x.handlers.orbax_names import CommitFuture, write_spec
 from orbax_t5x.handlers.stream import ChunkWriter, Job
 from orbax_t5x.lazy import View
 
@@ -60,7 +59,7 @@ class LazyArrayHandler(ocp.type_handlers.TypeHandler):
         if writer.deferred:
             writer.defer([_job(value, info) for value, info in zip(values, infos, strict=True)])
             return []
-        return [CommitFutureAwaitingContractedSignals(_write(writer, values, infos), name="orbax_t5x_lazy")]
+        return [CommitFuture(_write(writer, values, infos), name="orbax_t5x_lazy")]
 
 
 async def _write(writer: ChunkWriter, values: Sequence[StreamedLeaf], infos: Sequence[Any]) -> None:
@@ -73,14 +72,7 @@ def _job(value: StreamedLeaf, info: Any) -> Job:
     view = value.view
 
     def spec(chunk: tuple[int, ...]) -> dict[str, Any]:
-        return ocp.type_handlers.get_json_tspec_write(
-            info,
-            use_ocdbt=info.is_ocdbt_checkpoint,
-            global_shape=view.shape,
-            local_shape=chunk,
-            dtype=view.dtype,
-            process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
-        )
+        return write_spec(info, view.shape, chunk, view.dtype)
 
     return Job(view, value.name, spec, info.ts_context, str(info.parent_dir))
 

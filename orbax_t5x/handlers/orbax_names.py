@@ -1,0 +1,57 @@
+"""What is used of Orbax beyond its documented interface, all in one place.
+
+Orbax has no public function for these, so any of them may move in a later version; `tests/test_orbax_names.py` says
+which one has. Elsewhere in this package Orbax is used through its documented names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+# `CommitFutureAwaitingContractedSignals` starts a coroutine at once, in a thread, after Orbax has made the directories
+# of the save: its promise about when is documented for handlers, its name and its place are not.
+CommitFuture = CommitFutureAwaitingContractedSignals
+
+TEMPORARY_MARK: str = ocp.path.atomicity_types.TMP_DIR_SUFFIX
+"""What the name of each of Orbax's temporary directories has in it. Only those are ever removed."""
+
+
+def write_spec(info: Any, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> dict[str, Any]:
+    """The TensorStore spec of an array as Orbax would write it, in chunks of another shape.
+
+    The layout is Orbax's own: its function is marked deprecated, and has no successor.
+
+    Args:
+      info: the `ParamInfo` that Orbax gives a type handler for a leaf.
+      shape: of the array.
+      chunk: the shape of its chunks.
+      dtype: of the array.
+    """
+    return ocp.type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=info.is_ocdbt_checkpoint,
+        global_shape=tuple(shape),
+        local_shape=tuple(chunk),
+        dtype=dtype,
+        process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
+    )
+
+
+class RecordedType:
+    """What Orbax records about an item, so that a restore without arguments finds a handler.
+
+    Orbax asks a handler for `typestr()`. The class answers with its own name, under which Orbax's table of handlers has
+    it; an instance with the name of Orbax's handler, whose layout it writes: anyone restores the item, with this
+    package or without.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return lambda: f"{owner.__module__}.{owner.__qualname__}"
+        return ocp.PyTreeCheckpointHandler.typestr

@@ -1,0 +1,99 @@
+"""What is used of Orbax beyond its documented interface is there, and means what `handlers.orbax_names` takes it for.
+
+A failure here after a new version of Orbax says which name has moved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from etils import epath
+
+from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
+from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture, write_spec
+from orbax_t5x.readers.orbax import steps
+from orbax_t5x.restoring import run_steps
+
+
+class Recorder(ocp.PyTreeCheckpointHandler):
+    """Notes the directories that Orbax passes to a handler while it saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.directories = []
+
+    def save(self, directory, *args, **kwargs):
+        self.directories.append(directory.name)
+        super().save(directory, *args, **kwargs)
+
+
+def test_orbax_saves_into_directories_with_the_mark(tmp_path):
+    recorder = Recorder()
+    with ocp.Checkpointer(recorder) as checkpointer:
+        checkpointer.save(tmp_path / "item", {"a": np.ones(2)})
+    assert len(recorder.directories) == 1
+    assert TEMPORARY_MARK in recorder.directories[0]
+    assert not any(TEMPORARY_MARK in entry.name for entry in tmp_path.iterdir())
+
+
+def test_reading_and_writing_know_the_same_mark():
+    # Readers never import Orbax, so they have the text of their own.
+    assert steps._TEMPORARY == run_steps._TEMPORARY_MARK == TEMPORARY_MARK
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.int8)])
+def test_what_is_written_by_the_spec_is_read_by_orbaxs_own(tmp_path, use_zarr3, dtype):
+    context = ts.Context()
+    info = ocp.type_handlers.ParamInfo(
+        name="a.b",
+        parent_dir=epath.Path(tmp_path),
+        is_ocdbt_checkpoint=False,
+        use_zarr3=use_zarr3,
+        ts_context=context,
+    )
+    array = np.arange(24).reshape(4, 6).astype(dtype)
+    spec = write_spec(info, array.shape, (2, 3), array.dtype)
+    store = ts.open(ts.Spec(spec), create=True, open=True, context=context).result()
+    assert store.chunk_layout.write_chunk.shape == (2, 3)
+    store.write(array).result()
+    stock = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=False)
+    np.testing.assert_array_equal(ts.open(ts.Spec(stock), open=True, context=context).result().read().result(), array)
+
+
+def test_each_process_writes_a_database_of_its_own(tmp_path):
+    info = ocp.type_handlers.ParamInfo(
+        name="a", parent_dir=epath.Path(tmp_path), is_ocdbt_checkpoint=True, ts_context=ts.Context()
+    )
+    spec = write_spec(info, (4,), (2,), np.dtype(np.float32))
+    assert spec["kvstore"]["driver"] == "ocdbt"
+    assert "ocdbt.process_0" in str(spec["kvstore"]["base"])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_commit_future_runs_its_coroutine_and_raises_its_errors(fails):
+    ran = []
+
+    async def commit():
+        ran.append(True)
+        if fails:
+            raise ValueError("not written")
+
+    future = CommitFuture(commit(), name="commit")
+    if fails:
+        with pytest.raises(ValueError, match="not written"):
+            future.result(timeout=60)
+    else:
+        future.result(timeout=60)
+    assert ran == [True]
+
+
+def test_parameters_wait_for_their_directory():
+    assert callable(ocp.type_handlers.ParamInfo.await_path_creation)
+
+
+def test_the_recorded_type_is_orbaxs_and_the_registered_one_ours():
+    assert TrainStateHandler().typestr() == ocp.PyTreeCheckpointHandler.typestr()
+    assert TrainStateHandler.typestr().endswith(".TrainStateHandler")
