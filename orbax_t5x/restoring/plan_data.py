@@ -128,7 +128,7 @@ class RestoreReport:
       index_bytes: bytes read to open the checkpoints.
       fill_chunks: chunks that were absent, legitimately, and stand for the fill value.
       verified: leaves whose checksum was computed over all their bytes and holds.
-      unverified: leaves whose checksum was not compared, because they were read only in part or `verify` is "off".
+      unverified: leaves that were read only in part, so that their checksum could not be compared.
       without_checksum: leaves whose format keeps no checksum of data.
       seconds: wall time.
     """

@@ -268,7 +268,7 @@ class _Execution:
             index_bytes=sum(checkpoint.index_bytes for checkpoint in self._plan.checkpoints.values()),
             fill_chunks=self._stats.fill_chunks,
             verified=tuple(sorted(leaf.name for leaf, verified in stored if verified)),
-            unverified=tuple(sorted(leaf.name for leaf, verified in stored if not verified and leaf.has_checksum)),
+            unverified=tuple(sorted(leaf.name for leaf, verified in stored if verified is False)),
             without_checksum=tuple(sorted(leaf.name for leaf, _ in stored if not leaf.has_checksum)),
             seconds=seconds,
         )
