@@ -299,14 +299,14 @@ def test_convert_refuses_an_unknown_dtype(run, tmp_path):
 # The program, in a process that interrupts reach wherever the tests run (a shell's background job ignores them) and
 # that says when it begins to read array bytes.
 _TELLS_WHEN_IT_READS = """
-import signal, sys
+import os, signal, sys
 from orbax_t5x.cli.main import main
 from orbax_t5x.storage.files import FileSet
 signal.signal(signal.SIGINT, signal.default_int_handler)
 acquire = FileSet.acquire
 def watched(files, file, leaf):
     if leaf is not None:
-        print("reading", flush=True)
+        os.write(1, b"reading\\n")  # in one call: several threads read
     return acquire(files, file, leaf)
 FileSet.acquire = watched
 sys.exit(main())
