@@ -28,6 +28,7 @@ def opaque(state, target):
     return state
 
 
+# A lambda on purpose: it is what has no digest.
 OPAQUE = lambda state, target: opaque(state, target)  # noqa: E731
 
 

@@ -89,74 +89,74 @@ def parse_zarr_metadata(data: bytes, path: str, leaf: str, limits: Limits) -> Za
     Raises:
       CorruptCheckpointError, UnsupportedCheckpointError, LimitExceededError: naming the file and the leaf.
     """
-    said = parse_object(data, path)
+    document = parse_object(data, path)
 
     def corrupt(message: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(message, path=path, leaf=leaf)
 
     def unsupported(field: str) -> UnsupportedCheckpointError:
-        return UnsupportedCheckpointError(f"{field} {str(said.get(field))[:200]} is not read", path=path, leaf=leaf)
+        return UnsupportedCheckpointError(f"{field} {str(document.get(field))[:200]} is not read", path=path, leaf=leaf)
 
-    if missing := [field for field in _REQUIRED if field not in said]:
+    if missing := [field for field in _REQUIRED if field not in document]:
         raise corrupt(f"{missing[0]!r} is missing")
-    if unknown := sorted(said.keys() - {*_REQUIRED, *_OPTIONAL}):
+    if unknown := sorted(document.keys() - {*_REQUIRED, *_OPTIONAL}):
         raise UnsupportedCheckpointError(f"the field {unknown[0][:200]!r} is not known", path=path, leaf=leaf)
-    shape, chunks = (_sizes(said[field], field, corrupt) for field in ("shape", "chunks"))
+    shape, chunks = (_sizes(document[field], field, corrupt) for field in ("shape", "chunks"))
     if len(shape) != len(chunks) or 0 in chunks:
         raise corrupt(f"chunks {list(chunks)} for the shape {list(shape)}")
     if len(shape) > limits.rank:
         raise LimitExceededError(
             f"{len(shape)} dimensions, more than Limits.rank = {limits.rank}", path=path, leaf=leaf
         )
-    if said["zarr_format"] != 2 or type(said["zarr_format"]) is not int:
+    if document["zarr_format"] != 2 or type(document["zarr_format"]) is not int:
         raise unsupported("zarr_format")
-    if not isinstance(said["dtype"], str) or said["dtype"] not in _DTYPES:
+    if not isinstance(document["dtype"], str) or document["dtype"] not in _DTYPES:
         raise unsupported("dtype")
-    dtype = _DTYPES[said["dtype"]]
+    dtype = _DTYPES[document["dtype"]]
     for sizes, what in ((shape, "the array"), (chunks, "one chunk")):
         if math.prod(size or 1 for size in sizes) * dtype.itemsize >= 1 << 63:
             raise corrupt(f"{what} of shape {list(sizes)} has more bytes than can be counted")
-    if said["filters"] is not None:
+    if document["filters"] is not None:
         raise unsupported("filters")
-    if said["order"] not in ("C", "F"):
-        raise corrupt(f"order {said['order']!r}")
-    separator = said.get("dimension_separator", ".")
+    if document["order"] not in ("C", "F"):
+        raise corrupt(f"order {document['order']!r}")
+    separator = document.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise corrupt(f"dimension_separator {str(separator)[:200]!r}")
     return ZarrMetadata(
         shape=shape,
         chunks=chunks,
         dtype=dtype,
-        stored_dtype=said["dtype"],
-        compressor=_compressor(said["compressor"], unsupported),
-        fill_value=_fill_value(said["fill_value"], dtype, unsupported),
-        order=said["order"],
+        stored_dtype=document["dtype"],
+        compressor=_compressor(document["compressor"], unsupported),
+        fill_value=_fill_value(document["fill_value"], dtype, unsupported),
+        order=document["order"],
         separator=separator,
     )
 
 
-def _sizes(said: Any, field: str, corrupt) -> tuple[int, ...]:
-    if type(said) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in said):
-        raise corrupt(f"{field} is {str(said)[:200]}")
-    return tuple(said)
+def _sizes(recorded: Any, field: str, corrupt) -> tuple[int, ...]:
+    if type(recorded) is not list or not all(type(size) is int and 0 <= size < 1 << 63 for size in recorded):
+        raise corrupt(f"{field} is {str(recorded)[:200]}")
+    return tuple(recorded)
 
 
-def _compressor(said: Any, unsupported) -> dict[str, Any] | None:
-    if said is None:
+def _compressor(recorded: Any, unsupported) -> dict[str, Any] | None:
+    if recorded is None:
         return None
-    if not isinstance(said, dict) or said.get("id") not in _CODECS:
+    if not isinstance(recorded, dict) or recorded.get("id") not in _CODECS:
         raise unsupported("compressor")
-    if said.keys() - {"id"} - _CODECS[said["id"]]:
+    if recorded.keys() - {"id"} - _CODECS[recorded["id"]]:
         raise unsupported("compressor")
-    if not all(type(value) in (int, bool) for key, value in said.items() if key != "id"):
+    if not all(type(value) in (int, bool) for key, value in recorded.items() if key != "id"):
         raise unsupported("compressor")
-    return {"id": said["id"]} | ({"level": said["level"]} if "level" in said else {})
+    return {"id": recorded["id"]} | ({"level": recorded["level"]} if "level" in recorded else {})
 
 
-def _fill_value(said: Any, dtype: np.dtype, unsupported) -> Any:
+def _fill_value(recorded: Any, dtype: np.dtype, unsupported) -> Any:
     """A number, as it stands; NaN and infinities are texts in zarr."""
-    if said is None or type(said) in (int, float, bool):
-        return said
-    if dtype.kind == "f" and said in ("NaN", "Infinity", "-Infinity"):
-        return said
+    if recorded is None or type(recorded) in (int, float, bool):
+        return recorded
+    if dtype.kind == "f" and recorded in ("NaN", "Infinity", "-Infinity"):
+        return recorded
     raise unsupported("fill_value")
