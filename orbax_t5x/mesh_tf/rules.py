@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.lazy import View
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 
 _SLOTS = {"_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_v": "v"}
@@ -56,7 +55,7 @@ def _place(name: str, slot: str | None) -> str:
 def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
     """The step: int64 in Mesh TensorFlow, int32 in T5X; one that does not fit is an error when it is read."""
     del opts, key
-    if isinstance(val, View):
+    if hasattr(val, "cast_checked"):  # a view of a stored leaf
         return "state/step", val.cast_checked(np.int32)
     if not hasattr(val, "astype"):
         return "state/step", val
