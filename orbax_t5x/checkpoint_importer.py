@@ -187,7 +187,7 @@ def _read(views: Mapping[str, View | None]) -> dict[str, Any]:
     Not by executing the plan, which waits for the other processes of a job: T5X's function does not.
     """
     wanted = {name: view for name, view in views.items() if view is not None}
-    buffers = {name: np.empty(view.shape, view.dtype) for name, view in wanted.items()}
+    buffers = {name: view.allocate() for name, view in wanted.items()}
     read_views((view, full_box(view.shape), buffers[name]) for name, view in wanted.items())
     arrays = {name: buffer if buffer.ndim else buffer[()] for name, buffer in buffers.items()}
     return {name: arrays.get(name) for name in views}

@@ -19,6 +19,7 @@ import numpy as np
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.storage.memory import empty_array
 from orbax_t5x.text.wording import listed
 
 # Inputs of a stack, and things done to them, that a description names.
@@ -40,7 +41,7 @@ class Lowered:
 
     def allocate(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Memory of its own, C-contiguous; it lives until the steps are done."""
-        return np.empty(shape, dtype)
+        return empty_array(shape, dtype)
 
     def add_step(self, step: Callable[[], None], temporary_bytes: int = 0) -> None:
         """A step to run after the reads, and the memory that it takes only while it runs."""

@@ -13,9 +13,10 @@ import numpy as np
 from orbax_t5x.concurrency import run_on_read_thread, wait_all
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.lazy.node import Node
+from orbax_t5x.lazy.node import Lowered, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.value import ValueLeaf
+from orbax_t5x.storage.memory import naming_memory_errors
 
 
 def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[tuple[Leaf, list[Request]]]:
@@ -43,8 +44,8 @@ def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "
       What was read.
     """
     stats = ReadStats(verify)
-    lowered = [node.lower(box, out) for node, box, out in items]
-    groups = group_reads(read for one in lowered for read in one.reads)
+    lowered = [(node.leaves()[0], _lower(node, box, out)) for node, box, out in items]
+    groups = group_reads(read for _, one in lowered for read in one.reads)
     stored: list[tuple[Leaf, list[Request]]] = []
     for leaf, requests in groups:
         if isinstance(leaf, ValueLeaf):
@@ -54,7 +55,18 @@ def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "
             stored.append((leaf, requests))
     if stored:
         run_on_read_thread(read_leaves(stored, stats))
-    for one in lowered:
-        for finish in one.finish:
-            finish()
+    for leaf, one in lowered:
+        with naming_memory_errors(leaf.path, leaf.name):
+            for finish in one.finish:
+                finish()
     return stats
+
+
+def _lower(node: Node, box: Box, out: np.ndarray) -> Lowered:
+    leaves = node.leaves()
+    if not out.size:
+        # No leaf is asked for anything, so none would say that it cannot be read.
+        for leaf in leaves:
+            leaf.raise_error()
+    with naming_memory_errors(leaves[0].path, leaves[0].name):
+        return node.lower(box, out)

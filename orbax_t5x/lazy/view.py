@@ -25,6 +25,7 @@ from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.reshape import reshaped
 from orbax_t5x.lazy.strided import strided
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
+from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -88,9 +89,22 @@ class View(LazyArray):
 
     def get(self) -> np.ndarray:
         """Reads the whole view into a new array."""
-        out = np.empty(self.shape, self.dtype)
+        out = self.allocate()
         read_boxes([(self.node, full_box(self.shape), out)])
         return out
+
+    def allocate(self) -> np.ndarray:
+        """An uninitialised array that reading the whole view can fill.
+
+        Raises:
+          CheckpointError: a leaf cannot be read, whatever its shape claims; nothing was allocated.
+          LimitExceededError: there is not so much memory.
+        """
+        leaves = self.leaves()
+        for leaf in leaves:
+            leaf.raise_error()
+        with naming_memory_errors(leaves[0].path, leaves[0].name):
+            return empty_array(self.shape, self.dtype)
 
     async def get_async(self) -> np.ndarray:
         """Reads the whole view without blocking the event loop."""

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
 
 _MIB = 1 << 20
+# Sizes of arrays are signed 64-bit numbers everywhere below.
+_MAX_BYTES = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,3 +44,25 @@ class Limits:
             value = getattr(self, field.name)
             if not value > 0:
                 raise ValueError(f"Limits({field.name}={value!r}): a limit must be positive")
+
+    def require_shape(self, shape: Sequence[int], dtype: np.dtype) -> None:
+        """Refuses an array of too many dimensions, or of more bytes than can be counted.
+
+        A zero among the sizes counts as one: NumPy takes (0, 2**62) for too large, too, and other dimensions of such an
+        array may be read alone.
+
+        Raises:
+          LimitExceededError, CorruptCheckpointError: without file and leaf; the caller names them.
+        """
+        self.require_rank(len(shape))
+        if math.prod([max(1, size) for size in shape]) * dtype.itemsize > _MAX_BYTES:
+            raise CorruptCheckpointError(f"{dtype.name} of shape {list(shape)} has more bytes than can be counted")
+
+    def require_rank(self, rank: int) -> None:
+        """Refuses an array of too many dimensions.
+
+        Raises:
+          LimitExceededError: without file and leaf; the caller names them.
+        """
+        if rank > self.rank:
+            raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")

@@ -23,7 +23,7 @@ from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, require_countable
+from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
@@ -138,7 +138,7 @@ def _chunked_leaf(name: str, node: dict[str, Node], file: File, limits: Limits) 
         raise CorruptCheckpointError(
             f"chunks of {elements} elements of {', '.join(sorted(map(str, dtypes)))} for an array of shape {shape}"
         )
-    require_countable(tuple(shape), chunks[0].dtype, limits)
+    limits.require_shape(shape, chunks[0].dtype)
     joined = JoinedExtents(file, [ByteExtent(chunk.start, chunk.nbytes) for chunk in chunks])
     return ByteRangeLeaf(name, ByteRange(joined, 0, tuple(shape), chunks[0].dtype))
 

@@ -41,22 +41,6 @@ _DTYPES: dict[str, np.dtype] = {
 }
 
 
-def require_countable(shape: tuple[int, ...], dtype: np.dtype, limits: Limits) -> None:
-    """Refuses a shape of too many dimensions, or of more bytes than can be counted, a zero among its sizes or not.
-
-    Raises:
-      LimitExceededError, CorruptCheckpointError: without file and leaf; the caller names them.
-    """
-    _require_rank(len(shape), limits)
-    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 63:
-        raise CorruptCheckpointError(f"{dtype.name} of shape {list(shape)} has more bytes than can be counted")
-
-
-def _require_rank(rank: int, limits: Limits) -> None:
-    if rank > limits.rank:
-        raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {limits.rank}")
-
-
 class StoredArray(NamedTuple):
     """A row-major array whose bytes begin at `start` of the file."""
 
@@ -241,7 +225,7 @@ class _MessageWalker:
         reader = self.reader
         self._expect("array", 3, "an array")
         rank = self._expect("array", None, "the shape of an array")
-        _require_rank(rank, self._limits)
+        self._limits.require_rank(rank)
         sizes = [reader.header() for _ in range(rank)]
         shape = tuple(size.value for size in sizes)
         if not all(type(size) is int and size >= 0 for size in shape):
@@ -251,7 +235,7 @@ class _MessageWalker:
         if header.kind not in ("bytes", "text") or header.size != reader.left:
             raise reader.corrupt(f"the bytes of an array are {_described(header)}, and {reader.left} bytes are left")
         array = StoredArray(reader.position, shape, dtype)
-        require_countable(shape, dtype, self._limits)
+        self._limits.require_shape(shape, dtype)
         if array.nbytes != header.size:
             raise reader.corrupt(f"{dtype.name} of shape {list(shape)}, and {header.size} bytes for it")
         return array

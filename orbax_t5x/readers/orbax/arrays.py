@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.errors import (
@@ -18,7 +19,6 @@ from orbax_t5x.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    LimitExceededError,
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -117,9 +117,10 @@ class ItemArrays:
             array = begun.opening.result()
         except (ValueError, NotImplementedError) as error:
             return BrokenLeaf(place.name, self._typed(error, place))
-        if array.rank > limits.rank:
-            message = f"{array.rank} dimensions, more than Limits.rank = {limits.rank}"
-            return BrokenLeaf(place.name, LimitExceededError(message, path=self.directory, leaf=place.name))
+        try:
+            limits.require_shape(array.shape, np.dtype(array.dtype.numpy_dtype))
+        except CheckpointError as error:
+            return BrokenLeaf(place.name, type(error)(error.message, path=self.directory, leaf=place.name))
         impl = self.prng_impls.get(place.node.param)
         return TensorStoreLeaf(place.name, self.directory, array, flag, prng_impl=impl, files=begun.files)
 

@@ -310,11 +310,13 @@ class _OrbaxOpening:
             except (TypeError, ValueError, SyntaxError):
                 dtype = np.dtype(object)
             place = prefix + name
-            if kind_of(dtype) == "object" or len(shape) > self._limits.rank:
+            if kind_of(dtype) == "object":
                 raise CorruptCheckpointError(
-                    f"the record of skipped leaves has shape {shape} and dtype {dtype_name!r}",
-                    path=directory,
-                    leaf=place,
+                    f"the record of skipped leaves has the dtype {dtype_name[:200]!r}", path=directory, leaf=place
                 )
             self._empties.pop(place, None)
-            self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
+            try:
+                self._limits.require_shape(shape, dtype)
+                self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
+            except CheckpointError as error:
+                self._leaves[place] = BrokenLeaf(place, type(error)(error.message, path=directory, leaf=place))

@@ -145,15 +145,15 @@ def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
     shape = _integers(entry.get("shape"), "shape", name, path)
-    if len(shape) > limits.rank:
-        raise LimitExceededError(
-            f"{len(shape)} dimensions, more than Limits.rank = {limits.rank}", path=path, leaf=name
-        )
+    try:
+        limits.require_rank(len(shape))
+    except LimitExceededError as error:
+        raise LimitExceededError(error.message, path=path, leaf=name) from None
     offsets = _integers(entry.get("data_offsets"), "data_offsets", name, path)
     if len(offsets) != 2 or offsets[1] < offsets[0]:
         raise CorruptCheckpointError(f"data_offsets are {list(offsets)}, not a begin and an end", path=path, leaf=name)
     size = offsets[1] - offsets[0]
-    dtype, error = _dtype(entry["dtype"], shape, size, name, path)
+    dtype, error = _dtype(entry["dtype"], shape, size, name, path, limits)
     return Entry(name, shape, begin + offsets[0], begin + offsets[1], dtype, error)
 
 
@@ -165,7 +165,7 @@ def _integers(value: Any, key: str, name: str, path: str) -> tuple[int, ...]:
 
 
 def _dtype(
-    code: str, shape: tuple[int, ...], size: int, name: str, path: str
+    code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits
 ) -> tuple[np.dtype | None, CheckpointError | None]:
     """The dtype, proven to agree with the tensor's size, or why there is none."""
     count = math.prod(shape)
@@ -180,4 +180,8 @@ def _dtype(
         )
     if code in _PACKED_BITS:
         return None, UnsupportedCheckpointError(f"its dtype {code} packs elements of {bits} bits", path=path, leaf=name)
+    try:
+        limits.require_shape(shape, _DTYPES[code])
+    except CheckpointError as error:
+        return None, type(error)(error.message, path=path, leaf=name)
     return _DTYPES[code], None

@@ -43,7 +43,6 @@ from orbax_t5x.storage.files import File, FileSet
 from orbax_t5x.storage.limits import Limits
 
 _BIG_ENDIAN = 1
-_MAX_BYTES = (1 << 63) - 1
 
 
 class BundleLeaves:
@@ -125,10 +124,14 @@ class BundleLeaves:
     def _leaf(self, name: str, value: bytes, slices: Mapping[bytes, bytes], unclaimed: set[bytes]) -> Leaf:
         entry = self._parse(name, value)
         shape = self._shape(name, entry)
+        dtype, unknown = np.dtype(object), None
         try:
             dtype = dtype_of(entry.dtype, path=self._index_path, leaf=name)
         except CheckpointError as error:
-            return _broken(name, error, shape, np.dtype(object))
+            unknown = error
+        self._require_countable(name, shape, dtype)
+        if unknown is not None:
+            return _broken(name, unknown, shape, dtype)
         try:
             if entry.slices:
                 return self._sliced(name, entry, shape, dtype, slices, unclaimed)
@@ -141,9 +144,13 @@ class BundleLeaves:
             raise self._corrupt(leaf, "its entry says that the rank is unknown")
         if any(size < 0 for size in entry.shape):
             raise self._corrupt(leaf, f"a negative dimension in the shape {entry.shape}")
-        if math.prod(max(1, size) for size in entry.shape) > _MAX_BYTES:
-            raise self._corrupt(leaf, f"the shape {entry.shape} has more elements than there are bytes")
         return entry.shape
+
+    def _require_countable(self, leaf: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        try:
+            self._limits.require_shape(shape, dtype)
+        except CheckpointError as error:
+            raise type(error)(error.message, path=self._index_path, leaf=leaf) from None
 
     def _range(self, leaf: str, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
         """The bytes of an entry, proven to lie in their shard and to be as many as the shape takes."""

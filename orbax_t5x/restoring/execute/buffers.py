@@ -20,6 +20,7 @@ from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
 from orbax_t5x.restoring.plan_data import PlanEntry, addressable_boxes, box_of_index, shard_indices
 from orbax_t5x.restoring.target_leaf import key_impl_of
+from orbax_t5x.storage.memory import empty_array
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64
@@ -50,11 +51,14 @@ class Pieces:
         """Uninitialised buffers: of all boxes, and, of the same memory, of the boxes to read.
 
         All is one allocation, which lives as long as the array that adopts it.
+
+        Raises:
+          LimitExceededError: there is not so much memory; it names no leaf.
         """
         if dtype.hasobject:
-            outs = [np.empty(shape, dtype) for shape in self.shapes]
+            outs = [empty_array(shape, dtype) for shape in self.shapes]
             return outs, outs
-        memory = np.empty(self.size + _ALIGNMENT, np.uint8)
+        memory = empty_array((self.size + _ALIGNMENT,), np.dtype(np.uint8))
         first = -memory.ctypes.data % _ALIGNMENT
         outs = [
             memory[first + start : first + stop].view(dtype).reshape(shape)
