@@ -3,16 +3,21 @@
 `np.empty` is watched: what a header claims must not even be asked of it.
 """
 
+import gzip
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
@@ -128,6 +133,89 @@ def test_a_sound_header_over_a_hole_of_a_tebibyte_is_a_limit_and_not_an_allocati
             assert caught.value.leaf == "a" and caught.value.path
         if format == "safetensors":
             assert view[5:8].get().tolist() == [0, 0, 0]
+
+
+def huge_chunk(path: Path, kind: str, nbytes: int) -> None:
+    """A checkpoint whose leaf `a`, bytes, claims one chunk of this size; nothing of it is stored."""
+    flat = {
+        "shape": [nbytes],
+        "chunks": [nbytes],
+        "dtype": "|u1",
+        "compressor": {"id": "gzip", "level": 1},
+        "fill_value": None,
+    }
+    v2 = {**flat, "filters": None, "order": "C", "zarr_format": 2}
+    if kind == "t5x":
+        (path / "a").mkdir(parents=True)
+        (path / "a" / ".zarray").write_text(json.dumps(v2))
+        said = {"driver": "zarr", "kvstore": {"driver": "file", "path": "a"}, "metadata": {"shape": [nbytes]}}
+        tree = {"version": 3, "optimizer": {"a": said}}
+        (path / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+        return
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=kind == "ocdbt", use_zarr3="zarr3" in kind)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave({"a": np.zeros(7, np.uint8)}))
+    if kind == "ocdbt":
+        database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
+        ts.KvStore.open(database).result().write("a/.zarray", json.dumps(v2).encode()).result()
+    elif kind == "zarr2":
+        (path / "a" / ".zarray").write_text(json.dumps(v2))
+    else:
+        metadata = json.loads((path / "a" / "zarr.json").read_text())
+        # A shard of single bytes has an index of 16 bytes for each.
+        outer = nbytes // 16 if "shard" in kind else nbytes
+        metadata |= {"shape": [outer], "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [outer]}}}
+        metadata["codecs"] = [{"name": "bytes"}]
+        if "shard" in kind:
+            inner = {"chunk_shape": [1], "codecs": [{"name": "bytes"}], "index_codecs": [LITTLE, {"name": "crc32c"}]}
+            metadata["codecs"] = [{"name": "sharding_indexed", "configuration": inner}]
+        (path / "a" / "zarr.json").write_text(json.dumps(metadata))
+
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+CHUNKED = ("zarr2", "zarr3", "zarr3 shard index", "ocdbt", "t5x")
+
+
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_a_chunk_beyond_the_limit_is_refused_and_its_leaf_listed(kind, tmp_path, monkeypatch):
+    gib = 1 << 30
+    huge_chunk(tmp_path / "step", kind, 10 * gib)
+    with ot.open_checkpoint(tmp_path / "step") as checkpoint:
+        view = checkpoint.leaves["a"]
+        assert view.nbytes in (10 * gib, 10 * gib // 16)
+        for read in (view[:1].get, lambda: ot.restore(checkpoint, None)):
+            with pytest.raises(
+                LimitExceededError, match=f"takes {10 * gib} bytes, more than Limits.chunk_bytes"
+            ) as caught:
+                read()
+            assert caught.value.leaf == "a" and (caught.value.path or "").startswith(str(tmp_path / "step"))
+    # However large the limit, memory is what there is.
+    monkeypatch.setattr(memory, "most_memory_bytes", lambda: 8 * gib)
+    with ot.open_checkpoint(tmp_path / "step", limits=ot.Limits(chunk_bytes=1 << 50)) as checkpoint:
+        with pytest.raises(LimitExceededError, match=f"this process can have {8 * gib}") as caught:
+            checkpoint.leaves["a"][:1].get()
+    assert caught.value.leaf == "a"
+
+
+def test_a_chunk_that_the_address_space_does_not_hold_does_not_end_the_process(tmp_path):
+    huge_chunk(tmp_path / "step", "zarr2", 10 << 30)
+    (tmp_path / "step" / "a" / "0").write_bytes(gzip.compress(bytes(1 << 20)))
+    run = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT, str(tmp_path / "step")], capture_output=True, text=True, timeout=120
+    )
+    assert (run.returncode, run.stdout) == (0, "LimitExceededError a\n"), run.stderr[-2000:]
+
+
+UNDER_A_LIMIT = """
+import resource, sys
+import orbax_t5x as ot
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+with ot.open_checkpoint(sys.argv[1], limits=ot.Limits(chunk_bytes=1 << 50)) as checkpoint:
+    try:
+        checkpoint.leaves["a"][:1].get()
+    except ot.errors.CheckpointError as error:
+        print(type(error).__name__, error.leaf)
+"""
 
 
 def test_memory_that_the_system_refuses_is_a_limit_that_names_the_leaf(tmp_path, monkeypatch):

@@ -32,14 +32,15 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.box import Box, box_size, box_slices, full_box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.tree_checks import TreeSnapshot
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
 _FILE_IO_CONCURRENCY = 16
 # B-tree nodes of an OCDBT database, read once instead of once per leaf.
 _OCDBT_CACHE_BYTES = 100_000_000
-# A chunk is decoded as a whole, and TensorStore ends the process where memory for what a header claims cannot be had.
-_MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+# A shard of zarr v3 begins or ends with two numbers of eight bytes for each of its chunks, which are read whole.
+_SHARD_INDEX_BYTES = 16
 # Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
 _STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
@@ -133,6 +134,11 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
     return CorruptCheckpointError(message, path=path, leaf=leaf)
 
 
+def _chunk_shape(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a grid's cells; a dimension without a size of its own is not cut."""
+    return tuple(max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True))
+
+
 class OpenFlag:
     """Whether a checkpoint is still open; shared by its leaves, so that closing reaches them all."""
 
@@ -156,10 +162,11 @@ class TensorStoreLeaf(Leaf):
 
     Attributes:
       chunks: the unit in which the array is read, or None for a rank-0 array.
+      error: that a chunk takes more memory than the limits allow, or None.
       prng_impl: the implementation of a typed PRNG key whose uint32 data this is ("threefry2x32", …), or None.
     """
 
-    __slots__ = ("_array", "_files", "_open", "chunks", "dtype", "name", "path", "prng_impl", "shape")
+    __slots__ = ("_array", "_files", "_open", "chunks", "dtype", "error", "name", "path", "prng_impl", "shape")
 
     def __init__(
         self,
@@ -170,6 +177,7 @@ class TensorStoreLeaf(Leaf):
         *,
         prng_impl: str | None = None,
         files: TreeSnapshot,
+        limits: Limits,
     ):
         """Made by readers.
 
@@ -180,15 +188,24 @@ class TensorStoreLeaf(Leaf):
           flag: of the checkpoint.
           prng_impl: see above.
           files: those that hold the array, as they were before it was opened.
+          limits: on its chunks.
         """
         self.name: str = name
         self.path: str = path
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: np.dtype = np.dtype(array.dtype.numpy_dtype)
-        chunk = array.chunk_layout.read_chunk.shape
-        self.chunks: tuple[int, ...] | None = None
-        if chunk:
-            self.chunks = tuple(size or whole for size, whole in zip(chunk, self.shape, strict=True))
+        chunk = _chunk_shape(array.chunk_layout.read_chunk, self.shape)
+        self.chunks: tuple[int, ...] | None = chunk or None
+        self.error: CheckpointError | None = None
+        try:
+            # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
+            limits.require_chunk(math.prod(chunk) * self.dtype.itemsize, f"a chunk of shape {chunk}")
+            shard = _chunk_shape(array.chunk_layout.write_chunk, self.shape)
+            if shard != chunk:
+                chunks_per_shard = math.prod(shard) // math.prod(chunk)
+                limits.require_chunk(chunks_per_shard * _SHARD_INDEX_BYTES, f"the index of a shard of shape {shard}")
+        except LimitExceededError as error:
+            self.error = LimitExceededError(error.message, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
         self._array = array
         self._open = flag
@@ -197,7 +214,7 @@ class TensorStoreLeaf(Leaf):
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Fills the buffers; see `Leaf`."""
         self._open.check(self.path, self.name)
-        self._refuse_huge_chunks()
+        self.raise_error()
         if not self._files.was_checked(stats):
             await run_in_pool(reader_pool(), self._files.check_unchanged, stats, leaf=self.name)
         copies: list[tuple[np.ndarray, np.ndarray]] = []
@@ -232,15 +249,6 @@ class TensorStoreLeaf(Leaf):
         for out, buffer in copies:
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
-
-    def _refuse_huge_chunks(self) -> None:
-        nbytes = math.prod(self.chunks or ()) * self.dtype.itemsize
-        if nbytes > _MEMORY_BYTES:
-            raise LimitExceededError(
-                f"a chunk of shape {self.chunks} takes {nbytes} bytes, and this machine has {_MEMORY_BYTES}",
-                path=self.path,
-                leaf=self.name,
-            )
 
     def __repr__(self) -> str:
         return f"<TensorStoreLeaf {self.name!r}: {self.dtype}{list(self.shape)}>"

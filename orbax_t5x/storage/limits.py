@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
+from orbax_t5x.storage.memory import require_memory
 
 _MIB = 1 << 20
 # Sizes of arrays are signed 64-bit numbers everywhere below.
@@ -28,6 +29,8 @@ class Limits:
       rank: the most dimensions of a leaf.
       name_bytes: the longest name of a leaf, in UTF-8.
       msgpack_depth: the deepest nesting of a msgpack tree.
+      chunk_bytes: the largest chunk of a chunked format (zarr), decoded; to read one element
+        takes memory for all of it. Never more than this process can have, whatever is set here.
       io_timeout_secs: how long one read of a remote store may take.
     """
 
@@ -37,6 +40,7 @@ class Limits:
     rank: int = 32
     name_bytes: int = 4096
     msgpack_depth: int = 64
+    chunk_bytes: int = 2048 * _MIB
     io_timeout_secs: float = 60.0
 
     def __post_init__(self) -> None:
@@ -66,3 +70,13 @@ class Limits:
         """
         if rank > self.rank:
             raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")
+
+    def require_chunk(self, nbytes: int, what: str) -> None:
+        """Refuses a chunk that takes too much memory.
+
+        Raises:
+          LimitExceededError: without file and leaf; the caller names them.
+        """
+        if nbytes > self.chunk_bytes:
+            raise LimitExceededError(f"{what} takes {nbytes} bytes, more than Limits.chunk_bytes = {self.chunk_bytes}")
+        require_memory(nbytes, what)

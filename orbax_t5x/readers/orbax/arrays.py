@@ -122,7 +122,9 @@ class ItemArrays:
         except CheckpointError as error:
             return BrokenLeaf(place.name, type(error)(error.message, path=self.directory, leaf=place.name))
         impl = self.prng_impls.get(place.node.param)
-        return TensorStoreLeaf(place.name, self.directory, array, flag, prng_impl=impl, files=begun.files)
+        return TensorStoreLeaf(
+            place.name, self.directory, array, flag, prng_impl=impl, files=begun.files, limits=limits
+        )
 
 
 def inside(item: str, name: str) -> str:

@@ -153,8 +153,9 @@ class ZarrArrays:
         except (ValueError, NotImplementedError) as error:
             raise typed_error(error, path=path, leaf=name, doing="opening it") from error
         if absent_is_fill:
-            return FilledLeaf(name, path, array, self._flag, files=files, separator=metadata.separator)
-        return TensorStoreLeaf(name, path, array, self._flag, files=files)
+            separator = metadata.separator
+            return FilledLeaf(name, path, array, self._flag, files=files, limits=self._limits, separator=separator)
+        return TensorStoreLeaf(name, path, array, self._flag, files=files, limits=self._limits)
 
 
 class FilledLeaf(TensorStoreLeaf):
@@ -170,10 +171,11 @@ class FilledLeaf(TensorStoreLeaf):
         flag: OpenFlag,
         *,
         files: TreeSnapshot,
+        limits: Limits,
         separator: str,
     ):
         """See `TensorStoreLeaf`; `separator` stands between the numbers of a chunk's name."""
-        super().__init__(name, path, array, flag, files=files)
+        super().__init__(name, path, array, flag, files=files, limits=limits)
         self._separator = separator
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
