@@ -53,7 +53,8 @@ def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False)
 
     Args:
       state_dict: nested.
-      keep_empty_nodes: whether empty mappings stay.
+      keep_empty_nodes: whether empty mappings count as leaves: their names stand in their places. They go away
+        otherwise.
     """
     return _name_tree(state_dict, "", keep_empty_nodes)
 
@@ -68,7 +69,7 @@ def _name_tree(node: Mapping[Any, Any], prefix: str, keep_empty_nodes: bool) -> 
             if below or keep_empty_nodes:
                 names[key] = below
         elif keep_empty_nodes:
-            names[key] = {}
+            names[key] = f"{prefix}{key}"
     return names
 
 

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,20 @@ def test_a_blocking_function_does_not_block_the_loop():
     assert asyncio.run(read()) == 5.0
 
 
+def test_the_pool_of_blocking_functions_is_an_attribute_of_the_class():
+    assert ot.LazyThreadPoolArray.executor is ot.LazyThreadPoolArray((), np.int8, int).executor
+    with ThreadPoolExecutor(1, thread_name_prefix="own") as pool:
+
+        class Own(ot.LazyThreadPoolArray):
+            executor = pool
+
+        call = Counter(np.zeros(2))
+        asyncio.run(Own((2,), np.float64, call).get_async())
+        asyncio.run(ot.LazyThreadPoolArray((2,), np.float64, call).get_async())
+    own, shared = call.threads
+    assert own.name.startswith("own") and not shared.name.startswith("own")
+
+
 def test_an_awaitable_array_reads_inside_a_running_loop_and_from_within_another_read():
     inner = ot.LazyAwaitableArray((2,), np.float32, Awaited(np.ones(2, np.float32)))
 
@@ -149,6 +164,35 @@ def test_bits_of_bfloat16_in_uint16_are_reinterpreted_only_when_said():
 def test_a_spec_without_shape_or_dtype_is_an_error(metadata):
     with pytest.raises(ValueError, match="records no"):
         ot.LazyAwaitableArray.from_tensor_store_spec({"driver": "zarr", "metadata": metadata}, Awaited(None))
+
+
+def test_a_given_dtype_overrides_that_of_a_spec_or_an_array():
+    """As T5X's Checkpointer calls these: by keyword, with None where it restores what is stored."""
+    value = np.array([1.5, 2.5], np.float32)
+    spec = {"driver": "zarr", "kvstore": {"driver": "memory"}, "metadata": {"shape": [2], "dtype": "<f4"}}
+    kind = ot.LazyAwaitableArray
+    for make, described in (
+        (kind.from_array, value),
+        (kind.from_tensor_store_spec, spec),
+        (kind.from_tensor_store_spec_or_array, spec),
+        (kind.from_tensor_store_spec_or_array, value),
+    ):
+        for dtype, expected in ((None, np.float32), ("float16", np.float16), (jnp.bfloat16, ml_dtypes.bfloat16)):
+            for array in (make(described, Awaited(value), dtype=dtype), make(described, Awaited(value), dtype)):
+                assert (array.shape, array.dtype) == ((2,), expected)
+                got = array.get()
+                assert got.dtype == expected and got.tolist() == [1.5, 2.5]
+
+
+def test_a_given_dtype_says_nothing_of_the_stored_bits():
+    stored = np.array([1.5, -2.0], ml_dtypes.bfloat16)
+    spec = {"driver": "zarr", "kvstore": {"driver": "memory"}, "metadata": {"shape": [2], "dtype": "<u2"}}
+    bits = Awaited(stored.view(np.uint16))
+    make = ot.LazyAwaitableArray.from_tensor_store_spec
+    assert make(spec, bits, np.float32, bfloat16_as_uint16=True).get().tolist() == [1.5, -2.0]
+    assert make(spec, bits, np.float32).get().tolist() == stored.view(np.uint16).tolist()
+    without_dtype = {**spec, "metadata": {"shape": [2]}}
+    assert make(without_dtype, Awaited(np.ones(2)), np.int8).get().tolist() == [1, 1]
 
 
 # As views.

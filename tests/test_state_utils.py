@@ -88,7 +88,8 @@ def test_empty_nodes_are_flax_own():
     assert flat == flax.traverse_util.flatten_dict(tree, keep_empty_nodes=True, sep="/")
     assert flat["f"] is flax.traverse_util.empty_node
     assert flax.traverse_util.unflatten_dict(flat, sep="/") == tree
-    assert state_utils.get_name_tree(tree, keep_empty_nodes=True) == {"a": {"b": "a/b", "e": {}}, "f": {}}
+    assert state_utils.get_name_tree(tree, keep_empty_nodes=True) == {"a": {"b": "a/b", "e": "a/e"}, "f": "f"}
+    assert state_utils.get_name_tree({}, keep_empty_nodes=True) == {}
     assert state_utils.get_name_tree(tree) == {"a": {"b": "a/b"}}
 
 

@@ -8,9 +8,10 @@ wanted: a function is opaque. Views (`view.py`) are the kind that reads boxes. N
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
@@ -90,8 +91,21 @@ class LazyArray(abc.ABC):
         return value if value.dtype == self._dtype else value.astype(self._dtype)
 
 
+class _FunctionPool:
+    """A class attribute that is the pool of the process, which is made when the attribute is first read."""
+
+    def __get__(self, instance: object, owner: type) -> concurrent.futures.Executor:
+        return function_pool()
+
+
 class LazyThreadPoolArray(LazyArray):
-    """A lazy array whose `get_fn` blocks; `get_async` calls it in a pool of threads."""
+    """A lazy array whose `get_fn` blocks; `get_async` calls it in a pool of threads.
+
+    Attributes:
+      executor: the pool, one for all such arrays unless a subclass (or an assignment to the class) says another.
+    """
+
+    executor: ClassVar[Any] = _FunctionPool()
 
     def get(self) -> Any:
         """Calls the function; casts if its dtype is not the declared one."""
@@ -102,9 +116,9 @@ class LazyThreadPoolArray(LazyArray):
         return self._as_declared(value)
 
     async def get_async(self) -> Any:
-        """The same, in a thread of a pool that all such arrays share."""
+        """The same, in a thread of `executor`."""
         try:
-            return await run_in_pool(function_pool(), self.get)
+            return await run_in_pool(self.executor, self.get)
         except CarriedError as carried:
             # The caller's own event loop decides what becomes of it.
             raise carried.error from None
@@ -114,39 +128,56 @@ class LazyAwaitableArray(LazyArray):
     """A lazy array whose `get_fn` returns an awaitable: a coroutine, or a TensorStore future."""
 
     @classmethod
-    def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]]) -> Self:
-        """A lazy array with the shape and dtype of an array."""
-        return cls(array.shape, array.dtype, get_fn)
+    def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None) -> Self:
+        """A lazy array with the shape of an array.
+
+        Args:
+          array: anything with shape and dtype.
+          get_fn: reads the value.
+          dtype: that of the lazy array; None for the array's own.
+        """
+        return cls(array.shape, array.dtype if dtype is None else dtype, get_fn)
 
     @classmethod
     def from_tensor_store_spec(
-        cls, ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], *, bfloat16_as_uint16: bool = False
+        cls,
+        ts_spec: Any,
+        get_fn: Callable[[], Awaitable[Any]],
+        dtype: Any = None,
+        *,
+        bfloat16_as_uint16: bool = False,
     ) -> Self:
-        """A lazy array with the shape and dtype that a TensorStore spec records; the spec is not opened.
+        """A lazy array with the shape that a TensorStore spec records; the spec is not opened.
 
         Args:
           ts_spec: a `tensorstore.Spec`, or its JSON form.
           get_fn: reads what the spec describes.
+          dtype: that of the lazy array; None for the one that the spec records.
           bfloat16_as_uint16: the spec comes from a checkpoint that stores bfloat16 as the same bits in uint16 (version
             2 of T5X's format). A uint16 array is then bfloat16, and what `get_fn` returns is reinterpreted. The dtype
             alone does not tell.
 
         Raises:
-          ValueError: the spec records no shape or no dtype.
+          ValueError: the spec records no shape, or no dtype where none is given.
         """
-        shape, dtype = _spec_shape_dtype(ts_spec)
-        if bfloat16_as_uint16 and dtype == np.uint16:
-            return cls(shape, ml_dtypes.bfloat16, _Bfloat16Bits(get_fn))
-        return cls(shape, dtype, get_fn)
+        shape, stored_dtype = _spec_shape_dtype(ts_spec, dtype)
+        if bfloat16_as_uint16 and stored_dtype == np.uint16:
+            stored_dtype, get_fn = np.dtype(ml_dtypes.bfloat16), _Bfloat16Bits(get_fn)
+        return cls(shape, stored_dtype if dtype is None else dtype, get_fn)
 
     @classmethod
     def from_tensor_store_spec_or_array(
-        cls, maybe_ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], *, bfloat16_as_uint16: bool = False
+        cls,
+        maybe_ts_spec: Any,
+        get_fn: Callable[[], Awaitable[Any]],
+        dtype: Any = None,
+        *,
+        bfloat16_as_uint16: bool = False,
     ) -> Self:
         """`from_tensor_store_spec` for a spec, `from_array` for an array."""
         if isinstance(maybe_ts_spec, Mapping) or hasattr(maybe_ts_spec, "to_json"):
-            return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, bfloat16_as_uint16=bfloat16_as_uint16)
-        return cls.from_array(maybe_ts_spec, get_fn)
+            return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype, bfloat16_as_uint16=bfloat16_as_uint16)
+        return cls.from_array(maybe_ts_spec, get_fn, dtype)
 
     def get(self) -> Any:
         """Awaits the function, in an event loop of another thread: works with and without a running loop."""
@@ -174,14 +205,16 @@ class _Bfloat16Bits:
         return np.asarray(value).view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value
 
 
-def _spec_shape_dtype(ts_spec: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype as zarr, zarr3 or N5 metadata, or the spec itself, record them."""
+def _spec_shape_dtype(ts_spec: Any, default_dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype as zarr, zarr3 or N5 metadata, or the spec itself, record them; the default for no dtype."""
     json: Mapping[str, Any] = ts_spec if is_mapping(ts_spec) else ts_spec.to_json()
     metadata: Mapping[str, Any] = json.get("metadata") or {}
     shape = metadata.get("shape", metadata.get("dimensions"))
     dtype = metadata.get("dtype", metadata.get("data_type", metadata.get("dataType", json.get("dtype"))))
-    if shape is None or not isinstance(dtype, str):
+    if not isinstance(dtype, str):
+        dtype = default_dtype
+    if shape is None or dtype is None:
         raise ValueError(
             f"the TensorStore spec records no {'shape' if shape is None else 'dtype'}: metadata {dict(metadata)}"
         )
-    return tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype))
+    return tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
