@@ -26,12 +26,16 @@ from orbax_t5x.lazy import (
     read_views,
 )
 from orbax_t5x.mesh_tf.rules import (
+    SLOT_MAP,
+    TOWER_MAP,
+    adafactor_placeholders,
     attention_layers,
     final_layernorms,
     final_logits,
     global_step,
     layernorms,
     mlpblock,
+    place_relative_bias,
     rel_embeddings,
     separate_embeddings,
     shared_embeddings,
@@ -48,6 +52,8 @@ from orbax_t5x.transforms.translate import Translate
 from orbax_t5x.trees.flat import FlatState, flatten, unflatten
 
 __all__ = [
+    "SLOT_MAP",
+    "TOWER_MAP",
     "CheckpointTranslator",
     "LazyArray",
     "LazyAwaitableArray",
@@ -69,6 +75,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 _SLOTS = "state/param_states/"
+_PARAMETERS = "target/"
+_STEP = "state/step"
 # Names shown of a list that may hold every leaf of a model.
 _SHOWN_NAMES = 10
 
@@ -103,7 +111,7 @@ def restore_from_t5_checkpoint(
       state_dict: what a T5X train state's `state_dict()` gives; leaves have shapes, their values are not used. None, or
         an empty one, for everything the file has.
       path: as for `load_tf_ckpt`.
-      lazy_parameters: leave `LazyArray`s in place of arrays.
+      lazy_parameters: leave `LazyArray`s in place of arrays; the step is read all the same.
       strict: whether names that the file has and the state lacks are an error; they are dropped otherwise.
       translator: other rules than T5's.
 
@@ -133,7 +141,9 @@ def restore_from_t5_checkpoint(
     if plan.unused:
         _logger.info("left out, because the state lacks them: %s", ", ".join(plan.unused))
     views = {entry.name: entry.view for entry in plan.entries}
-    restored = flatten(plan.target.rebuild(views if lazy_parameters else _read(views)))
+    read_now = {_STEP} & views.keys() if lazy_parameters else views.keys()
+    values = {**views, **_read({name: views[name] for name in read_now})}
+    restored = flatten(plan.target.rebuild(values))
     return unflatten({name: restored[name] for name in sorted(restored, key=lambda name: name.split("/"))})
 
 
@@ -175,6 +185,40 @@ def _in_words_of_a_state(
         return RestorePlanError([*problems, *shapes], path=path)
     text = listed([f"{problem.leaf!r} {problem.message}" for problem in shapes], _SHOWN_NAMES, separator="; ")
     return LeafMismatchError(text, path=path, leaf=shapes[0].leaf)
+
+
+def _maybe_correct_relpos_bias(t5_data: Mapping[str, Any]) -> dict[str, Any]:
+    """T5X's name for: relative biases found in block 0 alone become the tower's."""
+    renamed = place_relative_bias(t5_data, ())
+    return {renamed.get(name, name): value for name, value in t5_data.items()}
+
+
+def _add_missing_param_states(t5_data: Mapping[str, Any]) -> dict[str, Any]:
+    """T5X's name for: parameters get the (1,) zeros of their unused slots, and of a momentum also without slots."""
+    momenta = [f"{_SLOTS}{name.removeprefix(_PARAMETERS)}/m" for name in t5_data if name.startswith(_PARAMETERS)]
+    zeros = {name: np.zeros((1,), np.float32) for name in momenta}
+    return {**zeros, **adafactor_placeholders(t5_data, None), **t5_data}
+
+
+def _update_state_dict(
+    state_dict: Mapping[str, Any], t5_data: Mapping[str, Any], strict: bool = True
+) -> dict[str, Any]:
+    """T5X's name for: translated values, lazy or not, in the structure of a state dict.
+
+    Raises:
+      ValueError: names of the state dict are missing, with `strict` others are there, or shapes differ.
+    """
+    state = flatten(state_dict)
+    missing, extra = sorted(state.keys() - t5_data.keys()), sorted(t5_data.keys() - state.keys())
+    if missing:
+        raise ValueError(f"the state has {_names_text(missing)}, which the checkpoint lacks")
+    if extra and strict:
+        raise ValueError(f"the checkpoint has {_names_text(extra)}, which the state lacks")
+    for name, leaf in state.items():
+        found, wanted = np.shape(t5_data[name]), np.shape(leaf)
+        if found != wanted:
+            raise LeafMismatchError(f"has shape {found}, the state's is {wanted}", leaf=name)
+    return unflatten({name: t5_data[name] for name in state})
 
 
 def _names_text(names: Sequence[str]) -> str:

@@ -74,6 +74,8 @@ def test_lazy_parameters(goldens, name):
     restored = flatten(restore_from_t5_checkpoint(None, goldens / "tf_bundle" / name, lazy_parameters=True))
     gc.collect()  # nothing but the lazy arrays keeps the files open
     assert list(restored) == meta["order"]
+    step = restored.pop("state/step")
+    assert type(step) is np.int32 and step == arrays["state/step"]
     for key, lazy in restored.items():
         assert isinstance(lazy, LazyArray)
         assert (lazy.shape, lazy.dtype) == (arrays[key].shape, arrays[key].dtype)
@@ -278,6 +280,46 @@ def test_t5xs_names_and_signatures():
     assert checkpoint_importer.global_step({}, "global_step", np.int64(3)) == ("state/step", 3)
     name, _ = checkpoint_importer.attention_layers({}, "", 0, "encoder", "003", "SelfAttention", "q", None)
     assert name == "target/encoder/layers_3/attention/query/kernel"
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_t5xs_steps_by_hand(goldens, name):
+    """Code that calls the importer's parts, by the underscored names that T5X has for them."""
+    _, arrays = imported(goldens, name)
+    translated = t5_importer.apply(load_tf_ckpt(goldens / "tf_bundle" / name))
+    completed = checkpoint_importer._maybe_correct_relpos_bias(
+        checkpoint_importer._add_missing_param_states(translated)
+    )
+    assert completed.keys() == arrays.keys()
+    state = unflatten(arrays)
+    restored = flatten(checkpoint_importer._update_state_dict(state, completed))
+    for key, array in arrays.items():
+        value = restored[key]
+        assert (value.get() if isinstance(value, LazyArray) else value).tobytes() == array.tobytes(), key
+    more = {**completed, "target/more": np.ones(2)}
+    with pytest.raises(ValueError, match="'target/more', which the state lacks"):
+        checkpoint_importer._update_state_dict(state, more)
+    assert flatten(checkpoint_importer._update_state_dict(state, more, strict=False)).keys() == arrays.keys()
+    with pytest.raises(ValueError, match="'target/more', which the checkpoint lacks"):
+        checkpoint_importer._update_state_dict({**state, "target": {"more": np.ones(2)}}, completed, strict=False)
+    norm = {"target": {"decoder": {"decoder_norm": {"scale": np.ones(3)}}}}
+    with pytest.raises(LeafMismatchError, match="'target/decoder/decoder_norm/scale': has shape"):
+        checkpoint_importer._update_state_dict(norm, completed, strict=False)
+
+
+def test_momenta_are_added_for_parameters_without_slots_too():
+    added = checkpoint_importer._add_missing_param_states({"target/a/b": 1, "target/c": 2, "state/param_states/c/v": 3})
+    assert {name: getattr(value, "shape", value) for name, value in added.items()} == {
+        "target/a/b": 1,
+        "target/c": 2,
+        "state/param_states/c/v": 3,
+        **{f"state/param_states/{slot}": (1,) for slot in ("a/b/m", "c/m", "c/v_row", "c/v_col")},
+    }
+
+
+def test_maps_of_names():
+    assert checkpoint_importer.SLOT_MAP == {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
+    assert checkpoint_importer.TOWER_MAP == {"transformer": "decoder"}
 
 
 def test_no_tensorflow_and_no_flax_is_imported(bundle):

@@ -143,6 +143,9 @@ def test_each_rule(source, expected):
         "shared/embedding_slot_vr ",
         "global_step2",
         "my/global_step",
+        "decoder/block_000/layer_002/SelfAttention/relative_attention_bias",  # T5X knows that of layer_000
+        "encoder/block_003/layer_001/SelfAttention/relative_attention_bias_slot_v",
+        "encoder/block_000/layer_0/SelfAttention/relative_attention_bias",
     ],
 )
 def test_a_name_that_no_rule_knows_is_named(name):
@@ -244,6 +247,34 @@ def test_a_slot_that_the_file_lost_is_not_invented():
         "target/token_embedder/embedding",
         *(f"{EMBEDDING}/{slot}" for slot in ("v_row", "v", "m")),
     }
+
+
+def test_a_bundle_without_slots_fills_what_the_target_keeps_unused():
+    source = unreadable(["shared/embedding", "decoder/logits/kernel", "decoder/rms_norm/scale"])
+    states = {
+        # A factored moment, one kept whole, and none at all.
+        "token_embedder/embedding": {"v_row": (4,), "v_col": (8,), "v": (1,), "m": (1,)},
+        "decoder/logits_dense/kernel": {"v_row": (1,), "v_col": (1,), "v": (4, 8), "m": (4, 8)},
+        "decoder/decoder_norm/scale": {"m": (1,)},
+        "not/in/the/file": {"m": (1,)},
+    }
+    target = {
+        f"state/param_states/{name}/{slot}": np.zeros(shape)
+        for name, kept in states.items()
+        for slot, shape in kept.items()
+    }
+    added = {name: value for name, value in translate(source, target).items() if name.startswith("state/")}
+    assert added.keys() == {
+        *(f"state/param_states/token_embedder/embedding/{slot}" for slot in ("v", "m")),
+        *(f"state/param_states/decoder/logits_dense/kernel/{slot}" for slot in ("v_row", "v_col")),
+        "state/param_states/decoder/decoder_norm/scale/m",
+    }
+    assert all(value.shape == (1,) and not np.any(value) for value in added.values())
+
+
+def test_second_moments_of_one_element_are_not_invented():
+    kept = {f"{EMBEDDING}/{slot}": np.zeros(1) for slot in ("v_row", "v_col", "v")}
+    assert set(translate(unreadable({"shared/embedding": (1,)}), kept)) == {"target/token_embedder/embedding"}
 
 
 def test_a_bundle_without_slots_gets_no_placeholders():

@@ -17,7 +17,12 @@ import numpy as np
 
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 
-_SLOTS = {"_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_v": "v"}
+SLOT_MAP: dict[str, str] = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
+"""Adafactor's slots in T5X by the ends of their names in Mesh TensorFlow."""
+
+TOWER_MAP: dict[str, str] = {"transformer": "decoder"}
+"""The towers that T5X calls otherwise."""
+
 _SLOT = r"(_slot_vr|_slot_vc|_slot_v)?"
 _TOWER = r"(encoder|decoder|transformer)"
 _BLOCK = rf"{_TOWER}/block_([0-9]+)"
@@ -35,11 +40,13 @@ _LAYER_NORMS = {
     "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"),
 }
 
+_NOT_FIRST_SUBLAYER = re.compile(r"/layer_(?!000/)")
+
 t5_importer: CheckpointTranslator = CheckpointTranslator()
 
 
 def _tower(mesh_tf_tower: str) -> str:
-    return "decoder" if mesh_tf_tower == "transformer" else mesh_tf_tower
+    return TOWER_MAP.get(mesh_tf_tower, mesh_tf_tower)
 
 
 def _layer(mesh_tf_tower: str, block: str) -> str:
@@ -48,7 +55,7 @@ def _layer(mesh_tf_tower: str, block: str) -> str:
 
 def _place(name: str, slot: str | None) -> str:
     """Where a parameter, or one of its slots, lives in T5X's state dict."""
-    return f"state/param_states/{name}/{_SLOTS[slot]}" if slot else f"target/{name}"
+    return f"state/param_states/{name}/{SLOT_MAP[slot]}" if slot else f"target/{name}"
 
 
 @t5_importer.add(r"global_step")
@@ -86,7 +93,10 @@ def rel_embeddings(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, slot: str | None = None
 ) -> tuple[str, Any]:
     """A relative-position bias (H,B), named as if every layer had one: see `place_relative_bias`."""
-    del opts, key
+    del opts
+    # The pattern takes every sublayer, and stays so: checkpoints record a digest of the patterns.
+    if _NOT_FIRST_SUBLAYER.search(key):
+        raise ValueError("T5X has a relative_attention_bias in layer_000 of a block alone")
     return _place(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
 
 
@@ -159,6 +169,7 @@ def final_logits(opts: Mapping[str, Any], key: str, val: Any, slot: str | None =
 
 # --- What a single name does not decide.
 
+_PARAMETERS = "target/"
 _STATES = "state/param_states/"
 _FACTORS = frozenset({"v_row", "v_col"})
 _IN_LAYER = re.compile(r"(?:target|state/param_states)/(?P<tower>encoder|decoder)/layers_(?P<layer>[0-9]+)/.*")
@@ -219,7 +230,8 @@ def _is_shared(target_shares: bool, target_layers: set[int], blocks: int) -> boo
 def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
     """The (1,) zeros that T5X's Adafactor keeps in unused slots and Mesh TensorFlow does not store.
 
-    Only for a parameter that has slots, and never in place of a slot that the file should have.
+    Only for parameters of the file, and never in place of a slot that the file should have. Without a target, only for
+    parameters that have slots in the file.
 
     Args:
       names: translated names.
@@ -231,14 +243,28 @@ def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | Non
     slots: dict[str, set[str]] = {}
     for name in names:
         if name.startswith(_STATES):
-            parameter, _, slot = name.rpartition("/")
-            slots.setdefault(parameter, set()).add(slot)
+            state, _, slot = name.rpartition("/")
+            slots.setdefault(state, set()).add(slot)
+        elif name.startswith(_PARAMETERS) and target is not None:
+            slots.setdefault(_STATES + name.removeprefix(_PARAMETERS), set())
     placeholders: dict[str, np.ndarray] = {}
-    for parameter, present in slots.items():
-        unused = {"m"} | ({"v"} if present & _FACTORS else set(_FACTORS))
-        for name in (f"{parameter}/{slot}" for slot in sorted(unused - present)):
+    for state, present in slots.items():
+        moments = present - {"m"} or _whole_moments(state, target or {})
+        unused = {"m"} | ({"v"} if moments & _FACTORS else set()) | (_FACTORS if "v" in moments else set())
+        for name in (f"{state}/{slot}" for slot in sorted(unused - present)):
             if target is None:
                 placeholders[name] = np.zeros((1,), np.float32)
-            elif name in target and tuple(getattr(target[name], "shape", (1,))) == (1,):
+            elif name in target and _is_placeholder(target[name]):
                 placeholders[name] = np.zeros((1,), getattr(target[name], "dtype", np.float32))
     return placeholders
+
+
+def _whole_moments(state: str, target: Mapping[str, Any]) -> set[str]:
+    """The second moments of a parameter that the target keeps and that are no placeholders."""
+    names = {slot: f"{state}/{slot}" for slot in (*_FACTORS, "v")}
+    return {slot for slot, name in names.items() if name in target and not _is_placeholder(target[name])}
+
+
+def _is_placeholder(leaf: Any) -> bool:
+    """Whether a leaf of the target has shape (1,), or takes any (`...`)."""
+    return tuple(getattr(leaf, "shape", (1,))) == (1,)
