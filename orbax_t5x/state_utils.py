@@ -1,18 +1,20 @@
 """T5X's `state_utils`: functions on nested state dicts, by T5X's names and with its answers.
 
 The transforms of the same name share the implementation; these are for code that calls them by hand. Errors are
-`ValueError`s whose text holds T5X's; where T5X's answer is an accident of Python (`re.error`, a `TypeError` from a
-dict) the text names rule or names.
+`ValueError`s with T5X's text, and advice in a note; where T5X's answer is an accident of Python (`re.error`, a
+`TypeError` from a dict) the text names rule or names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flax.traverse_util import empty_node
 
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Intersect, Merge
@@ -100,7 +102,8 @@ def merge_state(
     Raises:
       ValueError: a leaf of one is a subtree of the other.
     """
-    return Merge(from_scratch_state, overwrite=overwrite)(state_dict, {})
+    with _in_t5xs_words():
+        return Merge(from_scratch_state, overwrite=overwrite)(state_dict, {})
 
 
 def apply_assignment_map(
@@ -128,4 +131,18 @@ def apply_assignment_map(
       ValueError: a name that the checkpoint lacks, or unused patterns.
     """
     transform = AssignmentMap(tuple(assignment_map), require_all_rules_match)
-    return transform(ckpt_optimizer_state, optimizer_state, is_resuming=is_resuming)
+    with _in_t5xs_words():
+        return transform(ckpt_optimizer_state, optimizer_state, is_resuming=is_resuming)
+
+
+@contextlib.contextmanager
+def _in_t5xs_words() -> Iterator[None]:
+    """The error of a transform called by hand has T5X's text alone; what to do about it is a note."""
+    try:
+        yield
+    except RestorePlanError as error:
+        (problem,) = error.problems
+        error.args = (problem.message,)
+        if problem.fix:
+            error.add_note(problem.fix)
+        raise

@@ -125,11 +125,15 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
             if params_axes is not None:
                 set_param_axes(params_axis_names(params_axes))
             elif getattr(optimizer_def, "needs_param_axes", True):
-                raise ValueError(
+                error = ValueError(
                     "The optimizer supports params_axes for model-based partitioning, but the model is not emitting "
-                    "them. Declare parameters with flax.linen.partitioning.param_with_axes, and pass what module.init "
+                    "them."
+                )
+                error.add_note(
+                    "Declare parameters with flax.linen.partitioning.param_with_axes, and pass what module.init "
                     "returns, the collection 'params_axes' included."
                 )
+                raise error
         return cls(optimizer_def.create(params), params_axes, mutables, mutables_axes)
 
     @property
@@ -243,7 +247,7 @@ class InferenceState(flax.struct.PyTreeNode):
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
         """This state with the values of a state dict; that of a training state will do, its optimizer states are
-        ignored.
+        ignored. The parameters are a `FrozenDict` then, as in T5X, whatever they were.
 
         Raises:
           ValueError: entries are missing.
@@ -253,8 +257,9 @@ class InferenceState(flax.struct.PyTreeNode):
                 f"A state dict with 'target' and 'state/step' is needed to restore an InferenceState; this one has "
                 f"{sorted(state_dict)}."
             )
+        params = _restore_tree(self.params, state_dict["target"], "params")
         return self.replace(
-            params=_restore_tree(self.params, state_dict["target"], "params"),
+            params=freeze(params) if isinstance(params, Mapping) else params,
             step=state_dict["state"]["step"],
             flax_mutables=_restore_mutables(self.flax_mutables, state_dict),
         )

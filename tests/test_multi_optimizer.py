@@ -244,7 +244,9 @@ def test_overlap_is_an_error():
     definition = MultiOptimizer([(_under("encoder"), _adafactor()), (everything, _adafactor())])
     with pytest.raises(ValueError, match="Multiple optimizers match the same leaves") as error:
         definition.create(_tree(0))
+    assert str(error.value).startswith("Multiple optimizers match the same leaves : {")
     assert "encoder/scale" in str(error.value)
+    assert "indices of the optimizers" in error.value.__notes__[0]
     assert "head" not in str(error.value)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.core import FrozenDict, freeze
+from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import ModelParamTraversal
 from jax.sharding import AxisType, NamedSharding
@@ -157,13 +157,22 @@ def test_constructors_take_t5xs_arguments_in_order():
     assert (inference.flax_mutables, inference.flax_mutables_axes) == ({"m": 1}, "mutables_axes")
 
 
+def in_container(state, container):
+    """The state with its parameters in that container: an InferenceState that is restored freezes them, as T5X's."""
+    if not isinstance(state, InferenceState):
+        return state
+    return state.replace_params(container(unfreeze(state.params)))
+
+
 @pytest.mark.parametrize("container", [dict, freeze])
 def test_containers_stay_what_they_are(container):
     given = container(small_variables())
     for state in (FlaxOptimTrainState.create(adamw(0.1), given), InferenceState.create(given)):
         assert type(state.params) is type(given)
         restored = state.restore_state(state.state_dict())
-        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        if isinstance(state, InferenceState):
+            assert type(restored.params) is FrozenDict
+        assert jax.tree.structure(in_container(restored, container)) == jax.tree.structure(state)
         assert type(state.state_dict()["target"]) is dict
 
 
@@ -199,8 +208,10 @@ def test_only_optimizers_that_want_axes_demand_them(variables):
     without = {"params": variables["params"]}
     text = "The optimizer supports params_axes for model-based partitioning, but the model is not emitting them."
     for make in (adafactor, Adafactor, on_encoder, mixed):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match="params_axes") as caught:
             FlaxOptimTrainState.create(make(), without)
+        assert str(caught.value) == text
+        assert "param_with_axes" in caught.value.__notes__[0]
     for make in (partial(adamw, 0.1), lambda: MultiOptimizer([(where(lambda path: "encoder" in path), adamw(0.1))])):
         state = FlaxOptimTrainState.create(make(), without)
         assert state.params_axes is None
@@ -228,7 +239,8 @@ def test_mutables_stand_in_the_state_dict_only_when_there_are_any():
         state = create(small_variables(**MUTABLES, cache={}))
         assert state.state_dict()["flax_mutables"]["batch_stats"]["encoder"]["var"].shape == (16, 4)
         changed = state.replace_flax_mutables(jax.tree.map(lambda x: x + 1, state.flax_mutables))
-        assert_equal(state.restore_state(unflatten(flatten(changed.state_dict()))), changed)
+        restored = state.restore_state(unflatten(flatten(changed.state_dict())))
+        assert_equal(in_container(restored, dict), changed)
 
 
 def test_missing_mutables_are_an_error():
@@ -242,7 +254,7 @@ def test_missing_mutables_are_an_error():
 def test_sown_tuples_have_names():
     state = InferenceState.create(small_variables(intermediates={"out": (jnp.ones(2), jnp.zeros(3))}))
     assert set(state.state_dict()["flax_mutables"]["intermediates"]["out"]) == {"0", "1"}
-    assert_equal(state.restore_state(state.state_dict()), state)
+    assert_equal(in_container(state.restore_state(state.state_dict()), dict), state)
 
 
 @pytest.mark.usefixtures("standard_dtype_promotion")
@@ -280,7 +292,7 @@ def test_an_inference_state_restores_from_a_training_state_dict(variables):
     training = jax.tree.map(lambda leaf: np.asarray(leaf) + 1, training)
     state = InferenceState.create(variables).restore_state(training.state_dict())
     assert state.step == 1
-    assert_equal(state.params, training.params)
+    assert_equal(state.params, freeze(training.params))
     assert flatten(state.state_dict()).keys() == {
         name for name in flatten(training.state_dict()) if not name.startswith("state/param_states/")
     }
@@ -292,6 +304,7 @@ def test_an_inference_state_without_parameters_takes_any():
     )
     assert state.step == 10
     np.testing.assert_array_equal(state.params["bias"], np.zeros(4))
+    assert isinstance(state.params, FrozenDict)
     assert isinstance(InferenceState(0, FrozenDict()).restore_state(state.state_dict()).params, FrozenDict)
 
 

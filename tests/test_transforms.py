@@ -534,12 +534,15 @@ def test_plain_functions_keep_t5x_protocol():
 
 def test_a_function_that_fails_or_returns_no_dict_is_a_problem():
     def fails(state, target):
-        raise ValueError("no such thing")
+        error = ValueError("no such thing")
+        error.add_note("make one")
+        raise error
 
     diagnostics = Diagnostics()
     run_transforms((fails, lambda state, target: None), AB, {}, is_resuming=False, diagnostics=diagnostics)
     assert [p.kind for p in diagnostics.problems] == ["transform", "transform"]
-    assert "no such thing" in diagnostics.problems[0].message and "NoneType" in diagnostics.problems[1].message
+    assert "no such thing" in diagnostics.problems[0].message and diagnostics.problems[0].fix == "make one"
+    assert "NoneType" in diagnostics.problems[1].message
 
 
 def test_rules_are_recorded_through_a_chain():

@@ -164,10 +164,9 @@ def _rule_from_axes(path: str, spec: Any, rules: LogicalFactorRules) -> FactorRu
     parts = tuple(FactorDim.NONE if axis is None else rules[axis] for axis in spec)
     has_row, has_column = FactorDim.ROW in parts, FactorDim.COLUMN in parts
     if has_row and has_column and FactorDim.NONE in parts:
-        raise ValueError(
-            f"Incomplete adafactor spec {parts} for parameter {path} with axes {tuple(spec)}: ROW and COLUMN cannot "
-            "stand together with NONE; say BATCH, ROW or COLUMN for every axis."
-        )
+        error = ValueError(f"Incomplete adafactor spec {parts} for {path} with axes {tuple(spec)}!")
+        error.add_note("ROW and COLUMN cannot stand together with NONE; say BATCH, ROW or COLUMN for every axis.")
+        raise error
     if has_row != has_column:
         # With one group alone there is no matrix to factor.
         parts = tuple(FactorDim.NONE if part in (FactorDim.ROW, FactorDim.COLUMN) else part for part in parts)

@@ -95,10 +95,12 @@ def resolve_rule(rule: FactorRule, shape: Sequence[int], path: str, min_dim_size
         return whole
     if rule is HEURISTIC_RULE:
         if rank > 2:
-            raise ValueError(
-                f"A parameter of rank above 2 must have an explicit factorization rule: {path}, {tuple(shape)}. "
-                "Give one by factor_map, or logical_factor_rules and the parameters' logical axes."
+            error = ValueError(
+                "A parameter with rank strictly higher than 2 must have an explicit factorization rule: "
+                f"{path}, {tuple(shape)}"
             )
+            error.add_note("Give one by factor_map, or by logical_factor_rules and the parameters' logical axes.")
+            raise error
         return dims_by_size(shape, min_dim_size_to_factor) or whole
     parts = [_as_factor_dim(part, path) for part in rule]
     if len(parts) != rank:

@@ -138,7 +138,9 @@ class MultiOptimizer(OptimizerDef):
                 owners.setdefault(path, []).append(index)
         clashes = {"/".join(path): indices for path, indices in owners.items() if len(indices) > 1}
         if clashes:
-            raise ValueError(f"Multiple optimizers match the same leaves : {clashes} (name: indices of the optimizers)")
+            error = ValueError(f"Multiple optimizers match the same leaves : {clashes}")
+            error.add_note("Each name is followed by the indices of the optimizers that match it.")
+            raise error
         return parts
 
     def _split_states(self, param_states: Any, parts: list[list[_Path]]) -> list[Any]:

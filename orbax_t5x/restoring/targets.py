@@ -82,6 +82,14 @@ def _has_optimizer(train_state: Any) -> bool:
     return True
 
 
+def _in_structure_of(target: Any, restored: Any) -> Any:
+    """A restored train state in the target's own containers: T5X's `InferenceState.restore_state` freezes its dicts."""
+    treedef = jax.tree_util.tree_structure(target)
+    leaves = jax.tree_util.tree_leaves(restored)
+    # A target without parameters takes any.
+    return treedef.unflatten(leaves) if len(leaves) == treedef.num_leaves else restored
+
+
 class _OwnLeaf(NamedTuple):
     """A leaf of a node that names its own leaves."""
 
@@ -151,7 +159,7 @@ class _Flattening:
         (self._train_states if _has_optimizer(state) else self._inference_states).append(name)
         flat = flatten(state.state_dict())
         leaves = [_OwnLeaf(leaf, value, leaf.startswith(MODEL_PARAMETERS)) for leaf, value in flat.items()]
-        return leaves, lambda values: state.restore_state(unflatten(values))
+        return leaves, lambda values: _in_structure_of(state, state.restore_state(unflatten(values)))
 
     def _add_dict(self, name: str, node: dict[Any, Any]) -> Rebuild:
         """Adds the leaves of a dict whose keys JAX cannot sort, in the dict's own order."""

@@ -43,7 +43,8 @@ def _run_function(
     try:
         result = function(*nested, **arguments)
     except ValueError as error:
-        diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}")
+        advice = "; ".join(getattr(error, "__notes__", ()))
+        diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}", advice)
         return state
     if not isinstance(result, Mapping):
         diagnostics.problem(
