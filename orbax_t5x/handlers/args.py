@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
-from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.text.progress_bar import Progress
 
 
 class _Missing(enum.Enum):
@@ -46,7 +47,7 @@ class TrainStateSave(ocp.args.CheckpointArgs):
         "skip": it is left out, and its name, shape and dtype are recorded.
       custom_metadata: your own JSON values, stored beside our record.
       memory_limit_bytes: bounds the host memory that lazy leaves take on their way; 256 MiB if None.
-      progress: called for lazy leaves.
+      progress: as in `orbax_t5x.restore`, for lazy leaves.
       ocdbt_target_data_file_size: as in `ocp.args.PyTreeSave`.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -24,12 +24,16 @@ from orbax_t5x.lazy import Box, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.restoring.execute.executor import Budget
-from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES, Progress
+from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 _MIB = 1 << 20
 # Larger chunks make a restore of one shard of many decode too much; smaller ones cost a write each. T5X writes the
 # same.
 _CHUNK_BYTES = 64 * _MIB
+# Each chunk costs a commit of the database, some 10 ms where it is waited for: a limit of 64 bytes took 107 s for
+# 74 KiB. A chunk of this size is larger than such a limit, and goes alone.
+LEAST_CHUNK_BYTES = _MIB
 # What a piece takes, measured on data that does not compress: its buffer, TensorStore's copy of it, the encoded bytes,
 # and those again in the write to disk.
 _COPIES = 4
@@ -42,20 +46,27 @@ _FILE_THREADS = 16
 _PIECES_IN_FLIGHT = 128
 
 
+class Output(Protocol):
+    """A stored array that is written box by box."""
+
+    async def write(self, box: Box, data: np.ndarray) -> None:
+        """Writes one box; a write that has begun goes on to its end. Several boxes may be written at once."""
+
+
 class Job(NamedTuple):
     """One lazy array to write.
 
     Attributes:
       view: what to read.
       name: for errors and progress.
-      spec: the TensorStore spec to write to, for a shape of chunks.
+      output: makes the stored array, from the shape of its chunks and TensorStore's context.
       context: TensorStore's.
       path: the directory, for errors.
     """
 
     view: View
     name: str
-    spec: Callable[[tuple[int, ...]], dict[str, Any]]
+    output: Callable[[tuple[int, ...], ts.Context | None], Output]
     context: ts.Context | None
     path: str
 
@@ -75,9 +86,10 @@ class ChunkWriter:
         limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
         if limit < 1:
             raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
+        check_progress(progress)
         self.deferred = deferred
         self._limit = limit
-        self._progress = progress
+        self._progress: Progress | None = progress
         self._jobs: list[Job] = []
 
     def defer(self, jobs: Sequence[Job]) -> None:
@@ -100,22 +112,24 @@ class ChunkWriter:
           CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
           CarriedError: `progress` raised something that event loops do not survive.
         """
-        run = _WriterRun(self._limit, self._progress, sum(job.view.nbytes for job in jobs))
-        await wait_all(self._moves(jobs, run))
+        with shown_progress(self._progress, "saving") as on_progress:
+            run = _WriterRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs))
+            await wait_all(self._moves(jobs, run))
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
 
     async def _moves(self, jobs: Sequence[Job], run: _WriterRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
         """This process's pieces, each as soon as the budget has room for it."""
         for turn, job in enumerate(jobs):
-            target = _OutputArray(job, self.chunk_of(job.view))
-            for index, box in enumerate(pieces(job.view.shape, target.chunk)):
+            chunk = self.chunk_of(job.view)
+            output = job.output(chunk, job.context)
+            for index, box in enumerate(pieces(job.view.shape, chunk)):
                 if (turn + index) % jax.process_count() == jax.process_index():
-                    yield run.move(target, box, await run.admit(target, box))
+                    yield run.move(job, output, box, await run.admit(job.view, box))
 
     def chunk_of(self, view: View) -> tuple[int, ...]:
         """The shape of the chunks that a view is stored in."""
-        limit = min(_CHUNK_BYTES, max(1, self._limit // (2 * _COPIES)))
+        limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * _COPIES)))
         leaves = view.leaves()
         like_source = len(leaves) == 1 and leaves[0].shape == view.shape
         return choose_chunk(view.shape, view.dtype.itemsize, limit, leaves[0].chunks if like_source else None)
@@ -128,28 +142,29 @@ def _own_context(limit: int) -> ts.Context:
     )
 
 
-class _OutputArray:
-    """The stored array that a view becomes; opened when its first piece is there."""
+class TensorStoreArray:
+    """The TensorStore array that a view becomes; opened when its first piece is there."""
 
-    def __init__(self, job: Job, chunk: tuple[int, ...]):
-        self.job = job
-        self.chunk = chunk
+    def __init__(self, spec: dict[str, Any], context: ts.Context | None):
+        self._spec = spec
+        self._context = context
         self._opening = asyncio.Lock()
         self._store: ts.TensorStore | None = None
 
-    async def store(self) -> ts.TensorStore:
+    async def write(self, box: Box, data: np.ndarray) -> None:
+        """See `Output.write`."""
         async with self._opening:
             if self._store is None:
-                spec = ts.Spec(self.job.spec(self.chunk))
-                opened = ts.open(spec, create=True, open=True, context=self.job.context)
+                opened = ts.open(ts.Spec(self._spec), create=True, open=True, context=self._context)
                 self._store = await await_to_end(opened)
-            return self._store
+        written = self._store[box_slices(box)].write(data, can_reference_source_data_indefinitely=True)
+        await await_to_end(written)
 
 
 class _WriterRun:
     """One run of a writer: the budget, what was read, how far it is."""
 
-    def __init__(self, limit: int, progress: Progress | None, total: int):
+    def __init__(self, limit: int, progress: OnProgress | None, total: int):
         self.stats = ReadStats("touched")
         self._budget = Budget(limit)
         self._count = asyncio.Semaphore(_PIECES_IN_FLIGHT)
@@ -157,17 +172,15 @@ class _WriterRun:
         self._done = 0
         self._total = total
 
-    async def admit(self, target: _OutputArray, box: Box) -> int:
+    async def admit(self, view: View, box: Box) -> int:
         """Waits for a piece's share of the budget, and returns it."""
-        view = target.job.view
         size = _COPIES * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
         await self._count.acquire()
         await self._budget.take(size)
         return size
 
-    async def move(self, target: _OutputArray, box: Box, size: int) -> None:
+    async def move(self, job: Job, output: Output, box: Box, size: int) -> None:
         """Reads one piece and writes it."""
-        job = target.job
         try:
             out = np.empty(box_shape(box), job.view.dtype)
             lowered = job.view.lower(box, out)
@@ -175,8 +188,7 @@ class _WriterRun:
             for step in lowered.finish:
                 step()
             try:
-                store = await target.store()
-                await await_to_end(store[box_slices(box)].write(out, can_reference_source_data_indefinitely=True))
+                await output.write(box, out)
             except Exception as error:
                 raise as_checkpoint_error(error, job.path, leaf=job.name) from error
             self._done += out.nbytes

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from orbax_t5x.handlers.orbax_names import CommitFuture, write_spec
-from orbax_t5x.handlers.stream import ChunkWriter, Job
+from orbax_t5x.handlers.stream import ChunkWriter, Job, TensorStoreArray
 from orbax_t5x.lazy import View
 
 
@@ -71,10 +72,10 @@ async def _write(writer: ChunkWriter, values: Sequence[StreamedLeaf], infos: Seq
 def _job(value: StreamedLeaf, info: Any) -> Job:
     view = value.view
 
-    def spec(chunk: tuple[int, ...]) -> dict[str, Any]:
-        return write_spec(info, view.shape, chunk, view.dtype)
+    def output(chunk: tuple[int, ...], context: ts.Context | None) -> TensorStoreArray:
+        return TensorStoreArray(write_spec(info, view.shape, chunk, view.dtype), context)
 
-    return Job(view, value.name, spec, info.ts_context, str(info.parent_dir))
+    return Job(view, value.name, output, info.ts_context, str(info.parent_dir))
 
 
 class WithStreamedLeaves:

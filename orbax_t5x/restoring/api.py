@@ -10,9 +10,10 @@ from typing import Any
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
-from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan
+from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms import Transform
 
 Path = str | os.PathLike[str]
@@ -86,7 +87,8 @@ def restore(
       allow_lossy_cast: permit conversions that may lose values.
       verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read too; "off".
       memory_limit_bytes: host buffers in flight, 256 MiB by default; an item larger than that goes alone.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
+        terminal, and nothing without one.
       limits: what a file's headers may claim.
       broadcast: with one process nothing changes; several are an error in this version.
 

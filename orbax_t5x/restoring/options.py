@@ -8,14 +8,11 @@ PlanOptions.strict`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
-
-Progress = Callable[[int, int, str], None]
-"""`progress(done_bytes, total_bytes, leaf)`, from one thread at a time."""
+from orbax_t5x.text.progress_bar import Progress, check_progress
 
 MEMORY_LIMIT_BYTES = 256 << 20
 """Host buffers in flight where no limit is given. Below about eight chunks of a chunked format in flight, chunks that
@@ -64,11 +61,12 @@ class ReadOptions(_FromKeywords):
     Attributes:
       verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read too; "off".
       memory_limit_bytes: host buffers in flight, None for `MEMORY_LIMIT_BYTES`; an item larger than that goes alone.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
+        terminal, and nothing without one.
       broadcast: with one process nothing changes; several are an error in this version.
 
     Raises:
-      ValueError: an unknown `verify`, or a limit below one byte.
+      ValueError: an unknown `verify` or `progress`, or a limit below one byte.
     """
 
     verify: Verify = "touched"
@@ -81,6 +79,7 @@ class ReadOptions(_FromKeywords):
             raise ValueError(f"verify must be 'touched', 'full' or 'off', not {self.verify!r}")
         if self.memory_limit_bytes is not None and self.memory_limit_bytes < 1:
             raise ValueError(f"memory_limit_bytes must be at least 1, not {self.memory_limit_bytes}")
+        check_progress(self.progress)
 
     @property
     def limit(self) -> int:

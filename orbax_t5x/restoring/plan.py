@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from orbax_t5x.lazy import Verify
 from orbax_t5x.restoring.execute.executor import execute_plan
-from orbax_t5x.restoring.options import Progress, ReadOptions
+from orbax_t5x.restoring.options import ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.restoring.show.as_data import to_json
 from orbax_t5x.restoring.show.compare import diff
 from orbax_t5x.restoring.show.explain import explain
+from orbax_t5x.restoring.show.log_lines import about_to_restore, has_restored
 from orbax_t5x.restoring.show.table import html, table
+from orbax_t5x.text.progress_bar import Progress, shown_progress
+
+_logger = logging.getLogger(__name__)
 
 
 class RestorePlan(PlanData):
@@ -39,9 +44,17 @@ class RestorePlan(PlanData):
 
     def run(self, options: ReadOptions) -> Any:
         """`execute`, with its keywords as one record."""
-        values, report = execute_plan(self, options)
+        # The lines count through the whole plan.
+        is_logged = _logger.isEnabledFor(logging.INFO)
+        if is_logged:
+            _logger.info("%s", about_to_restore(self))
+        with shown_progress(options.progress, "restoring") as on_progress:
+            values, report = execute_plan(self, options, on_progress)
         self.report: RestoreReport | None = report
-        return self.target.rebuild(values)
+        restored = self.target.rebuild(values)
+        if is_logged:
+            _logger.info("%s", has_restored(self, report))
+        return restored
 
     def explain(self, leaf: str) -> str:
         """Where one leaf of the target comes from, or what becomes of one leaf of the checkpoint.

@@ -36,14 +36,22 @@ from orbax_t5x.restoring.execute.steps import Part
 from orbax_t5x.restoring.options import ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.storage.memory import naming_memory_errors
+from orbax_t5x.text.progress_bar import OnProgress
 
 # Workers for blocking reads. More than cores and they wait for one another: on two cores four take 1.4 s and 2.0 s
 # of processor time for what two do in 1.0 s and 1.5 s.
 _THREADS = max(2, min(8, os.cpu_count() or 1))
 
 
-def execute_plan(plan: PlanData, options: ReadOptions) -> tuple[dict[str, Any], RestoreReport]:
+def execute_plan(
+    plan: PlanData, options: ReadOptions, on_progress: OnProgress | None = None
+) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan; what `RestorePlan.execute` calls.
+
+    Args:
+      plan: what to read.
+      options: how; its `progress` is not looked at.
+      on_progress: called when bytes have arrived.
 
     Returns:
       The value of each leaf of the target by name, and what was read and checked.
@@ -54,7 +62,7 @@ def execute_plan(plan: PlanData, options: ReadOptions) -> tuple[dict[str, Any], 
     """
     if options.broadcast and jax.process_count() > 1:
         raise ValueError("broadcast=True over several processes is not available in this version; use broadcast=False")
-    return _Execution(plan, options).run()
+    return _Execution(plan, options, on_progress).run()
 
 
 _Buffers = dict[str, list[np.ndarray]]
@@ -93,10 +101,10 @@ class Budget:
 class _Execution:
     """One run of one plan."""
 
-    def __init__(self, plan: PlanData, options: ReadOptions):
+    def __init__(self, plan: PlanData, options: ReadOptions, on_progress: OnProgress | None):
         self._plan = plan
         self._limit = options.limit
-        self._progress = options.progress
+        self._progress = on_progress
         self._stats = ReadStats(options.verify)
         self._values: dict[str, Any] = {}
         self._caller = CallerThread()

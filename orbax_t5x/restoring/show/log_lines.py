@@ -1,0 +1,30 @@
+"""What a restore says of itself in the log: one line before it reads, one when it is done."""
+
+from __future__ import annotations
+
+from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
+from orbax_t5x.text.wording import leaves_text, plain, size_text
+
+
+def about_to_restore(plan: PlanData) -> str:
+    """What will be read from where."""
+    return f"restoring {_counts(plan)} from {_sources(plan)}: {size_text(plan.bytes_to_read)} to read here"
+
+
+def has_restored(plan: PlanData, report: RestoreReport) -> str:
+    """What was read and verified, and how long it took."""
+    return f"restored {leaves_text(len(plan.entries))} from {_sources(plan)}: {report.summary()}"
+
+
+def _counts(plan: PlanData) -> str:
+    words = {"read": "read", "value": "constant", "fallback": "from the fallback", "keep": "kept"}
+    counts = {word: sum(entry.action == action for entry in plan.entries) for action, word in words.items()}
+    parts = [f"{count:,} {word}" for word, count in counts.items() if count]
+    left = [(len(plan.unused), "unused"), (len(plan.dropped), "dropped")]
+    parts += [f"{count:,} of the checkpoint {word}" for count, word in left if count]
+    return leaves_text(len(plan.entries)) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _sources(plan: PlanData) -> str:
+    """The paths, with their formats; a path could hold what moves a terminal's cursor."""
+    return ", ".join(f"{plain(checkpoint.path)} ({checkpoint.format})" for checkpoint in plan.checkpoints.values())
