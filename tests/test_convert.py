@@ -1,5 +1,6 @@
 """convert: any checkpoint becomes a plain Orbax item, in bounded memory, and nothing half-made is ever seen."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -21,9 +23,11 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointIOError,
     CorruptCheckpointError,
+    LimitExceededError,
     RestorePlanError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.handlers import stream
 from orbax_t5x.handlers.chunks import choose_chunk, pieces
 from orbax_t5x.lazy import LazyThreadPoolArray
 from orbax_t5x.provenance import records as provenance
@@ -165,7 +169,8 @@ def test_several_sources_and_a_function_that_computes(tmp_path):
     assert record["format"] == {"one": "orbax", "two": "tf_bundle"}
 
 
-def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path):
+def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
     calls = []
     array = np.arange(50_000, dtype=np.int32).reshape(100, 500)
 
@@ -179,6 +184,45 @@ def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path):
     ot.convert(checkpoint({"w": np.ones(1)}), tmp_path / "out", lazy, memory_limit_bytes=1024)
     np.testing.assert_array_equal(stock(tmp_path / "out")["w"], array)
     assert len(calls) == 1
+
+
+def test_a_limit_below_a_mebibyte_cuts_no_leaf_smaller_than_that_and_warns(tmp_path, caplog):
+    """Chunks of a few bytes took 107 s for 74 KiB: each is a commit of the database."""
+    leaves = {"w": np.arange(3 << 17, dtype=np.float32).reshape(3, 1 << 17), "v": np.ones((64, 64))}
+    ot.convert(checkpoint(leaves), tmp_path / "out", memory_limit_bytes=64)
+    assert_equals(flat(stock(tmp_path / "out")), leaves)
+    with ot.open_checkpoint(tmp_path / "out") as opened:
+        chunks = {name: view.leaves()[0].chunks for name, view in opened.leaves.items()}
+    assert chunks == {"v": (64, 64), "w": (1, 1 << 17)}
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("orbax_t5x")]
+    assert "memory_limit_bytes=64 is 64 B" in warning and "1.00 MiB" in warning
+    caplog.clear()
+    ot.convert(checkpoint(leaves), tmp_path / "again", memory_limit_bytes=MIB)
+    assert not caplog.records
+
+
+def test_the_report_counts_what_is_there(tmp_path):
+    leaves = {"target/w": np.ones((4, 8), np.float32), "step": np.array(3), "none": np.zeros((0, 2), np.float32)}
+    report = ot.convert(checkpoint(leaves), tmp_path / "out", dtype="bfloat16", on_unsupported="skip")
+    stored = flat(stock(tmp_path / "out"))
+    assert report.leaves == len(stored) == 2
+    assert report.bytes == sum(array.nbytes for array in stored.values()) == 4 * 8 * 2 + 8
+    assert report.skipped == {"none": ((0, 2), "float32")}
+    assert report.destination == str(tmp_path / "out") and report.format == "orbax" and report.seconds > 0
+    first, second = str(report).splitlines()
+    assert first.startswith(f"2 leaves (72 B) in {tmp_path}/out, in ")
+    assert second == "left out, because Orbax cannot store it: none  float32[0,2]"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.leaves = 0
+
+
+def test_an_item_of_a_step_and_limits(tmp_path):
+    for item in ("params", "other"):
+        ot.convert(checkpoint({item: np.ones(2)}), tmp_path / "step" / item)
+    ot.convert(tmp_path / "step", tmp_path / "out", item="other", strict=False)
+    assert stock(tmp_path / "out").keys() == {"other"}
+    with pytest.raises(LimitExceededError):
+        ot.convert(GOLDENS / "tf_bundle" / "t5_1_1_f32", tmp_path / "x", limits=ot.Limits(entries=5))
 
 
 # -- the destination
@@ -224,8 +268,10 @@ def test_parents_are_made_and_taken_back(tmp_path):
 
 def test_usage_errors(tmp_path):
     source = checkpoint({"a": np.zeros(3)})
-    with pytest.raises(UnsupportedCheckpointError, match="safetensors"):
-        ot.convert(source, tmp_path / "out", format="safetensors")
+    with pytest.raises(UnsupportedCheckpointError, match="'orbax' and 'safetensors' are"):
+        ot.convert(source, tmp_path / "out", format="msgpack")
+    with pytest.raises(ValueError, match="'bar'"):
+        ot.convert(source, tmp_path / "out", progress="bars")
     with pytest.raises(UnsupportedCheckpointError, match="local"):
         ot.convert(source, "gs://bucket/out")
     with pytest.raises(RestorePlanError, match="Cast"):
@@ -431,9 +477,9 @@ def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
     leaf = AwaitedLeaf("w", array, chunks)
     directory = tmp_path_factory.mktemp("c") / "out"
-    ot.convert(
-        checkpoint({"w": leaf, "v": array[..., None]}), directory, memory_limit_bytes=data.draw(st.integers(1, 4000))
-    )
+    limit = data.draw(st.integers(1, 4000))
+    with mock.patch.object(stream, "LEAST_CHUNK_BYTES", 1):
+        ot.convert(checkpoint({"w": leaf, "v": array[..., None]}), directory, memory_limit_bytes=limit)
     restored = stock(directory)
     assert restored["w"].dtype == dtype
     np.testing.assert_array_equal(restored["w"], array)
@@ -441,7 +487,8 @@ def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
     assert sum(int(np.prod([b - a for a, b in box])) for box in leaf.boxes) == array.size
 
 
-def test_lazy_leaves_save_through_a_manager_in_the_background(tmp_path):
+def test_lazy_leaves_save_through_a_manager_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
     source = checkpoint({"w": np.arange(4096.0).reshape(64, 64), "v": np.ones(3, np.float32)}, AwaitedLeaf)
     state = {"params": {**source.tree(), "here": jnp.ones(2)}}
     with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:

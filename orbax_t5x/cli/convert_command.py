@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
-import os
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,52 +13,33 @@ import numpy as np
 from orbax_t5x.cli.arguments import UsageError, resuming_argument
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.cli.plan_command import translation
-from orbax_t5x.cli.progress import ProgressBar
 from orbax_t5x.operations.convert import convert
-from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers import open_checkpoint
-from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
+from orbax_t5x.text.wording import array_text
 
 
 def run(options: argparse.Namespace) -> int:
     """Converts, and says what was written."""
     dtype = _dtype(options.dtype)
-    started = time.monotonic()
-    with open_checkpoint(options.source, item=options.item) as source, ProgressBar("converting") as bar, _quiet():
+    with open_checkpoint(options.source, item=options.item) as source, _quiet():
         chain = translation(source, options.translate)
-        convert(
+        report = convert(
             source,
             options.destination,
             chain,
             dtype=dtype,
             overwrite=options.overwrite,
             memory_limit_bytes=options.memory_limit,
-            progress=bar,
+            progress="bar",
             on_unsupported=options.on_unsupported,
             is_resuming=resuming_argument(options.resuming),
         )
-    seconds = time.monotonic() - started
-    with open_checkpoint(options.destination) as written:
-        skipped = provenance.skipped_from_metadata(written.metadata, path=written.path)
-        kept = [view for name, view in written.leaves.items() if name not in skipped]
-        count, size = len(kept), sum(view.nbytes for view in kept)
     if options.json:
-        emit_json(
-            {
-                "source": source.path,
-                "destination": os.path.abspath(options.destination),
-                "translated": bool(chain),
-                "leaves": count,
-                "bytes": size,
-                "skipped": {name: array_text(dtype, shape) for name, (shape, dtype) in skipped.items()},
-                "seconds": seconds,
-            }
-        )
+        said = dataclasses.asdict(report)
+        said["skipped"] = {name: array_text(dtype, shape) for name, (shape, dtype) in report.skipped.items()}
+        emit_json({"source": source.path, "translated": bool(chain), **said})
     else:
-        names = "under T5X's names" if chain else "under their own names"
-        emit(f"{leaves_text(count)} ({size_text(size)}) {names} in {options.destination}, in {seconds:.1f} s")
-        for name, (shape, dtype) in skipped.items():
-            emit(f"left out, because Orbax cannot store it: {plain(name)}  {array_text(dtype, shape)}")
+        emit(str(report))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any format becomes an Orbax item, leaf by leaf and chunk by chunk.
+"""`convert`: a checkpoint of any format becomes an Orbax item or safetensors files, leaf by leaf and chunk by chunk.
 
 The source is planned like a restore of everything, so transforms compose views and nothing is read before all is
 known to be storable. Then views are streamed into a new directory beside the destination, under a hidden name;
@@ -10,32 +10,45 @@ destination is as it was, and after a failure or an interrupt there is nothing n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
-from orbax_t5x.handlers.args import TrainStateSave
-from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
-from orbax_t5x.handlers.failed_saves import remove_tree, sync, sync_directory
+from orbax_t5x.handlers.failed_saves import remove_tree, sync
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers import Checkpoint, open_checkpoint
+from orbax_t5x.operations.convert_report import ConvertReport
+from orbax_t5x.operations.write_orbax import write_orbax
+from orbax_t5x.operations.write_safetensors import SAFETENSORS_FILES, write_safetensors
+from orbax_t5x.operations.writing import WriteOptions, Written
+from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
 from orbax_t5x.restoring.api import Source, open_plan
 from orbax_t5x.restoring.lineage import Asking
-from orbax_t5x.restoring.options import PlanOptions, Progress, ReadOptions
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.trees.flat import unflatten
+from orbax_t5x.text.progress_bar import Progress, shown_progress
+from orbax_t5x.text.wording import size_text
+
+_logger = logging.getLogger(__name__)
 
 # A directory that holds one of these was written by Orbax, and may be replaced when the caller says so.
 _ORBAX_FILES = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
+# Below this, nearly every leaf is larger than the limit; nobody means it who writes 256 for 256 MiB.
+_LEAST_SENSIBLE_LIMIT = 1 << 20
+_WRITERS: dict[str, Callable[[RestorePlan, Path, WriteOptions], Written]] = {
+    "orbax": write_orbax,
+    "safetensors": write_safetensors,
+}
 
 
 def convert(
@@ -50,64 +63,110 @@ def convert(
     progress: Progress | None = ReadOptions.progress,
     on_unsupported: Literal["error", "skip"] = "error",
     is_resuming: bool | None = PlanOptions.is_resuming,
-) -> None:
-    """Writes what a checkpoint holds as a plain Orbax item that `ocp.PyTreeCheckpointer().restore(destination)` reads.
+    strict: bool = PlanOptions.strict,
+    item: str | None = PlanOptions.item,
+    limits: Limits | None = PlanOptions.limits,
+) -> ConvertReport:
+    """Writes what a checkpoint holds as a plain Orbax item, or as safetensors files.
+
+    `ocp.PyTreeCheckpointer().restore(destination)` reads the one; `from_pretrained(destination)` of Transformers the
+    other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and a config.json lies beside.
 
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, or a mapping of several.
       destination: the directory to make; its parents are made too.
       transforms: applied to the names and views, as in a restore; there is no target. A chain that was applied before
         the source was written, by its record, is not applied again, and a warning says so.
-      format: "orbax" is the one that is written.
+      format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no
+        place for None, for empty containers or for a record of what was applied.
       dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
-      overwrite: replace an Orbax checkpoint (or an empty directory) that is there; nothing else is ever replaced.
-      memory_limit_bytes: host memory for data on its way, 256 MiB by default.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time.
-      on_unsupported: "error": leaves that Orbax cannot store are an error, by name, before anything is written.
-        "skip": they are left out; their names, shapes and dtypes are recorded.
+        Safetensors files without such names hold model parameters alone.
+      overwrite: replace a checkpoint of that format (or an empty directory) that is there; nothing else is ever
+        replaced.
+      memory_limit_bytes: host memory for data on its way, 256 MiB by default. A chunk is up to 1 MiB whatever the
+        limit; what is larger than the limit goes alone.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
+        terminal.
+      on_unsupported: "error": leaves that the format cannot store are an error, by name, before anything is written.
+        "skip": they are left out; their names, shapes and dtypes are in the report, and in an Orbax item's record.
       is_resuming: whether the transforms were applied already; None decides by the record in the source.
+      strict: as in `orbax_t5x.restore`; without a target no leaf is left over.
+      item: which item of an Orbax step.
+      limits: what a file's headers may claim.
+
+    Returns:
+      What was written.
 
     Raises:
       CheckpointIOError: the destination exists, or cannot be written.
-      UnsupportedCheckpointError: leaves that Orbax cannot store, or another `format`.
+      UnsupportedCheckpointError: leaves that cannot be stored, or another `format`.
       CheckpointError: the source cannot be opened or read, or its checksums do not hold; nothing was made.
     """
-    if format != "orbax":
-        raise UnsupportedCheckpointError(f"format={format!r} is not written; 'orbax' is")
+    options = PlanOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)
+    writing = WriteOptions(format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported)
+    return convert_for(None, source, destination, transforms, options, writing)
+
+
+def convert_for(
+    target: Any,
+    source: Source,
+    destination: str | os.PathLike[str],
+    transforms: Sequence[Callable[..., Any]] | Callable[..., Any],
+    options: PlanOptions,
+    writing: WriteOptions,
+) -> ConvertReport:
+    """`convert` with a target: what is written has its names, shapes and dtypes. None: everything, as it is."""
+    started = time.monotonic()
+    _check_options(writing)
+    path = _local(destination)
+    _check_destination(path, writing)
+    with contextlib.ExitStack() as stack:
+        plan = _plan(source, target, transforms, options, writing.on_unsupported, stack)
+        for checkpoint in plan.checkpoints.values():
+            _check_not_around(path, checkpoint.path)
+        on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
+        written = _write(plan, path, dataclasses.replace(writing, progress=on_progress))
+    seconds = time.monotonic() - started
+    return ConvertReport(str(path), writing.format, written.leaves, written.bytes, seconds, written.skipped)
+
+
+def _check_options(writing: WriteOptions) -> None:
+    if writing.format not in _WRITERS:
+        formats = " and ".join(map(repr, _WRITERS))
+        raise UnsupportedCheckpointError(f"format={writing.format!r} is not written; {formats} are")
     if jax.process_count() > 1:
         raise UnsupportedCheckpointError("convert runs in one process; this is one of several")
-    target = _local(destination)
-    _check_destination(target, overwrite)
-    with contextlib.ExitStack() as stack:
-        plan = _plan(source, transforms, is_resuming, on_unsupported, stack)
-        for checkpoint in plan.checkpoints.values():
-            _check_not_around(target, checkpoint.path)
-        args = TrainStateSave(
-            _tree(plan),
-            dtype,
-            provenance=plan.provenance,
-            on_unsupported=on_unsupported,
-            memory_limit_bytes=memory_limit_bytes,
-            progress=progress,
+    limit = writing.memory_limit_bytes
+    if limit is not None and 0 < limit < _LEAST_SENSIBLE_LIMIT:
+        _logger.warning(
+            "memory_limit_bytes=%d is %s: all that is larger goes alone, up to %s at a time; is a unit missing?",
+            limit,
+            size_text(limit),
+            size_text(_LEAST_SENSIBLE_LIMIT),
         )
-        _write(args, target, overwrite)
 
 
 # -- the source
 
 
 def _plan(
-    source: Source, transforms: Any, is_resuming: bool | None, on_unsupported: str, stack: contextlib.ExitStack
+    source: Source,
+    target: Any,
+    transforms: Any,
+    options: PlanOptions,
+    on_unsupported: str,
+    stack: contextlib.ExitStack,
 ) -> RestorePlan:
-    """Everything that the source holds, after the transforms; the stack closes what was opened here."""
+    """What the source holds, after the transforms; the stack closes what was opened here."""
+    limits = Limits() if options.limits is None else options.limits
 
     def opened(one: Any) -> Checkpoint:
-        checkpoint = one if isinstance(one, Checkpoint) else stack.enter_context(open_checkpoint(one))
-        return _with_placeholders(checkpoint) if on_unsupported == "skip" else checkpoint
+        if not isinstance(one, Checkpoint):
+            one = stack.enter_context(open_checkpoint(one, item=options.item, limits=limits))
+        return _with_placeholders(one) if on_unsupported == "skip" else one
 
     checkpoints = {name: opened(one) for name, one in source.items()} if isinstance(source, Mapping) else opened(source)
-    options = PlanOptions(is_resuming=is_resuming)
-    return stack.enter_context(open_plan(checkpoints, None, transforms, options, Asking("convert")))
+    return stack.enter_context(open_plan(checkpoints, target, transforms, options, Asking("convert")))
 
 
 class _UnreadableLeaf(Leaf):
@@ -142,15 +201,6 @@ def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def _tree(plan: RestorePlan) -> dict[str, Any]:
-    """The planned views as nested dicts. A TF bundle may have `a` and `a/b`: the longer name then stays joined."""
-    views = {entry.name: entry.view for entry in plan.entries}
-    try:
-        return plan.target.rebuild(views)
-    except ValueError:
-        return unflatten(views, join_clashes=True)
-
-
 # -- the destination
 
 
@@ -161,17 +211,27 @@ def _local(destination: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(text))
 
 
-def _check_destination(target: Path, overwrite: bool) -> None:
+def _check_destination(target: Path, writing: WriteOptions) -> None:
     """Raises where something is in the way that was not to be replaced."""
     if not os.path.lexists(target):
         return
-    if not overwrite:
+    if not writing.overwrite:
         raise _exists(target, "exists already; overwrite=True replaces it")
     names = set(os.listdir(target)) if target.is_dir() else None
-    if names is None or (names and not names & _ORBAX_FILES):
-        raise _exists(
-            target, "is not an Orbax checkpoint, so it is not replaced; remove it yourself or choose another name"
-        )
+    if names is not None and _is_replaceable(names, writing.format):
+        return
+    kind = "an Orbax checkpoint" if writing.format == "orbax" else "a directory of safetensors files alone"
+    raise _exists(target, f"is not {kind}, so it is not replaced; remove it yourself or choose another name")
+
+
+def _is_replaceable(names: set[str], format: str) -> bool:
+    """Whether a directory of these names is one that a conversion to the format may have written."""
+    if not names:
+        return True
+    if format == "orbax":
+        return bool(names & _ORBAX_FILES)
+    # A tokenizer beside the model was put there by somebody.
+    return all(SAFETENSORS_FILES.fullmatch(name) for name in names)
 
 
 def _check_not_around(target: Path, source: str) -> None:
@@ -184,16 +244,15 @@ def _exists(target: Path, message: str) -> CheckpointIOError:
     return CheckpointIOError(message, path=target, errno=errno.EEXIST)
 
 
-def _write(args: TrainStateSave, target: Path, overwrite: bool) -> None:
+def _write(plan: RestorePlan, target: Path, writing: WriteOptions) -> Written:
     made = _make_parents(target.parent)
     try:
         # Beside the destination: a rename across file systems would not be one step.
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".orbax-t5x-tmp", dir=target.parent))
         try:
-            with ocp.Checkpointer(TrainStateHandler()) as checkpointer:
-                checkpointer.save(work / target.name, args=args)
-            sync_directory(work / target.name)
-            _put_in_place(work, target, overwrite)
+            written = _WRITERS[writing.format](plan, work / target.name, writing)
+            _put_in_place(work, target, writing)
+            return written
         finally:
             remove_tree(work)
     except BaseException as error:
@@ -218,9 +277,9 @@ def _make_parents(parent: Path) -> list[Path]:
     return made
 
 
-def _put_in_place(work: Path, target: Path, overwrite: bool) -> None:
-    """Renames the finished item; what it replaces goes into the work directory, which is removed after."""
-    _check_destination(target, overwrite)
+def _put_in_place(work: Path, target: Path, writing: WriteOptions) -> None:
+    """Renames what is finished; what it replaces goes into the work directory, which is removed after."""
+    _check_destination(target, writing)
     replaced = work / "replaced"
     if os.path.lexists(target):
         os.rename(target, replaced)

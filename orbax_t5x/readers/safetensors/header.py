@@ -23,10 +23,10 @@ from orbax_t5x.storage.strict_json import parse_object
 LENGTH_BYTES = 8
 # The format's own bound on headers; its reference reader refuses larger ones.
 _MAX_HEADER_BYTES = 100_000_000
-_METADATA_KEY = "__metadata__"
+METADATA_KEY = "__metadata__"
 _MAX_INT = 2**63 - 1
 
-_DTYPES: dict[str, np.dtype] = {
+DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
         "BOOL": np.bool_,
@@ -104,7 +104,7 @@ def parse_header(data: bytes, file_size: int, path: str, limits: Limits) -> tupl
     if not data.startswith(b"{"):
         raise CorruptCheckpointError(f"the header begins with {data[:8]!r}, not with '{{'", path=path)
     parsed = parse_object(data, path)
-    metadata = _parse_metadata(parsed.pop(_METADATA_KEY, {}), path)
+    metadata = _parse_metadata(parsed.pop(METADATA_KEY, {}), path)
     if len(parsed) > limits.entries:
         raise LimitExceededError(f"{len(parsed)} tensors, more than Limits.entries = {limits.entries}", path=path)
     begin = LENGTH_BYTES + len(data)
@@ -129,7 +129,7 @@ def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:
     if metadata is None:  # the format's own library takes null for no metadata
         return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CorruptCheckpointError(f"{_METADATA_KEY} is not an object of strings", path=path)
+        raise CorruptCheckpointError(f"{METADATA_KEY} is not an object of strings", path=path)
     return metadata
 
 
@@ -169,7 +169,7 @@ def _dtype(
 ) -> tuple[np.dtype | None, CheckpointError | None]:
     """The dtype, proven to agree with the tensor's size, or why there is none."""
     count = math.prod(shape)
-    bits = _PACKED_BITS.get(code) or (_DTYPES[code].itemsize * 8 if code in _DTYPES else None)
+    bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
     if bits is None:
         return None, UnsupportedCheckpointError(f"its dtype {code[:100]!r} is not known", path=path, leaf=name)
     if count * bits != size * 8:
@@ -181,7 +181,7 @@ def _dtype(
     if code in _PACKED_BITS:
         return None, UnsupportedCheckpointError(f"its dtype {code} packs elements of {bits} bits", path=path, leaf=name)
     try:
-        limits.require_shape(shape, _DTYPES[code])
+        limits.require_shape(shape, DTYPES[code])
     except CheckpointError as error:
         return None, type(error)(error.message, path=path, leaf=name)
-    return _DTYPES[code], None
+    return DTYPES[code], None

@@ -1,0 +1,37 @@
+"""What a conversion wrote, as data and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertReport:
+    """What `orbax_t5x.convert` wrote; `print(report)` says it in words.
+
+    Attributes:
+      destination: the directory.
+      format: in which it was written.
+      leaves: how many arrays are there.
+      bytes: of their data, decoded.
+      seconds: wall time.
+      skipped: (shape, dtype name) of the leaves that were left out because the format cannot store them, by name.
+    """
+
+    destination: str
+    format: str
+    leaves: int
+    bytes: int
+    seconds: float
+    skipped: Mapping[str, tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        written = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {plain(self.destination)}"
+        lines = [f"{written}, in {self.seconds:.1f} s"]
+        what = "safetensors files" if self.format == "safetensors" else "Orbax"
+        for name, (shape, dtype) in self.skipped.items():
+            lines.append(f"left out, because {what} cannot store it: {plain(name)}  {array_text(dtype, shape)}")
+        return "\n".join(lines)
