@@ -43,7 +43,9 @@ from orbax_t5x.mesh_tf.rules import (
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
-from orbax_t5x.restoring.api import plan_restore
+from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.planner import build_plan
 from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -133,7 +135,9 @@ def restore_from_t5_checkpoint(
     if slots and slots.isdisjoint(state):
         transforms.append(Drop((f"{_SLOTS}.*",)))
     try:
-        plan = plan_restore(checkpoint, _target(state, translated) if state else None, transforms, strict=strict)
+        target = _target(state, translated) if state else None
+        # No proposals: whoever calls this cannot pass transforms.
+        plan = build_plan({"": checkpoint}, target, transforms, PlanOptions(strict=strict), Asking(proposes=False))
     except RestorePlanError as error:
         raise _in_words_of_a_state(error, state, translated, path) from None
     for warning in plan.warnings:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from orbax_t5x.errors import Problem
 from orbax_t5x.restoring.target_leaf import TargetLeaf
 from orbax_t5x.restoring.targets import flatten_target
 
@@ -57,6 +58,23 @@ class Fallback:
         if placings[0] is None:
             return jax.jit(missing)()
         return jax.jit(missing, out_shardings=placings)()
+
+
+def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | None:
+    """The caller's fallback; None, and a problem, where it cannot be used.
+
+    Args:
+      fallback: a tree, a function, or None.
+      note: takes the problem.
+    """
+    if fallback is None:
+        return None
+    try:
+        return Fallback(fallback)
+    except Exception as error:  # whatever the caller's function raises under tracing
+        message = f"the function given as fallback can not be traced: {type(error).__name__}: {error}"
+        note(Problem("fallback", None, message, "pass the tree itself: fallback=init_fn()"))
+        return None
 
 
 def _in_dtype(value: Any, leaf: TargetLeaf) -> Any:

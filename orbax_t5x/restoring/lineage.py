@@ -37,10 +37,12 @@ class Asking:
     Attributes:
       asker: see `orbax_t5x.provenance.decision`.
       agree: what all processes of a collective restore take the records to be; each calls it once, with what it read.
+      proposes: whether transforms that would help are looked for where leaves are missing.
     """
 
     asker: Asker = "restore"
     agree: Callable[[Records], Records] = _unchanged
+    proposes: bool = True
 
 
 ANY_RESTORE = Asking()

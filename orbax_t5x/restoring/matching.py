@@ -1,14 +1,13 @@
 """The leaves of a transformed state dict and the places of a target: which goes where, and why one can not.
 
-Pure, and linear in the number of leaves: closest names are looked for only for the first few that are missing.
+Pure, and linear in the number of leaves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,76 +15,92 @@ import numpy as np
 
 from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
-from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.fallback import Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype
 from orbax_t5x.restoring.targets import MODEL_PARAMETERS, Target
-from orbax_t5x.text.wording import leaves_text, listed
+from orbax_t5x.restoring.unplaced import MissingLeaf
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.closest import ClosestNames
-from orbax_t5x.transforms.translate import missing_translation
 from orbax_t5x.trees.dtypes import kind_of
 
-# Names shown for a missing leaf, and missing leaves for which they are looked up: each look-up scans every name.
-_CLOSEST = 3
-_LOOKUPS = 20
-# Leftover names shown in the one problem that counts them.
-_SHOWN_LEFTOVERS = 5
 _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 class Matcher:
-    """Puts the leaves of the transformed state dict into the places of the target."""
+    """Puts the leaves of the transformed state dict into the places of the target.
+
+    Args:
+      target: what is to be filled.
+      state: what there is, by name.
+      options: of the plan.
+      fallback: for what there is not.
+      diagnostics: of the transforms that made `state`; only read.
+      stored_names: what the checkpoint, with its prefix, calls each leaf.
+
+    Attributes:
+      problems: what keeps a leaf of the target from its value, other than that there is none.
+      missing: the leaves of the target that nothing fills, in order.
+      unfilled: names of the target's leaves for which the state dict has nothing of their shape; some of them the
+        fallback may fill.
+    """
 
     def __init__(
         self,
-        checkpoints: Mapping[str, Checkpoint],
-        transforms: Sequence[Callable[..., Any]],
         target: Target,
-        state: dict[str, Any],
+        state: Mapping[str, Any],
         options: PlanOptions,
+        fallback: Fallback | None,
         diagnostics: Diagnostics,
         stored_names: Mapping[Leaf, str],
     ):
-        self._checkpoints = checkpoints
-        self._transforms = tuple(transforms)
+        self.problems: list[Problem] = []
+        self.missing: list[MissingLeaf] = []
+        self.unfilled: set[str] = set()
         self._function_views: dict[LazyArray, View] = {}
         self._target = target
         self._state = state
         self._options = options
+        self._fallback = fallback
         self._diagnostics = diagnostics
         self._stored_names = stored_names
         # A leaf of the target that has a problem of its own leaves nothing over.
         self._taken = {problem.leaf for problem in target.problems if problem.leaf is not None}
-        self._missing = 0
         self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.dtype(np.int64)
         self._one_process = jax.process_count() == 1
         leaves = self._everything() if target.kind == "everything" else target.leaves
         narrowed = self._narrowed(leaves)
         self._leaves = {**leaves, **narrowed} if narrowed else leaves
-        self._fitting = Fitting(options, frozenset(narrowed), diagnostics.problems.append)
-        self.fallback: Fallback | None = self._open_fallback()
+        self._fitting = Fitting(options, frozenset(narrowed), self.problems.append)
 
     # -- the target's side
 
     def entries(self) -> list[PlanEntry]:
-        """One entry per target leaf; problems go to the diagnostics."""
+        """One entry per target leaf; what is wrong goes to `problems` and `missing`."""
         entries = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
-        if self._target.kind != "everything":
-            if self._missing:
-                self._hint_translation()
-            if self._options.strict:
-                self._note_leftovers()
         return [entry for entry in entries if entry is not None]
+
+    def leftovers(self) -> list[str]:
+        """Names of the state dict without a place in the target; known when `entries` was called."""
+        target = self._target
+        if target.kind == "everything":
+            return []
+        slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
+        steps = {f"{prefix}step" for prefix in slots}
+
+        def is_left(name: str, value: Any) -> bool:
+            if value is None or name in self._taken:
+                return False
+            if slots and name.startswith(slots) and name not in steps:
+                return False
+            return not (target.kept and target.is_kept(name))
+
+        return [name for name, value in self._state.items() if is_left(name, value)]
 
     def leftover_sources(self) -> list[str]:
         """Names of checkpoint leaves behind the leftovers of the state dict."""
-        if self._target.kind == "everything":
-            return []
-        values = (self._state[name] for name in self._leftovers())
+        values = (self._state[name] for name in self.leftovers())
         views = (as_view(value) for value in values if isinstance(value, LazyArray))
         return list(dict.fromkeys(name for view in views for name in self._source_names(view.leaves())))
 
@@ -152,6 +167,8 @@ class Matcher:
             # Two leaves may have one array: its function is called once for both.
             value = self._function_views.setdefault(value, as_view(value, source_name))
         view = self._fitting.view(name, leaf, value, origin, source_name)
+        if view is None or view.shape != leaf.shape:
+            self.unfilled.add(name)
         if view is None:
             return None
         stored = view.leaves()
@@ -192,27 +209,16 @@ class Matcher:
 
     # -- what is missing
 
-    def _open_fallback(self) -> Fallback | None:
-        if self._options.fallback is None:
-            return None
-        try:
-            return Fallback(self._options.fallback)
-        except Exception as error:  # whatever the caller's function raises under tracing
-            self._problem(
-                "fallback",
-                None,
-                f"the function given as fallback can not be traced: {type(error).__name__}: {error}",
-                "pass the tree itself: fallback=init_fn()",
-            )
-            return None
-
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
+        self.unfilled.add(name)
         fidelity = self._diagnostics.fidelity.get(name, "")
-        value = None if self.fallback is None else self.fallback.leaves.get(name)
-        if self.fallback is None or value is None:
-            self._note_missing(name, fidelity, is_none)
+        value = None if self._fallback is None else self._fallback.leaves.get(name)
+        if self._fallback is None or value is None:
+            # The transform that should have made an explained one says why it could not.
+            if name not in self._diagnostics.explained:
+                self.missing.append(MissingLeaf(name, leaf, is_none, fidelity == "reset"))
             return None
-        if self.fallback.traced:
+        if self._fallback.traced:
             self._fitting.check_abstract(name, leaf, value)
             view = None
         else:
@@ -231,62 +237,8 @@ class Matcher:
             leaves=() if view is None else view.leaves(),
         )
 
-    def _note_missing(self, name: str, fidelity: str, is_none: bool) -> None:
-        if name in self._diagnostics.explained:
-            return  # the transform that should have made it says why it could not
-        self._missing += 1
-        closest = self._closest_names.to(name, _CLOSEST) if self._missing <= _LOOKUPS else []
-        reason = "the checkpoint has None there" if is_none else "the checkpoint has no such leaf"
-        if fidelity == "reset":
-            reason = "the optimizer's state of this parameter has no counterpart in the new layout and is reset"
-        message = reason + (f"; closest: {', '.join(closest)}" if closest else "")
-        fix = (
-            f"map it with ot.transforms.AssignmentMap([({re.escape(name)!r}, {closest[0]!r})]), or " if closest else ""
-        )
-        self._problem("missing", name, message, fix + "give fallback= values, or put ... in the target to leave it out")
-
-    @functools.cached_property
-    def _closest_names(self) -> ClosestNames:
-        free = [other for other in self._state if other not in self._target.leaves]
-        return ClosestNames(free or list(self._state))
-
-    def _hint_translation(self) -> None:
-        formats = {checkpoint.format for checkpoint in self._checkpoints.values()}
-        fix = missing_translation(formats, self._transforms, self._state)
-        if fix is not None:
-            message = f"{self._missing} target leaves are missing, and the checkpoint's names are Mesh TensorFlow's"
-            self._diagnostics.problems.insert(0, Problem("missing", None, message, fix))
-
-    # -- what is left over
-
-    def _leftovers(self) -> list[str]:
-        target = self._target
-        slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
-        steps = {f"{prefix}step" for prefix in slots}
-
-        def is_left(name: str, value: Any) -> bool:
-            if value is None or name in self._taken:
-                return False
-            if slots and name.startswith(slots) and name not in steps:
-                return False
-            return not (target.kept and target.is_kept(name))
-
-        return [name for name, value in self._state.items() if is_left(name, value)]
-
-    def _note_leftovers(self) -> None:
-        left = self._leftovers()
-        if not left:
-            return
-        self._problem(
-            "leftover",
-            left[0] if len(left) == 1 else None,
-            f"{leaves_text(len(left))} of the checkpoint without a place in the target: "
-            + listed(left, _SHOWN_LEFTOVERS),
-            "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules",
-        )
-
     def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str) -> None:
-        self._diagnostics.problems.append(Problem(kind, leaf, message, fix))
+        self.problems.append(Problem(kind, leaf, message, fix))
 
 
 @functools.lru_cache(maxsize=1 << 14)

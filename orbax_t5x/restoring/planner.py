@@ -1,8 +1,7 @@
 """Source leaves, transforms and a target become a plan, or one error that says everything that is wrong.
 
 Pure: opening the checkpoints was the last I/O. Every step gathers `Problem`s; only the end raises. The cost is linear
-  in the number of
-leaves (closest names are looked for only for the first few that are missing).
+in the number of leaves (closest names are looked for only for the first few that are missing).
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import Checkpoint
+from orbax_t5x.restoring.checks import PlanChecks
 from orbax_t5x.restoring.lineage import Asking, decide_resuming
-from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
@@ -57,13 +56,14 @@ def build_plan(
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
     state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
-    names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
-    matcher = Matcher(checkpoints, transforms, flattened, state, options, diagnostics, names)
+    checks = PlanChecks(checkpoints, transforms, flattened, options, stored, takes_rules=not resuming)
+    matcher = checks.matcher(state, diagnostics)
     entries = matcher.entries()
     # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.
     _raise_broken(entries)
-    if diagnostics.problems:
-        raise RestorePlanError(diagnostics.problems, path=_paths(checkpoints))
+    problems = checks.problems(matcher, state, diagnostics, proposes=asking.proposes and not resuming)
+    if problems:
+        raise RestorePlanError(problems, path=_paths(checkpoints))
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
@@ -77,7 +77,7 @@ def build_plan(
         dropped=sorted(dropped),
         warnings=diagnostics.warnings,
         provenance=decision.lineage,
-        fallback=matcher.fallback.compute if matcher.fallback is not None else None,
+        fallback=checks.fallback.compute if checks.fallback is not None else None,
     )
 
 

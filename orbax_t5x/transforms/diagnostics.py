@@ -34,6 +34,17 @@ class Diagnostics:
     explained: set[str] = dataclasses.field(default_factory=set)
     warns_of_unused: bool = True
 
+    def copy(self) -> Diagnostics:
+        """What was recorded so far, to go on with apart."""
+        return Diagnostics(
+            list(self.problems),
+            list(self.warnings),
+            dict(self.rule_for),
+            dict(self.fidelity),
+            set(self.explained),
+            self.warns_of_unused,
+        )
+
     def problem(
         self, kind: ProblemKind, leaf: str | None, message: str, fix: str = "", *, becomes: str | None = None
     ) -> None:
