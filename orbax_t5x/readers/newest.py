@@ -10,6 +10,7 @@ from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.detect.user_path import local_path
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.readers.orbax.steps import finished_steps
+from orbax_t5x.storage.paths import Root
 
 
 def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
@@ -23,26 +24,33 @@ def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int
 
     Returns:
       The step's number, or None where there is none.
+
+    Raises:
+      UnsafeCheckpointError: the newest is a symlink that leads out of the root; validated, it is skipped.
+      CheckpointIOError: the operating system refused to look.
     """
     probe = probe_path(local_path(root))
     if probe.kind != "directory":
         return None
     steps = finished_steps(probe.path)
+    place = Root(probe.path)
     if not validated:
-        return steps[-1].step if steps else None
+        if not steps:
+            return None
+        place.locate(steps[-1].name)
+        return steps[-1].step
     for step in reversed(steps):
-        path = os.path.join(probe.path, step.name)
-        problem = _problem_of(path)
+        problem = _problem_of(place, step.name)
         if problem is None:
             return step.step
         warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=2)
     return None
 
 
-def _problem_of(path: str) -> CheckpointError | None:
+def _problem_of(root: Root, name: str) -> CheckpointError | None:
     """What is wrong with a step, as far as opening it shows."""
     try:
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(root.locate(name)) as checkpoint:
             broken = (leaf.error for view in checkpoint.leaves.values() for leaf in view.leaves())
             return next((error for error in broken if error is not None), None)
     except CheckpointError as error:

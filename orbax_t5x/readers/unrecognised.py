@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Sequence
 
-from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.detect.foreign import foreign_format
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.tf_bundle.format import prefix_of_shard
+from orbax_t5x.storage.paths import LEADS_OUT
 from orbax_t5x.text.wording import listed
 
 # A model of the Hugging Face hub: an organisation and a name.
@@ -53,6 +54,11 @@ def unrecognised(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError
         return UnsupportedCheckpointError(foreign, path=probe.path)
     sought = "; ".join(row.sought for row in formats)
     if probe.kind == "directory":
+        if outside := [name for name in sorted(probe.names) if probe.inside(name).kind == "outside"]:
+            return UnsafeCheckpointError(
+                f"{LEADS_OUT}, and nothing else here is a checkpoint; open what it leads to by its own path",
+                path=os.path.join(probe.path, outside[0]),
+            )
         shown = listed(sorted(probe.names), _SHOWN_NAMES)
         message = f"no checkpoint here: looked for {sought}; a root with finished steps; found {shown or 'nothing'}"
         return CheckpointNotFoundError(message, path=probe.path)

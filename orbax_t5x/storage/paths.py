@@ -27,6 +27,7 @@ from orbax_t5x.errors import (
 
 _Error = TypeVar("_Error", bound=CheckpointError)
 
+LEADS_OUT = "a symlink leads out of the checkpoint's directory"
 # What Linux itself allows on one path.
 _MAX_LINKS = 40
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
@@ -271,7 +272,7 @@ class _PathWalker:
         return None
 
     def _leads_out(self) -> UnsafeCheckpointError:
-        return self._error(UnsafeCheckpointError, "a symlink leads out of the checkpoint's directory")
+        return self._error(UnsafeCheckpointError, LEADS_OUT)
 
     def _error(self, kind: type[_Error], message: str) -> _Error:
         return kind(message, path=self._root.join(self._name), leaf=self._leaf)

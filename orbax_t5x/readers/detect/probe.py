@@ -1,7 +1,8 @@
 """What stands at a path, as far as deciding its format needs: names and a few bytes, looked at once, without blocking.
 
 A `PathProbe` is plain data; the recognisers of the formats are functions of it, and ask the file system only through
-this module. A FIFO or a device is never opened.
+this module. The path itself is the caller's word. What stands below it is looked at through the root's resolver: a link
+that leads out is never followed, a FIFO or a device never opened.
 """
 
 from __future__ import annotations
@@ -10,9 +11,16 @@ import dataclasses
 import os
 import re
 import stat
+from typing import NamedTuple
 
-from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError
-from orbax_t5x.storage.paths import io_error
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
+from orbax_t5x.storage.paths import Root, io_error
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256
@@ -28,11 +36,12 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOCTTY
 
 @dataclasses.dataclass(frozen=True)
 class PathProbe:
-    """What was probe at a path.
+    """What was found at a path.
 
     Attributes:
       path: absolute, symlinks as the caller gave them.
-      kind: "file", "directory", "missing", or "special" (a FIFO, a socket, a device).
+      kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
+        of the directory it was looked for in).
       head, tail: the first and last bytes of a file.
       size: of a file.
       names: what a directory holds.
@@ -46,40 +55,92 @@ class PathProbe:
     names: frozenset[str] = frozenset()
 
     def inside(self, name: str) -> PathProbe:
-        """What stands under a name in this directory."""
-        return probe_path(os.path.join(self.path, name))
+        """What stands under a name in this directory; of other things than files, only the kind."""
+        path = os.path.join(self.path, name)
+        try:
+            fd, found = Root(self.path).open(name)
+        except CheckpointIOError:
+            raise
+        except CheckpointNotFoundError:
+            return PathProbe(path, "missing")
+        except UnsafeCheckpointError:
+            return PathProbe(path, "outside")
+        except CheckpointError:
+            return PathProbe(path, "special")
+        return _probe_file(path, fd, found)
 
     def with_suffix(self, suffix: str) -> list[str]:
         """The names in this directory that end so, sorted."""
         return sorted(name for name in self.names if name.endswith(suffix))
 
 
-def is_file(path: str) -> bool:
-    """Whether a regular file stands at a path, or a link to one; nothing is opened."""
-    return os.path.isfile(path)
+def is_file(directory: str, name: str) -> bool:
+    """Whether a regular file stands under a name in a directory; nothing is opened.
+
+    A link that leads out of the directory counts without being followed: whoever opens it says what is wrong.
+
+    Raises:
+      CheckpointIOError: the operating system refused to look.
+    """
+    path = os.path.join(directory, name)
+    try:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISLNK(mode):
+            return stat.S_ISREG(mode)
+        Root(directory).stat(name)
+        return True
+    except CheckpointIOError:
+        raise
+    except UnsafeCheckpointError:
+        return True
+    except (FileNotFoundError, NotADirectoryError, CheckpointError, ValueError):  # ValueError: a NUL in the path
+        return False
+    except OSError as error:
+        raise io_error(error, "looking at it", path=path) from error
 
 
-def subdirectories(directory: str) -> list[str]:
-    """The names of the directories in a directory, links to directories among them.
+class Subdirectories(NamedTuple):
+    """The names of what may be directories in a directory.
+
+    Attributes:
+      inside: directories, and links to directories that stay inside.
+      outside: links that lead out, to whatever it is.
+    """
+
+    inside: list[str]
+    outside: list[str]
+
+
+def subdirectories(directory: str) -> Subdirectories:
+    """Lists a directory; links in it are followed as far as they stay inside.
 
     Raises:
       CheckpointGoneError: the directory is not there.
       CheckpointIOError: it cannot be listed.
     """
+    found = Subdirectories([], [])
+    links: list[str] = []
     try:
         with os.scandir(directory) as entries:
-            return [entry.name for entry in entries if _is_directory(entry)]
+            for entry in entries:
+                if entry.is_symlink():
+                    links.append(entry.name)
+                elif entry.is_dir(follow_symlinks=False):
+                    found.inside.append(entry.name)
     except FileNotFoundError:
         raise CheckpointGoneError("the directory vanished while it was listed", path=directory) from None
     except OSError as error:
         raise io_error(error, "listing it", path=directory) from error
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a symlink in a circle
-        return False
+    root = Root(directory)
+    for name in links:
+        try:
+            if os.path.isdir(root.locate(name)):
+                found.inside.append(name)
+        except UnsafeCheckpointError:
+            found.outside.append(name)
+        except CheckpointError:  # a link to nothing, or in a circle
+            continue
+    return found
 
 
 def probe_path(path: str) -> PathProbe:
@@ -100,22 +161,24 @@ def probe_path(path: str) -> PathProbe:
             return PathProbe(path, "directory", names=frozenset(os.listdir(path)))
         if not stat.S_ISREG(mode):
             return PathProbe(path, "special")
-        return _probe_file(path)
+        fd = os.open(path, _OPEN_FLAGS)
+        return _probe_file(path, fd, os.fstat(fd))
     except OSError as error:
         if isinstance(error, CheckpointIOError):
             raise
         raise io_error(error, "looking at it", path=path) from error
 
 
-def _probe_file(path: str) -> PathProbe:
-    fd = os.open(path, _OPEN_FLAGS)
+def _probe_file(path: str, fd: int, found: os.stat_result) -> PathProbe:
+    """The first and last bytes of an open file, which is closed."""
     try:
-        found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return PathProbe(path, "special")
         head = os.pread(fd, _HEAD_BYTES, 0)
         tail = os.pread(fd, _TAIL_BYTES, max(0, found.st_size - _TAIL_BYTES))
         return PathProbe(path, "file", head=head, tail=tail, size=found.st_size)
+    except OSError as error:
+        raise io_error(error, "reading its first bytes", path=path) from error
     finally:
         os.close(fd)
 

@@ -20,13 +20,14 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.detect.probe import is_file, is_msgpack_map, probe_path
+from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, Place, inside
@@ -55,7 +56,7 @@ from orbax_t5x.readers.tensorstore_leaf import (
     make_context,
 )
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.paths import LEADS_OUT, Root
 from orbax_t5x.storage.strict_json import parse_object, read_small
 from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
 from orbax_t5x.trees.dtypes import kind_of
@@ -99,12 +100,12 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
 
 def _has_manifest(directory: str) -> bool:
     """Whether an OCDBT database lies here; without `_METADATA`, one whose list of names is gone."""
-    return is_file(os.path.join(directory, MANIFEST_FILE))
+    return is_file(directory, MANIFEST_FILE)
 
 
 def _is_early_item(directory: str) -> bool:
     """Whether this is an item of the first Orbax versions, whose names stand in a msgpack file alone."""
-    return not is_item(directory) and is_msgpack_map(probe_path(os.path.join(directory, MSGPACK_FILE)))
+    return not is_item(directory) and is_msgpack_map(PathProbe(directory, "directory").inside(MSGPACK_FILE))
 
 
 def _open_single_item(directory: str, limits: Limits, item: str | None) -> Checkpoint:
@@ -114,7 +115,7 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
         raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
     step_name = os.path.basename(parent)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
-    in_step = is_file(os.path.join(parent, STEP_METADATA_FILE)) or step_name.isdecimal()
+    in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
     opened = _OrbaxOpening(Root(directory), limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
@@ -125,6 +126,8 @@ def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
     names = item_names(root.path)
     if item is not None:
         if item not in names:
+            if item in subdirectories(root.path).outside:
+                raise UnsafeCheckpointError(LEADS_OUT, path=root.join(item))
             raise CheckpointNotFoundError(
                 f"no item {item!r} with arrays here; there is {_listed(names)}", path=root.path
             )
@@ -144,7 +147,10 @@ def _listed(names: list[str]) -> str:
 
 def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
     """Why a directory with a step's metadata has nothing to read."""
-    for entry in sorted(os.listdir(root.path)):
+    inside, outside = subdirectories(root.path)
+    if outside:
+        return UnsafeCheckpointError(LEADS_OUT, path=root.join(min(outside)))
+    for entry in sorted(inside):
         if _has_manifest(os.path.join(root.path, entry)):
             return CorruptCheckpointError(
                 f"{METADATA_FILE} is missing, so nothing says which leaves there are", path=root.join(entry)
@@ -310,9 +316,11 @@ class _OrbaxOpening:
             except (TypeError, ValueError, SyntaxError):
                 dtype = np.dtype(object)
             place = prefix + name
-            if kind_of(dtype) == "object":
+            if kind_of(dtype) == "object" or len(shape) > self._limits.rank:
                 raise CorruptCheckpointError(
-                    f"the record of skipped leaves has the dtype {dtype_name[:200]!r}", path=directory, leaf=place
+                    f"the record of skipped leaves has shape {shape} and dtype {dtype_name[:200]!r}",
+                    path=directory,
+                    leaf=place,
                 )
             self._empties.pop(place, None)
             try:

@@ -9,11 +9,12 @@ no item left. No file is opened here.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from typing import NamedTuple
 
-from orbax_t5x.errors import CheckpointGoneError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.storage.paths import Root
@@ -47,14 +48,17 @@ def is_temporary(directory: str) -> bool:
 
 def is_item(directory: str) -> bool:
     """Whether a directory holds the metadata of one saved tree."""
-    return is_file(os.path.join(directory, METADATA_FILE))
+    return is_file(directory, METADATA_FILE)
 
 
 def item_names(directory: str) -> list[str]:
-    """The subdirectories of a step that hold arrays, sorted. Raises CheckpointGoneError where the step is not there."""
-    return sorted(
-        name for name in subdirectories(directory) if _TEMPORARY not in name and is_item(os.path.join(directory, name))
-    )
+    """The subdirectories of a step that hold arrays, sorted; links that lead out of the step are none.
+
+    Raises:
+      CheckpointGoneError: the step is not there.
+    """
+    names = subdirectories(directory).inside
+    return sorted(name for name in names if _TEMPORARY not in name and is_item(os.path.join(directory, name)))
 
 
 def is_step_directory(directory: str) -> bool:
@@ -63,7 +67,7 @@ def is_step_directory(directory: str) -> bool:
     Without the marker (early Orbax), items that all have names of steps make it a root of trees that were saved without
     items, unless its own name is that of a step too.
     """
-    if is_file(os.path.join(directory, STEP_METADATA_FILE)):
+    if is_file(directory, STEP_METADATA_FILE):
         return True
     items = item_names(directory)
     own = step_of_name(os.path.basename(directory))
@@ -73,15 +77,28 @@ def is_step_directory(directory: str) -> bool:
 def is_step(directory: str) -> bool:
     """Whether a directory with the name of a step is a finished one."""
     try:
-        return is_item(directory) or is_file(os.path.join(directory, MSGPACK_FILE)) or bool(item_names(directory))
-    except (CheckpointGoneError, PermissionError):
+        return is_item(directory) or is_file(directory, MSGPACK_FILE) or bool(item_names(directory))
+    except CheckpointGoneError:
         return False  # deleted since its parent was listed, by whoever keeps only the newest steps
+    except CheckpointIOError as error:
+        if error.errno != errno.EACCES:
+            raise
+        return False
 
 
 def finished_steps(root: str) -> list[Step]:
-    """The finished steps of a root, oldest first."""
-    named = [Step(step, name) for name in subdirectories(root) if (step := step_of_name(name)) is not None]
-    return sorted(step for step in named if is_step(os.path.join(root, step.name)))
+    """The finished steps of a root, oldest first.
+
+    A link that leads out of the root and has the name of a step is one, unseen: whoever wants it is told that it leads
+    out, and nobody gets an older step for it.
+    """
+    inside, outside = subdirectories(root)
+    finished = [step for step in _steps_named(inside) if is_step(os.path.join(root, step.name))]
+    return sorted([*finished, *_steps_named(outside)])
+
+
+def _steps_named(names: list[str]) -> list[Step]:
+    return [Step(step, name) for name in names if (step := step_of_name(name)) is not None]
 
 
 def newest_directory(root: str, steps: list[Step]) -> str:

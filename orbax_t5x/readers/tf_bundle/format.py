@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from orbax_t5x.readers.detect.format import Format
@@ -24,7 +25,8 @@ def is_tf_bundle(probe: PathProbe) -> bool:
         return _is_bundle_directory(probe)
     if probe.kind == "file" and (probe.path.endswith(".index") or is_bundle_state(probe)):
         return True
-    return is_file(f"{prefix_of_shard(probe.path) or probe.path}.index")
+    directory, prefix = os.path.split(prefix_of_shard(probe.path) or probe.path)
+    return is_file(directory, f"{prefix}.index")
 
 
 def _is_bundle_directory(probe: PathProbe) -> bool:
