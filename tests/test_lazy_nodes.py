@@ -120,6 +120,69 @@ def test_a_repeat_larger_than_the_blocks_it_is_copied_in():
         np.testing.assert_array_equal(lazy.repeat(array, 3, axis).get(), expected)
 
 
+# Growing.
+
+
+def test_a_padded_array_reads_what_lies_within_and_beyond():
+    old, filler = _view((4, 3), name="old"), _view((6, 5), name="filler")
+    grown = lazy.pad(old, filler, "more")
+    expected = filler.get()
+    expected[:4, :3] = old.get()
+    np.testing.assert_array_equal(grown.get(), expected)
+    (old_leaf,), (filler_leaf,) = old.leaves(), filler.leaves()
+    assert grown.requests(((0, 4), (0, 3))) == [(old_leaf, ((0, 4), (0, 3)))]
+    assert grown.requests(((4, 6), (1, 2))) == [(filler_leaf, ((4, 6), (1, 2)))]
+    assert grown.requests(((3, 6), (2, 4))) == [
+        (old_leaf, ((3, 4), (2, 3))),
+        (filler_leaf, ((4, 6), (2, 4))),
+        (filler_leaf, ((3, 4), (3, 4))),
+    ]
+    assert grown[:4, :3].node is old.node and _names(grown[4:]) == ["filler"] and _names(grown[2]) == ["old", "filler"]
+    assert _names(grown[5]) == _names(grown.T[3]) == ["filler"]
+    assert grown.T.describe() == "transpose (1, 0), pad to (5, 6) with more"
+    assert grown.scratch_bytes(full_box(grown.shape)) == 0
+    assert lazy.pad(old, _view((4, 3)), "more").node is old.node
+    with pytest.raises(ValueError, match=r"pad an array of shape \(4, 3\) to shape \(5, 2\)"):
+        lazy.pad(old, _view((5, 2)), "more")
+    with pytest.raises(ValueError, match="different dtypes"):
+        lazy.pad(old, _view((6, 5), "int32"), "more")
+
+
+MOVES = {
+    "transpose": (lambda a: a.T, (3, 2, 4)),
+    "reshape": (lambda a: a.reshape(8, 3), (8, 3)),
+    "split": (lambda a: a.reshape(2, 2, 2, 3).transpose(3, 1, 0, 2), (3, 2, 2, 2)),
+    "new axis": (lambda a: a[:, None], (4, 1, 2, 3)),
+    "part": (lambda a: a[1:, :, 1], (3, 2)),
+    "flip": (lambda a: a[:, ::-1].T, (3, 2, 4)),
+    "stack": (lambda a: (lazy.stack if isinstance(a, lazy.View) else np.stack)([a, a], 1), (4, 2, 2, 3)),
+    "concatenate": (lambda a: (ot.concatenate if isinstance(a, lazy.View) else np.concatenate)([a, a], 2), (4, 2, 6)),
+    "cast": (lambda a: a.astype("float64").reshape(24), (24,)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_unknown_elements_are_filled_from_the_same_place_of_what_was_made(name):
+    """NumPy says where they are: NaN is moved with the rest, and then replaced."""
+    move, shape = MOVES[name]
+    old = np.arange(12, dtype=np.float32).reshape(4, 1, 3)
+    unknown = move(np.pad(old, [(0, 0), (0, 1), (0, 0)], constant_values=np.nan))
+    # Numbers that float32 does not have: what is filled in is not cast.
+    values = np.arange(unknown.size).reshape(shape).astype(unknown.dtype) + unknown.dtype.type(1000.1)
+    view = move(lazy.pad(old, lazy.Unfilled("them", (4, 2, 3), old.dtype), "them"))
+    assert lazy.has_unfilled(view.leaves()) and np.isnan(unknown).any()
+    filled = lazy.View(lazy.fill(view.node, as_view(values).node))
+    np.testing.assert_array_equal(filled.get(), np.where(np.isnan(unknown), values, unknown))
+    assert not lazy.has_unfilled(filled.leaves())
+
+
+def test_unknown_elements_that_were_computed_with_cannot_be_filled():
+    grown = lazy.pad(np.zeros(2), lazy.Unfilled("them", (4,), np.dtype(float)), "them")
+    for view, text in [(average([grown, np.zeros(4)], [1, 1]), "average"), (grown[::-2], r"\[3:0:-2\]")]:
+        with pytest.raises(ValueError, match=text):
+            lazy.fill(view.node, as_view(np.zeros(view.shape)).node)
+
+
 # Casting.
 
 
@@ -314,6 +377,52 @@ def test_average_refuses_what_it_cannot_do():
         average([_view((2,), ml_dtypes.float8_e4m3fn), _view((2,))], [1, 1])
     with pytest.raises(ValueError, match="at least one"):
         average([], [])
+
+
+def test_a_low_rank_sum_reads_rows_and_columns_and_is_the_same_in_every_box():
+    rng = np.random.default_rng(0)
+    arrays = {"kernel": (64, 3, 40), "down": (64, 8), "up": (8, 3, 40)}
+    leaves = {name: ArrayLeaf(rng.normal(size=shape).astype("bfloat16"), name) for name, shape in arrays.items()}
+    kernel, down, up = (as_view(leaf) for leaf in leaves.values())
+    merged = lazy.add_low_rank(kernel, down, up, 0.3)
+    box = ((5, 9), (1, 3), (0, 7))
+    assert merged.requests(box) == [
+        (leaves["kernel"], box),
+        (leaves["down"], ((5, 9), (0, 8))),
+        (leaves["up"], ((0, 8), (1, 3), (0, 7))),
+    ]
+    wide = [leaf.array.astype(np.float64) for leaf in leaves.values()]
+    exact = wide[0] + 0.3 * np.tensordot(wide[1], wide[2], 1)
+    whole = merged.get()
+    assert whole.dtype == kernel.dtype
+    # Rounded once: within half a unit in the last place, and a little for sums in float32.
+    np.testing.assert_allclose(whole.astype(np.float64), exact, rtol=2**-8 * 1.01, atol=1e-6)
+    # In float32, boxes of every shape have the bits of the whole: shards agree with one another.
+    sums = lazy.add_low_rank(kernel.astype("float32"), down, up, 0.3)
+    np.testing.assert_allclose(sums.get(), exact, rtol=1e-5, atol=1e-6)
+    for part in (np.s_[5:6, 1:2, 3:4], np.s_[:, 2], np.s_[7:30, :, ::-3], np.s_[40]):
+        assert sums[part].get().tobytes() == sums.get()[part].tobytes()
+    assert merged.describe() == "plus 0.3 times a product of rank 8"
+    assert lazy.add_low_rank(np.ones((2, 2)), np.ones((2, 1)), np.ones((1, 2), "float32"), 1).dtype == np.float64
+
+
+def test_a_low_rank_sum_takes_little_memory_and_large_rows(monkeypatch):
+    kernel = _view((300, 50))
+    merged = lazy.add_low_rank(kernel, np.ones((300, 2), "float32"), np.ones((2, 50), "float32"), 1)
+    np.testing.assert_array_equal(merged.get(), kernel.get() + 2)
+    monkeypatch.setattr("orbax_t5x.lazy.low_rank._BLOCK_BYTES", 64)
+    np.testing.assert_array_equal(merged.get(), kernel.get() + 2)
+    # Two copies of each factor, and two rows of sums.
+    assert merged.scratch_bytes(full_box(merged.shape)) == 4 * (2 * (600 + 100) + 2 * 50)
+    assert lazy.add_low_rank(kernel, np.ones((300, 0), "float32"), np.ones((0, 50), "float32"), 1).node is kernel.node
+
+
+def test_a_low_rank_sum_refuses_what_does_not_fit():
+    for down, up in [((4, 2), (3, 5)), ((4, 2), (2, 6)), ((2,), (2, 4, 5)), ((2, 4), (2, 5))]:
+        with pytest.raises(ValueError, match=r"has not the kernel's shape \(4, 5\)"):
+            lazy.add_low_rank(_view((4, 5)), _view(down), _view(up), 1)
+    with pytest.raises(TypeError, match="floating-point numbers, not int32"):
+        lazy.add_low_rank(_view((4, 5)), _view((4, 2), "int32"), _view((2, 5)), 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

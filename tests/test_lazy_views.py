@@ -16,6 +16,12 @@ from tests.lazy_leaf import DTYPES, GuardedBuffer, boxes
 _SMALL = {"float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int1", "int2", "int4", "uint1", "uint2", "uint4", "bool"}
 
 
+def _padded(array: np.ndarray, filler: np.ndarray) -> np.ndarray:
+    result = filler.copy()
+    result[tuple(slice(size) for size in array.shape)] = array
+    return result
+
+
 def _has_cast(source: np.dtype, target: np.dtype) -> bool:
     return np.can_cast(source, target, casting="unsafe")
 
@@ -64,6 +70,7 @@ class Program:
             "newaxis",
             "flip",
             "equal",
+            "pad",
         ]
         if self.casts:
             kinds += ["cast", "cast"]
@@ -173,6 +180,17 @@ class Program:
     def equal(self) -> None:
         self.linear = False
         self.each("equal", lambda v: lazy.all_equal([v, v]), lambda a: a)
+
+    def pad(self) -> None:
+        widths = [self.draw(st.sampled_from([0, 0, 1, 3])) for _ in self.shape]
+        shape = tuple(size + width for size, width in zip(self.shape, widths, strict=True))
+        if math.prod(shape) > 2000:
+            return
+        self.trace.append(f"pad {shape}")
+        for at, (view, array) in enumerate(self.pairs):
+            filler = ArrayLeaf(np.ones(shape, array.dtype), f"filler{len(self.leaves)}")
+            self.leaves.append(filler)
+            self.pairs[at] = (lazy.pad(view, filler, "ones"), _padded(array, filler.array))
 
     def cast(self) -> None:
         dtype = self.draw(st.sampled_from(DTYPES))

@@ -1,9 +1,9 @@
 """Lazy arrays: T5X's classes, and the views that compose without reading.
 
 A leaf (`leaf.py`) fills buffers from index boxes. Nodes (`node.py`) are frozen data over leaves: index maps, reshapes,
-casts, stacks, concatenations, averages. Each maps an output box to boxes of its inputs, so that a plan can tell what it
-will read and an executor reads just that, straight into its buffers. A view (`view.py`) is the lazy array over a node.
-Nothing is read, and no thread made, before a value is asked for.
+casts, stacks, concatenations, averages, paddings, low-rank sums. Each maps an output box to boxes of its inputs, so
+that a plan can tell what it will read and an executor reads just that, straight into its buffers. A view (`view.py`) is
+the lazy array over a node. Nothing is read, and no thread made, before a value is asked for.
 """
 
 from orbax_t5x.lazy.array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
@@ -11,12 +11,15 @@ from orbax_t5x.lazy.assemble import ConcatNode, StackNode
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, intersect, slices_within
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.lazy.combine import AllEqualNode, AverageNode
+from orbax_t5x.lazy.fill import Unfilled, fill, has_unfilled
 from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
+from orbax_t5x.lazy.low_rank import LowRankNode
 from orbax_t5x.lazy.node import LeafNode, Lowered, Node
+from orbax_t5x.lazy.pad import PadNode
 from orbax_t5x.lazy.read import group_reads, read_leaves
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
 from orbax_t5x.lazy.reshape import JoinNode, SplitNode
-from orbax_t5x.lazy.several import all_equal, average, concatenate, stack
+from orbax_t5x.lazy.several import add_low_rank, all_equal, average, concatenate, pad, stack
 from orbax_t5x.lazy.strided import StridedNode
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
 from orbax_t5x.lazy.view import View, as_view, broadcast_to, read_views, repeat
@@ -35,17 +38,21 @@ __all__ = [
     "LazyThreadPoolArray",
     "Leaf",
     "LeafNode",
+    "LowRankNode",
     "Lowered",
     "Node",
     "OpaqueLeaf",
+    "PadNode",
     "ReadStats",
     "Request",
     "SplitNode",
     "StackNode",
     "StridedNode",
+    "Unfilled",
     "ValueLeaf",
     "Verify",
     "View",
+    "add_low_rank",
     "all_equal",
     "as_view",
     "average",
@@ -54,9 +61,12 @@ __all__ = [
     "box_slices",
     "broadcast_to",
     "concatenate",
+    "fill",
     "full_box",
     "group_reads",
+    "has_unfilled",
     "intersect",
+    "pad",
     "read_leaves",
     "read_views",
     "repeat",

@@ -98,6 +98,11 @@ class Node(abc.ABC):
         """The leaf that this node reads itself, or None."""
         return None
 
+    @property
+    def described_inputs(self) -> tuple[Node, ...]:
+        """The inputs that a description goes on with."""
+        return self.inputs
+
     # What a node kind implements; boxes hold at least one element, buffers fit.
 
     @abc.abstractmethod
@@ -186,12 +191,13 @@ class Node(abc.ABC):
             if text and not (text.startswith("reshape") and follows.startswith("reshape")):
                 texts.append(text)
                 follows = text
-            if len(node.inputs) > 1:
-                texts.append(_inputs_text([one.describe() for one in node.inputs]))
+            inputs = node.described_inputs
+            if len(inputs) > 1:
+                texts.append(_inputs_text([one.describe() for one in inputs]))
                 break
-            if not node.inputs:
+            if not inputs:
                 break
-            node = node.input
+            node = inputs[0]
         return ", ".join(text for text in reversed(texts) if text)
 
     def summary(self) -> str:

@@ -1,4 +1,6 @@
-"""One view of several: stack, concatenate, average, and arrays that must all be equal. Nothing is read."""
+"""One view of several: stack, concatenate, average, pad, add a product, and arrays that must all be equal. Nothing is
+read.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 from orbax_t5x.lazy.assemble import ConcatNode, concatenated, stacked
 from orbax_t5x.lazy.combine import AllEqualNode, average_node
 from orbax_t5x.lazy.geometry import normalize_axis
+from orbax_t5x.lazy.low_rank import low_rank_node
 from orbax_t5x.lazy.node import Node
+from orbax_t5x.lazy.pad import padded
 from orbax_t5x.lazy.view import View, as_view, repeat
 
 
@@ -67,6 +71,34 @@ def average(views: Iterable[Any], weights: Sequence[float]) -> View:
     inputs = _inputs("average", views)
     _check_shapes("average", inputs)
     return View(average_node(_nodes(inputs), weights))
+
+
+def pad(view: Any, filler: Any, filling: str) -> View:
+    """An array at the origin of a larger one, which gives all elements beyond it.
+
+    Args:
+      view: what grows.
+      filler: of its rank and dtype, and in no dimension smaller.
+      filling: what the new elements are, as text for people.
+
+    Raises:
+      ValueError: ranks or dtypes differ, or a dimension would shrink; the text names both.
+    """
+    old, new = _inputs("pad", [view, filler])
+    _check_dtypes("pad", [old, new])
+    if old.ndim != new.ndim or any(size > wanted for size, wanted in zip(old.shape, new.shape, strict=True)):
+        raise ValueError(f"cannot pad an array of shape {old.shape} to shape {new.shape}")
+    return View(padded(old.node, new.node, filling))
+
+
+def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
+    """`kernel + scale * tensordot(down, up, 1)`, box by box, in float32 or wider, rounded to the kernel's dtype once.
+
+    Raises:
+      ValueError: shapes that do not fit.
+      TypeError: what holds no real floating-point numbers.
+    """
+    return View(low_rank_node(*_nodes(_inputs("add_low_rank", [kernel, down, up])), scale))
 
 
 def all_equal(views: Iterable[Any]) -> View:

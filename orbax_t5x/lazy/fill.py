@@ -1,0 +1,137 @@
+"""Elements that are not known before a restore: what stands for them, and how they are filled in.
+
+A transform that runs on the checkpoint's leaves alone puts `Unfilled` where new elements go. When the leaf of the
+target is known, `fill` gives it the elements at the same place of another array: it follows what was done to the leaf
+since, as far as that only moved elements and cast them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from orbax_t5x.lazy.assemble import ConcatNode, StackNode, concatenated, stacked
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.cast import CastNode, cast_node
+from orbax_t5x.lazy.geometry import IndexMap, basic_index
+from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
+from orbax_t5x.lazy.node import Node
+from orbax_t5x.lazy.pad import PadNode, padded
+from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.lazy.reshape import JoinNode, SplitNode, reshaped
+from orbax_t5x.lazy.strided import StridedNode, strided
+
+
+class Unfilled(BlockingLeaf):
+    """Stands for elements that only a restore can give, and cannot be read."""
+
+    is_value = True
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: np.dtype):
+        self.name = name
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype = dtype
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """None: no byte of a checkpoint is read."""
+        return 0
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Refuses."""
+        self._refuse()
+
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Refuses."""
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise ValueError(f"elements of {self.name} are known in a restore alone (ot.restore(…, fallback=…))")
+
+
+def has_unfilled(leaves: Sequence[Leaf]) -> bool:
+    """Whether `fill` has something to replace."""
+    for leaf in leaves:  # Asked for every leaf of a plan: any() costs three times as much.
+        if isinstance(leaf, Unfilled):
+            return True
+    return False
+
+
+def fill(node: Node, values: Node) -> Node:
+    """A node with the elements that are not known replaced by those at the same place of `values`.
+
+    Casts on the way are for the known elements alone: `values` have the final dtype.
+
+    Args:
+      node: what a transform made.
+      values: of the node's shape and dtype.
+
+    Raises:
+      ValueError: unknown elements were computed with, or some were left out in between; the text says by what.
+    """
+    return _fill(node, values, ())
+
+
+def _fill(node: Node, values: Node, casts: tuple[CastNode, ...]) -> Node:
+    """`fill`, and the casts that follow the node."""
+    unfilled = [isinstance(leaf, Unfilled) for leaf in node.leaves()]
+    if all(unfilled):
+        return values
+    if not any(unfilled):
+        for cast in casts:
+            node = cast_node(node, cast.dtype, checked=cast.checked)
+        return node
+    match node:
+        case CastNode():
+            return _fill(node.input, values, (node, *casts))
+        case PadNode():
+            within = strided(values, basic_index(tuple(slice(size) for size in node.input.shape), node.shape))
+            return padded(_fill(node.input, within, casts), _fill(node.filler, values, casts), node.filling)
+        case JoinNode() | SplitNode():
+            return reshaped(_fill(node.input, reshaped(values, node.input.shape), casts), node.shape)
+        case StackNode():
+            parts = [strided(values, _at(node, i)) for i in range(len(node.inputs))]
+            return stacked(_fill_all(node, parts, casts), node.axis)
+        case ConcatNode():
+            return concatenated(_fill_all(node, list(_concatenated_parts(node, values)), casts), node.axis)
+        case StridedNode() if (inverse := _inverse(node)) is not None:
+            return strided(_fill(node.input, strided(values, inverse), casts), node.index_map)
+        case _:
+            raise ValueError(node.describe_step())
+
+
+def _fill_all(node: Node, parts: Sequence[Node], casts: tuple[CastNode, ...]) -> tuple[Node, ...]:
+    return tuple(_fill(item, part, casts) for item, part in zip(node.inputs, parts, strict=True))
+
+
+def _at(node: StackNode, index: int) -> IndexMap:
+    return basic_index((*(slice(None),) * node.axis, index), node.shape)
+
+
+def _concatenated_parts(node: ConcatNode, values: Node) -> Iterator[Node]:
+    start = 0
+    for item in node.inputs:
+        stop = start + item.shape[node.axis]
+        yield strided(values, basic_index((*(slice(None),) * node.axis, slice(start, stop)), node.shape))
+        start = stop
+
+
+def _inverse(node: StridedNode) -> IndexMap | None:
+    """The index map that undoes a node's; None where it leaves elements out or has some several times."""
+    start, maps, shape = node.index_map
+    axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
+    back_start = [0] * len(shape)
+    back: list[tuple[int, int]] = []
+    for dim, size in enumerate(node.input.shape):
+        axis = axis_of.get(dim)
+        if axis is None and size == 1:
+            back.append((-1, 0))
+        elif axis is None or shape[axis] != size or maps[axis][1] not in (1, -1):
+            return None
+        else:
+            step = maps[axis][1]
+            back_start[axis] = start[dim] if step < 0 else 0
+            back.append((axis, step))
+    if any(dim < 0 and size != 1 for (dim, _), size in zip(maps, shape, strict=True)):
+        return None
+    return IndexMap(tuple(back_start), tuple(back), node.input.shape)

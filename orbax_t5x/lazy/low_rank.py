@@ -1,0 +1,119 @@
+"""The node that adds a product of two thin matrices to an array: low-rank adapters (LoRA) merged into their kernels.
+
+A box of the result takes that box of the kernel, read straight into the buffer, the rows of `down` and the columns of
+`up` that belong to it. Products are summed one rank after the other, elements by themselves: a matrix product of BLAS
+sums in an order that depends on the shape, and then the same element would differ from shard to shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import numpy as np
+
+from orbax_t5x.lazy.box import Box, box_shape
+from orbax_t5x.lazy.cast import cast_into
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.trees.dtypes import kind_of
+
+# Rows are summed in blocks of this size, which stay in a processor's cache over all ranks. Larger: every rank goes
+# through memory. Smaller: more calls, about a microsecond each.
+_BLOCK_BYTES = 128 << 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LowRankNode(Node):
+    """`kernel + scale * tensordot(down, up, 1)`; the inputs are kernel, down and up; make it with `low_rank_node`.
+
+    Attributes:
+      scale: of the product.
+      sum_dtype: what sums are made in, before they are rounded to the kernel's dtype once.
+    """
+
+    scale: float
+    sum_dtype: np.dtype
+
+    @property
+    def rank(self) -> int:
+        """The size of the dimension that is summed over."""
+        return self.inputs[1].shape[-1]
+
+    def describe_step(self) -> str:
+        """The scale and the rank."""
+        return f"plus {self.scale:g} times a product of rank {self.rank}"
+
+    def _factor_boxes(self, box: Box) -> tuple[Box, Box]:
+        """The boxes of `down` and `up` that a box needs."""
+        rows = len(self.inputs[1].shape) - 1
+        ranks = (0, self.rank)
+        return (*box[:rows], ranks), (ranks, *box[rows:])
+
+    def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
+        """The box of the kernel, its rows of `down`, its columns of `up`."""
+        for node, part in zip(self.inputs, (box, *self._factor_boxes(box)), strict=True):
+            node.add_requests(part, found)
+
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+        """The kernel into the buffer, the two factors into memory of their own."""
+        self.input.add_work(box, out, lowered)
+        factors: list[np.ndarray] = []
+        for node, part in zip(self.inputs[1:], self._factor_boxes(box), strict=True):
+            factors.append(lowered.allocate(box_shape(part), node.dtype))
+            node.add_work(part, factors[-1], lowered)
+        widened = sum(factor.size for factor in factors) + 2 * math.prod(self._block(out)[1:])
+        lowered.add_step(partial(self._add, *factors, out), widened * self.sum_dtype.itemsize)
+
+    def _block(self, out: np.ndarray) -> tuple[int, ...]:
+        """Rows that are summed at a time, the same as a count of elements of the sum, and the other dimensions."""
+        row = math.prod(out.shape[1:])
+        return min(out.shape[0], max(1, _BLOCK_BYTES // (row * self.sum_dtype.itemsize))), *out.shape[1:]
+
+    def _add(self, down: np.ndarray, up: np.ndarray, out: np.ndarray) -> None:
+        count, *rest = self._block(out)
+        left, right = (np.empty(factor.shape, self.sum_dtype) for factor in (down, up))
+        cast_into(left, down)
+        cast_into(right, up)
+        right = right.reshape(self.rank, -1)
+        total, term = (np.empty((count, *rest), self.sum_dtype) for _ in range(2))
+        with np.errstate(all="ignore"):
+            for first in range(0, len(out), count):
+                rows = out[first : first + count]
+                columns = left[first : first + count].reshape(-1, self.rank)
+                part, one = total[: len(rows)], term[: len(rows)]
+                flat_part, flat_one = (array.reshape(len(columns), -1) for array in (part, one))
+                flat_part[...] = 0
+                for k in range(self.rank):
+                    np.multiply(columns[:, k, None], right[k], out=flat_one)
+                    flat_part += flat_one
+                part *= self.sum_dtype.type(self.scale)
+                cast_into(one, rows)
+                part += one
+                cast_into(rows, part)
+
+
+def low_rank_node(kernel: Node, down: Node, up: Node, scale: float) -> Node:
+    """The kernel with the scaled product of `down` and `up` over their common dimension added.
+
+    Sums are made in float32, or in float64 where an input has 64 bits; the result has the kernel's dtype.
+
+    Raises:
+      ValueError: shapes that do not fit.
+      TypeError: what holds no real floating-point numbers.
+    """
+    for node in (kernel, down, up):
+        if kind_of(node.dtype) != "float":
+            raise TypeError(f"a low-rank product is of floating-point numbers, not {node.dtype.name}: {node.summary()}")
+    fits = len(down.shape) > 1 and len(up.shape) > 1 and down.shape[-1] == up.shape[0]
+    if not fits or (*down.shape[:-1], *up.shape[1:]) != kernel.shape:
+        raise ValueError(
+            f"the product of shapes {down.shape} and {up.shape} has not the kernel's shape {kernel.shape}: down is "
+            "[in, rank], up is [rank, out]"
+        )
+    if not down.shape[-1]:
+        return kernel
+    is_wide = any(node.dtype.name == "float64" for node in (kernel, down, up))
+    sum_dtype = np.dtype("float64" if is_wide else "float32")
+    return LowRankNode(kernel.shape, kernel.dtype, (kernel, down, up), scale, sum_dtype)
