@@ -44,6 +44,16 @@ STACK = (r"(enc|dec)/layers_(?P<i>\d+)/(.*)", r"\1/layers/\3", 1)
 STACKED = arrays(enc__layers__w=(2, 4, 3), dec__layers__w=(2, 2, 3), norm=(3,))
 TWO = arrays(x__w=(2, 3), x__b=(2,), y__w=(2, 3), y__b=(2,), z__w=(1,))
 MERGED = {"n": np.ones(2, np.float32), "a": np.zeros(2, np.float32)}
+ADAPTED = arrays(
+    x__kernel=(3, 5),
+    x__a=(3, 2),
+    x__b=(2, 5),
+    y__kernel=(4, 2, 3),
+    y__a=(4, 1),
+    y__b=(1, 2, 3),
+    z__kernel=(2, 2),
+    n=(2,),
+)
 FOLLOWED = {
     **{f"target/{n}": v for n, v in arrays(a=(2, 3), b=(3,)).items()},
     **{f"state/param_states/0/mu/{n}": v + 1000 for n, v in arrays(a=(2, 3), b=(3,)).items()},
@@ -136,6 +146,36 @@ class TestSuite(TransformSuite):
             lambda: tr.Repeat("./w", 2, -1),
             TWO,
             oracle.each(TWO, "./w", lambda value: np.repeat(np.expand_dims(value, -1), 3, -1)),
+        ),
+        "pad": Case(
+            lambda: tr.Pad("[xy]/w", (None, 5), 2.5),
+            lambda: tr.Pad("[xy]/w", (None, 5)),
+            TWO,
+            oracle.each(TWO, "[xy]/w", lambda value: oracle.padded(value, (None, 5), 2.5)),
+        ),
+        "pad_everywhere": Case(
+            lambda: tr.Pad("./w", [4, 6]),
+            lambda: tr.Pad("./w", [4, 6], tr.FALLBACK),
+            {"x/w": TWO["x/w"]},
+            oracle.each({"x/w": TWO["x/w"]}, "./w", lambda value: oracle.padded(value, (4, 6), 0)),
+        ),
+        "slice": Case(
+            lambda: tr.Slice("[xy]/w", np.s_[:1, ..., None, ::-2]),
+            lambda: tr.Slice("[xy]/w", np.s_[:1, ..., None, ::-1]),
+            TWO,
+            oracle.each(TWO, "[xy]/w", lambda value: value[:1, ..., None, ::-2]),
+        ),
+        "slice_of_rows": Case(
+            lambda: tr.Slice("[xy]/w", slice(1, None)),
+            lambda: tr.Slice("[xy]/w", 1),
+            TWO,
+            oracle.each(TWO, "[xy]/w", lambda value: value[1:]),
+        ),
+        "add_low_rank": Case(
+            lambda: tr.AddLowRank("(.)/kernel", r"\1/a", r"\1/b", 0.5),
+            lambda: tr.AddLowRank("(.)/kernel", r"\1/a", r"\1/b", 0.25),
+            ADAPTED,
+            oracle.add_low_rank(ADAPTED, "(.)/kernel", r"\1/a", r"\1/b", 0.5),
         ),
         "average": Case(
             lambda: tr.Average({"x": 1, "y": 3}),
@@ -277,6 +317,9 @@ def test_bad_groups_are_problems_that_name_the_rule():
         lambda: tr.Split("a", "bc", 0),
         lambda: tr.Split("a", ["b"], 0, [1, 2]),
         lambda: tr.Repeat("a", -1, 0),
+        lambda: tr.Slice("a", np.s_[::0]),
+        lambda: tr.Pad("(", (1,)),
+        lambda: tr.AddLowRank("(", "a", "b", 1),
         lambda: tr.Average({"a": 1.0, "b": -1.0}),
         lambda: tr.Average({}),
         lambda: tr.FollowOptimizer(tr.Drop("a"), factors=[("a", ("ROW", "ROW"))]),
@@ -295,6 +338,14 @@ def test_what_can_never_work_is_an_error_at_once(make):
         lambda: tr.Drop([1]),
         lambda: tr.Cast("a", "no dtype"),
         lambda: tr.Repeat("a", 1.5, 0),
+        lambda: tr.Pad("a", (1.5,)),
+        lambda: tr.Pad("a", (1,), "zero"),
+        lambda: tr.Pad("a", (1,), np.zeros(3)),
+        lambda: tr.Slice("a", [1, 2]),
+        lambda: tr.Slice("a", True),
+        lambda: tr.Slice("a", (1.5,)),
+        lambda: tr.Slice("a", ((1, 2),)),
+        lambda: tr.AddLowRank("a", "b", None, 1),
         lambda: tr.Overlay("ab"),
     ],
 )
@@ -322,6 +373,9 @@ def test_renames_that_collide_lose_nothing_silently():
         tr.Transpose("q"),
         tr.Cast("q", "float32"),
         tr.Repeat("q", 2, 0),
+        tr.Pad("q", (3,)),
+        tr.Slice("q", 0),
+        tr.AddLowRank("q", "a", "b", 1),
         tr.Average({"x": 1, "y": 1}, pattern="q"),
     ],
     ids=lambda transform: type(transform).__name__,
@@ -411,6 +465,11 @@ def test_shapes_that_do_not_fit_are_problems_and_the_rest_goes_on():
         tr.Reshape("a", (3,)),
         tr.Transpose("a", (1, 0)),
         tr.Repeat("a", 2, 4),
+        tr.Pad("a", (1,)),
+        tr.Pad("a", (3, 3)),
+        tr.Slice("a", 2),
+        tr.Slice("a", (0, 0)),
+        tr.AddLowRank("a", "b", "c", 1),
         tr.Split("a", ["x", "y", "z"], 0),
         tr.Split("a", ["x", "y"], 0, [1, 2]),
         tr.Split("a", ["x", "y"], 1),
@@ -431,6 +490,59 @@ def test_none_leaves_and_strings_pass_through_what_cannot_compute_them():
     assert result["n"] is None and not diagnostics.problems
     strings = {"s": as_view(ValueLeaf(np.array([b"x"], object), "s"))}
     assert [p.kind for p in problems(tr.Cast(".*", "float32"), strings)] == ["shape"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        (np.int8, 127, True), (np.int8, 128, False), (np.int8, 1.5, False), (np.int8, 2.0, True), (np.uint8, -1, False),
+        (bool, True, True), (bool, 2, False), (np.float16, 1e6, False), (np.float16, np.inf, True),
+        (np.float32, 1j, False), (np.complex64, 1j, True), (ml_dtypes.bfloat16, 0.1, True), (object, 0, False),
+        (ml_dtypes.int4, -8, True), (ml_dtypes.int4, 8, False), (ml_dtypes.float8_e8m0fnu, 0, False),
+    ],
+)  # fmt: skip
+def test_a_leaf_is_padded_with_numbers_that_its_dtype_has(dtype, value, fits):
+    source = {"a": np.ones(2).astype(dtype) if dtype is not object else np.array([b"x", b"y"], object)}
+    if fits:
+        result, diagnostics = run(tr.Pad("a", (3,), value), source)
+        assert diagnostics.problems == [] and result["a"].dtype == source["a"].dtype
+        assert result["a"].tolist()[2] == np.asarray(value).astype(dtype).tolist()
+    else:
+        problem = only_problem(tr.Pad("a", (3,), value), source)
+        assert problem.leaf == "a" and "has no value" in problem.message
+
+
+def test_a_leaf_of_the_wanted_shape_is_not_padded():
+    view = as_view(np.zeros((2, 3)))
+    assert tr.Pad("a", (2, None))({"a": view}, {})["a"].node is view.node
+
+
+def test_equal_transforms_of_sizes_have_equal_digests():
+    assert tr.Slice("a", np.s_[:3, 1]) == tr.Slice("a", ((None, 3, None), 1))
+    assert tr.Slice("a", np.s_[1:2, ..., ::-1, None, 4]).describe() == "Slice('a', [1:2, ..., ::-1, None, 4])"
+    assert tr.Slice("a", 1, require_match=False).describe() == "Slice('a', [1], require_match=False)"
+    same = [tr.Pad("a", 3, value) for value in (0, 0.0, False, np.float32(0))]
+    assert len(set(same)) == 1 and len({transform.digest() for transform in same}) == 1
+    assert tr.Pad("a", (None, 3), tr.FALLBACK).describe() == "Pad('a', (None, 3), value=FALLBACK)"
+
+
+def test_a_kernel_with_one_factor_alone_is_a_problem_and_one_without_stays():
+    source = {name: value for name, value in ADAPTED.items() if name != "y/b"}
+    problem = only_problem(tr.AddLowRank("(.)/kernel", r"\1/a", r"\1/b", 1), source)
+    assert (problem.kind, problem.leaf) == ("missing", "y/kernel") and "'y/b'" in problem.message
+    alone = {"x/kernel": ADAPTED["x/kernel"]}
+    problem = only_problem(tr.AddLowRank("(.)/kernel", r"\1/a", r"\1/b", 1), alone)
+    assert problem.kind == "unused_rule" and "'x/a'" in problem.message
+    assert run(tr.AddLowRank("(.)/kernel", r"\1/a", r"\1/b", 1, require_match=False), alone)[1].problems == []
+    integers = {name: value.astype(np.int32) for name, value in ADAPTED.items()}
+    assert {p.kind for p in problems(tr.AddLowRank("(.)/kernel", r"\1/a", r"\1/b", 1), integers)} == {"dtype"}
+
+
+def test_elements_of_the_fallback_are_known_in_a_restore_alone():
+    leaf = tr.Pad("a", (5,), tr.FALLBACK)(AB, {})["a"]
+    assert np.array_equal(leaf[:2].get(), AB["a"])
+    with pytest.raises(ValueError, match=r"in a restore alone .*fallback="):
+        leaf.get()
 
 
 # -- sources
@@ -581,20 +693,24 @@ def test_public_names():
     """The transforms and their base; what runs them is imported from its own module."""
     assert set(tr.__all__) == {
         "AdafactorSlots",
+        "AddLowRank",
         "AssignmentMap",
         "Average",
         "Cast",
         "Chain",
         "Concat",
         "Drop",
+        "FALLBACK",
         "FollowOptimizer",
         "Intersect",
         "Keep",
         "Merge",
         "Overlay",
+        "Pad",
         "Rename",
         "Repeat",
         "Reshape",
+        "Slice",
         "Split",
         "StackLayers",
         "Transform",
@@ -602,4 +718,4 @@ def test_public_names():
         "Transpose",
         "UnstackLayers",
     }
-    assert all(issubclass(getattr(tr, name), tr.Transform) for name in tr.__all__)
+    assert all(issubclass(getattr(tr, name), tr.Transform) for name in tr.__all__ if not name.isupper())

@@ -302,6 +302,50 @@ def test_any_rule_moves_the_state_with_the_parameter():
     assert sorted(dropped) == ["state/param_states/0/mu/b/w", "state/param_states/0/nu/b/w", "state/step", "target/b/w"]
 
 
+@pytest.mark.usefixtures("standard_dtype_promotion")
+def test_new_elements_have_seen_no_gradient():
+    """Against the optimizers themselves: a larger network whose new rows never get a gradient."""
+    small, large = (np.random.default_rng(1).normal(size=(rows, 24)).astype(np.float32) for rows in (40, 48))
+    large[:40] = small
+    grads = [np.random.default_rng(step).normal(size=(40, 24)).astype(np.float32) for step in range(3)]
+    wide_grads = [np.pad(grad, [(0, 8), (0, 0)]) for grad in grads]
+    grow = tr.FollowOptimizer(tr.Pad("target/w", (48, None), 0.5))
+    for make in (
+        lambda: OptaxWrapper(optax.chain(optax.trace(0.9), optax.scale_by_adam())),
+        lambda: Adafactor(0.1, min_dim_size_to_factor=8),
+        lambda: Adafactor(0.1, factored=False),
+    ):
+        source, expected = (
+            after_steps(make(), {"w": params}, [{"w": grad} for grad in chosen])
+            for params, chosen in ((small, grads), (large, wide_grads))
+        )
+        result, diagnostics = run(grow, source, expected)
+        assert diagnostics.problems == [] and diagnostics.warnings == [] and sorted(result) == sorted(expected)
+        assert np.array_equal(result["target/w"], np.pad(source["target/w"], [(0, 8), (0, 0)], constant_values=0.5))
+        grown = [name for name in expected if expected[name].shape[:1] == (48,) and name != "target/w"]
+        assert grown and {diagnostics.fidelity[name] for name in grown} == {"exact"}
+        for name in grown:
+            # Adafactor adds 1e-30 to squares.
+            np.testing.assert_allclose(result[name], expected[name], rtol=1e-5, atol=1e-29, err_msg=name)
+
+
+def test_a_mean_over_what_has_grown_is_approximate_and_a_sum_of_products_is_reset():
+    slots = {"a/v_row": np.ones(200, np.float32), "a/v_col": np.ones(300, np.float32), "a/v": np.zeros(1, np.float32)}
+    source = state({"a": np.ones((200, 300), np.float32)}, slots)
+    result, diagnostics = run(tr.FollowOptimizer(tr.Pad("target/a", (208, None))), source)
+    fidelity = {kind: diagnostics.fidelity[f"state/param_states/a/{kind}"] for kind in ("v_row", "v_col")}
+    shapes = {kind: result[f"state/param_states/a/{kind}"].shape for kind in ("v_row", "v_col")}
+    assert shapes == {"v_row": (208,), "v_col": (300,)} and fidelity == {"v_row": "exact", "v_col": "approximate"}
+    slots = {"0/mu/k": W, "0/mu/a": W[:, :1], "0/mu/b": W[:1]}
+    source = state({"k": W, "a": W[:, :1], "b": W[:1]}, slots)
+    merge = tr.FollowOptimizer(tr.AddLowRank("target/k", "target/a", "target/b", 2))
+    for given in (source, {name: value for name, value in source.items() if name[-4:] not in ("mu/a", "mu/b")}):
+        result, diagnostics = run(merge, given)
+        assert sorted(result) == ["state/step", "target/k"]
+        np.testing.assert_array_equal(result["target/k"], W + 2 * W[:, :1] @ W[:1])
+        assert diagnostics.fidelity == {"state/param_states/0/mu/k": "reset"} and len(diagnostics.warnings) == 1
+
+
 def test_casts_are_for_parameters_alone():
     source = state({"a": W}, {"0/mu/a": W + 1})
     result, _ = run(tr.FollowOptimizer(tr.Cast("target/.*", "bfloat16")), source)

@@ -336,6 +336,45 @@ def test_transforms_of_one_leaf(source, pattern, axis, shape):
     )
 
 
+SIZES = st.lists(st.sampled_from([None, 0, 1, 2, 3, 5]), max_size=3)
+INDICES = st.lists(
+    st.sampled_from([0, -1, 2, None, slice(None), slice(1, None), slice(None, None, -1), slice(-1, 0, -2)])
+)
+
+
+@settings(max_examples=_EXAMPLES)
+@given(trees(), NAME_PATTERNS, SIZES, st.sampled_from([0, 3]), INDICES)
+def test_pad_and_slice(source, pattern, shape, value, index):
+    def padded(array):
+        return oracle.padded(array, shape, value)
+
+    def part(array):
+        try:
+            return np.asarray(array[tuple(index)])
+        except IndexError:
+            raise ValueError from None
+
+    check(tr.Pad(pattern, shape, value), source, lambda: oracle.each(source, pattern, padded))
+    check(tr.Slice(pattern, tuple(index)), source, lambda: oracle.each(source, pattern, part))
+
+
+@settings(max_examples=_EXAMPLES)
+@given(
+    trees(
+        st.builds("{}/{}".format, st.sampled_from("xy"), st.sampled_from(["kernel", "a", "b"])),
+        st.sampled_from([(2, 3), (2, 1), (1, 3), (2, 1), (1, 3), (2, 0), (0, 3), (1, 3, 2), (2, 3, 2), (3,)]),
+    ),
+    st.sampled_from([r"(.)/kernel", r"(x)/kernel", "z"]),
+    st.sampled_from([1, -0.5]),
+)
+def test_add_low_rank(source, pattern, scale):
+    check(
+        tr.AddLowRank(pattern, r"\1/a", r"\1/b", scale),
+        source,
+        lambda: oracle.add_low_rank(source, pattern, r"\1/a", r"\1/b", scale),
+    )
+
+
 @settings(max_examples=_EXAMPLES)
 @given(
     trees(st.builds("{}/{}".format, st.sampled_from("xyz"), st.sampled_from(["w", "b", "m/w"])), st.just((2,))),

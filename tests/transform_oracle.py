@@ -223,6 +223,42 @@ def each(source, pattern, function):
     return result
 
 
+def padded(value, shape, constant):
+    """Pad: None keeps a dimension."""
+    if len(shape) != value.ndim:
+        raise ValueError
+    wanted = [size if new is None else new for size, new in zip(value.shape, shape, strict=True)]
+    widths = [(0, new - size) for size, new in zip(value.shape, wanted, strict=True)]  # negative: NumPy's ValueError
+    return np.pad(value, widths, constant_values=constant) if widths else value
+
+
+def add_low_rank(source, pattern, down, up, scale):
+    result, taken = dict(source), set()
+    matched = [(name, match) for name in source if (match := _matches(pattern, name))]
+    if not matched:
+        raise Wrong("unused_rule")
+    for name, match in matched:
+        factors = [_expand(match, template) for template in (down, up)]
+        present = [factor for factor in factors if factor in source]
+        if not present:
+            continue
+        taken.update(present)
+        if len(present) == 1:
+            raise Wrong("missing")
+        left, right = (source[factor] for factor in factors)
+        if {value.dtype.kind for value in (source[name], left, right)} != {"f"}:
+            raise Wrong("dtype")
+        if left.ndim < 2 or right.ndim < 2 or left.shape[-1] != right.shape[0]:
+            raise Wrong("shape")
+        product = np.tensordot(left.astype(np.float64), right.astype(np.float64), 1)
+        if product.shape != source[name].shape:
+            raise Wrong("shape")
+        result[name] = (source[name].astype(np.float64) + scale * product).astype(source[name].dtype)
+    if not taken:
+        raise Wrong("unused_rule")
+    return {name: value for name, value in result.items() if name not in taken}
+
+
 def average(source, weights, pattern=".*"):
     sources = list(dict.fromkeys(name.split("/")[0] for name in source))
     if not isinstance(weights, dict):

@@ -9,13 +9,17 @@ from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
+from orbax_t5x.transforms.low_rank import AddLowRank
 from orbax_t5x.transforms.names import Drop, Intersect, Keep, Merge, Rename
 from orbax_t5x.transforms.parts import Concat, Split
+from orbax_t5x.transforms.sizes import FALLBACK, Pad, Slice
 from orbax_t5x.transforms.sources import Average, Overlay
 from orbax_t5x.transforms.translate import Translate
 
 __all__ = [
+    "FALLBACK",
     "AdafactorSlots",
+    "AddLowRank",
     "AssignmentMap",
     "Average",
     "Cast",
@@ -27,9 +31,11 @@ __all__ = [
     "Keep",
     "Merge",
     "Overlay",
+    "Pad",
     "Rename",
     "Repeat",
     "Reshape",
+    "Slice",
     "Split",
     "StackLayers",
     "Transform",

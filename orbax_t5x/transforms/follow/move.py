@@ -116,7 +116,7 @@ def _replay(move: Move, kind: str, moved: MovedLeaves) -> None:
     def leaf(symbol: Symbol, kept: Kept) -> View:
         return as_view(move.leaves[symbol.name][kind], name=symbol.name)
 
-    replay = Replay(leaf, casts=False)
+    replay = Replay(leaf, of_parameters=False)
     try:
         moved.leaves[kind] = replay.build(move.view, frozenset(range(move.view.ndim)))
     except ValueError as error:
@@ -169,9 +169,9 @@ def _move_factored(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None:
     tried = (_solve(move, old, new) for old in _dims_before(move, rule_of) for new in after)
     solutions = [solution for solution in tried if solution is not None]
     if len(solutions) == 1:
-        leaves, is_exact = solutions[0]
+        leaves, approximate = solutions[0]
         moved.leaves.update(leaves)
-        moved.approximate.update(() if is_exact else _FACTORED)
+        moved.approximate.update(approximate)
         return
     reason = "its rows and columns are not those of the new parameter"
     if solutions:
@@ -191,8 +191,8 @@ def _dims_before(move: Move, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]
         yield {name: dims for dims, members in zip(chosen, groups.values(), strict=True) for name in members}
 
 
-def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> tuple[dict[str, Any], bool] | None:
-    """v_row and v_col for one choice of averaged dimensions, and whether they are exact.
+def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> tuple[dict[str, Any], set[str]] | None:
+    """v_row and v_col for one choice of averaged dimensions, and which of them are approximate.
 
     Returns:
       None where the old slots do not hold what the new ones need.
@@ -205,12 +205,16 @@ def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> t
                 return as_view(move.leaves[symbol.name][kind], name=symbol.name).reshape(sizes)
         raise CannotFollowError("no slot keeps these dimensions")
 
-    replay = Replay(leaf, casts=False)
-    try:
-        v_row, v_col = (replay.build(move.view, kept) for kept in after.kept(move.view.ndim))
-    except ValueError:
-        return None
-    return {"v_row": v_row, "v_col": v_col}, replay.is_exact
+    leaves: dict[str, Any] = {}
+    approximate: set[str] = set()
+    for kind, kept in zip(_FACTORED, after.kept(move.view.ndim), strict=True):
+        replay = Replay(leaf, of_parameters=False)
+        try:
+            leaves[kind] = replay.build(move.view, kept)
+        except ValueError:
+            return None
+        approximate |= set() if replay.is_exact else {kind}
+    return leaves, approximate
 
 
 def _large(kept: Iterable[int], shape: Sequence[int]) -> Kept:

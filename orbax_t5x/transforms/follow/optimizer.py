@@ -150,7 +150,7 @@ class _Following:
         def real(symbol: Symbol, kept: Kept) -> View:
             return as_view(self._state[symbol.name], name=symbol.name)
 
-        return Replay(real, casts=True).build(value, frozenset(range(value.ndim)))
+        return Replay(real, of_parameters=True).build(value, frozenset(range(value.ndim)))
 
     def slots_of(self, name: str, value: Any) -> dict[str, Any]:
         """The optimizer leaves of a new parameter, by their new names."""

@@ -22,17 +22,22 @@ from orbax_t5x.lazy import (
     JoinNode,
     Leaf,
     LeafNode,
+    LowRankNode,
     Node,
+    PadNode,
     ReadStats,
     Request,
     SplitNode,
     StackNode,
     StridedNode,
     View,
+    add_low_rank,
     all_equal,
     as_view,
     average,
+    broadcast_to,
     concatenate,
+    pad,
     repeat,
     stack,
 )
@@ -93,13 +98,14 @@ class Replay:
 
     Attributes:
       leaf: returns the array for a symbol, with the kept dimensions alone; it may raise `CannotFollowError`.
-      casts: whether casts are done, too.
+      of_parameters: whether the arrays are the parameters themselves. Else they belong to an optimizer: casts are left
+        out, elements that are new are zero, and a sum with a low-rank product cannot be followed.
       is_exact: whether all that was built so far is exact. Slicing or repeating a dimension that was averaged away is
-        not, nor is averaging.
+        not, nor is padding one or averaging.
     """
 
     leaf: Callable[[Symbol, Kept], View]
-    casts: bool
+    of_parameters: bool
     is_exact: bool = True
 
     def build(self, view: View, kept: Kept) -> View:
@@ -114,7 +120,7 @@ class Replay:
                 return self._index_map(node, kept)
             case CastNode():
                 built = self._build(node.input, kept)
-                return built.astype(node.dtype) if self.casts else built
+                return built.astype(node.dtype) if self.of_parameters else built
             case JoinNode():
                 return self._join(node, kept)
             case SplitNode():
@@ -128,6 +134,13 @@ class Replay:
                 return average([self._build(item, kept) for item in node.inputs], node.weights)
             case AllEqualNode():
                 return all_equal([self._build(item, kept) for item in node.inputs])
+            case PadNode():
+                return self._pad(node, kept)
+            case LowRankNode() if self.of_parameters:
+                kernel, down, up = (self._build(item, frozenset(range(len(item.shape)))) for item in node.inputs)
+                return add_low_rank(kernel, down, up, node.scale)
+            case LowRankNode():
+                raise CannotFollowError("a low-rank product was added to its parameter")
         raise CannotFollowError(f"{type(node).__name__} is not known")
 
     def _leaf(self, node: LeafNode, kept: Kept) -> View:
@@ -199,6 +212,16 @@ class Replay:
             return stack(built, sum(dim < axis for dim in kept))
         self.is_exact = False
         return average(built, [1.0] * len(built))
+
+    def _pad(self, node: PadNode, kept: Kept) -> View:
+        built = self._build(node.input, kept)
+        if self.of_parameters:
+            return pad(built, self._build(node.filler, kept), node.filling)
+        if _sizes(node, frozenset(range(len(node.shape))) - kept) != tuple(
+            size for dim, size in enumerate(node.input.shape) if dim not in kept
+        ):
+            self.is_exact = False
+        return pad(built, broadcast_to(np.zeros((), built.dtype), _sizes(node, kept)), "0")
 
     def _concat(self, node: ConcatNode, kept: Kept) -> View:
         axis = node.axis

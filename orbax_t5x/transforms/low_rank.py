@@ -1,0 +1,97 @@
+"""Low-rank adapters (LoRA) merged into the kernels that they adapt; nothing is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from orbax_t5x.lazy import View, add_low_rank
+from orbax_t5x.transforms.by_rules import ByRules, Matches
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
+from orbax_t5x.transforms.state import NewState, views_of
+from orbax_t5x.trees.flat import FlatState
+
+
+@dataclasses.dataclass(frozen=True)
+class AddLowRank(ByRules):
+    """Adds `scale * down @ up` to kernels, and takes the two factors out.
+
+    Sums are made in float32 (float64 where a leaf has 64 bits) and rounded to the kernel's dtype once; each shard reads
+    its part of the kernel, the rows of `down` and the columns of `up` that belong to it. A kernel of more dimensions
+    has some of them in `down` and the others in `up`: [in, rank] and [rank, heads, head_dim]. A kernel that matches and
+    has neither factor stays as it is; only one of them is a problem. `FollowOptimizer` resets the optimizer's leaves:
+    they belong to the kernel that was trained, and not to the sum.
+
+    Attributes:
+      pattern: a regex that must match a kernel's whole name.
+      down: the name of the factor [in, rank]; it may use the pattern's groups.
+      up: the name of the factor [rank, out], likewise.
+      scale: of the product; for LoRA alpha / rank.
+      require_match: whether it is an error that no kernel has factors.
+    """
+
+    pattern: Pattern
+    down: str
+    up: str
+    scale: float
+    require_match: bool = True
+
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern, "AddLowRank")
+        if not isinstance(self.down, str) or not isinstance(self.up, str):
+            raise TypeError(f"AddLowRank: down and up are names, not {self.down!r} and {self.up!r}")
+        object.__setattr__(self, "scale", float(self.scale))
+
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return (self.pattern,)
+
+    def _rule(self) -> str:
+        """The rule as plans and errors show it."""
+        return f"AddLowRank {pattern_text(self.pattern)!r}"
+
+    def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
+        factors: dict[str, tuple[str, str]] = {}
+        for name, (_, match) in matches.items():
+            down, up = (expand(match, template, self._rule(), diagnostics) for template in (self.down, self.up))
+            if down is not None and up is not None and state[name] is not None:
+                factors[name] = down, up
+        known = {name: pair for name, pair in factors.items() if any(state.get(factor) is not None for factor in pair)}
+        if factors and not known and self.require_match:
+            name, (down, up) = next(iter(factors.items()))
+            message = f"{self._rule()}: no kernel has factors; of {name!r} they would be {down!r} and {up!r}"
+            diagnostics.problem("unused_rule", None, message, "correct the names of the factors, or remove it")
+        taken = {factor for pair in known.values() for factor in pair}
+        for name, value in state.items():
+            if name in known:
+                self._put_sum(name, known[name], state, new, diagnostics)
+            elif name not in taken:
+                new.put(name, value, name)
+
+    def _put_sum(
+        self, name: str, factors: tuple[str, str], state: FlatState, new: NewState, diagnostics: Diagnostics
+    ) -> None:
+        """Puts the sum into the new state dict, or the kernel as it is after a problem."""
+        lacking = [factor for factor in factors if state.get(factor) is None]
+        made: View | None = None
+        if lacking:
+            message = f"{self._rule()}: {name!r} has one factor alone, there is no {lacking[0]!r}"
+            diagnostics.problem("missing", name, message, "give it both factors, or drop the other one")
+        else:
+            made = self._sum(name, [(one, state[one]) for one in (name, *factors)], diagnostics)
+        if made is None:
+            new.put(name, state[name], name)
+        else:
+            new.put(name, made, name, self._rule())
+
+    def _sum(self, name: str, leaves: list[tuple[str, Any]], diagnostics: Diagnostics) -> View | None:
+        views = views_of(leaves, diagnostics, becomes=name)
+        if views is None:
+            return None
+        try:
+            return add_low_rank(*views, self.scale)
+        except (ValueError, TypeError) as error:
+            kind = "shape" if isinstance(error, ValueError) else "dtype"
+            fix = "correct the names of the factors, or transpose or cast them first"
+            diagnostics.problem(kind, name, f"{self._rule()}: {error}", fix)
+            return None

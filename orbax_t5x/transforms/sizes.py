@@ -1,0 +1,184 @@
+"""Transforms that change how large leaves are under their own names: grown at the end, or a part taken. Nothing is
+read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import operator
+from types import EllipsisType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.lazy import Unfilled, View, broadcast_to, pad
+from orbax_t5x.transforms.by_rules import InPlace
+from orbax_t5x.transforms.patterns.table import Pattern, pattern_text
+from orbax_t5x.trees.dtypes import kind_of
+
+
+class Filling(enum.Enum):
+    """What new elements are, where that is no number."""
+
+    FALLBACK = "the fallback"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+FALLBACK = Filling.FALLBACK
+"""For `Pad`: new elements are those at the same place of the fallback's leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pad(InPlace):
+    """Grows leaves at their ends: a vocabulary of 32,100 rows to 32,256.
+
+    With `value=FALLBACK` the new elements are those at the same place of the leaf of `fallback=` that has the name of
+    the target's leaf. Transforms after it may move and cast the leaf; what takes elements out of their order, or
+    computes with them, has to come before it. `FollowOptimizer` gives the optimizer's leaves zeros for new elements
+    with any value: they have seen no gradient.
+
+    Attributes:
+      pattern: a regex that must match a whole name.
+      shape: the new shape; None keeps a dimension.
+      value: a number, or `FALLBACK`.
+      require_match: whether it is an error that no name matches.
+    """
+
+    pattern: Pattern
+    shape: tuple[int | None, ...]
+    value: complex | Filling = 0
+    require_match: bool = True
+
+    def __post_init__(self) -> None:
+        shape: Any = (self.shape,) if self.shape is None or hasattr(self.shape, "__index__") else self.shape
+        self._set(
+            shape=tuple(None if size is None else operator.index(size) for size in shape), value=_number(self.value)
+        )
+
+    def _compute(self, view: View) -> View:
+        shape = self._new_shape(view.shape)
+        if shape == view.shape:
+            return view
+        if isinstance(self.value, Filling):
+            return pad(view, Unfilled(self.value.value, shape, view.dtype), self.value.value)
+        return pad(view, broadcast_to(_as_dtype(self.value, view.dtype), shape), f"{self.value:g}")
+
+    def _new_shape(self, old: tuple[int, ...]) -> tuple[int, ...]:
+        if len(self.shape) != len(old):
+            raise ValueError(f"a shape of rank {len(self.shape)} for a leaf of shape {old}")
+        shape = tuple(size if wanted is None else wanted for size, wanted in zip(old, self.shape, strict=True))
+        if any(size > wanted for size, wanted in zip(old, shape, strict=True)):
+            raise ValueError(f"shape {shape} is smaller than the leaf's {old}; Slice takes a part of a leaf")
+        return shape
+
+
+def _number(value: Any) -> Any:
+    """A number as Python has it, whole ones as integers; `FALLBACK` as it is.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(value, Filling):
+        return value
+    number = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(number, bool | int | float | complex):
+        raise TypeError(f"Pad: value is a number or ot.transforms.FALLBACK, not {value!r}")
+    # Equal values have equal digests.
+    is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
+    return int(number) if is_whole else number
+
+
+def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
+    """A number in a leaf's dtype, rounded where that is a float.
+
+    Raises:
+      ValueError: the dtype has no such number.
+    """
+    if _fits(value, dtype):
+        with np.errstate(all="ignore"):
+            array = np.asarray(value).astype(dtype)
+            if not np.isfinite(complex(value)) or np.isfinite(array.astype(np.complex128)):
+                return array
+    raise ValueError(f"a leaf of dtype {dtype.name} has no value {value}")
+
+
+def _fits(value: complex, dtype: np.dtype) -> bool:
+    """Whether a number is of a leaf's kind, and within its range where that is an integer's."""
+    match kind_of(dtype):
+        case "bool":
+            return value in (0, 1)
+        case "int":
+            info = ml_dtypes.iinfo(dtype)
+            return isinstance(value, int) and int(info.min) <= value <= int(info.max)
+        case "float":
+            return isinstance(value, int | float)
+        case kind:
+            return kind == "complex"
+
+
+Part = int | EllipsisType | tuple[int | None, int | None, int | None] | None
+"""One part of an index; a slice is (start, stop, step)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice(InPlace):
+    """Takes a part of leaves, as NumPy's basic indexing does: `Slice(r".*/embedding", np.s_[:32000])`.
+
+    A slice that reaches beyond a leaf ends with it, as in NumPy; an integer beyond it is a problem.
+
+    Attributes:
+      pattern: a regex that must match a whole name.
+      index: integers, slices, None and `...`, or a tuple of these. A slice may also be given, and is kept, as a tuple
+        (start, stop, step).
+      require_match: whether it is an error that no name matches.
+    """
+
+    pattern: Pattern
+    index: tuple[Part, ...]
+    require_match: bool = True
+
+    def __post_init__(self) -> None:
+        given: Any = self.index
+        self._set(index=tuple(_part(part) for part in (given if isinstance(given, tuple) else (given,))))
+
+    def describe(self) -> str:
+        """One line for people; the index as one writes it."""
+        parts = ", ".join(_part_text(part) for part in self.index)
+        rest = "" if self.require_match else ", require_match=False"
+        return f"Slice({pattern_text(self.pattern)!r}, [{parts}]{rest})"
+
+    def _compute(self, view: View) -> View:
+        return view[tuple(slice(*part) if isinstance(part, tuple) else part for part in self.index)]
+
+
+def _part(part: Any) -> Part:
+    """One part of an index, hashable: Python 3.11 cannot hash slices.
+
+    Raises:
+      TypeError: it is no basic index.
+      ValueError: a step of zero.
+    """
+    if part is None or part is ...:
+        return part
+    bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else part
+    if isinstance(bounds, tuple):
+        if len(bounds) != 3 or any(bound is not None and not hasattr(bound, "__index__") for bound in bounds):
+            raise TypeError(f"Slice: a slice is (start, stop, step) of integers or None, not {bounds!r}")
+        start, stop, step = (None if bound is None else operator.index(bound) for bound in bounds)
+        if step == 0:
+            raise ValueError("Slice: the step of a slice must not be zero")
+        return start, stop, step
+    if isinstance(part, bool) or not hasattr(part, "__index__"):
+        raise TypeError(f"Slice: an index is made of integers, slices, None and '...', not {part!r}")
+    return operator.index(part)
+
+
+def _part_text(part: Part) -> str:
+    if not isinstance(part, tuple):
+        return "..." if part is ... else str(part)
+    start, stop, step = ("" if bound is None else str(bound) for bound in part)
+    return f"{start}:{stop}" + (f":{step}" if step else "")
