@@ -10,8 +10,37 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from orbax_t5x.errors import Problem
+from orbax_t5x.lazy import BlockingLeaf, Box, ReadStats, Request
 from orbax_t5x.restoring.target_leaf import TargetLeaf
 from orbax_t5x.restoring.targets import flatten_target
+
+
+class ComputedLeaf(BlockingLeaf):
+    """A leaf of what a fallback function returns; it has values only while a plan is executed.
+
+    Attributes:
+      target: what the target wants of it.
+    """
+
+    is_value = True
+
+    def __init__(self, name: str, target: TargetLeaf):
+        self.name = name
+        self.target = target
+        self.shape: tuple[int, ...] = target.shape
+        self.dtype: np.dtype = target.dtype
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """None: no byte of a checkpoint is read."""
+        return 0
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Refuses."""
+        self.read_blocking(requests, stats)
+
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        """Refuses: an execution reads from the array that it has computed instead."""
+        raise ValueError(f"{self.name}: what a fallback function returns is computed when a plan is executed")
 
 
 class Fallback:

@@ -28,7 +28,6 @@ Origin = Literal["the checkpoint", "the state dict", "the fallback"]
 _STEP_NAMES = frozenset({"step", "global_step"})
 # A Python scalar takes the dtype of what it meets where that is of the same kind or a later one.
 _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
-_RESHAPE = "give the target the checkpoint's shape, or map it with Reshape, Transpose, Split or another transform"
 
 
 class Fitting:
@@ -141,7 +140,9 @@ class Fitting:
     def _shape_problem(
         self, name: str, leaf: TargetLeaf, shape: tuple[int, ...], origin: Origin, source_text: str
     ) -> None:
-        fix = "give the fallback the target's shape" if origin == "the fallback" else _RESHAPE
+        fix = (
+            "give the fallback the target's shape" if origin == "the fallback" else _shape_fix(name, shape, leaf.shape)
+        )
         if leaf.kind == "key":
             message = (
                 f"{origin} has PRNG key data of shape {shape}, keys of {leaf.key_impl!r} in the target have data of "
@@ -216,6 +217,25 @@ class Fitting:
 
     def _problem(self, kind: ProblemKind, name: str, message: str, fix: str) -> None:
         self._note(Problem(kind, name, message, fix))
+
+
+def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """What gives a leaf the target's shape: padding where the target is larger throughout, a part where smaller."""
+    pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
+    if pairs and all(have <= want for have, want in pairs):
+        grown = ", ".join("None" if have == want else str(want) for have, want in pairs) + ("," * (len(pairs) == 1))
+        pad = f"ot.transforms.Pad({re.escape(name)!r}, ({grown})"
+        return (
+            f"give the target the checkpoint's shape, or grow the leaf: {pad}, value=0), or "
+            "value=ot.transforms.FALLBACK, which takes new elements from fallback="
+        )
+    if pairs and all(have >= want for have, want in pairs):
+        part = ", ".join(":" if have == want else f":{want}" for have, want in pairs)
+        return (
+            "give the target the checkpoint's shape, or take a part of the leaf: "
+            f"ot.transforms.Slice({re.escape(name)!r}, np.s_[{part}])"
+        )
+    return "give the target the checkpoint's shape, or map it with Reshape, Transpose, Split or another transform"
 
 
 def _kind(origin: Origin) -> ProblemKind:

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import Problem, ProblemKind
-from orbax_t5x.lazy import LazyArray, Leaf, View, as_view
-from orbax_t5x.restoring.fallback import Fallback
+from orbax_t5x.lazy import LazyArray, Leaf, View, as_view, fill, has_unfilled
+from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
@@ -172,14 +172,19 @@ class Matcher:
         if view is None:
             return None
         stored = view.leaves()
-        is_value = all([one.is_value for one in stored])
+        if has_unfilled(stored):
+            view = self._filled(name, leaf, view)
+            if view is None:
+                return None
+            stored = view.leaves()
+        read = [one for one in stored if not one.is_value]
         return PlanEntry(
             name,
-            () if is_value else self._source_names(stored),
+            self._source_names(read) if read else (),
             leaf.shape,
             leaf.dtype,
             leaf.sharding,
-            "value" if is_value else "read",
+            "read" if read else "value",
             view.describe(),
             self._diagnostics.rule_for.get(source_name, ""),
             self._diagnostics.fidelity.get(source_name, ""),
@@ -187,6 +192,29 @@ class Matcher:
             leaf,
             stored,
         )
+
+    def _filled(self, name: str, leaf: TargetLeaf, view: View) -> View | None:
+        """A view with the elements that the fallback gives; None where there is a problem."""
+        value = None if self.fallback is None else self.fallback.leaves.get(name)
+        if self.fallback is None or value is None:
+            lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
+            message = f"Pad takes new elements from the fallback, and {lack}"
+            fix = f"give fallback= a value of shape {leaf.shape} for {name!r}, or pad with a number"
+            self._problem("fallback", name, message, fix)
+            return None
+        if self.fallback.traced:
+            self._fitting.check_abstract(name, leaf, value)
+            given = as_view(ComputedLeaf(name, leaf))
+        else:
+            given = self._fitting.view(name, leaf, value, "the fallback")
+        if given is None or (given.shape, given.dtype) != (view.shape, view.dtype):
+            return None  # a shape or dtype that does not fit is a problem already
+        try:
+            return View(fill(view.node, given.node))
+        except ValueError as error:
+            message = f"Pad takes new elements from the fallback, but their places are not known after this: {error}"
+            self._problem("transform", name, message, "put Pad after that transform, or pad with a number")
+            return None
 
     def _check_placing(self, name: str, leaf: TargetLeaf) -> None:
         if not self._x64 and leaf.dtype in _WIDE:

@@ -27,14 +27,16 @@ import numpy as np
 
 from orbax_t5x.concurrency import CallerThread, LoopThread, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import BlockingLeaf, ChecksummedRange, Leaf, ReadStats, Request, slices_within
+from orbax_t5x.lazy import BlockingLeaf, ChecksummedRange, Leaf, ReadStats, Request, ValueLeaf, slices_within
 from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard, lower_shards
 from orbax_t5x.restoring.execute.steps import Part
+from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import ReadOptions
-from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
+from orbax_t5x.restoring.target_leaf import is_key_dtype
 from orbax_t5x.storage.memory import naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
 
@@ -113,15 +115,19 @@ class _Execution:
         self._verified: dict[Leaf, bool | None] = {}
         self._several = jax.process_count() > 1
         self._stop = threading.Event()
+        # What stands in for leaves that have no values before an execution.
+        self._in_memory: dict[Leaf, ValueLeaf] = {}
 
     def run(self) -> tuple[dict[str, Any], RestoreReport]:
         started = time.monotonic()
         entries = [entry for entry in self._plan.entries if entry.view is not None]
+        self._in_memory = self._computed_leaves(entries)
         groups = group_entries(entries, self._limit)
         for group in groups:
             self._pending.update(group.leaves.keys())
         if groups or self._several:
             self._read(groups)
+        self._in_memory.clear()
         self._values.update(self._computed())
         report = self._report(time.monotonic() - started)
         for entry in self._plan.entries:
@@ -207,7 +213,7 @@ class _Execution:
                 if self._stop.is_set():
                     return None
                 assert isinstance(leaf, BlockingLeaf), "a group is blocking when all its leaves are"
-                leaf.read_blocking(requests, self._stats)
+                self._in_memory.get(leaf, leaf).read_blocking(requests, self._stats)
             _run_steps(finish, group)
         return buffers
 
@@ -216,7 +222,7 @@ class _Execution:
         buffers, steps = _allocate(group)
         for shards in steps:
             reads, finish = _lower(shards, group)
-            await wait_all(leaf.read_into(requests, self._stats) for leaf, requests in reads)
+            await wait_all(self._in_memory.get(leaf, leaf).read_into(requests, self._stats) for leaf, requests in reads)
             if finish:
                 await run_in_pool(pool, _run_steps, finish, group)
         return buffers
@@ -256,6 +262,17 @@ class _Execution:
                 self._done_bytes += entry.bytes_to_read
                 self._progress(min(self._done_bytes, total), total, entry.name)
         return [value for value in placed.values() if isinstance(value, jax.Array)]
+
+    def _computed_leaves(self, entries: Sequence[PlanEntry]) -> dict[Leaf, ValueLeaf]:
+        """What a traced fallback gives to leaves that are read in part, as arrays placed like these leaves."""
+        partly = [(entry, leaf) for entry in entries for leaf in entry.leaves if isinstance(leaf, ComputedLeaf)]
+        if not partly or self._plan.fallback is None:
+            return {}
+        values = self._plan.fallback({leaf.name: leaf.target for _, leaf in partly})
+        arrays = {
+            name: jax.random.key_data(value) if is_key_dtype(value.dtype) else value for name, value in values.items()
+        }
+        return {leaf: ValueLeaf(on_host(entry, arrays[leaf.name]), leaf.name) for entry, leaf in partly}
 
     def _computed(self) -> dict[str, Any]:
         """Leaves that only a traced fallback can give."""
