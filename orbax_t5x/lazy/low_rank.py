@@ -112,7 +112,7 @@ def low_rank_node(kernel: Node, down: Node, up: Node, scale: float) -> Node:
             f"the product of shapes {down.shape} and {up.shape} has not the kernel's shape {kernel.shape}: down is "
             "[in, rank], up is [rank, out]"
         )
-    if not down.shape[-1]:
+    if 0 in up.shape[:1]:
         return kernel
     is_wide = any(node.dtype.name == "float64" for node in (kernel, down, up))
     sum_dtype = np.dtype("float64" if is_wide else "float32")

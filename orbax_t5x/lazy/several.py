@@ -98,7 +98,7 @@ def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
       ValueError: shapes that do not fit.
       TypeError: what holds no real floating-point numbers.
     """
-    return View(low_rank_node(*_nodes(_inputs("add_low_rank", [kernel, down, up])), scale))
+    return View(low_rank_node(as_view(kernel).node, as_view(down).node, as_view(up).node, scale))
 
 
 def all_equal(views: Iterable[Any]) -> View:

@@ -195,14 +195,14 @@ class Matcher:
 
     def _filled(self, name: str, leaf: TargetLeaf, view: View) -> View | None:
         """A view with the elements that the fallback gives; None where there is a problem."""
-        value = None if self.fallback is None else self.fallback.leaves.get(name)
-        if self.fallback is None or value is None:
+        value = None if self._fallback is None else self._fallback.leaves.get(name)
+        if self._fallback is None or value is None:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
             message = f"Pad takes new elements from the fallback, and {lack}"
             fix = f"give fallback= a value of shape {leaf.shape} for {name!r}, or pad with a number"
             self._problem("fallback", name, message, fix)
             return None
-        if self.fallback.traced:
+        if self._fallback.traced:
             self._fitting.check_abstract(name, leaf, value)
             given = as_view(ComputedLeaf(name, leaf))
         else:

@@ -88,8 +88,9 @@ class AddLowRank(ByRules):
         views = views_of(leaves, diagnostics, becomes=name)
         if views is None:
             return None
+        kernel, down, up = views
         try:
-            return add_low_rank(*views, self.scale)
+            return add_low_rank(kernel, down, up, self.scale)
         except (ValueError, TypeError) as error:
             kind = "shape" if isinstance(error, ValueError) else "dtype"
             fix = "correct the names of the factors, or transpose or cast them first"

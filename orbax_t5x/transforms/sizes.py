@@ -85,11 +85,12 @@ def _number(value: Any) -> Any:
     if isinstance(value, Filling):
         return value
     number = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(number, bool | int | float | complex):
+    if not isinstance(number, int | float | complex):
         raise TypeError(f"Pad: value is a number or ot.transforms.FALLBACK, not {value!r}")
-    # Equal values have equal digests.
-    is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
-    return int(number) if is_whole else number
+    # Equal values have equal digests: False, 0 and 0.0.
+    if isinstance(number, int) or (isinstance(number, float) and number.is_integer()):
+        return int(number)
+    return number
 
 
 def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
@@ -164,8 +165,8 @@ def _part(part: Any) -> Part:
     """
     if part is None or part is ...:
         return part
-    bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else part
-    if isinstance(bounds, tuple):
+    if isinstance(part, slice | tuple):
+        bounds: Any = (part.start, part.stop, part.step) if isinstance(part, slice) else part
         if len(bounds) != 3 or any(bound is not None and not hasattr(bound, "__index__") for bound in bounds):
             raise TypeError(f"Slice: a slice is (start, stop, step) of integers or None, not {bounds!r}")
         start, stop, step = (None if bound is None else operator.index(bound) for bound in bounds)
