@@ -16,14 +16,12 @@ from orbax_t5x.errors import CheckpointError
 from orbax_t5x.provenance.records import KEY, UNRECORDED, Lineage, from_metadata
 from orbax_t5x.provenance.runs import RunKey
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, committed, step_of_name
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.strict_json import parse_object
 
-# What Orbax appends to the names of directories that it has not finished, and the file that marks finished ones where
-# a directory cannot be renamed.
+# What Orbax appends to the names of directories that it has not finished.
 _TEMPORARY_MARK = ".orbax-checkpoint-tmp"
-_COMMIT_FILE = "commit_success.txt"
 
 
 class StepItem(NamedTuple):
@@ -95,11 +93,12 @@ def _items(run: RunKey) -> Iterator[tuple[int, epath.Path]]:
     except (FileNotFoundError, NotADirectoryError):
         return
     numbered = [(step, name) for name in names if (step := step_of_name(name)) is not None]
-    steps = [(step, root / name) for step, name in sorted(numbered, reverse=True)]
-    needs_commit = any((directory / _COMMIT_FILE).exists() for _, directory in steps)
-    for step, directory in steps:
-        if needs_commit and not (directory / _COMMIT_FILE).exists():
-            continue
+    finished = committed(
+        [(step, root / name) for step, name in sorted(numbered)],
+        is_marked=lambda numbered: (numbered[1] / COMMIT_FILE).exists(),
+        is_orbax=lambda numbered: (numbered[1] / STEP_METADATA_FILE).exists(),
+    )
+    for step, directory in reversed(finished):
         if (directory / run.item / METADATA_FILE).exists():
             yield step, directory / run.item
 

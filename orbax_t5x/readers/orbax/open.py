@@ -9,6 +9,7 @@ its error; the others can be read.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,6 +42,7 @@ from orbax_t5x.readers.orbax.steps import (
     MANIFEST_FILE,
     MSGPACK_FILE,
     STEP_METADATA_FILE,
+    deleted_item,
     finished_steps,
     is_item,
     is_step_directory,
@@ -60,6 +62,8 @@ from orbax_t5x.storage.paths import LEADS_OUT, Root
 from orbax_t5x.storage.strict_json import parse_object, read_small
 from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
 from orbax_t5x.trees.dtypes import kind_of
+
+_logger = logging.getLogger(__name__)
 
 _ARRAY_METADATAS = "array_metadatas"
 # Where an OCDBT database lies: its manifest, its tables, and those of single processes.
@@ -116,6 +120,8 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
     step_name = os.path.basename(parent)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
     in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
+    if in_step and deleted_item(parent) == name:
+        raise _being_deleted(directory)
     opened = _OrbaxOpening(Root(directory), limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
@@ -124,6 +130,12 @@ def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
     """The items of a step, or one of them."""
     opened = _OrbaxOpening(root, limits)
     names = item_names(root.path)
+    deleted = deleted_item(root.path)
+    if deleted in names:
+        if item == deleted or names == [deleted]:
+            raise _being_deleted(root.join(deleted))
+        _logger.warning("%s: the item %r is left out: its deletion was begun and not finished", root.path, deleted)
+        names.remove(deleted)
     if item is not None:
         if item not in names:
             if item in subdirectories(root.path).outside:
@@ -139,6 +151,14 @@ def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
     else:
         raise _no_items(root, opened.step_metadata)
     return opened.checkpoint(prefixes, step=step_of_name(os.path.basename(root.path)), items=names)
+
+
+def _being_deleted(directory: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        "the deletion of this item was begun and not finished, so it may lack any of its files; delete it again to "
+        "finish",
+        path=directory,
+    )
 
 
 def _listed(names: list[str]) -> str:

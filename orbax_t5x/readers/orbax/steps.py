@@ -4,7 +4,8 @@ each.
 A finished step is a directory whose name is a number, perhaps padded and perhaps after a prefix and `_`, and that holds
 the metadata of at least one item; step 0 is one. A rename makes a local step visible, so a temporary suffix, or a name
 that is no number for any other reason, means unfinished; an empty directory or one whose deletion was interrupted has
-no item left. No file is opened here.
+no item left. Where Orbax writes steps in place, a file that it writes last marks the finished ones. No file is opened
+here but the record of an item's deletion.
 """
 
 from __future__ import annotations
@@ -12,19 +13,36 @@ from __future__ import annotations
 import errno
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
-from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CorruptCheckpointError,
+    UnsupportedCheckpointError,
+)
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.strict_json import parse_object, read_small
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 MANIFEST_FILE = "manifest.ocdbt"
+# What Orbax writes last into a step, and into each item of it.
+COMMIT_FILE = "commit_success.txt"
+# Orbax v1 writes it into a step before it deletes one item, and removes it when the item is gone.
+_DELETION_FILE = "_CHECKPOINT_DELETION"
+_DELETED_NAME = "checkpointable_name"
+_MAX_DELETION_BYTES = 64 << 20  # it repeats the step's metadata, twice
 # T5X's own step directories and the first Orbax items keep their tree in a msgpack file of this name.
 MSGPACK_FILE = "checkpoint"
 _STEP_NAME = re.compile(r"(?:.+_)?(?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
 _TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+_Named = TypeVar("_Named")
 
 
 class Step(NamedTuple):
@@ -67,23 +85,64 @@ def is_step_directory(directory: str) -> bool:
     Without the marker (early Orbax), items that all have names of steps make it a root of trees that were saved without
     items, unless its own name is that of a step too.
     """
-    if is_file(directory, STEP_METADATA_FILE):
+    if _is_orbax_step(directory):
         return True
     items = item_names(directory)
     own = step_of_name(os.path.basename(directory))
     return bool(items) and (own is not None or any(step_of_name(name) is None for name in items))
 
 
+def deleted_item(directory: str) -> str | None:
+    """The item of a step whose deletion was begun and not finished, as Orbax v1 records it; None where there is none.
+
+    Raises:
+      CorruptCheckpointError: the record names no item.
+    """
+    if not is_file(directory, _DELETION_FILE):
+        return None
+    root = Root(directory)
+    path = root.join(_DELETION_FILE)
+    record = parse_object(read_small(root, _DELETION_FILE, limit=_MAX_DELETION_BYTES), path, allow_nan=True)
+    name = record.get(_DELETED_NAME)
+    if not isinstance(name, str):
+        raise CorruptCheckpointError(f"{_DELETED_NAME!r} is {str(name)[:200]!r}, not the name of an item", path=path)
+    return name
+
+
 def is_step(directory: str) -> bool:
-    """Whether a directory with the name of a step is a finished one."""
+    """Whether a directory with the name of a step is a finished one, as far as it shows by itself."""
     try:
-        return is_item(directory) or is_file(directory, MSGPACK_FILE) or bool(item_names(directory))
+        if is_item(directory) or is_file(directory, MSGPACK_FILE):
+            return True
+        names = item_names(directory)
+        if _is_orbax_step(directory) and not has_commit_file(directory):
+            if any(has_commit_file(os.path.join(directory, name)) for name in names):
+                return False  # its items are finished, and it is not
+        return any(name != _deleted_item_if_known(directory) for name in names)
     except CheckpointGoneError:
         return False  # deleted since its parent was listed, by whoever keeps only the newest steps
     except CheckpointIOError as error:
         if error.errno != errno.EACCES:
             raise
         return False
+
+
+def _deleted_item_if_known(directory: str) -> str | None:
+    """`deleted_item`; a record that cannot be read is for whoever opens the step."""
+    try:
+        return deleted_item(directory)
+    except CheckpointError:
+        return None
+
+
+def _is_orbax_step(directory: str) -> bool:
+    """Whether a directory has the metadata that Orbax writes first into a step."""
+    return is_file(directory, STEP_METADATA_FILE)
+
+
+def has_commit_file(directory: str) -> bool:
+    """Whether Orbax has marked a directory as finished."""
+    return is_file(directory, COMMIT_FILE)
 
 
 def finished_steps(root: str) -> list[Step]:
@@ -93,12 +152,42 @@ def finished_steps(root: str) -> list[Step]:
     out, and nobody gets an older step for it.
     """
     inside, outside = subdirectories(root)
-    finished = [step for step in _steps_named(inside) if is_step(os.path.join(root, step.name))]
-    return sorted([*finished, *_steps_named(outside)])
+    steps = sorted(step for step in _steps_named(inside) if is_step(os.path.join(root, step.name)))
+
+    def is_marked(step: Step) -> bool:
+        return has_commit_file(os.path.join(root, step.name))
+
+    def is_orbax(step: Step) -> bool:
+        return _is_orbax_step(os.path.join(root, step.name))
+
+    return sorted([*committed(steps, is_marked, is_orbax), *_steps_named(outside)])
 
 
 def _steps_named(names: list[str]) -> list[Step]:
     return [Step(step, name) for name in names if (step := step_of_name(name)) is not None]
+
+
+def committed(
+    steps: Iterable[_Named], is_marked: Callable[[_Named], bool], is_orbax: Callable[[_Named], bool]
+) -> list[_Named]:
+    """The steps that are finished by what Orbax writes last.
+
+    A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
+    wrote the mark from some version on whichever way it takes, so it is only asked for in steps after one that has it.
+
+    Args:
+      steps: oldest first.
+      is_marked: whether a step has the commit file.
+      is_orbax: whether it has Orbax's metadata of a step, which is written first. T5X's own steps have neither.
+    """
+    finished: list[_Named] = []
+    expected = False
+    for step in steps:
+        marked = is_marked(step)
+        expected = expected or marked
+        if marked or not expected or not is_orbax(step):
+            finished.append(step)
+    return finished
 
 
 def newest_directory(root: str, steps: list[Step]) -> str:

@@ -1,0 +1,161 @@
+"""Steps that Orbax has not finished, and items whose deletion it has not finished: against Orbax looking at the same."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
+from orbax_t5x.restoring.run_steps import newest_lineage, step_item
+
+IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+
+
+def options(**given):
+    return ocp.CheckpointManagerOptions(atomicity_options=IN_PLACE, **given)
+
+
+def save(root, *steps):
+    with ocp.CheckpointManager(root, options=options()) as manager:
+        for step in steps:
+            items = {name: ocp.args.StandardSave({"x": np.full(2, step)}) for name in ("a", "b")}
+            manager.save(step, args=ocp.args.Composite(**items))
+
+
+def orbax_steps(root):
+    with ocp.CheckpointManager(root, options=options(read_only=True)) as manager:
+        return sorted(manager.all_steps())
+
+
+def unfinish(step, *, items=()):
+    """What a save in place that was killed leaves."""
+    (step / "commit_success.txt").unlink()
+    for item in items:
+        shutil.rmtree(step / item)
+
+
+@pytest.mark.parametrize("items", [(), ("b",)])
+def test_the_newest_step_is_the_newest_committed_one(tmp_path, items):
+    save(tmp_path, 1, 2, 3)
+    unfinish(tmp_path / "3", items=items)
+    assert orbax_steps(tmp_path) == [1, 2]
+    assert ot.latest_step(tmp_path) == ot.latest_step(tmp_path, validated=True) == 2
+    np.testing.assert_array_equal(ot.restore(tmp_path, None, item="a")["x"], [2, 2])
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.step == 2
+    # By its own path it is what was asked for.
+    np.testing.assert_array_equal(ot.restore(tmp_path / "3", None, item="a")["x"], [3, 3])
+
+
+def test_the_first_step_is_known_by_its_items(tmp_path):
+    save(tmp_path, 1)
+    unfinish(tmp_path / "1")
+    assert orbax_steps(tmp_path) == []
+    assert ot.latest_step(tmp_path) is None
+    with pytest.raises(CheckpointNotFoundError):
+        ot.restore(tmp_path, None)
+
+
+def test_steps_of_orbax_versions_that_wrote_no_mark_stay_steps(tmp_path, goldens):
+    """A run that began with such a version: its steps, and then marked ones."""
+    old = goldens / "t5x_orbax" / "d1_adamw_oldjax" / "checkpoint_3"
+    assert not (old / "commit_success.txt").exists()
+    shutil.copytree(old, tmp_path / "3")
+    assert ot.latest_step(tmp_path) == 3
+    save(tmp_path, 5)
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.step == 5
+    shutil.rmtree(tmp_path / "5")
+    assert ot.latest_step(tmp_path) == 3
+
+
+def test_a_runs_lineage_is_read_from_committed_steps(tmp_path):
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler(), options=options()) as manager:
+        manager.save(1, args=ot.args.TrainStateSave({"x": np.ones(2)}, provenance=()))
+        manager.save(2, args=ot.args.TrainStateSave({"x": np.ones(2)}))
+    run = step_item(tmp_path / "2" / "default").run
+    recorded = newest_lineage(run, except_step=3)
+    assert recorded is not None
+    metadata = tmp_path / "2" / "default" / "_METADATA"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "custom_metadata": None}))
+    assert newest_lineage(run, except_step=3) != recorded
+    unfinish(tmp_path / "2")
+    assert newest_lineage(run, except_step=3) == recorded
+
+
+# -- the deletion of an item
+
+# Earlier versions of Orbax delete whole steps alone, and know no record.
+KNOWS_DELETION = hasattr(v1, "delete")
+
+
+def assert_orbax_refuses(load, match):
+    if KNOWS_DELETION:
+        with pytest.raises(Exception, match=match):
+            load()
+
+
+@pytest.fixture
+def step(tmp_path):
+    """A step of Orbax v1 with two items, of which one is being deleted."""
+    path = tmp_path / "root" / "4"
+    v1.save_checkpointables(path, {"a": {"x": np.ones(2)}, "b": {"x": np.zeros(2)}})
+    begin_deletion(path, "b")
+    return path
+
+
+def begin_deletion(path, name):
+    """The record that `v1.delete` writes before anything else."""
+    metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    handlers = {item: handler for item, handler in metadata["item_handlers"].items() if item != name}
+    record = {
+        "operation_id": "0" * 32,
+        "checkpointable_name": name,
+        "destination": None,
+        "original_metadata": metadata,
+        "updated_metadata": {**metadata, "item_handlers": handlers},
+    }
+    (path / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
+
+
+def test_an_item_that_is_being_deleted_is_left_out(step, caplog):
+    if KNOWS_DELETION:
+        assert v1.load_checkpointables(step).keys() == {"a"}
+    with caplog.at_level(logging.WARNING, logger="orbax_t5x"), ot.open_checkpoint(step) as checkpoint:
+        assert list(checkpoint.leaves) == ["x"]
+        np.testing.assert_array_equal(checkpoint.leaves["x"].get(), 1)
+    assert "'b' is left out" in caplog.text
+    assert ot.latest_step(step.parent) == 4
+
+
+def test_an_item_that_is_being_deleted_is_not_read(step):
+    assert_orbax_refuses(lambda: v1.load_checkpointables(step, {"b": None}), "pending deletion")
+    for path, item in ((step, "b"), (step / "b", None), (step.parent, "b")):
+        with pytest.raises(CheckpointNotFoundError, match="deletion"):
+            ot.restore(path, None, item=item)
+
+
+def test_a_step_whose_only_item_is_being_deleted_is_none(tmp_path):
+    for number in (1, 2):
+        v1.save(tmp_path / str(number), {"x": np.full(2, number)})
+    (item,) = (entry.name for entry in (tmp_path / "2").iterdir() if entry.is_dir())
+    begin_deletion(tmp_path / "2", item)
+    assert_orbax_refuses(lambda: v1.load(tmp_path / "2"), "No valid PyTree")
+    with pytest.raises(CheckpointNotFoundError, match="deletion"):
+        ot.restore(tmp_path / "2", None)
+    assert ot.latest_step(tmp_path) == 1
+    np.testing.assert_array_equal(ot.restore(tmp_path, None)["x"], [1, 1])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpointable_name": 3}'])
+def test_a_damaged_record_is_an_error_as_in_orbax(step, text):
+    (step / "_CHECKPOINT_DELETION").write_text(text)
+    assert_orbax_refuses(lambda: v1.load_checkpointables(step), "deletion record")
+    with pytest.raises(CorruptCheckpointError, match="_CHECKPOINT_DELETION"):
+        ot.restore(step, None)
+    assert ot.latest_step(step.parent) == 4
