@@ -6,6 +6,7 @@ timeout: a peer that dies takes the others with it.
 
 import json
 import os
+import signal
 import sys
 
 _DEVICES_EACH = 2
@@ -15,6 +16,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES_EAC
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -88,6 +90,27 @@ def save_and_restore(path, root):
     return {"same": bool(same)}
 
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restore_where_one_dies(path, where):
+    """The second process is killed while it reads, or before it reads."""
+    dies = jax.process_index() == 1
+    target = state_target(path, PartitionSpec("x"))
+    transforms = [ot.transforms.Translate()]
+    if where == "reading":
+        ot.restore(path, target, transforms, progress=(lambda *_: die()) if dies else None)
+    if dies:
+        die()
+    handler = ot.TrainStateHandler()
+    handler.restore(epath.Path(path), ot.args.TrainStateRestore(target, transforms))
+
+
+# Jobs after which a process ends alone: what JAX does at the end, all do together.
+_ENDS_ALONE = ("restore_where_one_dies",)
+
+
 def main():
     job, coordinator, count, index, result_path, *arguments = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -96,8 +119,11 @@ def main():
         result = globals()[job](*arguments)
     except (ot.errors.CheckpointError, ValueError) as error:
         result = {"error": type(error).__name__, "leaf": getattr(error, "leaf", None), "text": str(error)}
+        result["path"] = getattr(error, "path", None)
     with open(result_path, "w") as file:
         json.dump(result, file)
+    if job in _ENDS_ALONE:
+        os._exit(0)
     multihost_utils.sync_global_devices("done")
     jax.distributed.shutdown()
 

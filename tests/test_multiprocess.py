@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,8 @@ _TIMEOUT_SECS = 240
 _REPOSITORY = Path(__file__).parents[1]
 
 
-def run_processes(count, job, *arguments):
+def run_processes(count, job, *arguments, killed=()):
+    """What each process tells; None for those that are killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -40,10 +42,10 @@ def run_processes(count, job, *arguments):
     finally:
         for worker in workers:
             worker.kill()
-    for worker, (_, errors) in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, errors[-4000:]
+    for index, (worker, (_, errors)) in enumerate(zip(workers, outputs, strict=True)):
+        assert worker.returncode == (-signal.SIGKILL if index in killed else 0), errors[-4000:]
     with folder:
-        return [json.loads(result.read_text()) for result in results]
+        return [None if index in killed else json.loads(result.read_text()) for index, result in enumerate(results)]
 
 
 @pytest.fixture
@@ -86,6 +88,13 @@ def test_a_process_that_can_not_read_ends_the_others_too(bundle):
     first, second = run_processes(2, "restore_where_one_fails", bundle)
     assert first["error"] == "CheckpointIOError" and "process 1" in first["text"]
     assert second["error"] == "ValueError" and "closed" in second["text"]
+
+
+@pytest.mark.parametrize("where", ["reading", "planning"])
+def test_a_process_that_dies_ends_the_others_with_an_error_that_names_the_checkpoint(bundle, where):
+    survivor, _ = run_processes(2, "restore_where_one_dies", bundle, where, killed=[1])
+    assert survivor["error"] == "CheckpointIOError" and "has died" in survivor["text"]
+    assert str(bundle) in survivor["path"]
 
 
 def test_save_and_restore_through_a_manager(bundle, tmp_path):

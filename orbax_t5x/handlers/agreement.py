@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from orbax_t5x.errors import CheckpointIOError, Problem, RestorePlanError
+from orbax_t5x.restoring.execute.exchange import gather
 from orbax_t5x.restoring.lineage import Records
 
 
@@ -27,9 +27,10 @@ class Agreement:
     Use it as a context around planning: an error that leaves it is told to the others.
     """
 
-    def __init__(self, primary: int):
-        """Args: the index of the process whose record counts."""
+    def __init__(self, primary: int, path: str):
+        """Args: the index of the process whose record counts, and what is being restored, for errors."""
         self._primary = primary
+        self._path = path
         self._several = jax.process_count() > 1
         self._told_failure = False
 
@@ -40,7 +41,9 @@ class Agreement:
             yield
         except BaseException:
             if not self._told_failure:
-                self._exchange(b"", failed=True)
+                # This process's own error says more than that there is nobody to tell it to.
+                with contextlib.suppress(CheckpointIOError):
+                    self._exchange(b"", failed=True)
             raise
 
     def records(self, mine: Records) -> Records:
@@ -76,14 +79,11 @@ class Agreement:
         """What each process tells, by its index.
 
         Raises:
-          CheckpointIOError: another process failed.
+          CheckpointIOError: another process failed, or has died.
         """
         if not self._several:
             return [payload]
-        sizes_and_failures = np.asarray(
-            multihost_utils.process_allgather(np.asarray([len(payload), failed], np.uint32))
-        )
-        sizes_and_failures = sizes_and_failures.reshape(-1, 2)
+        sizes_and_failures = self._gather(np.asarray([len(payload), failed], np.uint32))
         failures = [
             index for index in np.flatnonzero(sizes_and_failures[:, 1]).tolist() if index != jax.process_index()
         ]
@@ -91,11 +91,19 @@ class Agreement:
             self._told_failure = True
         if failures and not failed:
             who = ", ".join(map(str, failures))
-            raise CheckpointIOError(f"the restore failed on process {who} before it read; its own error says why")
+            message = f"the restore failed on process {who} before it read; its own error says why"
+            raise CheckpointIOError(message, path=self._path)
         if failed:
             return []
         longest = max(1, int(sizes_and_failures[:, 0].max()))
         padded = np.zeros(longest, np.uint8)
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-        rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, longest)
+        rows = self._gather(padded)
         return [row[: int(size)].tobytes() for row, size in zip(rows, sizes_and_failures[:, 0], strict=True)]
+
+    def _gather(self, mine: np.ndarray) -> np.ndarray:
+        try:
+            return gather(mine, self._path)
+        except CheckpointIOError:
+            self._told_failure = True  # nobody is left who could be told
+            raise

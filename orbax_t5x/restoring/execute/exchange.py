@@ -21,36 +21,58 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange
 _COLUMNS = 4  # leaf, start, stop, crc
 
 
-def gather_parts(stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool) -> dict[Leaf, list[ChecksummedRange]]:
+def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
+    """The arrays of all processes, one row each; every process must call it.
+
+    Args:
+      mine: of one shape and dtype in all processes.
+      path: of what is being restored, for the error.
+
+    Raises:
+      CheckpointIOError: another process does not answer. JAX's runtime notices that one has died; one that was
+        stopped, or that a network parts, ends this process when JAX's own heartbeat says so.
+    """
+    try:
+        rows = np.asarray(multihost_utils.process_allgather(mine))
+    except RuntimeError as error:  # `jax.errors.JaxRuntimeError` is one, and has no type for checkers
+        text = " ".join(str(error).split())
+        message = f"another process of this restore has died, or cannot be reached: {text}"
+        raise CheckpointIOError(message, path=path) from error
+    return rows.reshape(-1, *mine.shape)
+
+
+def gather_parts(
+    stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool, path: str | None
+) -> dict[Leaf, list[ChecksummedRange]]:
     """The parts of all processes, by this process's leaf.
 
     Args:
       stats: what this process noted.
       leaves: of the plan, in an order that all processes have.
       failed: whether this process could not read.
+      path: of what is being restored, for errors.
 
     Raises:
-      CheckpointIOError: some process could not.
+      CheckpointIOError: some process could not, or has died.
     """
     noted = [
         (index, part.start, part.stop, part.crc) for index, leaf in enumerate(leaves) for part in stats.ranges(leaf)
     ]
     # Without jax_enable_x64 an all-gather would narrow int64: each number travels as two uint32.
     mine = np.asarray(noted, np.uint64).reshape(-1, _COLUMNS)
-    counts_and_failures = np.asarray(
-        multihost_utils.process_allgather(np.asarray([len(mine), failed], np.uint32))
-    ).reshape(-1, 2)
+    counts_and_failures = gather(np.asarray([len(mine), failed], np.uint32), path)
     counts, failures = counts_and_failures[:, 0], np.flatnonzero(counts_and_failures[:, 1]).tolist()
     if failures:
-        raise CheckpointIOError(f"reading failed on process {', '.join(map(str, failures))}; its own error says why")
+        who = ", ".join(map(str, failures))
+        raise CheckpointIOError(f"reading failed on process {who}; its own error says why", path=path)
     longest = int(np.max(counts))
     if not longest:
         return {}
     padded = np.zeros((longest, _COLUMNS), np.uint64)
     padded[: len(mine)] = mine
-    gathered = np.asarray(multihost_utils.process_allgather(padded.view(np.uint32)))
+    gathered = gather(padded.view(np.uint32), path)
     parts: dict[Leaf, list[ChecksummedRange]] = {}
-    for count, block in zip(counts, gathered.reshape(-1, longest, 2 * _COLUMNS), strict=True):
+    for count, block in zip(counts, gathered, strict=True):
         rows: list[list[int]] = np.ascontiguousarray(block[: int(count)]).view(np.uint64).tolist()
         for index, start, stop, crc in rows:
             parts.setdefault(leaves[index], []).append(ChecksummedRange(start, stop, crc))

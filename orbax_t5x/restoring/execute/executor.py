@@ -158,7 +158,8 @@ class _Execution:
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
-            parts = gather_parts(self._stats, self._leaves_in_order(), failed=error is not None)
+            path = ", ".join(checkpoint.path for checkpoint in self._plan.checkpoints.values()) or None
+            parts = gather_parts(self._stats, self._leaves_in_order(), failed=error is not None, path=path)
         except CheckpointIOError:
             if error is None:
                 raise
