@@ -1,4 +1,4 @@
-"""Steps that Orbax has not finished, and items whose deletion it has not finished: against Orbax looking at the same."""
+"""Steps that Orbax has not finished, and items whose deletion it has not finished: against Orbax itself."""
 
 import json
 import logging

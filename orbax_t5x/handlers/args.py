@@ -49,6 +49,9 @@ class TrainStateSave(ocp.args.CheckpointArgs):
       memory_limit_bytes: bounds the host memory that lazy leaves take on their way; 256 MiB if None.
       progress: as in `orbax_t5x.restore`, for lazy leaves.
       ocdbt_target_data_file_size: as in `ocp.args.PyTreeSave`.
+      save_args: a tree like the item of `ocp.SaveArgs`, or None where a leaf needs none: `dtype` (before the one
+        above), `chunk_byte_size` and `shard_axes` of single leaves. After `transforms` its names are those of what
+        they give.
     """
 
     item: Any = dataclasses.field(repr=False)
@@ -60,6 +63,7 @@ class TrainStateSave(ocp.args.CheckpointArgs):
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
     progress: Progress | None = ReadOptions.progress
     ocdbt_target_data_file_size: int | None = None
+    save_args: Any = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(eq=False)

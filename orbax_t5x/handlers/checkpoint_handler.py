@@ -9,7 +9,6 @@ stock Orbax.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType
 from orbax_t5x.handlers.save_tree import Prepared, prepare
+from orbax_t5x.handlers.stock_restore import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLeaves
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.provenance.chains import ChainRecord
@@ -32,8 +32,7 @@ from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.run_steps import StepItem, has_older_record, newest_lineage, step_item
 
-_ITEM_METADATA = "_METADATA"
-_PLACEHOLDER = '"placeholder"'
+_GB = 10**9  # Orbax's
 
 
 class TrainStateHandler(ocp.AsyncCheckpointHandler):
@@ -60,9 +59,15 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         type_handler_registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
         **options: Any,
     ):
-        """Args are those of `ocp.PyTreeCheckpointHandler`, which says what they mean; all have its defaults."""
+        """Args are those of `ocp.PyTreeCheckpointHandler`, which says what they mean; all have its defaults.
+
+        `restore_concurrent_gb` bounds restores with a target too: their `memory_limit_bytes` is at most that, and that
+        where it is not given. `type_handler_registry` is asked in them for leaves of types that no array becomes, and
+        for what its own handlers stored.
+        """
         processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
         self._primary_host = processes.primary_host
+        self._given_registry = type_handler_registry
         self._registry = WithStreamedLeaves(type_handler_registry or GlobalTypeHandlers())
         self._orbax = ocp.PyTreeCheckpointHandler(
             use_ocdbt=use_ocdbt,
@@ -75,6 +80,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             type_handler_registry=self._registry,
             **options,
         )
+        self._restore_limit = None if restore_concurrent_gb is None else int(restore_concurrent_gb * _GB)
         self._restored: tuple[Mapping[str, Any], ...] = ()
 
     # -- saving
@@ -109,7 +115,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             prepared.writer.run_deferred()
         except BaseException as error:
             self._discard(directory)
-            raise _failed_saves.as_checkpoint_error(error, directory) from error
+            _failed_saves.raise_as_checkpoint_error(error, directory)
 
     def finalize(self, directory: epath.Path) -> None:
         """Merges what the processes wrote and makes it durable; Orbax calls it on one process."""
@@ -118,7 +124,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             _failed_saves.sync_tree(directory)
         except BaseException as error:
             self._discard(directory)
-            raise _failed_saves.as_checkpoint_error(error, directory) from error
+            _failed_saves.raise_as_checkpoint_error(error, directory)
 
     def _prepare(self, directory: epath.Path, args: TrainStateSave, *, deferred: bool) -> Prepared:
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
@@ -169,30 +175,34 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 raise _without_target(given, directory)
             return self._stock_restore(directory)
         own = args.source is None
-        agreement = Agreement(self._primary_host or 0)
+        registry, types = (self._registry, self._types_of_users(directory)) if own else (None, {})
+        handled = HandledLeaves(args.target, registry, types)
+        agreement = Agreement(self._primary_host or 0, os.fspath(directory))
         asking = Asking("own step" if own else "restore", agreement.records)
         with contextlib.ExitStack() as stack:
             with agreement.planning():
-                reading = ReadOptions.of(args)
+                reading = ReadOptions.of(args).within(self._restore_limit)
                 source = directory if own else args.source
-                opened = open_plan(source, args.target, args.transforms, PlanOptions.of(args), asking)
+                opened = open_plan(source, handled.target, args.transforms, PlanOptions.of(args), asking)
                 plan = stack.enter_context(opened)
+                handled.check_plan(plan, directory)
+                values = handled.restore(self._orbax, directory)
                 agreement.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
-            restored = plan.run(reading)
+            restored = handled.put_into(plan.run(reading), values)
         self._note_restored(directory if own else None, plan.provenance)
         return restored
 
+    def _types_of_users(self, directory: epath.Path) -> dict[str, str]:
+        """The recorded types of an item's leaves, by name, that handlers of the given table stored."""
+        if self._given_registry is None:
+            return {}
+        return types_of_users(value_types(read_metadata(directory)), self._given_registry)
+
     def _stock_restore(self, directory: epath.Path) -> Any:
-        metadata = directory / _ITEM_METADATA
-        text = metadata.read_text() if metadata.exists() else "{}"
-        # `StandardCheckpointHandler` looks the shardings up before; the other one warns that it must. It wants a
-        # metadata file, which old checkpoints lack, and cannot read the metadata of placeholders.
-        if metadata.exists() and _PLACEHOLDER not in text:
-            restored = ocp.StandardCheckpointHandler().restore(directory, args=ocp.args.StandardRestore())
-        else:
-            restored = self._orbax.restore(directory, args=ocp.args.PyTreeRestore())
+        metadata = read_metadata(directory)
+        restored = restore_whole(self._orbax, directory, metadata)
         # The record is carried along whoever restored: a run that loses it would be transformed twice.
-        recorded = provenance.from_metadata(json.loads(text).get("custom_metadata"), path=directory)
+        recorded = provenance.from_metadata(metadata.get("custom_metadata"), path=directory)
         place = step_item(directory)
         if recorded is None and place is not None and has_older_record(place):
             recorded = (provenance.UNRECORDED,)

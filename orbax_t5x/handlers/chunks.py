@@ -5,11 +5,31 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from orbax_t5x.lazy import Box
 
 
-def choose_chunk(shape: Sequence[int], itemsize: int, limit: int, unit: Sequence[int] | None = None) -> tuple[int, ...]:
+class ChunkWishes(NamedTuple):
+    """What a caller wants of the chunks of one array.
+
+    Attributes:
+      nbytes: that a chunk has at most.
+      cut_first: the dimensions to cut before others.
+    """
+
+    nbytes: int | None = None
+    cut_first: tuple[int, ...] = ()
+
+
+def choose_chunk(
+    shape: Sequence[int],
+    itemsize: int,
+    limit: int,
+    unit: Sequence[int] | None = None,
+    *,
+    cut_first: Sequence[int] = (),
+) -> tuple[int, ...]:
     """The shape of the chunks that an array is stored in.
 
     Whole trailing dimensions come first, so that a chunk is few runs of a row-major source. The dimension that is
@@ -21,10 +41,11 @@ def choose_chunk(shape: Sequence[int], itemsize: int, limit: int, unit: Sequence
       itemsize: bytes of an element.
       limit: bytes that a chunk may have; at least one unit is taken whatever its size.
       unit: the chunks of the source. They are never cut: each piece of one would cost decoding all of it.
+      cut_first: dimensions that come last, so that they are cut before others.
     """
     unit = [max(1, min(size, part)) for size, part in zip(shape, unit or (1,) * len(shape), strict=True)]
     chunk = list(unit)
-    for axis in reversed(range(len(shape))):
+    for axis in sorted(reversed(range(len(shape))), key=lambda axis: axis in cut_first):
         rest = math.prod(chunk) // chunk[axis] * itemsize
         if rest * shape[axis] <= limit:
             chunk[axis] = max(1, shape[axis])

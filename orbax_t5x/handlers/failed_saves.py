@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from etils import epath
 
@@ -40,17 +41,34 @@ _ERRNO_TEXTS = {
     "Input/output error": errno.EIO,
     "File too large": errno.EFBIG,
 }
+# How the errors of a store begin that no change of the arguments mends.
+_STORE_FAILURE = re.compile(
+    "UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DATA_LOSS|ABORTED|CANCELLED|DEADLINE_EXCEEDED"
+    "|NOT_FOUND|FAILED_PRECONDITION|OUT_OF_RANGE|INTERNAL|UNKNOWN"
+)
 
 
 def as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | None = None) -> BaseException:
-    """An error of writing as `CheckpointIOError` with its `errno`; ours, and interrupts, stay as they are."""
+    """A failure to write as `CheckpointIOError` with its `errno`; every other error stays as it is."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
     text = " ".join(str(error).split()) or type(error).__name__
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         number = next((number for part, number in _ERRNO_TEXTS.items() if part in text), None)
+    if number is None and not isinstance(error, OSError) and not _STORE_FAILURE.match(text):
+        return error
     return CheckpointIOError(f"could not be written: {text}", path=os.fspath(directory), leaf=leaf, errno=number)
+
+
+def raise_as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | None = None) -> NoReturn:
+    """Raises what `as_checkpoint_error` makes of an error of writing."""
+    typed = as_checkpoint_error(error, directory, leaf=leaf)
+    if typed is not error:
+        raise typed from error
+    if leaf is not None and not isinstance(error, CheckpointError):
+        error.add_note(f"while the leaf {leaf!r} was written to {os.fspath(directory)}")
+    raise error
 
 
 def discard(directory: Any) -> None:
@@ -113,7 +131,7 @@ class GuardedCommit:
             self.cancel()
             if self._remove:
                 remove_temporary(self._directory)
-            raise as_checkpoint_error(first_failure(error), self._directory) from error
+            raise_as_checkpoint_error(first_failure(error), self._directory)
 
     def cancel(self) -> None:
         """Cancels what still runs."""

@@ -19,6 +19,8 @@ import orbax.checkpoint as ocp
 
 from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
+from orbax_t5x.handlers.chunks import ChunkWishes
+from orbax_t5x.handlers.leaf_options import save_options
 from orbax_t5x.handlers.storable import check_leaves, check_names, storable
 from orbax_t5x.handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers import StreamedLeaf
@@ -74,12 +76,16 @@ def prepare(args: TrainStateSave, records: Sequence[Mapping[str, Any]], registry
     leaves = [leaf for _, leaf in paths]
     skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
     check_names(paths, skipped)
-    cast = _casts(args.dtype, tree, names, leaves)
+    options = save_options(args.save_args, names, _casts(args.dtype, tree, names, leaves))
     ready = [
-        _SKIPPED if name in skipped else _ready(leaf, name, cast.get(name), writer)
-        for name, leaf in zip(names, leaves, strict=True)
+        _SKIPPED if name in skipped else _ready(leaf, name, option, writer)
+        for name, leaf, option in zip(names, leaves, options, strict=True)
     ]
-    save_args = [ocp.SaveArgs(dtype=_orbax_cast(leaf, cast.get(name))) for name, leaf in zip(names, ready, strict=True)]
+    # A streamed leaf is cast already.
+    save_args = [
+        dataclasses.replace(option, dtype=None) if isinstance(leaf, StreamedLeaf) else option
+        for leaf, option in zip(ready, options, strict=True)
+    ]
     metadata = {**(args.custom_metadata or {}), **provenance.to_metadata([dict(record) for record in records], skipped)}
     return Prepared(
         _put_together(treedef, ready, ready),
@@ -155,21 +161,17 @@ def _nnx_parameters(tree: Any) -> set[str]:
     return found
 
 
-def _orbax_cast(leaf: Any, dtype: np.dtype | None) -> np.dtype | None:
-    """Orbax casts what it writes itself; a streamed leaf is cast already."""
-    return None if isinstance(leaf, StreamedLeaf) else dtype
-
-
 # -- putting the tree together
 
 
-def _ready(leaf: Any, name: str, dtype: np.dtype | None, writer: ChunkWriter) -> Any:
+def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> Any:
     """A leaf as Orbax, or our handler for streamed leaves, takes it."""
     if not isinstance(leaf, LazyArray):
         return leaf
     view = as_view(leaf, name=name)
     if not view.is_value:
-        return StreamedLeaf(view if dtype is None else view.astype(dtype), name, writer)
+        wishes = ChunkWishes(option.chunk_byte_size, tuple(option.shard_axes))
+        return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
     if view.leaf is None and any(_spans_processes(part) for part in view.leaves()):
         raise UnsupportedCheckpointError(
             "is computed from an array that spans processes; apply the transform under jax.jit before saving", leaf=name

@@ -18,8 +18,8 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import LoopThread, await_to_end, call_carried, wait_all
-from orbax_t5x.handlers.chunks import choose_chunk, pieces
-from orbax_t5x.handlers.failed_saves import as_checkpoint_error
+from orbax_t5x.handlers.chunks import ChunkWishes, choose_chunk, pieces
+from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
@@ -62,6 +62,7 @@ class Job(NamedTuple):
       output: makes the stored array, from the shape of its chunks and TensorStore's context.
       context: TensorStore's.
       path: the directory, for errors.
+      chunks: what its caller wants of its chunks.
     """
 
     view: View
@@ -69,6 +70,7 @@ class Job(NamedTuple):
     output: Callable[[tuple[int, ...], ts.Context | None], Output]
     context: ts.Context | None
     path: str
+    chunks: ChunkWishes = ChunkWishes()
 
 
 class ChunkWriter:
@@ -121,18 +123,22 @@ class ChunkWriter:
     async def _moves(self, jobs: Sequence[Job], run: _WriterRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
         """This process's pieces, each as soon as the budget has room for it."""
         for turn, job in enumerate(jobs):
-            chunk = self.chunk_of(job.view)
+            chunk = self.chunk_of(job.view, job.chunks)
             output = job.output(chunk, job.context)
             for index, box in enumerate(pieces(job.view.shape, chunk)):
                 if (turn + index) % jax.process_count() == jax.process_index():
                     yield run.move(job, output, box, await run.admit(job.view, box))
 
-    def chunk_of(self, view: View) -> tuple[int, ...]:
+    def chunk_of(self, view: View, wishes: ChunkWishes) -> tuple[int, ...]:
         """The shape of the chunks that a view is stored in."""
         limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * _COPIES)))
         leaves = view.leaves()
         like_source = len(leaves) == 1 and leaves[0].shape == view.shape
-        return choose_chunk(view.shape, view.dtype.itemsize, limit, leaves[0].chunks if like_source else None)
+        unit = leaves[0].chunks if like_source else None
+        if wishes.nbytes is not None:
+            # Chunks of the source may be larger than what is asked for.
+            limit, unit = min(limit, wishes.nbytes), None
+        return choose_chunk(view.shape, view.dtype.itemsize, limit, unit, cut_first=wishes.cut_first)
 
 
 def _own_context(limit: int) -> ts.Context:
@@ -190,7 +196,7 @@ class _WriterRun:
             try:
                 await output.write(box, out)
             except Exception as error:
-                raise as_checkpoint_error(error, job.path, leaf=job.name) from error
+                raise_as_checkpoint_error(error, job.path, leaf=job.name)
             self._done += out.nbytes
             if self._progress is not None:
                 call_carried(self._progress, self._done, self._total, job.name)

@@ -13,6 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from orbax_t5x.handlers.chunks import ChunkWishes
 from orbax_t5x.handlers.orbax_names import CommitFuture, write_spec
 from orbax_t5x.handlers.stream import ChunkWriter, Job, TensorStoreArray
 from orbax_t5x.lazy import View
@@ -21,12 +22,13 @@ from orbax_t5x.lazy import View
 class StreamedLeaf:
     """A leaf of a tree that is being saved: a view, and the writer of the save that it belongs to."""
 
-    __slots__ = ("name", "view", "writer")
+    __slots__ = ("chunks", "name", "view", "writer")
 
-    def __init__(self, view: View, name: str, writer: ChunkWriter):
+    def __init__(self, view: View, name: str, writer: ChunkWriter, chunks: ChunkWishes):
         self.view: View = view
         self.name: str = name
         self.writer: ChunkWriter = writer
+        self.chunks: ChunkWishes = chunks
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +77,7 @@ def _job(value: StreamedLeaf, info: Any) -> Job:
     def output(chunk: tuple[int, ...], context: ts.Context | None) -> TensorStoreArray:
         return TensorStoreArray(write_spec(info, view.shape, chunk, view.dtype), context)
 
-    return Job(view, value.name, output, info.ts_context, str(info.parent_dir))
+    return Job(view, value.name, output, info.ts_context, str(info.parent_dir), value.chunks)
 
 
 class WithStreamedLeaves:

@@ -81,6 +81,13 @@ class ReadOptions(_FromKeywords):
             raise ValueError(f"memory_limit_bytes must be at least 1, not {self.memory_limit_bytes}")
         check_progress(self.progress)
 
+    def within(self, limit: int | None) -> Self:
+        """The same with `memory_limit_bytes` at most `limit`, and `limit` itself where it is not given."""
+        if limit is None:
+            return self
+        given = limit if self.memory_limit_bytes is None else self.memory_limit_bytes
+        return dataclasses.replace(self, memory_limit_bytes=min(given, limit))
+
     @property
     def limit(self) -> int:
         """`memory_limit_bytes`, or the default."""
