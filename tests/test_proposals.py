@@ -39,7 +39,7 @@ def test_a_pack_is_proposed_as_text_that_makes_it(is_scanned):
         result = dict(checkpoint.leaves)
         for step in pasted(proposal.description):
             result = dict(run(step, result, target)[0])
-        assert {name: np.shape(as_numpy(value)) for name, value in result.items()} == {
+        assert {name: np.asarray(as_numpy(value)).shape for name, value in result.items()} == {
             name: leaf.shape for name, leaf in target.items()
         }
         assert_same(result, expected)

@@ -244,10 +244,15 @@ def test_in_a_restore_a_rule_wins_over_a_leaf_that_nothing_takes():
 
 def test_a_missing_name_lists_what_there_is_and_the_rule_that_would_mend_it():
     source = {"decoder/layers_0/query/kernel": AB["a"], "decoder/layers_1/query/kernel": AB["b"]}
-    problem = only_problem(tr.AssignmentMap([("n", "decoder/layer_0/query/kernel")]), source, {"n": 0})
+    transform = tr.AssignmentMap([("n", "decoder/layer_0/query/kernel")])
+    (problem,) = problems(transform, source, {"n": 0})
     assert (problem.kind, problem.leaf) == ("missing", "n")
-    assert "does not exist in restore checkpoint. Must be one of: ['decoder/layers_0/" in problem.message
+    assert "does not exist in restore checkpoint; closest: decoder/layers_0/query/kernel" in problem.message
     assert "('n', 'decoder/layers_0/query/kernel')" in problem.fix
+    with pytest.raises(RestorePlanError) as caught:
+        transform(source, {"n": 0})
+    (problem,) = caught.value.problems
+    assert "does not exist in restore checkpoint. Must be one of: ['decoder/layers_0/" in problem.message
 
 
 def test_unused_patterns_have_t5x_text_and_the_closest_names():

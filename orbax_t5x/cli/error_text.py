@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -12,7 +13,9 @@ from orbax_t5x.text.problem_lines import problem_lines
 from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import plain
 
-_NAME = r"'((?:[^'\\]|\\.)*)'"
+_TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_RULE = rf"\((?P<rule>{_TEXT}), (?P<name>{_TEXT})\)"
+_ASSIGNMENT = rf"ot\.transforms\.AssignmentMap\(\[{_RULE}\]\)"
 
 
 def _assignment(match: re.Match[str]) -> str:
@@ -20,8 +23,9 @@ def _assignment(match: re.Match[str]) -> str:
 
 
 def _rule(match: re.Match[str]) -> str:
-    pattern = match[1].replace("\\\\", "\\")
-    return json.dumps([pattern, match[2]], ensure_ascii=False)
+    """A rule in Python's words as a line of the file of rules."""
+    pattern, replacement = match["rule"], match["name"]
+    return json.dumps([ast.literal_eval(pattern), ast.literal_eval(replacement)], ensure_ascii=False)
 
 
 # What the library says to programmers, and what that is called here; the first that fits a text is applied first.
@@ -32,16 +36,17 @@ _OPTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
         (r"leave Translate out where", "pass --no-translate where"),
         (r"overwrite=True replaces it", "--overwrite replaces it"),
         (r'pass on_unsupported="skip"', "pass --on-unsupported skip"),
-        (rf"use ot\.transforms\.Cast\({_NAME}, {_NAME}\), dtype= for model parameters, or ", "pass "),
+        (rf"pass dtype={_TEXT} for the model's parameters, or ", "pass "),
         (r"allow_lossy_cast=True", "--allow-lossy-cast"),
         (
             r"strict=False leaves (\w+) unread; ot\.transforms\.Drop\(pattern\) says so in the rules",
             r"--no-strict leaves \1 unread",
         ),
-        (rf"map it with ot\.transforms\.AssignmentMap\(\[\({_NAME}, {_NAME}\)\]\)", _assignment),
-        (r"put the rule \('([^']*)', '([^']*)'\) before it", lambda match: f"put the rule {_rule(match)} before it"),
-        (r"put the rule \('([^']*)', None\) before it", r'put the rule ["\1", null] before it'),
-        (r",? or give fallback= values, or put \.\.\. in the target to leave it out", ", or choose another --target"),
+        (rf"map it with {_ASSIGNMENT}", _assignment),
+        (rf"(?:add|pass) transforms=\[(?:\*transforms, )?{_ASSIGNMENT}\]", _assignment),
+        (rf"write the rule as {_RULE}", lambda match: f"write the rule as {_rule(match)}"),
+        (r"; None in its place leaves the leaf to fallback= values", ""),
+        (r"put None in the target there, or give fallback= values", "choose another --target"),
         (r"give fallback= values, or put \.\.\. in the target to leave it out", "choose another --target"),
         (r"; or pass require_all_rules_match=False", ""),
         (r"is_resuming=False", "--resuming no"),

@@ -103,7 +103,7 @@ class Fitting:
 
     def _fit(self, name: str, leaf: TargetLeaf, view: View, origin: Origin) -> View:
         if view.shape != leaf.shape:
-            self._shape_problem(name, leaf, view.shape, origin, f" ({_described_source(view)})")
+            self._shape_problem(name, leaf, view.shape, origin, _described_source(name, view))
             return view
         if leaf.kind == "key":
             self._check_stored_key(name, leaf, view)
@@ -156,9 +156,12 @@ class Fitting:
         if origin == "the fallback":
             fix = "give the fallback the target's dtype" + (", or use allow_lossy_cast=True" if is_lossy else "")
         else:
+            # One for all leaves where there is one: a model in another dtype is one decision.
             fix = f"use ot.transforms.Cast({re.escape(name)!r}, {leaf.dtype.name!r})"
             if is_lossy:
-                fix += ", dtype= for model parameters, or allow_lossy_cast=True"
+                fix = "pass allow_lossy_cast=True"
+                if leaf.is_param and kind_of(source) == kind_of(leaf.dtype) == "float":
+                    fix = f"pass dtype={leaf.dtype.name!r} for the model's parameters, or allow_lossy_cast=True"
         lost = "would lose values" if is_lossy else "is not done without being asked for"
         self._problem(
             "dtype",
@@ -247,6 +250,9 @@ def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
     return _WEAK_KINDS.get(kind_of(source), len(_WEAK_KINDS)) <= last
 
 
-def _described_source(view: View) -> str:
+def _described_source(name: str, view: View) -> str:
+    """Where a view is from, in brackets; nothing where names are equal, so that like problems have one text."""
     names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
-    return f"from {listed(names, 2)}" if names else "a constant"
+    if names == [name]:
+        return ""
+    return f" (from {listed(names, 2)})" if names else " (a constant)"

@@ -48,11 +48,15 @@ class DescribedProblem(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _ProblemGroup:
-    """Problems of one kind with one message; `leaves` are their leaves, folded, and none where they concern no leaf."""
+    """Problems of one kind with one message; `leaves` are their leaves, folded, and none where they concern no leaf.
+
+    `fix_names_leaf` says that the fix is that of the first alone.
+    """
 
     kind: str
     message: str
     fix: str
+    fix_names_leaf: bool
     leaves: list[Folded]
     count: int
 
@@ -62,7 +66,8 @@ class _ProblemGroup:
         where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
         text = f"[{self.kind}] {where}{_cut(self.message, most_characters)}"
         if self.fix:
-            text += f" {'Fix' if self.count == 1 else 'Fix, for the first'}: {_cut(self.fix, most_characters)}"
+            heading = "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
+            text += f" {heading}: {_cut(self.fix, most_characters)}"
         first, *others = text.splitlines()
         lines = wrapped(first, width, "  - ", "    ")
         lines += [line for other in others for line in wrapped(other, width, "    ", "    ")]
@@ -111,7 +116,8 @@ def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_ProblemGroup]:
         for name in (re.escape(first.leaf), first.leaf) if first.leaf else ():
             fix = fix.replace(name, "")
         entry = entries.setdefault(
-            (first.kind, row.texts[1], fix), _ProblemGroup(first.kind, row.texts[1], first.fix, [], 0)
+            (first.kind, row.texts[1], fix),
+            _ProblemGroup(first.kind, row.texts[1], first.fix, fix != first.fix, [], 0),
         )
         entry.count += len(row.members)
         if first.leaf:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.patterns.corrected import corrected_template
 from orbax_t5x.transforms.patterns.table import Rule, expand, pattern_text, rule_table, rule_text, rule_tuple
 from orbax_t5x.transforms.patterns.unused import note_unused
 from orbax_t5x.transforms.state import NewState
@@ -16,8 +18,17 @@ from orbax_t5x.trees.flat import FlatState
 
 # T5X lists every name of the checkpoint. Up to here so do we; beyond it the text would hide the rest of the error.
 _LISTED_NAMES = 200
-# Looking for close names scans the checkpoint, so only the first missing ones get it.
+# Looking for close names scans the checkpoint, so only the first rules get it.
 _EXPLAINED_NAMES = 10
+
+
+class _MissingParameter(NamedTuple):
+    """What a rule asks for and the state dict lacks."""
+
+    name: str
+    wanted: str
+    rule: Rule
+    match: re.Match[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +69,7 @@ class AssignmentMap(Transform):
         used: set[int] = set()
         left_out: set[str] = set()
         taken: set[str] = set()
-        missing: list[tuple[str, str, Rule]] = []
+        missing: list[_MissingParameter] = []
         new = NewState(diagnostics)
         for name in target:
             found = table.first(name)
@@ -80,32 +91,17 @@ class AssignmentMap(Transform):
                 new.put(name, state[wanted], wanted, texts[index])
                 taken.add(wanted)
             else:
-                missing.append((name, wanted, self.rules[index]))
-        self._note_missing(missing, state, diagnostics)
+                missing.append(_MissingParameter(name, wanted, self.rules[index], match))
+        if missing and rules_win:
+            _note_missing(missing, sorted(state), diagnostics)
+        elif missing:
+            _note_missing_by_hand(missing[0], sorted(state), diagnostics)
         self._note_unused(used, list(target), diagnostics)
         flat = new.finish()
         for name, value in state.items():
             if name not in taken and name not in left_out and not (name in flat and rules_win):
                 flat[name] = value
         return flat
-
-    def _note_missing(self, missing: list[tuple[str, str, Rule]], state: FlatState, diagnostics: Diagnostics) -> None:
-        if not missing:
-            return
-        names = sorted(state)
-        closest = ClosestNames(names)
-        shown = names if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
-        for count, (name, wanted, rule) in enumerate(missing):
-            near = closest.to(wanted) if count < _EXPLAINED_NAMES else []
-            listed = f"Must be one of: {shown}" if count == 0 or len(names) <= _LISTED_NAMES else f"Closest: {near}"
-            better = f"({re.escape(name)!r}, {near[0]!r})" if near else f"({re.escape(name)!r}, None)"
-            diagnostics.problem(
-                "missing",
-                name,
-                f"Parameter {wanted!r} does not exist in restore checkpoint. {listed}",
-                f"{pattern_text(rule[0])!r} -> {rule[1]!r} asks for it; put the rule {better} before it"
-                + (f", closest are {near}" if near else " to leave the leaf out"),
-            )
 
     def _note_unused(self, used: set[int], names: list[str], diagnostics: Diagnostics) -> None:
         patterns = tuple(pattern for pattern, _ in self.rules)
@@ -126,3 +122,44 @@ class AssignmentMap(Transform):
             note_unused(
                 rule_table(patterns), used, names, diagnostics, owner="AssignmentMap", required=False, what="the target"
             )
+
+
+def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], diagnostics: Diagnostics) -> None:
+    """One problem for each rule that asks for what is not there: a typing error is one, however much it matches."""
+    closest = ClosestNames(names)
+    by_rule: dict[Rule, list[_MissingParameter]] = {}
+    for one in missing:
+        by_rule.setdefault(one.rule, []).append(one)
+    for count, (rule, found) in enumerate(by_rule.items()):
+        near = closest.to(found[0].wanted) if count < _EXPLAINED_NAMES else []
+        others = "" if len(found) == 1 else f", nor do {len(found) - 1:,} others that the rule asks for"
+        diagnostics.problem(
+            "missing",
+            found[0].name if len(found) == 1 else None,
+            f"{rule_text('AssignmentMap', rule)}: parameter {found[0].wanted!r} does not exist in restore "
+            f"checkpoint{others}" + (f"; closest: {', '.join(near)}" if near else ""),
+            _fix(found, near, frozenset(names)),
+        )
+        diagnostics.explained.update(one.name for one in found)
+
+
+def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diagnostics: Diagnostics) -> None:
+    """T5X's text, which lists every name."""
+    near = ClosestNames(names).to(missing.wanted)
+    shown = list(names) if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
+    diagnostics.problem(
+        "missing",
+        missing.name,
+        f"Parameter {missing.wanted!r} does not exist in restore checkpoint. Must be one of: {shown}",
+        _fix([missing], near, frozenset(names)) + (f"; closest: {', '.join(near)}" if near else ""),
+    )
+
+
+def _fix(missing: Sequence[_MissingParameter], near: Sequence[str], names: frozenset[str]) -> str:
+    """What to do about a rule."""
+    pattern, replacement = pattern_text(missing[0].rule[0]), missing[0].rule[1]
+    assert replacement is not None  # a rule with None asks for nothing
+    mended = corrected_template(replacement, [one.match for one in missing], near, names)
+    if mended is not None:
+        return f"write the rule as ({pattern!r}, {mended!r})"
+    return f"correct the replacement {replacement!r}; None in its place leaves the leaf to fallback= values"

@@ -190,6 +190,11 @@ def is_name(name: str, old: str, rule: str, diagnostics: Diagnostics) -> bool:
     """Whether no part of a new name is empty, unless a part of the old name is; a problem where not."""
     if all(name.split("/")) or not all(old.split("/")):
         return True
-    message = f"{rule}: {old!r} would become {name!r}, which has an empty part"
-    diagnostics.problem("rule", old, message, "let the replacement give a name without empty parts")
+    # Without the old name: what one rule does to many leaves is one entry of the error's text.
+    if name:
+        message = f"{rule}: the new name would be {name!r}, which has an empty part"
+        fix = "let the replacement give a name without empty parts"
+    else:
+        message, fix = f"{rule}: the new name would be empty", "to take leaves out, give None in place of ''"
+    diagnostics.problem("rule", old, message, fix)
     return False

@@ -1,0 +1,38 @@
+"""A replacement with one word mended, where that names leaves that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from orbax_t5x.transforms.patterns.template import expand_match
+
+_WORD = re.compile(r"[A-Za-z]+")
+
+
+def corrected_template(
+    template: str, matches: Sequence[re.Match[str]], closest: Iterable[str], names: Collection[str]
+) -> str | None:
+    """The replacement with one word changed, such that it gives an existing name for every match.
+
+    Args:
+      template: that gives none.
+      matches: of the rule's pattern.
+      closest: names that are close to what the template gives for the first match.
+      names: all that exist.
+
+    Returns:
+      None where no such change of one word is found.
+    """
+    words = _WORD.findall(expand_match(matches[0], template))
+    for name in closest:
+        wanted = _WORD.findall(name)
+        changed = {(word, other) for word, other in zip(words, wanted, strict=False) if word != other}
+        if len(words) != len(wanted) or len(changed) != 1:
+            continue
+        word, other = changed.pop()
+        # No letter before or after, and no group's number or name: `\\g<word>` stays.
+        mended = re.sub(rf"(?<![A-Za-z\\<]){word}(?![A-Za-z>])", other, template)
+        if mended != template and all(expand_match(match, mended) in names for match in matches):
+            return mended
+    return None
