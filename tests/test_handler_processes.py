@@ -41,7 +41,7 @@ SCRIPT = """
                 print("refused")
             target = {
                 "params": {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=rows)},
-                "lazy": jax.ShapeDtypeStruct((64, 1024), np.uint8, sharding=columns),
+                "lazy": jax.ShapeDtypeStruct((512, 16384), np.uint8, sharding=columns),
                 "small": np.zeros((3,), np.uint8),
             }
             restored = manager.restore(0, args=ot.args.TrainStateRestore(target))
@@ -53,11 +53,11 @@ SCRIPT = """
 
 
 def test_two_processes_save_and_restore_together(tmp_path):
-    a = np.random.default_rng(0).integers(0, 255, (64, 1024), np.uint8)
+    a = np.random.default_rng(0).integers(0, 255, (512, 16384), np.uint8)  # eight chunks of the least size
     b = np.arange(3, dtype=np.uint8)
     header = (
-        b'{"a":{"dtype":"U8","shape":[64,1024],"data_offsets":[0,65536]},'
-        b'"b":{"dtype":"U8","shape":[3],"data_offsets":[65536,65539]}}'
+        b'{"a":{"dtype":"U8","shape":[512,16384],"data_offsets":[0,8388608]},'
+        b'"b":{"dtype":"U8","shape":[3],"data_offsets":[8388608,8388611]}}'
     )
     source = tmp_path / "source.safetensors"
     source.write_bytes(len(header).to_bytes(8, "little") + header + a.tobytes() + b.tobytes())
