@@ -63,7 +63,7 @@ def as_text(checkpoint: Checkpoint, width: int, *, folded: bool = True) -> list[
     leaves |= {name: _Line(_empty_text(empty), 0) for name, empty in checkpoint.empties.items()}
     if leaves:
         rows = [(name, line.array, line.size) for name, line in leaves.items()]
-        lines += ["", *table_lines(list(_tree(rows, folded).rows(0)), width)]
+        lines += ["", *table_lines(list(_tree(rows, folded).rows()), width)]
     return [*lines, "", *_totals(checkpoint)]
 
 
@@ -91,19 +91,24 @@ class _Branch:
             branch = branch.parts.setdefault(name, _Branch())
         branch.leaf = leaf
 
-    def rows(self, depth: int) -> Iterator[TableRow]:
-        """Names with their indent, and what stands beside them."""
-        for name, branch in self.parts.items():
-            while branch.leaf is None and len(branch.parts) == 1:
-                ((below, branch),) = branch.parts.items()
-                name = f"{name}/{below}"
-            label = _INDENT * depth + plain(name)
-            if branch.leaf is not None:
-                array = branch.leaf.array
-                yield TableRow(label, array, size=size_text(branch.leaf.size) if "[" in array else "")
-            if branch.parts:
-                yield TableRow(f"{label}/", size=size_text(branch.size) if branch.size else "")
-                yield from branch.rows(depth + 1)
+    def rows(self) -> Iterator[TableRow]:
+        """Names with their indent, and what stands beside them; how deep they are does not matter."""
+        pending = [iter(self.parts.items())]
+        while pending:
+            for name, branch in pending[-1]:
+                while branch.leaf is None and len(branch.parts) == 1:
+                    ((below, branch),) = branch.parts.items()
+                    name = f"{name}/{below}"
+                label = _INDENT * (len(pending) - 1) + plain(name)
+                if branch.leaf is not None:
+                    array = branch.leaf.array
+                    yield TableRow(label, array, size=size_text(branch.leaf.size) if "[" in array else "")
+                if branch.parts:
+                    yield TableRow(f"{label}/", size=size_text(branch.size) if branch.size else "")
+                    pending.append(iter(branch.parts.items()))
+                    break
+            else:
+                pending.pop()
 
 
 def _tree(rows: Sequence[tuple[str, str, int]], folded: bool) -> _Branch:

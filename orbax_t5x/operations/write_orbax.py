@@ -7,14 +7,18 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
 from orbax_t5x.handlers.failed_saves import sync_directory
 from orbax_t5x.operations.writing import WriteOptions, Written
 from orbax_t5x.provenance.records import skipped_from_metadata
-from orbax_t5x.readers import open_checkpoint
+from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.trees.flat import unflatten
+
+# Orbax walks its trees by recursion, and opening refuses deeper names.
+_MOST_LEVELS = Limits.name_levels
 
 
 def write_orbax(plan: RestorePlan, directory: Path, writing: WriteOptions) -> Written:
@@ -39,6 +43,12 @@ def write_orbax(plan: RestorePlan, directory: Path, writing: WriteOptions) -> Wr
 def _tree(plan: RestorePlan) -> dict[str, Any]:
     """The planned views as nested dicts. A TF bundle may have `a` and `a/b`: the longer name then stays joined."""
     views = {entry.name: entry.view for entry in plan.entries}
+    for name in views:
+        if name.count("/") >= _MOST_LEVELS:
+            raise UnsupportedCheckpointError(
+                f"a name of {name.count('/') + 1} levels begins {name[:80]!r}; {_MOST_LEVELS} are written at most, so "
+                "that they can be opened again"
+            )
     try:
         return plan.target.rebuild(views)
     except ValueError:

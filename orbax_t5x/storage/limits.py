@@ -28,6 +28,7 @@ class Limits:
       entries: the most leaves in one checkpoint.
       rank: the most dimensions of a leaf.
       name_bytes: the longest name of a leaf, in UTF-8.
+      name_levels: the most parts of a name between slashes: a tree of the leaves is nested so deep.
       msgpack_depth: the deepest nesting of a msgpack tree.
       chunk_bytes: the largest chunk of a chunked format (zarr), decoded; to read one element
         takes memory for all of it. Never more than this process can have, whatever is set here.
@@ -39,6 +40,7 @@ class Limits:
     entries: int = 2_000_000
     rank: int = 32
     name_bytes: int = 4096
+    name_levels: int = 64
     msgpack_depth: int = 64
     chunk_bytes: int = 2048 * _MIB
     io_timeout_secs: float = 60.0
@@ -70,6 +72,23 @@ class Limits:
         """
         if rank > self.rank:
             raise LimitExceededError(f"{rank} dimensions, more than Limits.rank = {self.rank}")
+
+    def require_name(self, name: str, path: str) -> None:
+        """Refuses a name of a leaf that is too long or too deep.
+
+        Args:
+          name: '/'-joined; it has a UTF-8 form.
+          path: the file, for errors.
+
+        Raises:
+          LimitExceededError: it is.
+        """
+        if len(name) > self.name_bytes or len(name.encode()) > self.name_bytes:
+            raise LimitExceededError(f"a name of more than Limits.name_bytes = {self.name_bytes} bytes", path=path)
+        if name.count("/") >= self.name_levels:
+            raise LimitExceededError(
+                f"a name of {name.count('/') + 1} levels, more than Limits.name_levels = {self.name_levels}", path=path
+            )
 
     def require_chunk(self, nbytes: int, what: str) -> None:
         """Refuses a chunk that takes too much memory.

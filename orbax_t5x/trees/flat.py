@@ -33,15 +33,22 @@ def is_tensorstore_spec(value: Any) -> bool:
     return isinstance(value, Mapping) and _SPEC_KEYS <= value.keys()
 
 
-def _walk(node: Mapping[Any, Any], prefix: str, keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        name = f"{prefix}{key}"
-        if not is_mapping(value) or is_tensorstore_spec(value):
-            yield name, value
-        elif value:
-            yield from _walk(value, f"{name}/", keep_empty_nodes)
-        elif keep_empty_nodes:
-            yield name, value
+def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
+    """The leaves by name, in order; how deep the tree is does not matter."""
+    pending: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter(tree.items()))]
+    while pending:
+        prefix, items = pending[-1]
+        for key, value in items:
+            name = f"{prefix}{key}"
+            if not is_mapping(value) or is_tensorstore_spec(value):
+                yield name, value
+            elif value:
+                pending.append((f"{name}/", iter(value.items())))
+                break
+            elif keep_empty_nodes:
+                yield name, value
+        else:
+            pending.pop()
 
 
 def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
@@ -58,7 +65,7 @@ def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, 
       NameClashError: two leaves have one name.
     """
     flat: dict[str, Any] = {}
-    for name, value in _walk(state_dict, "", keep_empty_nodes):
+    for name, value in _walk(state_dict, keep_empty_nodes):
         if name in flat:
             raise NameClashError(name, name)
         flat[name] = value

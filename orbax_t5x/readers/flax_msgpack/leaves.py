@@ -67,12 +67,12 @@ def named_nodes(
         if isinstance(node, list) and node:
             stack += [(f"{prefix}{index}", node[index]) for index in range(len(node) - 1, -1, -1)]
             continue
-        size = len(name.encode())
-        budget -= size
-        if size > limits.name_bytes or budget < 0:
-            what = "its name has" if budget >= 0 else "names have, all together,"
+        limits.require_name(name, file.path)
+        budget -= len(name.encode())
+        if budget < 0:
             raise LimitExceededError(
-                f"{what} more bytes than Limits.name_bytes = {limits.name_bytes} permits", path=file.path
+                f"all names together have more than {_NAME_BYTES_PER_FILE_BYTE} times the bytes of the file",
+                path=file.path,
             )
         if name in seen:
             raise CorruptCheckpointError("two leaves have this name", path=file.path, leaf=name)

@@ -130,8 +130,7 @@ def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple
     keys = tuple(_parse_key(key, shown, path) for key in _typed(entry, "key_metadata", list, shown, path))
     value = _typed(entry, "value_metadata", dict, shown, path)
     name = "/".join(keys)
-    if len(name) > limits.name_bytes or len(name.encode()) > limits.name_bytes:
-        raise LimitExceededError(f"a name of more than Limits.name_bytes = {limits.name_bytes} bytes", path=path)
+    limits.require_name(name, path)
     node = NodeMetadata(
         name=name,
         param=".".join(keys),

@@ -135,13 +135,9 @@ def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:
 
 def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -> Entry:
     try:
-        encoded = len(name.encode())
+        limits.require_name(name, path)
     except UnicodeEncodeError:
-        raise CorruptCheckpointError(f"the name {name!r} holds half a character", path=path) from None
-    if encoded > limits.name_bytes:
-        raise LimitExceededError(
-            f"a name of {encoded} bytes, more than Limits.name_bytes = {limits.name_bytes}", path=path
-        )
+        raise CorruptCheckpointError(f"the name {name[:80]!r} holds half a character", path=path) from None
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         raise CorruptCheckpointError("its entry has no dtype", path=path, leaf=name)
     shape = _integers(entry.get("shape"), "shape", name, path)

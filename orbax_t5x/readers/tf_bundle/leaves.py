@@ -110,6 +110,7 @@ class BundleLeaves:
             raise CorruptCheckpointError(f"the name {key[:80]!r} is not UTF-8", path=self._index_path) from None
         if "\0" in name:
             raise CorruptCheckpointError(f"the name {name[:80]!r} holds a NUL", path=self._index_path)
+        self._limits.require_name(name, self._index_path)
         return name
 
     def _corrupt(self, leaf: str, message: str) -> CorruptCheckpointError:
