@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from orbax_t5x.restoring.nnx_states import flatten_target
+from orbax_t5x.trees.nnx_states import flatten_target
 
 __all__ = ["flatten_target"]

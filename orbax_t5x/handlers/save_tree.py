@@ -26,11 +26,12 @@ from orbax_t5x.handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers import StreamedLeaf
 from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.restoring.targets import flatten_target, is_train_state
+from orbax_t5x.restoring.targets import flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.flat import unflatten
+from orbax_t5x.trees.named_leaves import is_train_state
 from orbax_t5x.trees.pytree_names import leaf_name
 
 _MODEL_PARAMETERS = ("target", "params")

@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from orbax_t5x.errors import Problem
-from orbax_t5x.restoring.nnx_states import flatten_node, is_nnx_node
 from orbax_t5x.restoring.target_leaf import TargetLeaf, describe_leaf
 from orbax_t5x.trees.flat import flatten, unflatten
+from orbax_t5x.trees.named_leaves import is_train_state, names_itself
+from orbax_t5x.trees.nnx_states import flatten_node, is_nnx_node
 from orbax_t5x.trees.pytree_names import leaf_name
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
@@ -65,13 +66,6 @@ def flatten_target(target: Any) -> Target:
         # A TF bundle may hold both `a` and `a/b`.
         return Target({}, {}, functools.partial(unflatten, join_clashes=True), "everything")
     return _Flattening().flatten(target)
-
-
-def is_train_state(target: Any) -> bool:
-    """Whether it names its own leaves, as T5X's train states do."""
-    if isinstance(target, type):
-        return False
-    return callable(getattr(target, "state_dict", None)) and callable(getattr(target, "restore_state", None))
 
 
 def _has_optimizer(train_state: Any) -> bool:
@@ -129,7 +123,7 @@ class _Flattening:
         for place, (path, leaf) in enumerate(paths):
             leaf_path = start + leaf_name(path) if path else name
             names.append(leaf_path)
-            if type(leaf) is dict or _names_itself(leaf):
+            if type(leaf) is dict or names_itself(leaf):
                 own[place] = self._add_own(leaf_path, leaf)
             else:
                 self._add_leaf(leaf_path, leaf, leaf_path.startswith(MODEL_PARAMETERS) or leaf_path == "params")
@@ -183,21 +177,10 @@ class _Flattening:
 
 def _open_pytree(node: Any) -> tuple[Sequence[tuple[Any, Any]], Any]:
     try:
-        return jax.tree_util.tree_flatten_with_path(node, is_leaf=_names_itself)
+        return jax.tree_util.tree_flatten_with_path(node, is_leaf=names_itself)
     except ValueError:
         # JAX sorts the keys of a dict, and refuses keys of several types.
-        return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: _names_itself(x) or _is_unsortable(x))
-
-
-_LEAF_TYPES = (jax.Array, jax.ShapeDtypeStruct)
-_PLAIN_TYPES = frozenset({dict, list, tuple, int, float, jax.ShapeDtypeStruct})
-
-
-def _names_itself(node: Any) -> bool:
-    # Asked for every node and leaf of a target.
-    if type(node) in _PLAIN_TYPES:
-        return False
-    return not isinstance(node, _LEAF_TYPES) and (is_train_state(node) or is_nnx_node(node))
+        return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: names_itself(x) or _is_unsortable(x))
 
 
 def _is_unsortable(node: Any) -> bool:
