@@ -354,15 +354,17 @@ def test_infer_goes_through_two_packs(hf, layout):
 
 
 def test_infer_translates_bundles_with_their_slots():
-    config = t5_model.T5Config(encoder_layers=2, decoder_layers=2, scan_layers=True)
+    scanned = rules.t5_minimal_to_scanned(MINIMAL.heads, MINIMAL.head_dim)
     with ot.open_checkpoint(GOLDENS / "tf_bundle" / "t5_1_1_f32") as checkpoint:
-        pack = rules.infer(checkpoint, full(t5_model.init(config)[1]["params"]))
-        result, diagnostics = run(pack, checkpoint.leaves)
-        translated, _ = run(tr.Translate(), checkpoint.leaves)
-    assert diagnostics.problems == [] and pack.name.startswith("mesh_tf_to_t5x() then t5_minimal_to_scanned(")
-    expected, _ = run(rules.t5_minimal_to_scanned(config.heads, config.head_dim), translated)
-    assert_same(result, expected)
-    assert any(name.endswith("/v_row") for name in result)
+        expected, _ = run(scanned, run(tr.Translate(), checkpoint.leaves)[0])
+        for target in (expected, {name: leaf for name, leaf in expected.items() if name.startswith("target/")}):
+            pack = rules.infer(checkpoint, target)
+            result, diagnostics = run(pack, checkpoint.leaves, target)
+            assert diagnostics.problems == [] and diagnostics.warnings == []
+            assert pack.name.startswith("mesh_tf_to_t5x() then t5_minimal_to_scanned(")
+            assert_same(result, target)
+            assert ("Drop" in pack.name) == (target is not expected)
+    assert any(name.endswith("/v_row") for name in expected)
 
 
 def test_infer_says_what_it_saw_when_nothing_fits(shapes):

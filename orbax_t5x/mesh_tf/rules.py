@@ -235,7 +235,9 @@ def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | Non
 
     Args:
       names: translated names.
-      target: the target's leaves by name: only placeholders that are among them are made; None for all placeholders.
+      target: the target's leaves by name; None for all placeholders. Of a parameter that the target has, only
+        placeholders that are among its leaves are made. Of one with slots that it does not have, all are, if it has
+        Adafactor's slots at all: a later transform gives the parameter the target's name.
 
     Returns:
       The missing entries: float32, or the dtype of the target's own placeholder.
@@ -247,12 +249,14 @@ def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | Non
             slots.setdefault(state, set()).add(slot)
         elif name.startswith(_PARAMETERS) and target is not None:
             slots.setdefault(_STATES + name.removeprefix(_PARAMETERS), set())
+    known = frozenset[str]() if target is None else _parameters_of(target)
     placeholders: dict[str, np.ndarray] = {}
     for state, present in slots.items():
+        is_renamed_later = bool(known and present) and state not in known
         moments = present - {"m"} or _whole_moments(state, target or {})
         unused = {"m"} | ({"v"} if moments & _FACTORS else set()) | (_FACTORS if "v" in moments else set())
         for name in (f"{state}/{slot}" for slot in sorted(unused - present)):
-            if target is None:
+            if target is None or is_renamed_later:
                 placeholders[name] = np.zeros((1,), np.float32)
             elif name in target and _is_placeholder(target[name]):
                 placeholders[name] = np.zeros((1,), getattr(target[name], "dtype", np.float32))
@@ -268,3 +272,14 @@ def _whole_moments(state: str, target: Mapping[str, Any]) -> set[str]:
 def _is_placeholder(leaf: Any) -> bool:
     """Whether a leaf of the target has shape (1,), or takes any (`...`)."""
     return tuple(getattr(leaf, "shape", (1,))) == (1,)
+
+
+def _parameters_of(target: Iterable[str]) -> frozenset[str]:
+    """The parameters of a target as their slots begin, `state/param_states/…`; none where it has no Adafactor slots."""
+    names = list(target)
+    slots = [name.rpartition("/") for name in names if name.startswith(_STATES)]
+    with_slots = {parameter for parameter, _, slot in slots if slot in _FACTORS or slot in ("v", "m")}
+    if not with_slots:
+        return frozenset()
+    parameters = (name.removeprefix(_PARAMETERS) for name in names if name.startswith(_PARAMETERS))
+    return frozenset(with_slots | {_STATES + name for name in parameters})

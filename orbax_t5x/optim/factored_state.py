@@ -21,7 +21,8 @@ _SLOTS = ("v_row", "v_col", "v")
 _PLACEHOLDER: Shape = (1,)
 _T5X_STATES = "state/param_states/"
 T5X_STEP = "state/step"
-_T5X_PARAMS = "target/"
+# Where a tree may keep the parameter: T5X's own place, and those that it may have in the other side's tree.
+_PARAMS = ("target/", "params/", "")
 _RESET = "start the optimizer anew: Drop the optimizer's leaves and give them by fallback="
 
 
@@ -150,9 +151,9 @@ class _Pairing:
         """Adds the leaves of one parameter to the result."""
         t5x_names = {slot: f"{_T5X_STATES}{param}/{slot}" for slot in _SLOTS}
         optax_names = {slot: f"{self.prefix}{slot}/{param}" for slot in _SLOTS}
-        value = f"{_T5X_PARAMS}{param}"
-        shape = self.t5x.get(value, self.optax.get(value))
-        absent = [name for name in t5x_names.values() if name not in self.t5x] or ([value] if shape is None else [])
+        values = [f"{prefix}{param}" for prefix in _PARAMS]
+        shape = next((side[name] for name in values for side in (self.t5x, self.optax) if name in side), None)
+        absent = [name for name in t5x_names.values() if name not in self.t5x] or (values[:1] if shape is None else [])
         if shape is None or absent:
             message = f"needed to convert Adafactor's state of {param}"
             self.result.problems.append(Problem("missing", absent[0], message, _RESET))

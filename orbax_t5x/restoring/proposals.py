@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.rules import RulePack, infer
-from orbax_t5x.transforms import AssignmentMap, Rename, Transform
+from orbax_t5x.transforms import AssignmentMap, FollowOptimizer, Rename, Transform
 
 _INVERSE = "inverse of "
-_THEN = " then "
 # What the optimizer keeps, in T5X's and Flax's train states, alone or as one of several things.
 _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 # Missing leaves whose likes are looked for, and prefixes tried for each: every one is tried with all missing leaves.
@@ -63,13 +62,18 @@ def proposed_pack(source_leaves: Mapping[str, Any], target: Any) -> Proposal | N
 
 def pack_text(pack: RulePack) -> str:
     """The calls that make a pack, separated by commas."""
-    is_inverse = pack.name.startswith(_INVERSE)
-    names = pack.name.removeprefix(_INVERSE).split(_THEN)
-    if is_inverse:
-        return ", ".join(f"ot.rules.{name}.inverse()" for name in reversed(names))
-    return ", ".join(
-        "ot.transforms.Translate()" if name == "mesh_tf_to_t5x()" else f"ot.rules.{name}" for name in names
-    )
+    return ", ".join(map(_call_text, pack.parts))
+
+
+def _call_text(transform: Transform) -> str:
+    if isinstance(transform, FollowOptimizer) and isinstance(transform.transform, Transform):
+        return f"ot.transforms.FollowOptimizer({_call_text(transform.transform)})"
+    if not isinstance(transform, RulePack):
+        return f"ot.transforms.{transform!r}"
+    if transform.name == "mesh_tf_to_t5x()":
+        return "ot.transforms.Translate()"
+    is_inverse = transform.name.startswith(_INVERSE)
+    return f"ot.rules.{transform.name.removeprefix(_INVERSE)}{'.inverse()' if is_inverse else ''}"
 
 
 def is_optimizer_leaf(name: str) -> bool:

@@ -117,7 +117,7 @@ class _SettleBias(Transform):
             if f"{tower}/layers_0/{_BIAS}" in state and f"{tower}/layers_1/{_BIAS}" not in state
         }
         result = {renamed.get(name, name): value for name, value in state.items()}
-        prefix = target_prefix(target, _MODEL, "")
+        prefix = target_prefix(target, "")
         for tower in _SUBLAYERS:
             if f"{prefix}{tower}/layers_0/{_BIAS}" in target:
                 layers = rf"{tower}/layers_(\d+)/.*"
@@ -139,7 +139,7 @@ class _TiedHead(Transform):
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        wanted = target_prefix(target, _MODEL, "") + _HEAD in target
+        wanted = target_prefix(target, "") + _HEAD in target
         if _HEAD in state and self.tie_word_embeddings and target and not wanted:
             return {name: value for name, value in state.items() if name != _HEAD}
         if _HEAD in state or not wanted or _ANCHOR not in state:
@@ -147,7 +147,7 @@ class _TiedHead(Transform):
         if self._is_scaled(state, diagnostics):
             diagnostics.problem(
                 "missing",
-                target_prefix(target, _MODEL, "") + _HEAD,
+                target_prefix(target, "") + _HEAD,
                 "the checkpoint has no lm_head, because the model uses its embedding for the logits and scales the "
                 "decoder's output (T5.1.0); T5X's model for it has no logits_dense",
                 "build the T5X model with logits_via_embedding=True; or, if config.json has "

@@ -1,172 +1,70 @@
 """Which rule pack leads from one tree to another, told from names and shapes.
 
-Looks at the query kernels first (joined or split heads, scanned or not), then finds the layers' axis as the one
-that fits all leaves that both sides have. Nothing is read.
+The layouts of both sides come first (`layouts`), then what is left: the prefix of the parameters, and whether the
+target has a place for the optimizer's state. Nothing is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
+from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
-from orbax_t5x.rules.pack import RulePack
-from orbax_t5x.rules.steps import WithoutTarget
+from orbax_t5x.rules.pack import RulePack, joined
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.transforms import translate
-from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.trace import symbol_for
-from orbax_t5x.trees.flat import flatten
-
-Shape = tuple[int, ...]
-Layer = tuple[str, str]
-"""A tower and what a leaf is called within one of its layers."""
+from orbax_t5x.transforms.names import Drop, Rename
+from orbax_t5x.transforms.prefix import change_between, counterparts
+from orbax_t5x.trees.named_leaves import named_leaves
 
 _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
-_HUGGING_FACE = re.compile(r"(?:encoder|decoder)\.block\.\d+\.layer\..*")
-_HUGGING_FACE_FLAX = re.compile(r"(?:encoder|decoder)/block/\d+/layer/.*")
-_MESH_TF = re.compile(r"(?:encoder|decoder|transformer)/block_\d+/.*")
-_MAXTEXT = re.compile(r"params/params/decoder/layers(?:_(\d+))?/(self_attention/.*|mlp/.*|.*norm/scale)")
-_UNROLLED = re.compile(r"(?:.*/)?(encoder|decoder)/layers_(\d+)/(.*)")
-_SCANNED = re.compile(r"(?:.*/)?(encoder|decoder)/\1/(.*)")
-_QUERY = re.compile(r"(?:attention|self_attention)/query/kernel")
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a tree keeps its layers.
-
-    Attributes:
-      kind: "minimal", "unscanned", "scanned", "maxtext", "maxtext scanned", "hugging face", "hugging face
-        flax", "mesh tf" or "unknown".
-      shapes: of one layer's leaves, or of all layers' where they are scanned.
-      depths: tower -> layers, where they can be counted.
-    """
-
-    kind: str
-    shapes: Mapping[Layer, Shape] = dataclasses.field(default_factory=dict)
-    depths: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_scanned(self) -> bool:
-        """Whether layers are stacked on an axis."""
-        return self.kind in ("scanned", "maxtext scanned")
-
-    def __str__(self) -> str:
-        depths = ", ".join(f"{tower} of {depth} layers" for tower, depth in self.depths.items())
-        return f"{self.kind} ({depths})" if depths else self.kind
+# What a target without an optimizer has no place for.
+_TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by name: of a checkpoint, a mapping from names, a nested state dict, or anything with `state_dict()`."""
-    if not isinstance(tree, Mapping):
-        tree = getattr(tree, "leaves", tree)
-    if not isinstance(tree, Mapping) and hasattr(tree, "state_dict"):
-        tree = tree.state_dict()
-    if not isinstance(tree, Mapping):
-        raise TypeError(f"infer takes leaves by name or nested state dicts, not {type(tree).__name__}")
-    return {name: leaf for name, leaf in flatten(tree).items() if not _OPTIMIZER.fullmatch(name)}
+    """Leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target."""
+    leaves = getattr(tree, "leaves", None)
+    named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
+    if "" in named:
+        raise TypeError(f"infer takes leaves by name or trees of them, not {type(tree).__name__}")
+    return named
 
 
-def layout_of(leaves: Mapping[str, Any]) -> Layout:
-    """The layout of a tree of leaves."""
-    if any(map(_HUGGING_FACE.fullmatch, leaves)):
-        return Layout("hugging face")
-    if any(map(_HUGGING_FACE_FLAX.fullmatch, leaves)):
-        return Layout("hugging face flax")
-    if any(map(_MESH_TF.fullmatch, leaves)):
-        return Layout("mesh tf")
-    shapes: dict[Layer, Shape] = {}
-    depths: dict[str, int] = {}
-    scanned = maxtext = False
-    for name, leaf in leaves.items():
-        found = _MAXTEXT.fullmatch(name)
-        if found is not None:
-            maxtext, tower, number, rest = True, "decoder", found[1], found[2]
-        elif (found := _UNROLLED.fullmatch(name)) is not None:
-            tower, number, rest = found.groups()
-        elif (found := _SCANNED.fullmatch(name)) is not None:
-            tower, number, rest = found[1], None, found[2]
-        else:
-            continue
-        scanned |= number is None
-        if number is not None:
-            depths[tower] = max(depths.get(tower, 0), int(number) + 1)
-        shape = getattr(leaf, "shape", None)
-        if shape is not None:
-            shapes.setdefault((tower, rest), tuple(shape))
-    query = next((shape for (_, rest), shape in shapes.items() if _QUERY.fullmatch(rest)), None)
-    if query is None:
-        return Layout("unknown")
-    if maxtext:
-        return Layout("maxtext scanned" if scanned else "maxtext", shapes, depths)
-    kind = "scanned" if scanned else "minimal" if len(query) == 2 else "unscanned"
-    return Layout(kind, shapes, depths)
+def _parameters(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: leaf for name, leaf in leaves.items() if not _OPTIMIZER.fullmatch(name)}
 
 
-def _scan_axis(scanned: Layout, unrolled: Layout) -> int | None:
-    """The axis that, taken out of every leaf, gives the other side's (heads joined or not), with a size that is the
-    depth.
-    """
-
-    def fits(axis: int) -> bool:
-        common = scanned.shapes.keys() & unrolled.shapes.keys()
-        return bool(common) and all(
-            axis < len(scanned.shapes[layer])
-            and scanned.shapes[layer][axis] == unrolled.depths.get(layer[0])
-            and _same_but_heads(_without(scanned.shapes[layer], axis), unrolled.shapes[layer])
-            for layer in common
-        )
-
-    # T5X's and MaxText's default comes first where several axes fit.
-    return next((axis for axis in (1, 0, 2, 3) if fits(axis)), None)
-
-
-def _without(shape: Shape, axis: int) -> Shape:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
-def _same_but_heads(split: Shape, shape: Shape) -> bool:
-    """Whether shapes are equal, or would be after joining (E, H, D) or (H, D, E)."""
-    if split == shape:
-        return True
-    if len(split) != 3 or len(shape) != 2:
-        return False
-    first, second, third = split
-    return shape in ((first, second * third), (first * second, third))
-
-
-def _heads(split: Layout, axis: int | None) -> tuple[int, int] | None:
-    for (_, rest), shape in split.shapes.items():
-        if _QUERY.fullmatch(rest):
-            one = shape if axis is None else _without(shape, axis)
-            return (one[1], one[2]) if len(one) == 3 else None
-    return None
-
-
-def _between(source: Layout, target: Layout) -> RulePack | None:
-    """The pack from one T5X layout to another, or to MaxText's; None if there is none."""
+def _between(source: Layout, target: Layout) -> list[RulePack] | None:
+    """The packs from one T5X layout to another, or to MaxText's; None if there are none."""
     if source.kind == target.kind:
-        return RulePack((), (), "nothing to map")
+        return []
     for one, other, turn in ((source, target, False), (target, source, True)):
         pack = _forwards(one, other)
         if pack is not None:
-            return pack.inverse() if turn else pack
+            return [pack.inverse() if turn else pack]
     return None
 
 
 def _forwards(source: Layout, target: Layout) -> RulePack | None:
-    axis = _scan_axis(target, source) if target.is_scanned else None
+    axis = scan_axis(target, source) if target.is_scanned else None
     if target.is_scanned and axis is None:
         return None
     if (source.kind, target.kind) == ("unscanned", "scanned") and axis is not None:
         return t5_unscanned_to_scanned(scan_axis=axis)
-    heads = _heads(target, axis)
+    heads = heads_of(target, axis)
     if source.kind != "minimal" or heads is None:
         return None
     if target.kind == "unscanned":
@@ -176,18 +74,6 @@ def _forwards(source: Layout, target: Layout) -> RulePack | None:
     if target.kind in ("maxtext", "maxtext scanned"):
         return t5x_decoder_to_maxtext(*heads, scanned=target.is_scanned, scan_axis=1 if axis is None else axis)
     return None
-
-
-def _then(first: RulePack, second: RulePack) -> RulePack:
-    if not second.steps:
-        return first
-    return RulePack(
-        (*first.steps, *second.steps),
-        (*second.back, *first.back),
-        f"{first.name} then {second.name}",
-        first.example,
-        second.back_example or first.back_example,
-    )
 
 
 def mesh_tf_to_t5x() -> RulePack:
@@ -204,27 +90,79 @@ _TO_MINIMAL = {"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_
 def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     """The rule pack that maps a checkpoint's leaves to a target's.
 
+    Where the target has no place for the checkpoint's optimizer state or step, the pack drops them.
+
     Args:
       source_leaves: an opened checkpoint, its `leaves`, or a nested state dict.
-      target_leaves: leaves by name, a nested state dict, or a train state.
+      target_leaves: whatever a restore takes as its target, or leaves by name.
 
     Returns:
-      A transform. `print(pack.name)` tells what it is, `pack.found` what was seen. It has no steps where both sides
-      have one layout.
+      A transform. `print(pack.name)` tells what it is, `pack.found` what was seen, and `pack.parts` are the transforms
+      that it stands for. It has no steps where the target's names are the checkpoint's.
 
     Raises:
       RestorePlanError: no pack leads from one to the other; the text says what both look like.
     """
     source, target = _leaves(source_leaves), _leaves(target_leaves)
-    seen, wanted = layout_of(source), layout_of(target)
-    pack = _infer(source, target, seen, wanted)
+    seen, wanted = layout_of(_parameters(source)), layout_of(_parameters(target))
+    is_one_layout = seen.kind == wanted.kind or "unknown" in (seen.kind, wanted.kind)
+    if is_one_layout and _wanted_names(target) <= source.keys():
+        pack = RulePack((), (), "nothing to map")
+    else:
+        pack = _infer(source, target, seen, wanted)
+    dropped = _without_place(pack, source, target)
+    if dropped:
+        drop = Drop(dropped)
+        pack = joined((*pack.parts, drop), pack.inverse().parts)
+    return dataclasses.replace(pack, found=f"from {seen} to {wanted}: {pack.name}")
+
+
+def _wanted_names(target: Mapping[str, Any]) -> set[str]:
+    return {name for name, leaf in target.items() if leaf is not None and leaf is not ...}
+
+
+def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack:
+    """The pack for names that differ.
+
+    Raises:
+      RestorePlanError: there is none.
+    """
+    pack = _pack(_parameters(source), _parameters(target), seen, wanted)
     if pack is None:
         message = f"no rule pack leads from {_described(seen, source)} to {_described(wanted, target)}"
         if "unknown" not in (seen.kind, wanted.kind):
             message += ": no leaf's shape, or not the same depth, fits on both sides"
         fix = "write AssignmentMap, Rename or StackLayers rules by hand"
         raise RestorePlanError([Problem("rule", None, message, fix)])
-    return dataclasses.replace(pack, found=f"from {seen} to {wanted}: {pack.name}")
+    return pack if pack.steps else _renaming(source, target)
+
+
+def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
+    """From one layout to the same: below another prefix, or with the parts of another kind of train state."""
+    change = change_between(source, target)
+    parts: tuple[Transform, ...] = ()
+    back: tuple[Transform, ...] = ()
+    if change is not None:
+        changed = change.applied(source)
+        parts, back = change.transforms(source), change.reversed().transforms(changed)
+        source = changed
+    renames = counterparts(source, target)
+    if renames:
+        parts += (Rename(tuple((re.escape(old), new) for old, new in renames.items())),)
+        back += (Rename(tuple((re.escape(new), old) for old, new in renames.items())),)
+    return joined(parts, back) if parts else RulePack((), (), "nothing to map")
+
+
+def _without_place(pack: RulePack, source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of the optimizer's leaves, and of the step, that are no leaves of the target after a pack."""
+    names = pack.apply(_views(source), target, Diagnostics())
+    patterns: list[str] = []
+    for pattern in _TRAINING:
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        # A state of which a part fits is the target's own: what is missing there is for the plan to say.
+        if found and not any(name in target for name in found):
+            patterns.append(pattern)
+    return tuple(patterns)
 
 
 def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
@@ -234,25 +172,36 @@ def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
     return str(layout) if layout.kind != "unknown" else f"unknown names (such as {sorted(leaves)[:2]})"
 
 
-def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
+def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
+    """The pack between two layouts; without steps where they are one, None if there is none."""
     if seen.kind == wanted.kind and seen.kind in _TO_MINIMAL:
         return RulePack((), (), "nothing to map")
     if wanted.kind in ("hugging face", "hugging face flax"):
-        pack = _infer(target, source, wanted, seen)
+        pack = _pack(target, source, wanted, seen)
         return None if pack is None else pack.inverse()
-    if seen.kind not in _TO_MINIMAL:
-        return _between(seen, wanted) if "unknown" not in (seen.kind, wanted.kind) else None
-    first = _TO_MINIMAL[seen.kind]()
-    second = _between(_after(first, source), wanted)
-    if second is None:
-        return None
-    if second.steps and seen.kind == "mesh tf":
-        # The target has the names of the second step; the first decides as if there were none.
-        first = dataclasses.replace(first, steps=(WithoutTarget(Chain(first.steps)),))
-    return _then(first, second)
+    packs: list[RulePack] | None
+    if seen.kind in _TO_MINIMAL:
+        first = _TO_MINIMAL[seen.kind]()
+        packs = _between(_after(first, source), wanted)
+        packs = None if packs is None else [first, *packs]
+    else:
+        packs = _between(seen, wanted) if "unknown" not in (seen.kind, wanted.kind) else None
+    if not packs:
+        return None if packs is None else RulePack((), (), "nothing to map")
+    return joined(packs, [pack.inverse() for pack in reversed(packs)])
 
 
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
-    """The layout that a pack makes of a source; on symbols, so nothing can be read."""
-    symbols = {name: symbol for name, leaf in source.items() if (symbol := symbol_for(name, leaf)) is not None}
-    return layout_of(pack.apply(symbols, {}, Diagnostics()))
+    """The layout that a pack makes of a source."""
+    return layout_of(_parameters(pack.apply(_views(source), {}, Diagnostics())))
+
+
+def _views(leaves: Mapping[str, Any]) -> dict[str, View]:
+    """The arrays among leaves as views; of an abstract one, a view of zeros."""
+    views: dict[str, View] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaf = broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+        with contextlib.suppress(TypeError, ValueError):  # texts, None, `...` and typed PRNG keys
+            views[name] = as_view(leaf, name=name)
+    return views

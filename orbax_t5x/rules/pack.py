@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.prefix import change_between, follow_target
+from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RulePack(Chain):
     """Maps one model's tree to another's. A step may match nothing; it is a problem if none of them matches anything.
+
+    The result stands below whatever the target has the model's parameters below: `target/`, `params/`, or nothing.
 
     Attributes:
       steps: forwards.
@@ -24,23 +29,53 @@ class RulePack(Chain):
       found: what `infer` found in the checkpoint, as text; packs that differ in it alone are equal.
     """
 
-    back: tuple[Transform, ...] = ()
+    back: tuple[AnyTransform, ...] = ()
     name: str = ""
     example: str = ""
     back_example: str = ""
     found: str = dataclasses.field(default="", compare=False)
+    # Digests leave out what follows, so that packs keep those of version 0.1. Steps that run before the others, each
+    # way; and, where several transforms were joined, the transforms themselves.
+    _before: tuple[Transform, ...] = ()
+    _before_back: tuple[Transform, ...] = ()
+    _joined: tuple[Transform, ...] = ()
+    _joined_back: tuple[Transform, ...] = ()
 
     def inverse(self) -> RulePack:
         """The way back."""
         prefix = "inverse of "
         name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name
-        return RulePack(self.back, self.steps, name, self.back_example, self.example)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(
+            self,
+            steps=self.back,
+            back=self.steps,
+            name=name,
+            example=self.back_example,
+            back_example=self.example,
+            found="",
+            _before=self._before_back,
+            _before_back=self._before,
+            _joined=self._joined_back,
+            _joined_back=self._joined,
+        )
+
+    @property
+    def parts(self) -> tuple[Transform, ...]:
+        """The transforms that do the same one after the other, as somebody would write them out."""
+        return self._joined or ((self,) if self.steps else ())
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
+        if self._joined:
+            return run_transforms(self._joined, state, target, is_resuming=False, diagnostics=diagnostics)
         before = len(diagnostics.problems)
         # The copy shares the caller's lists and dicts, so problems arrive there.
-        result = super().apply(state, target, dataclasses.replace(diagnostics, warns_of_unused=False))
+        quiet = dataclasses.replace(diagnostics, warns_of_unused=False)
+        state = run_transforms(self._before, state, target, is_resuming=False, diagnostics=quiet)
+        change = change_between(state, target)
+        # Steps compare names with the target's, and keep the prefix.
+        own_target = target if change is None else change.reversed().applied(target)
+        result = super().apply(state, own_target, quiet)
         same = result.keys() == state.keys() and all(result[name] is value for name, value in state.items())
         if self.steps and same and len(diagnostics.problems) == before:
             near = ClosestNames(state).to(self.example)
@@ -51,7 +86,7 @@ class RulePack(Chain):
                 + (f"; closest: {near}" if near else ""),
                 "ot.rules.infer(source_leaves, target_leaves) finds the pack that fits",
             )
-        return result
+        return follow_target(result, target, quiet)
 
     def digest(self) -> str | None:
         """As `Transform.digest`; `found` does not count."""
@@ -63,3 +98,29 @@ class RulePack(Chain):
     def describe(self) -> str:
         """One line for people."""
         return f"rules.{self.name}" if not self.name.startswith("inverse of ") else f"rules: {self.name}"
+
+
+def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
+    """Several transforms as one pack.
+
+    Args:
+      parts: in order, at least one.
+      back: the way back, in order.
+    """
+    if len(parts) == 1 and isinstance(parts[0], RulePack):
+        return parts[0]
+    packs = [part for part in parts if isinstance(part, RulePack)]
+    examples = [pack.back_example for pack in packs if pack.back_example]
+    return RulePack(
+        _steps(parts),
+        _steps(back),
+        " then ".join(part.name if isinstance(part, RulePack) else part.describe() for part in parts),
+        packs[0].example if packs else "",
+        examples[-1] if examples else "",
+        _joined=tuple(parts),
+        _joined_back=tuple(back),
+    )
+
+
+def _steps(parts: Iterable[Transform]) -> tuple[AnyTransform, ...]:
+    return tuple(step for part in parts for step in (part.steps if isinstance(part, RulePack) else (part,)))

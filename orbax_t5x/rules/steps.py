@@ -14,6 +14,7 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
 from orbax_t5x.transforms.patterns.table import compile_pattern, new_name
+from orbax_t5x.transforms.prefix import model_prefix
 from orbax_t5x.transforms.state import NewState, view_of, views_of
 from orbax_t5x.trees.flat import FlatState
 
@@ -149,7 +150,7 @@ class PrefixAsTarget(Transform):
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        prefix = target_prefix(target, self.pattern, self.default)
+        prefix = target_prefix(target, self.default)
         regex = compile_pattern(self.pattern, "rules")
         result = NewState(diagnostics)
         for name, value in state.items():
@@ -160,12 +161,9 @@ class PrefixAsTarget(Transform):
         return result.finish()
 
 
-def target_prefix(names: Iterable[str], pattern: str, default: str) -> str:
-    """What stands before names that match; the shortest such prefix, since momenta repeat them below longer ones."""
-    names = list(names)
-    regex = compile_pattern(rf"((?:.*?/)??)(?:{pattern})", "rules")
-    found = [match[1] for name in names if (match := regex.fullmatch(name)) is not None]
-    return min(found, key=len) if found else "" if names else default
+def target_prefix(names: FlatState, default: str) -> str:
+    """What stands before the names of the target's parameters; `default` where there is no target."""
+    return (model_prefix(names) or "") if names else default
 
 
 def _filled(pattern: str, match: re.Match[str]) -> str:
@@ -177,18 +175,3 @@ def _filled(pattern: str, match: re.Match[str]) -> str:
 def _depth(layers: re.Pattern[str], names: Iterable[str]) -> int:
     numbers = [int(match[1]) for name in names if (match := layers.fullmatch(name)) is not None]
     return max(numbers, default=-1) + 1
-
-
-@dataclasses.dataclass(frozen=True)
-class WithoutTarget(Transform):
-    """Runs a transform as if there were no target: what comes after it makes the target's names.
-
-    Attributes:
-      transform: what runs.
-    """
-
-    transform: Transform
-
-    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
-        return self.transform.apply(state, {}, diagnostics)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
@@ -17,11 +17,13 @@ from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.prefix import PrefixChange, counterparts, model_prefix, renamed
 from orbax_t5x.trees.flat import FlatState
 
 # Unmatched names shown in the one problem that counts them.
 _SHOWN_NAMES = 20
-
+# What the rules put before the names of parameters.
+_PARAMETERS = "target/"
 
 # A name that only Mesh TensorFlow gives.
 _MESH_TF_NAME = re.compile(r"(encoder|decoder|transformer)/block_\d+/.*|shared/embedding.*|global_step")
@@ -40,9 +42,11 @@ def missing_translation(formats: Collection[str], transforms: Iterable[Any], nam
 class Translate(Transform):
     """Translates the names of a Mesh TensorFlow T5 bundle into T5X's.
 
-    A relative bias becomes the tower's or a layer's as the target names it, and the (1,) zeros of T5X's Adafactor
-    appear where the target has them; without a target, a bias in block 0 alone is the tower's, and every parameter
-    with slots gets all four of them.
+    Parameters stand below whatever the target has a model's parameters below, without a target below `target/`. A
+    relative bias becomes the tower's or a layer's as the target names it, and the (1,) zeros of T5X's Adafactor appear
+    where the target has them; without a target, a bias in block 0 alone is the tower's. Every parameter with slots gets
+    all four of them without a target, and where the target has Adafactor's slots and not this parameter: a later
+    transform gives it the target's name.
 
     Attributes:
       translator: a `CheckpointTranslator` (or anything with its `apply`); None for T5's own rules. With one of the
@@ -56,18 +60,22 @@ class Translate(Transform):
         translation = _translate(t5_importer if self.translator is None else self.translator, state, diagnostics)
         _note_failures(translation, len(state), diagnostics)
         values = translation.values
-        completed = self.translator is None or bool(target)
-        renamed = place_relative_bias(values, target) if completed else {}
-        origins = {
-            renamed.get(name, name): (old, translation.rule_for[name]) for name, old in translation.sources.items()
-        }
-        values = {renamed.get(name, name): value for name, value in values.items()}
-        if completed:
-            added = adafactor_placeholders(values, target or None)
-            values.update(added)
-            origins.update((name, (name, "Adafactor placeholder")) for name in added)
-        diagnostics.record_origins(origins)
-        return values
+        if self.translator is not None and not target:
+            diagnostics.record_origins(_origins(translation, {}))
+            return values
+        prefix = model_prefix(target)
+        change = None if prefix in (None, _PARAMETERS) else PrefixChange(_PARAMETERS, prefix)
+        # The rules know T5X's own names.
+        own_target = target if change is None else change.reversed().applied(target)
+        bias_renames = place_relative_bias(values, own_target)
+        values = {bias_renames.get(name, name): value for name, value in values.items()}
+        added = adafactor_placeholders(values, own_target or None)
+        diagnostics.record_origins(_origins(translation, bias_renames))
+        diagnostics.rule_for.update(dict.fromkeys(added, "Adafactor placeholder"))
+        values.update(added)
+        if change is not None:
+            values = renamed(values, change.renames(values), f"below {change.new!r}", diagnostics)
+        return renamed(values, counterparts(values, target), "as the target names it", diagnostics)
 
     def describe(self) -> str:
         """One line for people."""
@@ -80,6 +88,11 @@ class Translate(Transform):
         if self.translator.digest() is None:
             return None
         return hashlib.sha256(f"Translate: {self.translator.describe()}".encode()).hexdigest()[:32]
+
+
+def _origins(translation: Translation, renames: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """New name -> (the bundle's name, the rule), for `Diagnostics.record_origins`."""
+    return {renames.get(name, name): (old, translation.rule_for[name]) for name, old in translation.sources.items()}
 
 
 def _translate(translator: Any, state: FlatState, diagnostics: Diagnostics) -> Translation:

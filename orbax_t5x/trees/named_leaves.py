@@ -43,8 +43,10 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def _walk(name: str, node: Any) -> Iterator[tuple[str, Any]]:
     start = f"{name}/" if name else ""
     if names_itself(node):
-        own = flatten(node.state_dict()).items() if is_train_state(node) else [leaf[:2] for leaf in flatten_node(node)[0]]
-        yield from ((start + leaf, value) for leaf, value in own)
+        own = (
+            flatten(node.state_dict()) if is_train_state(node) else {leaf[0]: leaf[1] for leaf in flatten_node(node)[0]}
+        )
+        yield from ((start + leaf, value) for leaf, value in own.items())
     elif is_mapping(node) and not is_tensorstore_spec(node):
         for key, child in node.items():
             yield from _walk(f"{start}{key}", child)

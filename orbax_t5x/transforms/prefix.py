@@ -1,0 +1,178 @@
+"""Below which names a tree keeps a T5 model's parameters, and the same names in a tree that keeps them elsewhere.
+
+T5X keeps parameters below `target/`, Flax below `params/`, a file with the parameters alone below nothing. Transforms
+between layouts of the model leave the prefix as it is, and put their result below the target's at the end. Where the
+prefixes are those of train states the optimizer's leaves and the step go along: T5X wraps an Optax state whose names
+below `state/param_states/` are those below Flax's `opt_state/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
+from orbax_t5x.transforms.follow.slots import Names, SlotTree
+from orbax_t5x.transforms.names import Rename
+from orbax_t5x.transforms.state import NewState
+from orbax_t5x.trees.flat import FlatState
+
+
+class _StateNames(NamedTuple):
+    """Where a kind of train state keeps its parts.
+
+    Attributes:
+      optimizer: what names of the optimizer's state begin with.
+      step: the name of the step.
+    """
+
+    optimizer: str
+    step: str
+
+
+_T5X, _FLAX = _StateNames("state/param_states/", "state/step"), _StateNames("opt_state/", "step")
+# By the prefix of their parameters; the first that a tree has is the model's, since others may be copies of it.
+_ROOTS = {"target/": _T5X, "params/params/": _FLAX, "params/": _FLAX}
+
+# A parameter as T5X (minimal, scalable, scanned) and MaxText name it.
+_PARAMETER = re.compile(
+    r"(?P<prefix>(?:.*?/)??)(?:token_embedder/embedding|(?:encoder|decoder)/"
+    r"(?:layers_\d+|layers|encoder|decoder|relpos_bias|encoder_norm|decoder_norm|logits_dense|token_embedder)/.*)"
+)
+_NO_PARAMETER = re.compile(r"(?:.*/)?(?:state/param_states|opt_state|flax_mutables)/.*")
+# What lies below no prefix beside other things of a tree.
+_OF_A_MODEL = re.compile(r"(?:token_embedder|encoder|decoder)/.*")
+
+
+def parameter_prefixes(names: Iterable[str]) -> list[str]:
+    """What stands before the names of models' parameters, each once; the optimizer's leaves do not count."""
+    matches = (_PARAMETER.fullmatch(name) for name in names if not _NO_PARAMETER.fullmatch(name))
+    return list(dict.fromkeys(match["prefix"] for match in matches if match is not None))
+
+
+def model_prefix(names: Iterable[str]) -> str | None:
+    """The prefix of the one model that a tree is for; None where it has no parameters of T5's names."""
+    prefixes = parameter_prefixes(names)
+    if not prefixes:
+        return None
+    return next((root for root in _ROOTS if root in prefixes), min(prefixes, key=len))
+
+
+def _split_root(prefix: str) -> tuple[str, str]:
+    """What stands before the train state, and the root of its parameters; an empty root for other trees."""
+    root = next((root for root in _ROOTS if prefix == root or prefix.endswith(f"/{root}")), "")
+    return (prefix.removesuffix(root), root) if root else ("", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixChange:
+    """A model's parameters, and what goes along with them, below another prefix.
+
+    Attributes:
+      old: the prefix that the names have.
+      new: the one that they get.
+    """
+
+    old: str
+    new: str
+
+    def reversed(self) -> PrefixChange:
+        """The way back."""
+        return PrefixChange(self.new, self.old)
+
+    def parameter(self, name: str) -> str | None:
+        """The new name of a parameter; None for other names."""
+        rest = name.removeprefix(self.old)
+        if not name.startswith(self.old) or (not self.old and not _OF_A_MODEL.fullmatch(name)):
+            return None
+        return self.new + rest
+
+    def renames(self, names: Iterable[str]) -> dict[str, str]:
+        """New name by old name, for parameters and their slots in the optimizer."""
+        names = list(names)
+        renames = {name: new for name in names if (new := self.parameter(name)) is not None}
+        return {**renames, **self.slots(names)}
+
+    def slots(self, names: Iterable[str]) -> dict[str, str]:
+        """New name by old name, for the slots of parameters in the optimizer."""
+        known = Names()
+        renames: dict[str, str] = {}
+        for name, slot in known.slots(names).items():
+            source, number = slot.tree.state
+            parameter = self.parameter(f"{source}{known.roots[number][0]}/{slot.param}")
+            found = None if parameter is None else known.param(parameter)
+            # T5X's Adafactor has names of its own, which no Optax state has.
+            if found is not None and (slot.tree.kind_first or found[0].number == number):
+                tree = SlotTree(found[0], slot.tree.path, slot.tree.kind_first)
+                renames[name] = known.slot_name(slot._replace(tree=tree, param=found[1]))
+        return renames
+
+    def applied(self, tree: FlatState) -> dict[str, Any]:
+        """A tree under the new names."""
+        renames = self.renames(tree)
+        return {renames.get(name, name): value for name, value in tree.items()}
+
+    def transforms(self, names: Iterable[str]) -> tuple[Transform, ...]:
+        """The change as somebody would write it out, for a tree of these names."""
+        pattern = f"{re.escape(self.old)}(.*)" if self.old else f"({_OF_A_MODEL.pattern})"
+        rename = Rename(((pattern, self.new.replace("\\", r"\\") + r"\1"),))
+        return (FollowOptimizer(rename),) if self.slots(names) else (rename,)
+
+
+def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixChange | None:
+    """How the one model in a tree gets the target's prefix.
+
+    Returns:
+      None where it has it already, where the tree has several models, and where one side has none.
+    """
+    found, wanted = parameter_prefixes(names), parameter_prefixes(target_names)
+    new = model_prefix(target_names)
+    if len(found) != 1 or new is None or found[0] in wanted:
+        return None
+    return PrefixChange(found[0], new)
+
+
+def counterparts(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
+    """New names for the step and the optimizer's counts, where the target is another kind of train state."""
+    names, target = list(names), set(target_names)
+    outer, root = _split_root(model_prefix(target) or "")
+    if not root:
+        return {}
+    to = _ROOTS[root]
+    starts = [(start, kind) for start in dict.fromkeys(("", outer)) for kind in (_T5X, _FLAX)]
+    renames: dict[str, str] = {}
+    taken = set(names)
+    for name in names:
+        for start, kind in starts:
+            new = outer + to.step if name == start + kind.step else ""
+            if name.startswith(start + kind.optimizer):
+                new = outer + to.optimizer + name.removeprefix(start + kind.optimizer)
+            if new in target and new not in taken and name not in target:
+                renames[name] = new
+                taken.add(new)
+    return renames
+
+
+def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+    """A state dict with the model below the target's prefix, and the step and counts as the target names them."""
+    change = change_between(state, target)
+    if change is not None:
+        state = renamed(state, change.renames(state), f"below {change.new!r}", diagnostics)
+    return renamed(state, counterparts(state, target), "as the target names it", diagnostics)
+
+
+def renamed(state: FlatState, renames: Mapping[str, str], rule: str, diagnostics: Diagnostics) -> dict[str, Any]:
+    """A state dict under new names; two leaves with one name are a problem."""
+    if not renames:
+        return dict(state)
+    result = NewState(diagnostics)
+    for name, value in state.items():
+        new = renames.get(name, name)
+        result.put(new, value, name, rule if new != name else None)
+        if new != name and name in diagnostics.fidelity:
+            diagnostics.fidelity[new] = diagnostics.fidelity[name]
+    return result.finish()
