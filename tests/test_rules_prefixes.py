@@ -16,6 +16,7 @@ import orbax_t5x as ot
 from orbax_t5x import rules
 from orbax_t5x import transforms as tr
 from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.optimizers import adamw
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
 from orbax_t5x.train_state import FlaxOptimTrainState, InferenceState
@@ -205,6 +206,60 @@ def test_a_tree_of_several_models_keeps_its_names():
     result, _ = run(rules.t5_minimal_to_scanned(*HEADS), params, target)
     assert {name.partition("/params/")[0] for name in result} == {"a", "b"}
     assert "a/params/encoder/encoder/mlp/wo/kernel" in result
+
+
+# -- MaxText
+
+
+def decoder_only(prefix):
+    names = {
+        name: value
+        for name, value in parameters("minimal").items()
+        if name.startswith("decoder/") and "cross" not in name and "encoder_decoder" not in name
+    }
+    return {prefix + name: value for name, value in names.items()}
+
+
+@pytest.mark.parametrize("there", ["params/params/", "params/", ""])
+@pytest.mark.parametrize("here", ["target/", "params/params/", ""])
+def test_maxtext_below_any_prefix(here, there):
+    full = decoder_only(here)
+    named = {name: value for name, value in full.items() if "relpos" not in name}
+    for scanned in (True, False):
+        pack = rules.t5x_decoder_to_maxtext(*HEADS, scanned=scanned)
+        result, _ = run(pack, named)
+        values = {there + name.removeprefix("params/params/"): as_numpy(value) for name, value in result.items()}
+        opened = checkpoint(full)
+        drop = tr.Drop(r".*relpos_bias/.*")
+        found = rules.infer(opened, values)
+        assert "t5x_decoder_to_maxtext" in found.name
+        for chain in ([drop, pack], [drop, found]):
+            plan = ot.plan_restore(opened, values, chain)
+            assert_same({entry.name: entry.view.get() for entry in plan.entries}, values)
+        back = rules.infer(values, named)
+        assert_same({name: as_numpy(value) for name, value in run(back, values, named)[0].items()}, named)
+
+
+def test_what_maxtext_has_no_place_for_is_a_problem_that_drop_permits():
+    pack = rules.t5x_decoder_to_maxtext(*HEADS)
+    with pytest.raises(RestorePlanError) as caught:
+        ot.plan_restore(checkpoint(decoder_only("target/")), None, pack)
+    (problem,) = caught.value.problems
+    assert problem.kind == "rule" and "no T5 relative bias" in problem.message and "relpos_bias" in problem.message
+    both = checkpoint({f"target/{name}": value for name, value in parameters("minimal").items()})
+    with pytest.raises(RestorePlanError) as caught:
+        ot.plan_restore(both, None, pack)
+    bias, encoder = caught.value.problems
+    assert "no T5 relative bias" in bias.message and "have no encoder" in encoder.message
+    # What the problems say is what permits it.
+    permits = [
+        eval(problem.fix.partition("put ")[2].partition(" before")[0], {"ot": ot}) for problem in (bias, encoder)
+    ]
+    plan = ot.plan_restore(both, None, [*permits, pack])
+    assert not any("encoder/" in entry.name or "relpos" in entry.name for entry in plan.entries)
+    assert pack.inverse().inverse() == pack
+    with pytest.raises(RestorePlanError, match="relative bias"):
+        pack(unflatten(decoder_only("target/")), {})
 
 
 def test_the_parts_of_a_pack_are_what_somebody_would_write_out():

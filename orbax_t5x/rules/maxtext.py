@@ -1,22 +1,29 @@
 """T5X's decoder-only model to MaxText's decoder names, where shapes agree.
 
 MaxText (Linen layout on disk) keeps parameters below `params/params/`, kernels as (E, H, D) and (H, D, E), layers
-scanned on an axis or as `layers_3`. The norm before the MLP is called after what stands before it. MaxText's
-decoder has no relative bias: T5X's stays where it is, a leftover under strict=True, because leaving it out changes
-what the model computes.
+scanned on an axis or as `layers_3`. The norm before the MLP is called after what stands before it. MaxText's models
+have no encoder, and its decoder has no relative bias: a checkpoint with either is a problem, because what MaxText
+computes from the rest is not what the model computed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
+import re
+from typing import Any
 
 from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.names import Rename
+from orbax_t5x.transforms.prefix import PrefixChange, parameter_prefixes, renamed
+from orbax_t5x.trees.flat import FlatState
 
 _T5X = r"(?:target/|params/)?"
 _MAXTEXT = "params/params/"
@@ -44,8 +51,63 @@ def _back_rules() -> tuple[tuple[str, str], ...]:
     )
 
 
+# What MaxText has no place for: a pattern of the names, and why.
+_WITHOUT_PLACE = (
+    (
+        r"(?:.*/)?decoder/(?:layers_\d+/)?relpos_bias/.*",
+        "MaxText's decoder has no T5 relative bias: without it the model computes other logits",
+    ),
+    (
+        r"(?:.*/)?(?:encoder/.*|decoder/layers_\d+/(?:encoder_decoder_attention|pre_cross_attention_layer_norm)/.*)",
+        "MaxText's models have no encoder: of an encoder-decoder model the decoder alone is no language model",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WhatMaxTextHas(Transform):
+    """Leaves that MaxText has no place for are a problem; they do not go on."""
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        result = dict(state)
+        for pattern, reason in _WITHOUT_PLACE:
+            found = [name for name in result if re.fullmatch(pattern, name)]
+            if found:
+                diagnostics.problem(
+                    "rule",
+                    found[0] if len(found) == 1 else None,
+                    f"{reason}. The checkpoint has {listed(found, 2)}",
+                    f"to leave them out all the same, put ot.transforms.Drop([{pattern!r}]) before the pack",
+                )
+                result = {name: value for name, value in result.items() if name not in found}
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Below(Transform):
+    """The one model of a tree below the prefix that the pack's rules know.
+
+    Attributes:
+      known: the prefixes that they know; the first is the new one where the tree has another.
+    """
+
+    known: tuple[str, ...]
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        found = parameter_prefixes(state)
+        if len(found) != 1 or found[0] in self.known:
+            return dict(state)
+        change = PrefixChange(found[0], self.known[0])
+        return renamed(state, change.renames(state), f"below {change.new!r}", diagnostics)
+
+
 def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = True, scan_axis: int = 1) -> RulePack:
     """T5X decoder-only to MaxText.
+
+    Relative biases, and the encoder of an encoder-decoder model, are a problem; `Drop` before the pack permits to leave
+    them out.
 
     Args:
       num_heads: H.
@@ -77,4 +139,6 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
         f"t5x_decoder_to_maxtext(num_heads={heads}, head_dim={dim}{shown})",
         "target/decoder/layers_0/self_attention/query/kernel",
         f"{_MAXTEXT}decoder/layers/self_attention/query/kernel",
+        _before=(_WhatMaxTextHas(), _Below(("target/", "params/", ""))),
+        _before_back=(_Below((_MAXTEXT,)),),
     )
