@@ -1,4 +1,4 @@
-"""Logical axes become shardings; Flax's `logical_to_mesh_axes` and JAX's own placement are the oracles."""
+"""Axes and names become shardings; Flax's own functions and JAX's own placement are the oracles."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
+from flax.core.spmd import logical_axis_rules
 from flax.linen.partitioning import AxisMetadata, get_axis_names
+from flax.training.train_state import TrainState
 from flax.traverse_util import ModelParamTraversal
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
@@ -191,6 +195,150 @@ def test_a_mesh_without_devices_will_do():
         state_of((8,), ("mlp",)), AbstractMesh((4, 64), ("data", "model"), (AxisType.Auto,) * 2), [("mlp", "data")]
     )
     assert found.params["w"].sharding.spec == P("data")
+
+
+# -- linen's boxes, NNX's metadata, names of leaves
+
+
+class Boxed(nn.Module):
+    """A linen model: one kernel with logical axes, one with those of the mesh, the rest without any."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        x = nn.Dense(16, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")))(x)
+        own = nn.with_logical_partitioning(init, ("wide", "mlp"), rules=(("wide", "data"),))
+        x = nn.Dense(8, kernel_init=own)(x)
+        return nn.Dense(4, kernel_init=nn.with_partitioning(init, (("data", "model"), None)))(nn.LayerNorm()(x))
+
+
+def boxed_state():
+    model = Boxed()
+    variables = model.init(jax.random.key(0), jnp.ones((2, 8)))
+    return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.adam(1e-3))
+
+
+def test_boxes_of_linen_are_split_as_flax_says():
+    abstract = jax.eval_shape(boxed_state)
+    sharded = with_shardings(abstract, mesh())
+    assert jax.tree.structure(sharded) == jax.tree.structure(abstract)
+    rules = (*STANDARD_LOGICAL_AXIS_RULES, ("wide", "data"), ("data", "data"), ("model", "model"))
+    expected = nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh(), rules)
+    found = jax.tree.map(lambda leaf: leaf.sharding, nn.meta.unbox(sharded))
+    # Flax's rules know no pair of mesh axes as one name.
+    third = NamedSharding(mesh(), P(("data", "model"), None))
+    assert jax.tree.all(jax.tree.map(lambda one, other: one in (other, third), found, expected))
+    kernels = [found.params[f"Dense_{i}"]["kernel"].spec for i in range(3)]
+    assert kernels == [P(None, "model"), P("data", "model"), P(("data", "model"), None)]
+    assert found.opt_state[0].mu["Dense_2"]["kernel"] == third and found.step.spec == P()
+    placed = jax.jit(boxed_state, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, sharded))()
+    assert placed.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "model")
+    variables = with_shardings(jax.eval_shape(Boxed().init, jax.random.key(0), jnp.ones((2, 8))), mesh())
+    assert variables["params"]["Dense_1"]["kernel"].value.sharding.spec == P("data", "model")
+
+
+def test_a_linen_state_restores_into_its_shardings_and_runs(tmp_path):
+    """Saved by stock Orbax, restored here, trained there."""
+    state = boxed_state()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    restored = ot.restore(tmp_path / "state", with_shardings(jax.eval_shape(boxed_state), mesh()))
+    assert restored.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "model")
+    for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    batch = jnp.ones((2, 8))
+    np.testing.assert_allclose(
+        jax.jit(restored.apply_fn)({"params": restored.params}, batch),
+        state.apply_fn({"params": state.params}, batch),
+        rtol=1e-5,
+    )
+
+
+class Variables(nnx.Module):
+    """An NNX model of the same kind; its last kernel stands in two places."""
+
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.first = nnx.Linear(8, 16, kernel_init=nnx.with_partitioning(init, ("embed", "mlp")), rngs=rngs)
+        own = nnx.with_partitioning(init, ("wide", "mlp"), sharding_rules=(("wide", "data"),))
+        self.second = nnx.Linear(16, 8, kernel_init=own, rngs=rngs)
+        self.third = nnx.Linear(8, 8, kernel_init=nnx.with_partitioning(init, (None, "model")), rngs=rngs)
+        self.again = self.third
+
+    def __call__(self, x):
+        return self.again(self.third(self.second(self.first(x))))
+
+
+@pytest.fixture
+def abstract_model():
+    with nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda: Variables(nnx.Rngs(0)))
+
+
+def test_variables_of_nnx_are_split_as_flax_says(abstract_model):
+    state = nnx.state(abstract_model)
+    sharded = with_shardings(state, mesh())
+    with logical_axis_rules((("embed", None), ("mlp", "model"))):
+        expected = nnx.get_named_sharding(state, mesh())
+    for name in ("first", "second", "again"):
+        found = sharded[name]["kernel"]
+        assert type(found) is nnx.Param and type(found.get_value()) is jax.ShapeDtypeStruct
+        assert found.get_value().sharding == expected[name]["kernel"].get_value()
+        assert sharded[name]["bias"].get_value().sharding.spec == P()
+    assert [sharded[name]["kernel"].get_value().sharding.spec for name in ("first", "second", "again")] == [
+        P(None, "model"),
+        P("data", "model"),
+        P(None, "model"),
+    ]
+    nested = with_shardings({"model": state, "more": jax.ShapeDtypeStruct((4,), "float32")}, mesh())
+    assert nested["model"]["first"]["kernel"].get_value().sharding.spec == P(None, "model")
+    assert nested["more"].sharding.spec == P()
+
+
+def test_an_nnx_module_and_its_optimizer(abstract_model):
+    module = with_shardings(abstract_model, mesh())
+    assert type(module) is Variables and module.again is module.third
+    assert module.third.kernel.get_value().sharding.spec == P(None, "model")
+    with nnx.use_eager_sharding(False):
+        optimizer = nnx.eval_shape(lambda: nnx.Optimizer(Variables(nnx.Rngs(0)), optax.adam(1e-3), wrt=nnx.Param))
+    state = with_shardings(nnx.state(optimizer), mesh())
+    assert state["opt_state"][0]["mu"]["second"]["kernel"].get_value().sharding.spec == P("data", "model")
+    assert state["step"].get_value().sharding.spec == P()
+
+
+def test_rules_for_names_split_any_tree():
+    model = nn.Dense(16)
+
+    def create():
+        params = model.init(jax.random.key(0), jnp.ones((2, 8)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adafactor(1e-3))
+
+    rules = [(r"(params|opt_state/.*/(mu|nu))/kernel", P("data", "model")), (r".*/bias", P("nowhere"))]
+    sharded = with_shardings(jax.eval_shape(create), mesh(), rules)
+    assert sharded.params["kernel"].sharding.spec == P("data", "model")
+    assert sharded.params["bias"].sharding.spec == P(None)
+    # Names go before axes, in T5X's states and in boxes too.
+    state = state_of((4, 8), ("embed", "mlp"))
+    assert specs(with_shardings(state, mesh(), [("target/w", P("data")), ("mlp", "model")]))["target/w"] == P("data")
+    boxed = {"w": nn.Partitioned(np.ones((4, 8)), ("data", "model"))}
+    assert with_shardings(boxed, mesh(), [("w", P())])["w"].value.sharding.spec == P()
+
+
+def test_metadata_that_does_not_fit_is_named():
+    boxed = {
+        "a": nn.Partitioned(np.ones(6), ("model",)),
+        "b": nn.Partitioned(np.ones(8), ("data", "model")),
+        "c": nn.LogicallyPartitioned(np.ones((4, 8)), ("data",)),
+    }
+    with pytest.raises(ValueError, match="2 leaves do not fit") as caught:
+        with_shardings(boxed, mesh())
+    text = str(caught.value)
+    assert "a: a dimension has size 6, which mesh axis model of size 4" in text
+    assert "b: 2 axes ('data', 'model') for shape (8,); give it a rule of its own: ('b', PartitionSpec())" in text
+    found = with_shardings(boxed, mesh(), [("a|b", P())])
+    assert found["c"].value.sharding.spec == P("data")
+    with pytest.raises(ValueError, match=r"w: P\('data', 'model'\) for shape \(8,\)|w: PartitionSpec"):
+        with_shardings({"w": np.ones(8)}, mesh(), [("w", P("data", "model"))])
 
 
 def test_the_public_names_are_these():

@@ -1,0 +1,133 @@
+"""Rules that say which mesh axes a dimension is split over, by its logical axis or by the name of its leaf.
+
+Flax's `logical_to_mesh_axes` applies the rules for logical axes. A logical axis without a rule, a rule for a mesh axis
+that the mesh lacks, and a leaf without axes mean: not split. A dimension that its mesh axes do not divide is a problem,
+since JAX would refuse it later.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from flax.linen.spmd import logical_to_mesh_axes
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+MeshAxes = str | tuple[str, ...] | None
+LogicalAxisRules = Sequence[tuple[str, MeshAxes | PartitionSpec]]
+"""Pairs of a logical axis and its mesh axes, or of a pattern of whole leaf names and a `PartitionSpec`."""
+
+AxisNames = Sequence[MeshAxes] | PartitionSpec
+"""What a model calls the dimensions of one leaf."""
+
+STANDARD_LOGICAL_AXIS_RULES: LogicalAxisRules = (
+    ("batch", "data"),
+    ("vocab", "model"),
+    ("embed", None),
+    ("mlp", "model"),
+    ("heads", "model"),
+    ("kv", None),
+    ("joined_kv", "model"),
+    ("relpos_buckets", None),
+    ("abspos_buckets", None),
+    ("length", None),
+    ("layers", None),
+    ("stack", None),
+    ("mlp_activations", None),
+)
+"""T5X's rules for a mesh with the axes `data` and `model`: batches over `data`, wide dimensions over `model`."""
+
+
+class AxisRules:
+    """The rules of one call on one mesh.
+
+    Attributes:
+      problems: leaves that do not fit, as text.
+      has_patterns: whether some rules are for names of leaves.
+    """
+
+    def __init__(self, rules: LogicalAxisRules, mesh: Mesh | AbstractMesh):
+        self._mesh = mesh
+        self._patterns = [(re.compile(name), spec) for name, spec in rules if isinstance(spec, PartitionSpec)]
+        self._axes = self._on_mesh((name, axes) for name, axes in rules if not isinstance(axes, PartitionSpec))
+        self.problems: list[str] = []
+        self.has_patterns: bool = bool(self._patterns)
+
+    def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
+        """What the first pattern that matches a leaf's whole name says; None where none does."""
+        spec = next((spec for pattern, spec in self._patterns if pattern.fullmatch(name)), None)
+        if spec is None:
+            return None
+        kept = PartitionSpec(*(self._present(axes) for axes in spec))
+        if len(kept) > len(shape):
+            self.problems.append(f"{name}: {kept} for shape {shape}")
+            return PartitionSpec()
+        return self._checked(kept, kept, shape, name)
+
+    def by_logical_axes(self, names: AxisNames | None, shape: tuple[int, ...], where: str) -> PartitionSpec:
+        """The mesh axes of a leaf whose model names a logical axis for each dimension, or none (None)."""
+        if names is None:
+            return PartitionSpec()
+        if len(names) != len(shape):
+            self.problems.append(f"{where}: {len(names)} logical axes {tuple(names)} for shape {shape}")
+            return PartitionSpec()
+        spec = logical_to_mesh_axes(cast(Any, tuple(names)), self._axes)
+        assert spec is not None
+        return self._checked(spec, names, shape, where)
+
+    def by_metadata(
+        self, names: AxisNames, shape: tuple[int, ...], own_rules: LogicalAxisRules, where: str
+    ) -> PartitionSpec:
+        """The mesh axes of a leaf with partitioning metadata: names of logical axes or of the mesh's own.
+
+        Args:
+          names: for the first dimensions, as in a PartitionSpec.
+          shape: of the leaf.
+          own_rules: rules that the metadata has itself; they go first.
+          where: the leaf's name.
+        """
+        logical = {name for name, _ in (*own_rules, *self._axes)}
+        of_the_mesh = [(axis, axis) for axis in self._mesh.axis_names if axis not in logical]
+        rules = (*self._on_mesh(own_rules), *self._axes, *of_the_mesh)
+        given = tuple(self._present(name) if isinstance(name, tuple) else name for name in names)
+        if len(given) > len(shape):
+            self.problems.append(
+                f"{where}: {len(given)} axes {tuple(names)} for shape {shape}; give it a rule of its own: "
+                f"({re.escape(where)!r}, PartitionSpec())"
+            )
+            return PartitionSpec()
+        spec = logical_to_mesh_axes(cast(Any, given), rules)
+        assert spec is not None
+        return self._checked(spec, names, shape, where)
+
+    def _checked(self, spec: PartitionSpec, names: AxisNames, shape: tuple[int, ...], where: str) -> PartitionSpec:
+        """The spec, after a look at whether it divides the shape."""
+        for size, name, mesh_axes in zip(shape, names, spec, strict=False):
+            axes = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
+            devices = math.prod(self._mesh.shape[axis] for axis in axes)
+            if size % devices:
+                is_logical = isinstance(name, str) and (name,) != axes
+                dimension = f"logical axis {name!r}" if is_logical else "a dimension"
+                rule = f"({name!r}, None)" if is_logical else f"({re.escape(where)!r}, PartitionSpec())"
+                self.problems.append(
+                    f"{where}: {dimension} has size {size}, which mesh axis {'*'.join(axes)} of size {devices} does "
+                    f"not divide; give it the rule {rule} or another mesh"
+                )
+        return spec
+
+    def _on_mesh(self, rules: Iterable[tuple[str, MeshAxes | PartitionSpec]]) -> tuple[tuple[str, MeshAxes], ...]:
+        """The rules without the mesh axes that the mesh lacks; one of only such axes leaves room for a later one."""
+        kept: list[tuple[str, MeshAxes]] = []
+        for logical, mesh_axes in rules:
+            present = self._present(mesh_axes)
+            if mesh_axes is None or present is not None:
+                kept.append((logical, present))
+        return tuple(kept)
+
+    def _present(self, mesh_axes: MeshAxes | PartitionSpec) -> MeshAxes:
+        """Those of some mesh axes that the mesh has; None where it has none of them."""
+        if mesh_axes is None or isinstance(mesh_axes, str):
+            return mesh_axes if mesh_axes in self._mesh.axis_names else None
+        return tuple(axis for axis in mesh_axes if axis in self._mesh.axis_names) or None
