@@ -43,6 +43,11 @@ def test_reading_and_writing_know_the_same_mark():
     assert steps._TEMPORARY == run_steps._TEMPORARY_MARK == TEMPORARY_MARK
 
 
+def test_the_function_for_specs_that_is_to_be_removed_is_still_there():
+    """Orbax's source says to replace it by one that none of its public modules exports."""
+    assert hasattr(ocp.type_handlers, "get_json_tspec_write"), "handlers.orbax_names.write_spec needs another one"
+
+
 @pytest.mark.parametrize("use_zarr3", [False, True])
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.int8)])
 def test_what_is_written_by_the_spec_is_read_by_orbaxs_own(tmp_path, use_zarr3, dtype):

@@ -172,7 +172,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         given = args.given()
         if "target" not in given:
             if given:
-                raise _without_target(given, directory)
+                raise _without_target(args, given, directory)
             return self._stock_restore(directory)
         own = args.source is None
         registry, types = (self._registry, self._types_of_users(directory)) if own else (None, {})
@@ -243,19 +243,15 @@ def _orbax_args(args: TrainStateSave, prepared: Prepared) -> ocp.args.PyTreeSave
     )
 
 
-def _without_target(given: Sequence[str], directory: epath.Path) -> RestorePlanError:
-    keywords = ", ".join(f"{name}=" for name in given)
-    return RestorePlanError(
-        [
-            Problem(
-                "target",
-                None,
-                f"{keywords} given without a target: stock Orbax would restore",
-                "pass the target, or target=None for everything as NumPy",
-            )
-        ],
-        path=directory,
-    )
+def _without_target(args: TrainStateRestore, given: Sequence[str], directory: epath.Path) -> RestorePlanError:
+    if args.item is None or isinstance(args.item, str):
+        keywords = ", ".join(f"{name}=" for name in given)
+        message = f"{keywords} given without a target: stock Orbax would restore"
+        fix = "pass the target, or target=None for everything as NumPy"
+    else:  # what stock Orbax's arguments call so
+        message = "item= is a tree, and here it is the name of one of several items of a step"
+        fix = "pass the tree as target="
+    return RestorePlanError([Problem("target", None, message, fix)], path=directory)
 
 
 ocp.args.register_with_handler(TrainStateHandler, for_save=True)(TrainStateSave)
