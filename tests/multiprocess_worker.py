@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
+from orbax_t5x.trees.flat import unflatten
 
 
 def state_target(path, spec):
@@ -67,6 +68,25 @@ def restore(path, spec):
         "unverified": list(report.unverified),
         "shards": local_digest(state),
     }
+
+
+def grow(path, rows):
+    """The embedding with more rows, the new ones from a traced function; tells what was read and what came back."""
+    name = "target/token_embedder/embedding"
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()), ("x",)), PartitionSpec("x"))
+    with ot.open_checkpoint(path) as opened:
+        width = opened.leaves["shared/embedding"].shape[1]
+    shape = (int(rows), width)
+    target = unflatten({name: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)})
+
+    def initialize():
+        return unflatten({name: jax.random.normal(jax.random.key(0), shape)})
+
+    transforms = [ot.transforms.Translate(), ot.transforms.Pad(name, (shape[0], None), ot.transforms.FALLBACK)]
+    plan = ot.plan_restore(path, target, transforms, fallback=initialize, strict=False)
+    array = plan.execute()["target"]["token_embedder"]["embedding"]
+    shards = [[shard.index[0].start or 0, np.asarray(shard.data).tolist()] for shard in array.addressable_shards]
+    return {"planned": plan.bytes_to_read, "read": plan.report.bytes_read, "shards": shards}
 
 
 def restore_where_one_fails(path):

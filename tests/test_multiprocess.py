@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -69,6 +70,20 @@ def test_each_process_reads_its_part_and_all_is_verified(bundle, count, spec):
         stored = sum(leaf.nbytes for leaf in opened.leaves.values())
     # Matrices are split, vectors replicated.
     assert all(result["read"] < 0.6 * stored for result in results)
+
+
+def test_each_process_reads_its_old_rows_of_a_grown_vocabulary(bundle):
+    table = ot.restore(bundle, None, [ot.transforms.Translate()])["target"]["token_embedder"]["embedding"]
+    rows, width = table.shape
+    new_rows = rows + rows // 4
+    expected = np.array(jax.random.normal(jax.random.key(0), (new_rows, width)))
+    expected[:rows] = table
+    half = new_rows // 2
+    for index, result in enumerate(run_processes(2, "grow", bundle, new_rows)):
+        old_rows = min(rows, (index + 1) * half) - index * half
+        assert result["read"] == result["planned"] == old_rows * width * 4
+        for start, values in result["shards"]:
+            np.testing.assert_array_equal(np.float32(values), expected[start : start + len(values)])
 
 
 def test_damage_that_only_all_processes_together_can_see(bundle, tmp_path):

@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import numpy as np
 
@@ -26,6 +27,24 @@ def test_the_example_runs(capsys):
         np.testing.assert_array_equal(np.asarray(embedding), values["target/token_embedder/embedding"])
     assert len(embedding.sharding.device_set) == jax.device_count() == 8
     assert "shared/embedding" in capsys.readouterr().out
+
+
+def test_an_ordinary_linen_model_runs_on_what_the_example_restored():
+    """The lookup of embeddings is what fails on a mesh whose axes are Explicit."""
+    (example,) = blocks("python")
+    found = {}
+    exec(compile(example, "README.md", "exec"), found)
+    embed = nn.Embed(128, 16)
+    params = {"params": found["state"]["target"]["token_embedder"]}
+    tokens = np.arange(12).reshape(3, 4) * 10
+    with np.load(Path(str(found["bundle"])).with_name("as_t5x_imports_it.npz")) as values:
+        table = values["target/token_embedder/embedding"]
+    for apply in (embed.apply, jax.jit(embed.apply)):
+        np.testing.assert_array_equal(apply(params, tokens), table[tokens])
+    logits = jax.jit(lambda params, x: embed.apply(params, x, method="attend"))(params, table[tokens])
+    np.testing.assert_allclose(logits, table[tokens] @ table.T, rtol=1e-4, atol=1e-4)
+    (axis_type,) = found["mesh"].axis_types
+    assert axis_type == jax.sharding.AxisType.Auto and "`Auto`" in README
 
 
 def test_ten_lines_are_about_ten():

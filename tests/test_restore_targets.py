@@ -1,15 +1,18 @@
 """Which leaves a target has, what they are called and what may fill them: Flax's names and JAX's rules are the
 oracles."""
 
+import flax.linen as nn
 import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
@@ -79,6 +82,40 @@ def test_an_abstract_nnx_module_comes_back_as_a_module_that_computes():
     got = ot.restore(source, {"m": abstract})["m"]
     inputs = jnp.ones((4, 2))
     np.testing.assert_array_equal(got(inputs), model(inputs))
+
+
+def test_states_and_modules_stand_in_sequences_and_in_fallbacks():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    values = {name: np.asarray(value) for name, value in _linear(model).items()}
+    source = checkpoint({f"models/{i}/{name}": value + i for i in range(2) for name, value in values.items()})
+    given = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    before = np.asarray(given.kernel.get_value())
+    got = ot.restore(source, {"models": (nnx.state(given), given)})["models"]
+    assert type(got[0]) is nnx.State and type(got[1]) is nnx.Linear and got[1] is not given
+    for i, kernel in enumerate((got[0]["kernel"].get_value(), got[1].kernel.get_value())):
+        np.testing.assert_array_equal(kernel, values["kernel"] + i)
+    np.testing.assert_array_equal(given.kernel.get_value(), before)
+    abstract = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(1)))
+    fallbacks = (
+        {"new": model},
+        {"new": nnx.state(model)},
+        lambda: {"new": nnx.Linear(2, 3, rngs=nnx.Rngs(0))},
+        lambda: {"new": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))},
+    )
+    for fallback in fallbacks:
+        target = {"models": [..., nnx.state(abstract)], "new": abstract}
+        new = ot.restore(source, target, fallback=fallback)["new"]
+        np.testing.assert_allclose(new.kernel.get_value(), values["kernel"], rtol=1e-6)
+
+
+def test_parts_of_an_nnx_state_may_be_placeholders():
+    state = nnx.state(nnx.Dict(a=nnx.Linear(2, 3, rngs=nnx.Rngs(0)), b=nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
+    source = checkpoint({name: np.ones(leaf.shape, leaf.dtype) for name, leaf in flatten_target(state).leaves.items()})
+    state["a"] = ...
+    state["b"]["bias"] = state["b"]["bias"].replace(...)
+    got = ot.restore(source, {"in": state}, lambda names, _: {"in": names})["in"]
+    assert got["a"] is ... and got["b"]["bias"].get_value() is ...
+    np.testing.assert_array_equal(got["b"]["kernel"].get_value(), np.ones((2, 3)))
 
 
 def _linear(model):
@@ -156,6 +193,29 @@ def test_a_sharding_over_an_abstract_mesh_is_resolved_by_the_mesh_in_use(axis_ty
     assert problems(source, target) == [("sharding", "a")]
     with jax.set_mesh(jax.make_mesh((4,), ("x",), axis_types=(axis_type,))):
         assert problems(source, target) == [("sharding", "a")]
+
+
+def test_an_abstract_linen_state_of_a_mesh_as_jax_makes_it(tmp_path):
+    """The axes of `jax.make_mesh` are Explicit: what `jax.eval_shape` gives lies on an abstract mesh."""
+    model = nn.Dense(8)
+
+    def create():
+        params = model.init(jax.random.key(0), jnp.ones((1, 16)))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", create())
+    used = jax.make_mesh((4, 2), ("x", "y"))
+    with jax.set_mesh(used):
+        target = jax.eval_shape(create)
+        assert isinstance(target.params["kernel"].sharding.mesh, AbstractMesh)
+        got = ot.restore(tmp_path / "state", target)
+        split = ot.with_shardings(target, jax.sharding.get_abstract_mesh(), [(".*/kernel", P("x", "y"))])
+        shards = ot.restore(tmp_path / "state", split)
+    assert got.params["kernel"].sharding == NamedSharding(used, P(None, None))
+    assert shards.opt_state[0].mu["kernel"].sharding == NamedSharding(used, P("x", "y"))
+    for found, expected in zip(jax.tree.leaves((got, shards)), jax.tree.leaves((create(),) * 2), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 # -- dtypes
