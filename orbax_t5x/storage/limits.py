@@ -23,9 +23,10 @@ class Limits:
     All are positive: a bound of zero or less is a ValueError, because nothing could be opened under it.
 
     Attributes:
-      index_bytes: the largest index, header or metadata file that is read whole.
+      index_bytes: the largest index, header or list of leaves that is read whole.
+      json_bytes: the largest other JSON file: a model's configuration, the metadata of a step or of one array.
       block_bytes: the largest decompressed SSTable block.
-      entries: the most leaves in one checkpoint.
+      entries: the most leaves in one checkpoint, and the most strings in one leaf.
       rank: the most dimensions of a leaf.
       name_bytes: the longest name of a leaf, in UTF-8.
       name_levels: the most parts of a name between slashes: a tree of the leaves is nested so deep.
@@ -36,6 +37,7 @@ class Limits:
     """
 
     index_bytes: int = 256 * _MIB
+    json_bytes: int = 16 * _MIB
     block_bytes: int = 64 * _MIB
     entries: int = 2_000_000
     rank: int = 32

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from orbax_t5x.lazy import View, stack
-from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, is_name, new_name, pattern_text
@@ -23,6 +23,8 @@ from orbax_t5x.trees.flat import FlatState
 # The beginning of a group whose text says that it matches digits alone, such as `(\d+)` or `(?P<n>[0-9]{2})`.
 _DIGITS_GROUP = re.compile(r"(?<!\\)\((?:\?P<(?P<name>\w+)>)?(?=(?:\\d|\[0-9\])(?:[+*?]|\{\d+(?:,\d*)?\})?\))")
 _LAYER_NUMBER = re.compile(r"\{i(?::(?P<format>[^{}]*))?\}")
+# More layers than any model has: a name may hold any number, and a shape without elements may claim any size.
+_MOST_LAYERS = 100_000
 # Missing layers named in a problem.
 _SHOWN_LAYERS = 5
 
@@ -135,6 +137,10 @@ class StackLayers(ByRules):
                 message = f"StackLayers: the layer number of {name!r} is {text!r}"
                 diagnostics.problem("rule", name, message, "let the group match digits alone")
                 continue
+            if int(text) >= _MOST_LAYERS:
+                message = f"StackLayers: the layer number of {name!r} is beyond {_MOST_LAYERS} layers"
+                diagnostics.problem("rule", name, message, "let the group match the layer number alone")
+                continue
             other = stacks.setdefault(stacked, {}).setdefault(int(text), match)
             if other is not match:
                 message = f"StackLayers: {other.string!r} and {name!r} are both layer {int(text)} of {stacked!r}"
@@ -146,10 +152,13 @@ class StackLayers(ByRules):
         self, stacked: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics
     ) -> bool:
         """Whether every layer of the tower is there; a problem where not."""
-        lacking = [number for number in range(depth) if number not in layers]
-        if not lacking:
+        if len(layers) == depth:
             return True
-        shown = listed(map(str, lacking), _SHOWN_LAYERS)
+        lacking = (str(number) for number in range(depth) if number not in layers)
+        # Not all of them are made: a tower of few layers may have one with a high number.
+        first = list(itertools.islice(lacking, _SHOWN_LAYERS))
+        left = depth - len(layers) - len(first)
+        shown = ", ".join(first) + (f" and {left:,} more" if left else "")
         example = layers[min(layers)].string
         diagnostics.problem(
             "missing",
@@ -233,6 +242,10 @@ def numbered_names(
     match: re.Match[str], into: str, count: int, rule: str, diagnostics: Diagnostics
 ) -> list[str] | None:
     """The names that a template with `{i}` gives for numbers from 0; None, and a problem, where it gives none."""
+    if count > _MOST_LAYERS:
+        message = f"{rule}: {count} layers, and {_MOST_LAYERS} are the most"
+        diagnostics.problem("shape", match.string, message, "check the axis")
+        return None
     # The number is no part of a group reference: in "\\1{i}" layer 0 is not group 10.
     pieces: list[str] = []
     formats: list[str] = []

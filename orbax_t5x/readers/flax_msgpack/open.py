@@ -103,7 +103,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
 def _config(root: Root, limits: Limits) -> Mapping[str, Any]:
     """The model's configuration, or why it cannot be read; the arrays do not need it."""
     try:
-        data = read_small(root, _CONFIG, limit=limits.index_bytes)
+        data = read_small(root, _CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
         return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}
     except CheckpointNotFoundError:
         return {"config": None}

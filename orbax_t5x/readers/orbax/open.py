@@ -187,7 +187,7 @@ def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
 def read_step_metadata(root: Root, limits: Limits) -> dict[str, Any]:
     """The contents of `_CHECKPOINT_METADATA`, or {} where there is none. Handlers named there are never imported."""
     try:
-        data = read_small(root, STEP_METADATA_FILE, limit=limits.index_bytes)
+        data = read_small(root, STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:
         return {}
     return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)

@@ -174,7 +174,7 @@ class _SafetensorsOpening:
     def _config(self) -> Mapping[str, Any]:
         """The model's configuration, or why it cannot be read; the tensors do not need it."""
         try:
-            data = read_small(self._root, _CONFIG, limit=self._limits.index_bytes)
+            data = read_small(self._root, _CONFIG, limit=self._limits.json_bytes, bound="Limits.json_bytes")
             return {"config": parse_object(data, self._root.join(_CONFIG), allow_nan=True)}
         except CheckpointNotFoundError:
             return {"config": None}

@@ -118,7 +118,7 @@ class ZarrArrays:
     def _metadata(self, spec: ArraySpec, name: str) -> ZarrMetadata:
         """`.zarray`, compared with the spec."""
         file = f"{spec.directory}/{METADATA_FILE}"
-        data = read_small(self._root, file, limit=self._limits.index_bytes, leaf=name)
+        data = read_small(self._root, file, limit=self._limits.json_bytes, leaf=name, bound="Limits.json_bytes")
         self.index_bytes += len(data)
         metadata = parse_zarr_metadata(data, self._root.join(file), name, self._limits)
         if spec.shape not in (None, metadata.shape):

@@ -7,6 +7,7 @@ an entry's numbers.
 
 from __future__ import annotations
 
+import collections
 import math
 import sys
 from collections.abc import Mapping
@@ -37,12 +38,14 @@ from orbax_t5x.readers.tf_bundle.proto import (
     variable_of_slice,
 )
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
-from orbax_t5x.readers.tf_bundle.tiling import box_text, tiling_problem
+from orbax_t5x.readers.tf_bundle.tiling import MAX_TILING_STEPS, box_text, check_tiling
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.files import File, FileSet
 from orbax_t5x.storage.limits import Limits
 
 _BIG_ENDIAN = 1
+# An entry may list so many slices more than the index has of its variable, so that the error can name the missing one.
+_SPARE_SLICES = 16
 
 
 class BundleLeaves:
@@ -60,6 +63,10 @@ class BundleLeaves:
         self._limits = limits
         self._swap = (header.endianness == _BIG_ENDIAN) != (sys.byteorder == "big")
         self.shards: dict[int, File | CheckpointError] = {}
+        # How many slices each variable has, by name; filled from the keys, each of which names one variable.
+        self._slice_counts: collections.Counter[bytes | None] = collections.Counter()
+        # What comparing irregular slices with each other may still take, for all variables together.
+        self._tiling_steps = MAX_TILING_STEPS
 
     def shard(self, number: int) -> File | CheckpointError:
         """The file of a shard, measured once."""
@@ -85,6 +92,7 @@ class BundleLeaves:
         """
         leaves: dict[str, Leaf] = {}
         unclaimed = set(slices)
+        self._slice_counts = collections.Counter(map(variable_of_slice, slices))
         broken: set[bytes] = set()
         for key, value in entries.items():
             name = self._name(key)
@@ -118,7 +126,7 @@ class BundleLeaves:
 
     def _parse(self, leaf: str, value: bytes) -> BundleEntry:
         try:
-            return parse_entry(value, self._limits.rank)
+            return parse_entry(value, self._limits.rank, self._slice_counts[leaf.encode()] + _SPARE_SLICES)
         except BadMessage as problem:
             raise self._corrupt(leaf, f"its entry cannot be read: {problem}") from None
 
@@ -167,6 +175,12 @@ class BundleLeaves:
                 )
             if entry.size < count + 4:
                 raise self._corrupt(leaf, f"{entry.size} bytes for {count} strings")
+            if count > self._limits.entries:
+                raise LimitExceededError(
+                    f"{count} strings, more than Limits.entries = {self._limits.entries}",
+                    path=self._index_path,
+                    leaf=leaf,
+                )
         elif entry.size != count * dtype.itemsize:
             needed = count * dtype.itemsize
             raise self._corrupt(leaf, f"{entry.size} bytes, but {dtype} of shape {shape} takes {needed}")
@@ -204,8 +218,10 @@ class BundleLeaves:
         keys = [slice_key(leaf.encode(), extents) for extents in entry.slices]
         unclaimed.difference_update(keys)
         boxes = [self._box(leaf, extents, shape) for extents in entry.slices]
-        if (problem := tiling_problem(shape, boxes)) is not None:
-            raise self._corrupt(leaf, problem)
+        tiling = check_tiling(shape, boxes, self._tiling_steps)
+        self._tiling_steps -= tiling.steps
+        if tiling.problem is not None:
+            raise self._corrupt(leaf, tiling.problem)
         pieces: list[Piece] = []
         for key, box in zip(keys, boxes, strict=True):
             if key not in slices:

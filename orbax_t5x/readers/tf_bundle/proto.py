@@ -159,14 +159,17 @@ def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
     return tuple(result)
 
 
-def parse_entry(data: bytes, max_rank: int) -> BundleEntry:
+def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
     """BundleEntryProto.
 
     Raises:
-      BadMessage: it is none, or has more than `max_rank` dimensions.
+      BadMessage: it is none, has more than `max_rank` dimensions, or more than `max_slices` slices.
     """
     kind = "BundleEntryProto"
     entry = _scan(data, kind, _ENTRY, repeated=7)
+    slices = entry.get(7, ())
+    if len(slices) > max_slices:
+        raise BadMessage(f"it lists {len(slices)} slices, and the index has far fewer for it")
     return BundleEntry(
         dtype=_integer(entry, 1, kind, 32),
         shape=_parse_shape(entry.get(2, b""), max_rank),
@@ -174,7 +177,7 @@ def parse_entry(data: bytes, max_rank: int) -> BundleEntry:
         offset=_integer(entry, 4, kind),
         size=_integer(entry, 5, kind),
         masked_crc=int.from_bytes(entry.get(6, b""), "little"),
-        slices=tuple([_parse_slice(one, max_rank) for one in entry.get(7, ())]),
+        slices=tuple([_parse_slice(one, max_rank) for one in slices]),
     )
 
 

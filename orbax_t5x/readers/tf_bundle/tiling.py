@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from orbax_t5x.lazy.box import Box
 
-# Filling the grid takes at most the number of boxes times its cells: a fraction of a second.
-_MAX_STEPS = 200_000_000
+# Filling a grid takes at most the number of boxes times its cells; this many steps are a fraction of a second.
+MAX_TILING_STEPS = 200_000_000
 
 
 def box_text(box: Box) -> str:
@@ -18,26 +19,48 @@ def box_text(box: Box) -> str:
     return "[" + ", ".join(f"{low}:{high}" for low, high in box) + "]"
 
 
-def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with boxes that should tile an array, or None.
+class Tiling(NamedTuple):
+    """What was found out about boxes.
 
-    The boxes' edges cut the array into a grid; it is enough to look at the grid's cells.
+    Attributes:
+      problem: what is wrong with them, or None.
+      steps: what it took to find out, beyond a few steps per box.
+    """
+
+    problem: str | None
+    steps: int = 0
+
+
+def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box], max_steps: int) -> Tiling:
+    """What is wrong with boxes that should tile an array.
+
+    The boxes' edges cut the array into a grid. Writers cut evenly, so that each box is a cell and one look at the boxes
+    is enough; else the cells are looked at.
 
     Args:
       shape: of the array.
       boxes: inside the array.
+      max_steps: bounds the boxes times the cells that are looked at.
     """
     edges = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     cells = math.prod(len(marks) - 1 for marks in edges)
-    if cells * len(boxes) > _MAX_STEPS:
-        return f"its {len(boxes)} slices make a grid of {cells} cells, too many to check"
     place = [{edge: number for number, edge in enumerate(marks)} for marks in edges]
+    if cells == len(set(boxes)) == len(boxes) and all(_is_cell(box, place) for box in boxes):
+        return Tiling(None)
+    steps = cells * len(boxes)
+    if steps > max_steps:
+        return Tiling(f"its {len(boxes)} slices make a grid of {cells} cells, too many to check")
     held = np.zeros([len(marks) - 1 for marks in edges], np.uint32)
     for box in boxes:
         held[tuple(slice(place[dim][low], place[dim][high]) for dim, (low, high) in enumerate(box))] += 1
     wrong = np.argwhere(held != 1)
     if not len(wrong):
-        return None
+        return Tiling(None, steps)
     cell = tuple((edges[dim][at], edges[dim][at + 1]) for dim, at in enumerate(wrong[0].tolist()))
     count = int(held[tuple(wrong[0])])
-    return f"{box_text(cell)} of the shape {shape} is in {count or 'none'} of its slices"
+    return Tiling(f"{box_text(cell)} of the shape {shape} is in {count or 'none'} of its slices", steps)
+
+
+def _is_cell(box: Box, place: Sequence[Mapping[int, int]]) -> bool:
+    """Whether a box lies between neighbouring edges in each dimension."""
+    return all(places[low] + 1 == places[high] for (low, high), places in zip(box, place, strict=True))
