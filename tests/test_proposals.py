@@ -55,3 +55,15 @@ def test_no_pack_is_proposed_where_none_fits_or_none_is_needed():
     target = parameters(HF_CONFIG)
     assert proposed_pack(target, target) is None
     assert proposed_pack({"a": jax.ShapeDtypeStruct((2,), "float32"), "b": None}, target) is None
+
+
+def test_of_two_ways_to_change_a_prefix_the_one_without_problems_is_proposed():
+    """An optimizer's names begin alike on both sides: a rule for all of the target asks too much."""
+    source = GOLDENS / "t5x_orbax" / "d8_adafactor"
+    target = flatten(ot.restore(source, None))
+    target = {name.removeprefix("target/"): leaf for name, leaf in target.items()}
+    with pytest.raises(ot.RestorePlanError) as raised:
+        ot.plan_restore(source, target)
+    (problem,) = raised.value.problems
+    chain = problem.fix.removeprefix("add transforms=")
+    assert not ot.plan_restore(source, target, eval(chain, {"ot": ot})).unused

@@ -55,7 +55,7 @@ def cured(
         problems = after.problems()
         if best is None or len(problems) <= len(best[1]):
             best = proposal, problems
-        if not after.unfilled:
+        if not problems:
             break
     if best is None:
         return None
