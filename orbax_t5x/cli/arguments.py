@@ -41,18 +41,35 @@ def read_rules(path: str) -> list[tuple[str, str | None]]:
     Raises:
       UsageError: the file cannot be read, or does not hold such a list.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            rules = json.load(file)
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"--map {path}: {error.strerror if isinstance(error, OSError) else error}") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--map {path}: not JSON: {error}") from error
+    _, rules = _read_json(path, "--map")
     if not isinstance(rules, list):
         raise UsageError(f"--map {path}: a JSON list of [pattern, replacement] is wanted, not {_kind(rules)}")
     for number, rule in enumerate(rules):
         _check_rule(path, number, rule)
     return [(pattern, replacement) for pattern, replacement in rules]
+
+
+def read_json_object(path: str, option: str) -> bytes:
+    """The bytes of a file that holds one JSON object.
+
+    Raises:
+      UsageError: the file cannot be read, or holds something else.
+    """
+    data, value = _read_json(path, option)
+    if not isinstance(value, dict):
+        raise UsageError(f"{option} {path}: a JSON object is wanted, not {_kind(value)}")
+    return data
+
+
+def _read_json(path: str, option: str) -> tuple[bytes, Any]:
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+        return data, json.loads(data.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{option} {path}: not JSON: {error}") from error
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{option} {path}: {error.strerror if isinstance(error, OSError) else error}") from error
 
 
 def _check_rule(path: str, number: int, rule: Any) -> None:
@@ -67,5 +84,5 @@ def _check_rule(path: str, number: int, rule: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", str: "a string", bool: "a truth value", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any format that is read becomes a plain Orbax one. `orbax_t5x.convert` does the work."""
+"""`convert`: a checkpoint of any format becomes a plain Orbax one, or safetensors files."""
 
 from __future__ import annotations
 
@@ -6,41 +6,69 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from orbax_t5x.cli.arguments import UsageError, resuming_argument
+from orbax_t5x.cli.arguments import UsageError, read_json_object
+from orbax_t5x.cli.mapping import MappingOptions, plan_options
 from orbax_t5x.cli.output import emit, emit_json
-from orbax_t5x.cli.plan_command import translation
-from orbax_t5x.operations.convert import convert
+from orbax_t5x.operations.convert import convert_for
+from orbax_t5x.operations.convert_report import ConvertReport
+from orbax_t5x.operations.writing import WriteOptions
 from orbax_t5x.readers import open_checkpoint
-from orbax_t5x.text.wording import array_text
+from orbax_t5x.rules.inference import layout_of
+from orbax_t5x.text.wording import array_text, plain
 
 
 def run(options: argparse.Namespace) -> int:
     """Converts, and says what was written."""
-    dtype = _dtype(options.dtype)
+    mapping = MappingOptions(options)
+    writing = WriteOptions(
+        options.format,
+        _dtype(options.dtype),
+        options.overwrite,
+        options.memory_limit,
+        "bar",
+        options.on_unsupported,
+        _config(options),
+    )
     with open_checkpoint(options.source, item=options.item) as source, _quiet():
-        chain = translation(source, options.translate)
-        report = convert(
-            source,
-            options.destination,
-            chain,
-            dtype=dtype,
-            overwrite=options.overwrite,
-            memory_limit_bytes=options.memory_limit,
-            progress="bar",
-            on_unsupported=options.on_unsupported,
-            is_resuming=resuming_argument(options.resuming),
-        )
+        target = mapping.target()
+        chain = mapping.transforms(source, target)
+        report = convert_for(target, source, options.destination, chain, plan_options(options), writing)
+    rules = [transform.describe() for transform in chain]
     if options.json:
         said = dataclasses.asdict(report)
         said["skipped"] = {name: array_text(dtype, shape) for name, (shape, dtype) in report.skipped.items()}
-        emit_json({"source": source.path, "translated": bool(chain), **said})
+        emit_json({"source": source.path, "rules": rules, **said})
     else:
         emit(str(report))
+        for line in _about_names(report, rules, writing):
+            emit(plain(line))
     return 0
+
+
+def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOptions) -> list[str]:
+    """What became of the names, and what is needed where they are Hugging Face's."""
+    lines = [f"mapped by {', '.join(rules)}" if rules else "names, shapes and dtypes are the source's"]
+    with open_checkpoint(report.destination) as written:
+        layout = layout_of(written.leaves).kind
+    if layout != "hugging face":
+        return lines
+    if writing.format == "orbax":
+        lines.append("the names are Hugging Face's: --rules hf_t5_to_t5x makes them T5X's")
+    elif writing.config is None:
+        lines.append("from_pretrained also needs a config.json: --config puts one beside the files")
+    return lines
+
+
+def _config(options: argparse.Namespace) -> bytes | None:
+    if options.config is None:
+        return None
+    if options.format != "safetensors":
+        raise UsageError("--config is for --format safetensors")
+    return read_json_object(options.config, "--config")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 
+from orbax_t5x.cli.fixes import options_for
 from orbax_t5x.errors import CheckpointError, Problem, RestorePlanError, problems_heading
 from orbax_t5x.text.problem_lines import problem_lines
 from orbax_t5x.text.table import terminal_width
@@ -18,8 +19,9 @@ _RULE = rf"\((?P<rule>{_TEXT}), (?P<name>{_TEXT})\)"
 _ASSIGNMENT = rf"ot\.transforms\.AssignmentMap\(\[{_RULE}\]\)"
 
 
-def _assignment(match: re.Match[str]) -> str:
-    return f"give the rule {_rule(match)} by --map"
+def _transforms(match: re.Match[str]) -> str:
+    chain = match[1] if match[1].startswith("[") else f"[{match[1]}]"
+    return options_for(chain) or match[0]
 
 
 def _rule(match: re.Match[str]) -> str:
@@ -32,7 +34,7 @@ def _rule(match: re.Match[str]) -> str:
 _OPTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), option)
     for pattern, option in (
-        (r"add transforms=\[ot\.transforms\.Translate\(\)\]", "pass --translate"),
+        (r"(?:add|pass) transforms=(\[.*\])", _transforms),
         (r"leave Translate out where", "pass --no-translate where"),
         (r"overwrite=True replaces it", "--overwrite replaces it"),
         (r'pass on_unsupported="skip"', "pass --on-unsupported skip"),
@@ -42,8 +44,7 @@ _OPTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
             r"strict=False leaves (\w+) unread; ot\.transforms\.Drop\(pattern\) says so in the rules",
             r"--no-strict leaves \1 unread",
         ),
-        (rf"map it with {_ASSIGNMENT}", _assignment),
-        (rf"(?:add|pass) transforms=\[(?:\*transforms, )?{_ASSIGNMENT}\]", _assignment),
+        (rf"map it with ({_ASSIGNMENT})", _transforms),
         (rf"write the rule as {_RULE}", lambda match: f"write the rule as {_rule(match)}"),
         (r"; None in its place leaves the leaf to fallback= values", ""),
         (r"put None in the target there, or give fallback= values", "choose another --target"),
@@ -57,6 +58,8 @@ _OPTIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ..
 )
 # What has no option here can be done in a program.
 _PYTHON = re.compile(r"\bot\.\w|\b[a-z_]+=(?=[\w'\"(\[{. ]|$)|\b(?:Reshape|Transpose|Split)\b")
+# Dimensions of a pack look like keywords.
+_RULE_PACK = re.compile(r"--rules \S+")
 
 
 def error_text(error: CheckpointError) -> str:
@@ -76,7 +79,7 @@ def _plain_lines(text: str) -> str:
 def problem_with_options(problem: Problem) -> Problem:
     """The problem with a fix that this program's user can follow, or that says it needs Python."""
     fix = _with_options(problem.fix)
-    if _PYTHON.search(fix):
+    if _PYTHON.search(_RULE_PACK.sub("", fix)):
         fix = f"in Python, {fix}"
     return dataclasses.replace(problem, message=_with_options(problem.message), fix=fix)
 

@@ -58,7 +58,7 @@ def _fail(text: str, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert them to Orbax."
+        prog=_PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert them."
     )
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -77,18 +77,11 @@ def _add(commands, name: str, module: str, summary: str, more: str = "") -> argp
 
 def _add_source(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
-        name, help="a TensorFlow bundle (prefix, .index or directory), an Orbax item, step or root, or safetensors"
+        name,
+        help="a TensorFlow bundle (prefix, .index or directory), a T5X or Orbax step or root, an Orbax item, Flax "
+        "msgpack or safetensors",
     )
     parser.add_argument("--item", help="which item of an Orbax step")
-
-
-def _add_translate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--translate",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="Mesh TensorFlow's names become T5X's (default: for bundles)",
-    )
 
 
 def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
@@ -102,12 +95,35 @@ def _add_inspect(commands) -> None:
     parser.add_argument("--all", action="store_true", help="every leaf on a line of its own, repeated layers included")
 
 
-def _add_resuming(parser: argparse.ArgumentParser) -> None:
+def _add_mapping(parser: argparse.ArgumentParser) -> None:
+    """What becomes of which leaf: the same options for `plan` and `convert`."""
+    parser.add_argument(
+        "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
+    )
+    parser.add_argument("--target-item", help="which item of the target's Orbax step")
+    parser.add_argument(
+        "--translate",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Mesh TensorFlow's names become T5X's (default: for bundles)",
+    )
+    parser.add_argument(
+        "--rules",
+        action="append",
+        metavar="auto|PACK",
+        help="what maps one model's names to another's, with its dimensions and perhaps ':inverse', such as "
+        "t5_minimal_to_scanned:12,64; auto: the pack that leads to the target; may be given several times",
+    )
+    parser.add_argument(
+        "--map", metavar="FILE", help="assignment rules: a JSON list of [pattern of target names, source or null]"
+    )
     parser.add_argument(
         "--resuming",
         choices=("yes", "no"),
         help="whether the names were translated and mapped before the source was written (default: by its record)",
     )
+    parser.add_argument("--no-strict", dest="strict", action="store_false", help="leaves without a place stay unread")
+    parser.add_argument("--allow-lossy-cast", action="store_true", help="permit conversions that may lose values")
 
 
 def _add_plan(commands) -> None:
@@ -119,17 +135,7 @@ def _add_plan(commands) -> None:
         "No array is read. Exit code 1 when something is wrong.",
     )
     _add_source(parser, "source")
-    parser.add_argument(
-        "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
-    )
-    parser.add_argument("--target-item", help="which item of the target's Orbax step")
-    parser.add_argument(
-        "--map", metavar="FILE", help="assignment rules: a JSON list of [pattern of target names, source or null]"
-    )
-    _add_translate(parser)
-    _add_resuming(parser)
-    parser.add_argument("--no-strict", dest="strict", action="store_false", help="leaves without a place stay unread")
-    parser.add_argument("--allow-lossy-cast", action="store_true", help="permit conversions that may lose values")
+    _add_mapping(parser)
     parser.add_argument("--explain", metavar="LEAF", help="all about one leaf of the target or of the source")
     _add_json(parser, "the plan, or its problems")
 
@@ -139,20 +145,23 @@ def _add_convert(commands) -> None:
         commands,
         "convert",
         "convert_command",
-        "write a checkpoint as a plain Orbax one",
-        "Leaf by leaf, in bounded memory; what Orbax cannot store is named before anything is written.",
+        "write a checkpoint as a plain Orbax one, or as safetensors files",
+        "Leaf by leaf, in bounded memory; what cannot be stored is named before anything is written.",
     )
     _add_source(parser, "source")
     parser.add_argument("destination", help="a directory that does not exist yet")
-    _add_translate(parser)
-    _add_resuming(parser)
+    parser.add_argument(
+        "--format", choices=("orbax", "safetensors"), default="orbax", help="what is written (default: orbax)"
+    )
+    parser.add_argument("--config", metavar="FILE", help="the config.json to put beside safetensors files")
+    _add_mapping(parser)
     parser.add_argument("--dtype", help="for the floating-point model parameters, such as bfloat16")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there, once the new one is complete")
     parser.add_argument(
         "--on-unsupported",
         choices=("error", "skip"),
         default="error",
-        help="what to do with leaves that Orbax cannot store (default: error)",
+        help="what to do with leaves that the format cannot store (default: error)",
     )
     parser.add_argument(
         "--memory-limit", type=size_argument, metavar="SIZE", help="host buffers in flight, such as 256M"

@@ -1,0 +1,83 @@
+"""What `plan` and `convert` share: the target, and what `--translate`, `--rules` and `--map` stand for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.cli.arguments import UsageError, read_rules, resuming_argument
+from orbax_t5x.cli.rule_packs import AUTO, pack_argument
+from orbax_t5x.readers import Checkpoint, open_checkpoint
+from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.rules import RulePack, infer
+from orbax_t5x.transforms import AssignmentMap, Transform, Translate
+from orbax_t5x.trees.flat import unflatten
+
+
+class MappingOptions:
+    """The arguments that say what becomes of which leaf; checked before anything is opened.
+
+    Args:
+      options: of the command line.
+
+    Raises:
+      UsageError: they contradict one another, or one of them cannot be read.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self._translate: bool | None = options.translate
+        self._target_path: str | None = options.target
+        self._target_item: str | None = options.target_item
+        named: list[str] = options.rules or []
+        self._is_auto = AUTO in named
+        if self._target_path is None and options.map is not None:
+            raise UsageError("--map needs --target: its patterns match the target's names")
+        if self._target_path is None and self._is_auto:
+            raise UsageError("--rules auto needs --target: it finds what leads from the source's names to the target's")
+        if self._is_auto and (len(named) > 1 or self._translate is not None):
+            raise UsageError("--rules auto finds everything by itself: give no other --rules and no --translate")
+        self._packs = [] if self._is_auto else [pack_argument(text) for text in named]
+        self._rules = None if options.map is None else AssignmentMap(tuple(read_rules(options.map)))
+
+    def target(self) -> dict[str, Any] | None:
+        """The target's names, shapes and dtypes as NumPy arrays that take no memory; None where there is none."""
+        if self._target_path is None:
+            return None
+        with open_checkpoint(self._target_path, item=self._target_item) as checkpoint:
+            leaves = {name: _stand_in(view) for name, view in checkpoint.leaves.items()}
+        return unflatten(leaves, join_clashes=True)
+
+    def transforms(self, source: Checkpoint, target: Mapping[str, Any] | None) -> list[Transform]:
+        """The transforms in order: the translation, rule packs, the file's rules.
+
+        Raises:
+          RestorePlanError: no rule pack leads from the source to the target.
+        """
+        chain: list[Transform] = [Translate()] if self._is_translated(source) else []
+        chain += [infer(source.leaves, target)] if self._is_auto else self._packs
+        chain = [transform for transform in chain if not (isinstance(transform, RulePack) and not transform.steps)]
+        return chain if self._rules is None else [*chain, self._rules]
+
+    def _is_translated(self, source: Checkpoint) -> bool:
+        """Bundles have Mesh TensorFlow's names, unless something else was said or does it."""
+        if self._translate is not None:
+            return self._translate
+        is_done = self._is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)
+        return source.format == "tf_bundle" and not is_done
+
+
+def plan_options(options: argparse.Namespace) -> PlanOptions:
+    """The keywords of a plan that both commands have."""
+    return PlanOptions(
+        item=options.item,
+        is_resuming=resuming_argument(options.resuming),
+        strict=options.strict,
+        allow_lossy_cast=options.allow_lossy_cast,
+    )
+
+
+def _stand_in(view: Any) -> np.ndarray:
+    return np.broadcast_to(np.empty((), np.dtype(view.dtype)), view.shape)

@@ -1,0 +1,85 @@
+"""`--rules`: a rule pack by its name and dimensions, written as `t5_minimal_to_scanned:12,64`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from orbax_t5x import rules
+from orbax_t5x.cli.arguments import UsageError
+from orbax_t5x.rules import RulePack
+
+AUTO = "auto"
+"""What stands for the pack that `orbax_t5x.rules.infer` finds."""
+
+_INVERSE = "inverse"
+_CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+def pack_names() -> list[str]:
+    """The packs that can be asked for by name."""
+    return sorted(set(rules.__all__) - {"RulePack", "infer"})
+
+
+def pack_argument(text: str) -> RulePack:
+    """The pack that `NAME`, `NAME:12,64`, `NAME:num_heads=12,head_dim=64` or any of these with `:inverse` stand for.
+
+    Raises:
+      UsageError: there is no such pack, it takes other dimensions, or it has no way back.
+    """
+    name, *parts = text.split(":")
+    if name not in pack_names():
+        near = difflib.get_close_matches(name, pack_names(), 1)
+        closest = f"; closest: {near[0]}" if near else ""
+        raise UsageError(f"--rules {text}: no such pack{closest}; there are {', '.join([AUTO, *pack_names()])}")
+    is_inverse = parts[-1:] == [_INVERSE]
+    given = parts[: len(parts) - is_inverse]
+    function: Callable[..., RulePack] = getattr(rules, name)
+    if len(given) > 1:
+        raise _wrong_call(text, function, "too many colons")
+    pack = _called(text, function, given[0].split(",") if given and given[0] else [])
+    if not is_inverse:
+        return pack
+    if not pack.back:
+        raise UsageError(f"--rules {text}: {name} has no inverse")
+    return pack.inverse()
+
+
+def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> RulePack:
+    signature = inspect.signature(function)
+    positional = [part for part in given if "=" not in part]
+    named = dict(part.split("=", 1) for part in given if "=" in part)
+    try:
+        bound = signature.bind(*positional, **named)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _value(value, str(signature.parameters[name].annotation))
+        return function(*bound.args, **bound.kwargs)
+    except (TypeError, ValueError) as error:
+        raise _wrong_call(text, function, str(error)) from error
+
+
+def _value(text: str, annotation: str) -> Any:
+    """A value of the annotated type.
+
+    Raises:
+      ValueError: the text is none.
+    """
+    if annotation == "str":
+        return text
+    if "bool" in annotation:
+        if text.lower() not in _CONSTANTS:
+            raise ValueError(f"{text!r} is none of {', '.join(_CONSTANTS)}")
+        return _CONSTANTS[text.lower()]
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number") from None
+
+
+def _wrong_call(text: str, function: Callable[..., RulePack], reason: str) -> UsageError:
+    name = function.__name__
+    taken = inspect.signature(function).parameters
+    example = ",".join(f"{parameter}=…" for parameter in taken)
+    return UsageError(f"--rules {text}: {reason}; it is written as {name}" + (f":{example}" if example else ""))
