@@ -1,13 +1,15 @@
 """T5X's Adafactor (Shazeer and Stern, 2018, arXiv 1804.04235), to T5X's numbers and with its state layout.
 
 Each parameter has four slots: `v_row` and `v_col` (the factored second moment), `v` (the whole one) and `m` (momentum);
-those that a parameter does not use are zeros((1,)) and never change. Second moments and all arithmetic are float32,
-whatever the parameters are; results have the parameters' dtype. Everything is `jax.numpy` on the parameters where they
+those that a parameter does not use are zeros((1,)) and never change. Second moments are float32, whatever the
+parameters are; results have the parameters' dtype. A subclass may say what happens to one parameter, as in T5X:
+`init_param_state` and `apply_param_gradient`. Everything is `jax.numpy` on the parameters where they
 are: a step moves nothing to the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.core
@@ -21,6 +23,7 @@ from orbax_t5x.optim.adafactor_step import (
     AdafactorParamState,
     clip_by_global_norm,
     init_slots,
+    second_moment_decay,
     step_param,
 )
 from orbax_t5x.optim.base import Optimizer, OptimizerDef, OptimizerState, first_step
@@ -35,6 +38,7 @@ from orbax_t5x.optim.factor_rules import (
     factor_name_to_factordim,
     rules_from_axes,
 )
+from orbax_t5x.optim.factored_dims import FactorDims, FactoredPair, dims_by_size, parse_rule
 from orbax_t5x.optim.optax_axes import align_axes
 from orbax_t5x.optim.optax_state import named_leaves
 
@@ -49,6 +53,10 @@ __all__ = [
     "factor_name_to_factordim",
     "standard_logical_factor_rules",
 ]
+
+# T5X's names, which subclasses of its Adafactor use.
+_AdafactorHyperParams = AdafactorHyperParams
+_AdafactorParamState = AdafactorParamState
 
 
 def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
@@ -73,7 +81,7 @@ class Adafactor(OptimizerDef):
       epsilon1: added to squared gradients.
       epsilon2: the least parameter scale.
       dtype_momentum: of `m`.
-      factor_map: a rule for each parameter; a parameter without one is factored by size.
+      factor_map: a rule for each parameter, by name (`HParamMap`, or a dict); one without a rule is factored by size.
       logical_factor_rules: the part of each logical axis name (`standard_logical_factor_rules()`), from which
         `set_param_axes` makes the factor map.
       weight_decay_rate_lr_exponent: the weight decay is multiplied by learning_rate to this power; a rate of None then
@@ -99,7 +107,7 @@ class Adafactor(OptimizerDef):
         epsilon1: Any = 1e-30,
         epsilon2: Any = 1e-3,
         dtype_momentum: Any = jnp.float32,
-        factor_map: HParamMap | None = None,
+        factor_map: HParamMap | Mapping[str, FactorRule] | None = None,
         logical_factor_rules: LogicalFactorRules | None = None,
         weight_decay_rate_lr_exponent: Any = None,
         global_norm_clip_threshold: Any = None,
@@ -162,55 +170,112 @@ class Adafactor(OptimizerDef):
             self.hyper_params = self.hyper_params.replace(factor_map=rules_from_axes(param_logical_axes, rules))
 
     def init_state(self, params: Any) -> OptimizerState:
-        """A new state: a tree like the parameters with the slots of each."""
+        """A new state: a tree like the parameters with the slots of each, by `init_param_state`."""
         names, leaves, treedef = named_leaves(params)
-        states = [
-            init_slots(self.hyper_params, self.dtype_momentum, name, param)
-            for name, param in zip(names, leaves, strict=True)
-        ]
+        states = [self.init_param_state(param, name) for name, param in zip(names, leaves, strict=True)]
         return OptimizerState(step=first_step(), param_states=treedef.unflatten(states))
+
+    def init_param_state(self, param: Any, path: str) -> AdafactorParamState:
+        """The slots of one parameter before the first step; subclasses may override it.
+
+        Args:
+          param: the parameter, abstract or not.
+          path: its '/'-joined name.
+        """
+        keeps_momentum = self.hyper_params.beta1 is not None
+        dims = self._factoring(path, jnp.shape(param))
+        return init_slots(dims, param, self.dtype_momentum if keeps_momentum else None)
 
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        """One step; see the base class."""
+        """One step, by `apply_param_gradient` on each parameter; see the base class."""
         if hyper_params.learning_rate is None:
             raise ValueError("Adafactor needs a learning_rate, when it is made or at each step.")
         names, leaves, treedef = named_leaves(params)
         grad_leaves = _in_order(names, grads, "gradients")
         slots = _in_order(names, state.param_states, "optimizer state")
-        if hyper_params.global_norm_clip_threshold:
-            grad_leaves = clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
-        new_leaves, new_slots = [], []
-        for name, param, param_slots, grad in zip(names, leaves, slots, grad_leaves, strict=True):
-            new_param, new_param_slots = step_param(hyper_params, name, param, param_slots, grad, state.step)
-            new_leaves.append(new_param)
-            new_slots.append(new_param_slots)
-        _, state_treedef = jax.tree.flatten(state.param_states, is_leaf=_is_slots)
-        slots_by_name = dict(zip(names, new_slots, strict=True))
-        state_names = named_leaves(state.param_states, is_leaf=_is_slots)[0]
+        # T5X's numbers are those of JAX's own promotion, whatever the caller has set.
+        with jax.numpy_dtype_promotion("standard"):
+            if hyper_params.global_norm_clip_threshold:
+                grad_leaves = clip_by_global_norm(grad_leaves, hyper_params.global_norm_clip_threshold)
+            stepped = [
+                self.apply_param_gradient(state.step, hyper_params, param, param_slots, grad, name)
+                for name, param, param_slots, grad in zip(names, leaves, slots, grad_leaves, strict=True)
+            ]
+        slots_by_name = {name: new_slots for name, (_, new_slots) in zip(names, stepped, strict=True)}
+        state_names, _, state_treedef = named_leaves(state.param_states, is_leaf=_is_slots)
         param_states = state_treedef.unflatten([slots_by_name[name] for name in state_names])
-        return treedef.unflatten(new_leaves), OptimizerState(step=state.step + 1, param_states=param_states)
+        new_params = treedef.unflatten([new_param for new_param, _ in stepped])
+        return new_params, OptimizerState(step=state.step + 1, param_states=param_states)
 
-    def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
-        """See the base class. `v` and `m` have the parameter's axes where in use; `v_row` and `v_col` have none."""
-        target = align_axes(optimizer.target, param_logical_axes)
+    def apply_param_gradient(
+        self, step: Any, hyper_params: Any, param: Any, state: AdafactorParamState, grad: Any, path: str
+    ) -> tuple[Any, AdafactorParamState]:
+        """One parameter's part of a step: its new value and slots; subclasses may override it.
+
+        Args:
+          step: how many times gradients were applied before.
+          hyper_params: of this step.
+          param: the parameter.
+          state: its slots.
+          grad: its gradient.
+          path: its '/'-joined name.
+        """
+        beta2 = self._decay_rate_pow(step - hyper_params.step_offset, exponent=hyper_params.decay_rate)
+        return step_param(hyper_params, path, self._factoring(path, param.shape), beta2, param, state, grad)
+
+    @staticmethod
+    def _decay_rate_pow(i: Any, exponent: Any = 0.8) -> Any:
+        return second_moment_decay(i, exponent)
+
+    _parse_rule = staticmethod(parse_rule)
+
+    def _factored_dims(self, shape: Sequence[int]) -> FactoredPair | None:
+        """The ROW and the COLUMN dimensions by size alone, or None for a shape that is not factored."""
+        if not self.hyper_params.factored:
+            return None
+        dims = dims_by_size(shape, self.hyper_params.min_dim_size_to_factor)
+        return None if dims is None else (dims.row, dims.column)
+
+    def _factoring(self, path: str, shape: Sequence[int]) -> FactorDims:
+        """How the second moment of a parameter is factored."""
+        rule: FactorRule = HEURISTIC_RULE
+        if not self.hyper_params.factored:
+            rule = None
+        elif self.hyper_params.factor_map is not None:
+            try:
+                rule = self.hyper_params.factor_map[path]
+            except KeyError:
+                rule = HEURISTIC_RULE
+        averaging, factored = self._parse_rule(rule, shape, path)
+        if isinstance(factored, HeuristicRule):
+            factored = self._factored_dims(shape)
+        return FactorDims(averaging, *(factored or ()))
+
+    def derive_logical_axes(self, optimizer_state: Optimizer, param_logical_axes: Any) -> Optimizer:
+        """See the base class. `v` and `m` have the parameter's axes where in use; `v_row` and `v_col` have none.
+
+        Args:
+          optimizer_state: the whole optimizer, parameters and state, as in T5X.
+          param_logical_axes: a tree like the parameters whose leaves are `PartitionSpec`s.
+        """
+        target = align_axes(optimizer_state.target, param_logical_axes)
         keeps_momentum = self.hyper_params.beta1 is not None
         names, specs, _ = named_leaves(target, is_leaf=lambda x: x is None)
         axes = dict(zip(names, specs, strict=True))
-        state_names, slots, treedef = named_leaves(optimizer.state.param_states, is_leaf=_is_slots)
+        state_names, slots, treedef = named_leaves(optimizer_state.state.param_states, is_leaf=_is_slots)
         param_states = treedef.unflatten(
             [
-                AdafactorParamState(
-                    v_row=None,
-                    v_col=None,
+                # A subclass may have slots of its own: they have no axes.
+                jax.tree.map(lambda _: None, slot).replace(
                     v=None if jnp.shape(slot.v) == (1,) else axes[name],
                     m=axes[name] if keeps_momentum else None,
                 )
                 for name, slot in zip(state_names, slots, strict=True)
             ]
         )
-        return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
+        return optimizer_state.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
 
 
 def _is_slots(node: Any) -> bool:

@@ -1,8 +1,9 @@
-"""One parameter's part of an Adafactor step: pure functions of `jax.numpy`, all arithmetic in float32.
+"""One parameter's part of an Adafactor step: pure functions of `jax.numpy`.
 
 The hyper-parameters and the slots of a parameter are Flax structs. What a parameter does not use stays as it is, so
-that shapes, dtypes and shardings of a state never change. The order of operations is T5X's, so that its
-roundings are ours.
+that shapes, dtypes and shardings of a state never change. The operations, their order and the dtypes that they have are
+T5X's, and so its roundings: a compiled step equals T5X's compiled step bit for bit, and an eager one its eager one. The
+two differ, because XLA leaves out roundings within a fused step, such as that of `beta1 * m` to bfloat16.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from orbax_t5x.optim.factor_rules import HEURISTIC_RULE, FactorDim, FactorRule, HParamMap
-from orbax_t5x.optim.factored_dims import FactorDims, resolve_rule
+from orbax_t5x.optim.factor_rules import FactorDim, FactorRule, HParamMap
+from orbax_t5x.optim.factored_dims import FactorDims
 
 
 class AdafactorHyperParams(flax.struct.PyTreeNode):
@@ -27,18 +26,18 @@ class AdafactorHyperParams(flax.struct.PyTreeNode):
     multiply_by_parameter_scale: bool | HParamMap
     beta1: Any
     decay_rate: Any
-    step_offset: Any
-    clipping_threshold: Any
-    weight_decay_rate: Any
-    min_dim_size_to_factor: int
-    epsilon1: Any
-    epsilon2: Any
-    factor_map: HParamMap | None
-    logical_factor_rules: Mapping[str, FactorDim] | None
-    weight_decay_rate_lr_exponent: Any
-    global_norm_clip_threshold: Any
-    max_parameter_scale: Any
-    skip_nan_updates: bool
+    step_offset: Any = 0
+    clipping_threshold: Any = 1.0
+    weight_decay_rate: Any = None
+    min_dim_size_to_factor: int = 128
+    epsilon1: Any = 1e-30
+    epsilon2: Any = 1e-3
+    factor_map: HParamMap | Mapping[str, FactorRule] | None = None
+    logical_factor_rules: Mapping[str, FactorDim] | None = None
+    weight_decay_rate_lr_exponent: Any = None
+    global_norm_clip_threshold: Any = None
+    max_parameter_scale: Any = None
+    skip_nan_updates: bool = False
 
 
 class AdafactorParamState(flax.struct.PyTreeNode):
@@ -57,76 +56,75 @@ class AdafactorParamState(flax.struct.PyTreeNode):
     m: Any
 
 
-def _factor_dims(hyper_params: Any, name: str, shape: Sequence[int]) -> FactorDims:
-    rule: FactorRule = HEURISTIC_RULE
-    if not hyper_params.factored:
-        rule = None
-    elif hyper_params.factor_map is not None:
-        try:
-            rule = hyper_params.factor_map[name]
-        except KeyError:
-            rule = HEURISTIC_RULE
-    return resolve_rule(rule, shape, name, hyper_params.min_dim_size_to_factor)
-
-
-def init_slots(hyper_params: Any, dtype_momentum: Any, name: str, param: Any) -> AdafactorParamState:
-    """The slots of a parameter before the first step."""
-    shape = jnp.shape(param)
-    dims = _factor_dims(hyper_params, name, shape)
+def init_slots(dims: FactorDims, param: Any, dtype_momentum: Any) -> AdafactorParamState:
+    """The slots of a parameter before the first step; `dtype_momentum` is None where no momentum is kept."""
     # An array for each: a buffer that stands in several places cannot be donated to a step.
     slots = AdafactorParamState(*(jnp.zeros((1,), jnp.float32) for _ in range(4)))
     if dims.factored:
-        v_row, v_col = dims.slot_shapes(shape)
+        v_row, v_col = dims.slot_shapes(jnp.shape(param))
         slots = slots.replace(v_row=jnp.zeros(v_row, jnp.float32), v_col=jnp.zeros(v_col, jnp.float32))
     else:
         slots = slots.replace(v=jnp.zeros_like(param, dtype=jnp.float32))
-    if hyper_params.beta1 is not None:
+    if dtype_momentum is not None:
         slots = slots.replace(m=jnp.zeros_like(param, dtype=dtype_momentum))
     return slots
 
 
-def clip_by_global_norm(grads: list[Any], threshold: Any) -> list[Any]:
-    """Scales all gradients together so that their common norm is at most the threshold."""
-    grads = [grad.astype(jnp.float32) for grad in grads]
-    norm = jnp.sqrt(sum((jnp.sum(grad * grad) for grad in grads), start=jnp.float32(0)))
-    return [jnp.where(norm < threshold, grad, grad / norm * threshold) for grad in grads]
+def clip_by_global_norm(grads: Sequence[Any], threshold: Any) -> list[Any]:
+    """Scales all gradients together so that their common norm is at most the threshold (Pascanu et al., 2013)."""
+    squares = jnp.array([jnp.sum(jnp.square(grad)) for grad in grads])
+    norm = jnp.sqrt(jnp.sum(squares))
+    scale = threshold * jnp.minimum(1.0 / threshold, 1.0 / norm)
+    return [grad * scale for grad in grads]
 
 
-def step_param(hyper_params: Any, name: str, param: Any, slots: Any, grad: Any, step: Any) -> tuple[Any, Any]:
-    """One parameter's step: its new value and slots."""
-    dims = _factor_dims(hyper_params, name, param.shape)
-    grad = grad.astype(jnp.float32)
-    # NumPy's promotion: JAX has none where its promotion is set to strict.
-    value = param.astype(np.promote_types(param.dtype, np.float32))
-    learning_rate = jnp.asarray(hyper_params.learning_rate, jnp.float32)
-    update, moments = _normalize(hyper_params, dims, slots, grad, step)
+def second_moment_decay(step: Any, decay_rate: Any) -> Any:
+    """1 - t ** -decay_rate at step t, which counts from 1 where `step` counts from 0."""
+    t = jnp.array(step, jnp.float32) + 1.0
+    return 1.0 - t ** (-decay_rate)
+
+
+def step_param(
+    hyper_params: AdafactorHyperParams, path: str, dims: FactorDims, beta2: Any, param: Any, slots: Any, grad: Any
+) -> tuple[Any, Any]:
+    """One parameter's step: its new value and slots.
+
+    Args:
+      hyper_params: of this step.
+      path: the parameter's name, for hyper-parameters by name.
+      dims: how its second moment is factored.
+      beta2: the second moment's decay at this step.
+      param: the parameter.
+      slots: its slots; the new ones are of the same class.
+      grad: its gradient.
+    """
+    learning_rate = hyper_params.learning_rate
+    update, moments = _normalize(hyper_params.epsilon1, dims, beta2, slots, grad.astype(jnp.float32))
     if hyper_params.clipping_threshold:
         update = update / jnp.maximum(1.0, _rms(update, dims.averaging) / hyper_params.clipping_threshold)
-    update = update * (learning_rate * _param_scale(hyper_params, name, value, dims.averaging))
+    update = update * (learning_rate * _param_scale(hyper_params, path, param, dims.averaging))
     if hyper_params.beta1 is not None:
-        update = _decayed_momentum(slots.m, hyper_params.beta1) + (1.0 - hyper_params.beta1) * update
+        update = hyper_params.beta1 * slots.m + (1.0 - hyper_params.beta1) * update
         moments["m"] = update.astype(slots.m.dtype)
     decay = hyper_params.weight_decay_rate
     if hyper_params.weight_decay_rate_lr_exponent:
         decay = (1.0 if decay is None else decay) * learning_rate**hyper_params.weight_decay_rate_lr_exponent
-    decayed = value if decay is None else (1.0 - decay) * value
-    new_param = decayed - update.astype(value.dtype)
+    new_param = (param if decay is None else (1.0 - decay) * param) - update
     if hyper_params.skip_nan_updates:
-        new_param = jnp.where(jnp.isnan(new_param), value, new_param)
+        new_param = jnp.where(jnp.isnan(new_param), param, new_param)
         moments = {key: jnp.where(jnp.isnan(new), getattr(slots, key), new) for key, new in moments.items()}
     return new_param.astype(param.dtype), slots.replace(**moments)
 
 
-def _normalize(hyper_params: Any, dims: FactorDims, slots: Any, grad: Any, step: Any) -> tuple[Any, dict[str, Any]]:
+def _normalize(epsilon: Any, dims: FactorDims, beta2: Any, slots: Any, grad: Any) -> tuple[Any, dict[str, Any]]:
     """The gradient divided by the root of its second moment, and the new moments."""
-    steps = jnp.asarray(step - hyper_params.step_offset + 1, jnp.float32)
-    beta2 = 1.0 - steps ** (-hyper_params.decay_rate)
-    square = grad * grad + hyper_params.epsilon1
+    mixing_rate = 1.0 - beta2
+    square = grad * grad + epsilon
     if not dims.factored:
-        v = beta2 * slots.v + (1.0 - beta2) * square
+        v = beta2 * slots.v + mixing_rate * square
         return grad * v**-0.5, {"v": v}
-    v_row = beta2 * slots.v_row + (1.0 - beta2) * jnp.mean(square, axis=dims.column)
-    v_col = beta2 * slots.v_col + (1.0 - beta2) * jnp.mean(square, axis=dims.row)
+    v_row = beta2 * slots.v_row + mixing_rate * jnp.mean(square, axis=dims.column)
+    v_col = beta2 * slots.v_col + mixing_rate * jnp.mean(square, axis=dims.row)
     # The ROW dimensions as they are numbered in v_row, which lacks the COLUMN ones.
     row_in_v_row = tuple(dim - sum(other < dim for other in dims.column) for dim in dims.row)
     row_factor = (v_row / jnp.mean(v_row, axis=row_in_v_row, keepdims=True)) ** -0.5
@@ -135,25 +133,12 @@ def _normalize(hyper_params: Any, dims: FactorDims, slots: Any, grad: Any, step:
     return update, {"v_row": v_row, "v_col": v_col}
 
 
-def _decayed_momentum(momentum: Any, beta1: Any) -> Any:
-    """beta1 * momentum in the momentum's own dtype, as T5X has it, then float32.
-
-    The rounding is spelled out: XLA leaves it out where it only sees casts, and a compiled step would differ.
-    """
-    dtype = momentum.dtype
-    product = jnp.asarray(beta1, dtype).astype(jnp.float32) * momentum.astype(jnp.float32)
-    if dtype == jnp.float32:
-        return product
-    limits = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(product, exponent_bits=limits.nexp, mantissa_bits=limits.nmant)
-
-
-def _param_scale(hyper_params: Any, name: str, value: Any, averaging: tuple[int, ...]) -> Any:
-    """What the learning rate of a parameter is multiplied by: a scalar 1, or an array that broadcasts against it."""
+def _param_scale(hyper_params: AdafactorHyperParams, path: str, param: Any, averaging: tuple[int, ...]) -> Any:
+    """What the learning rate of a parameter is multiplied by: 1, or an array that broadcasts against the parameter."""
     scaled = hyper_params.multiply_by_parameter_scale
-    if not (scaled[name] if isinstance(scaled, HParamMap) else scaled):
-        return jnp.float32(1)
-    scale = jnp.maximum(_rms(value, averaging).astype(jnp.float32), hyper_params.epsilon2)
+    if not (scaled[path] if isinstance(scaled, HParamMap) else scaled):
+        return 1
+    scale = jnp.maximum(_rms(param, averaging), hyper_params.epsilon2)
     if hyper_params.max_parameter_scale is not None:
         scale = jnp.minimum(scale, hyper_params.max_parameter_scale)
     return scale

@@ -107,7 +107,7 @@ class OptimizerDef:
         state = from_state_dict(opt_state, state_dict["state"], what="optimizer state")
         return target, state
 
-    def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
+    def derive_logical_axes(self, optimizer: Optimizer, /, param_logical_axes: Any) -> Optimizer:
         """The optimizer with partition specs for leaves, or None where a leaf has no logical axes.
 
         Args:

@@ -104,43 +104,17 @@ class HParamMap:
         return treedef.unflatten([self[name] for name in names])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HParamMap) and self._key() == other._key()
+        return isinstance(other, HParamMap) and self._rules == other._rules
 
     def __hash__(self) -> int:
         return hash(tuple(pattern for pattern, _ in self._rules))
-
-    def _key(self) -> Any:
-        return self._rules
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[(pattern.pattern, value) for pattern, value in self._rules]})"
 
 
-class NamedRules(HParamMap):
-    """A rule per parameter by its whole name, as `rules_from_axes` makes them."""
-
-    def __init__(self, by_name: Mapping[str, Any]):
-        super().__init__(())
-        self._by_name = dict(by_name)
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return self._by_name[key]
-        except KeyError:
-            raise KeyError(f"No rule found for parameter: {key}") from None
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._by_name))
-
-    def _key(self) -> Any:
-        return self._by_name
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._by_name})"
-
-
-def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactorRules) -> NamedRules:
-    """A rule per parameter from its logical axis names.
+def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactorRules) -> dict[str, FactorRule]:
+    """A rule by the name of each parameter, from its logical axis names.
 
     Args:
       param_logical_axes: a tree like the parameters whose leaves are `PartitionSpec`s of axis names.
@@ -150,9 +124,7 @@ def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactor
       ValueError: an axis name without a part; ROW and COLUMN together with NONE.
     """
     names, axes, _ = named_leaves(param_logical_axes, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
-    return NamedRules(
-        {name: _rule_from_axes(name, spec, logical_factor_rules) for name, spec in zip(names, axes, strict=True)}
-    )
+    return {name: _rule_from_axes(name, spec, logical_factor_rules) for name, spec in zip(names, axes, strict=True)}
 
 
 def _rule_from_axes(path: str, spec: Any, rules: LogicalFactorRules) -> FactorRule:

@@ -16,11 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_t5x.optim.factor_rules import HEURISTIC_RULE, FactorDim, FactorRule, factor_name_to_factordim
+from orbax_t5x.optim.factor_rules import (
+    HEURISTIC_RULE,
+    FactorDim,
+    FactorRule,
+    HeuristicRule,
+    factor_name_to_factordim,
+)
 
 _log = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+FactoredPair = tuple[tuple[int, ...], tuple[int, ...]]
+"""The ROW dimensions and the COLUMN dimensions."""
 
 # There are 3 ** rank rules to try; no parameter has a higher rank.
 _MAX_RANK_TRIED = 6
@@ -77,23 +85,29 @@ def dims_by_rule(rule: Sequence[FactorDim]) -> FactorDims:
 _FACTORED_PARTS = (FactorDim.ROW, FactorDim.COLUMN)
 
 
-def resolve_rule(rule: FactorRule, shape: Sequence[int], path: str, min_dim_size_to_factor: int) -> FactorDims:
-    """The dimensions over which T5X averages for a parameter.
+def parse_rule(
+    rule: FactorRule, shape: Sequence[int], path: str, fallback_to_heuristics: bool = True
+) -> tuple[tuple[int, ...], HeuristicRule | FactoredPair | None]:
+    """What a rule means for a parameter.
 
     Args:
       rule: a `FactorDim` per dimension, `HEURISTIC_RULE`, or None for "do not factor".
       shape: of the parameter.
       path: its name, for errors.
-      min_dim_size_to_factor: both factored dimensions must be at least this large for the heuristic to factor.
+      fallback_to_heuristics: whether rules for rank 2 and less without BATCH give way to `HEURISTIC_RULE`.
+
+    Returns:
+      The dimensions over which the parameter's scale and the clipping average, and the ROW and the COLUMN dimensions;
+      in place of these `HEURISTIC_RULE`, or None where the second moment is not factored.
 
     Raises:
       ValueError: the heuristic for a rank above 2; a rule of another rank, or with one of ROW and COLUMN alone.
     """
     rank = len(shape)
-    whole = FactorDims(tuple(range(rank)))
+    every = tuple(range(rank))
     if rule is None:
-        return whole
-    if rule is HEURISTIC_RULE:
+        return every, None
+    if isinstance(rule, HeuristicRule):
         if rank > 2:
             error = ValueError(
                 "A parameter with rank strictly higher than 2 must have an explicit factorization rule: "
@@ -101,21 +115,21 @@ def resolve_rule(rule: FactorRule, shape: Sequence[int], path: str, min_dim_size
             )
             error.add_note("Give one by factor_map, or by logical_factor_rules and the parameters' logical axes.")
             raise error
-        return dims_by_size(shape, min_dim_size_to_factor) or whole
+        return every, HEURISTIC_RULE
     parts = [_as_factor_dim(part, path) for part in rule]
     if len(parts) != rank:
         raise ValueError(
             f"Factorization rule {rule} has incorrect rank for param of rank {rank}: {path}, {tuple(shape)}"
         )
     dims = dims_by_rule(parts)
-    if rank <= 2 and FactorDim.BATCH not in parts and (dims.row or dims.column):
+    if fallback_to_heuristics and rank <= 2 and FactorDim.BATCH not in parts and (dims.row or dims.column):
         _log.info("%s has rank %d: the size heuristic decides, not the rule %s.", path, rank, rule)
-        return resolve_rule(HEURISTIC_RULE, shape, path, min_dim_size_to_factor)
+        return every, HEURISTIC_RULE
     if bool(dims.row) != bool(dims.column):
         raise ValueError(
             f"Factorization rule {rule} needs both ROW and COLUMN dimensions, or neither: {path}, {tuple(shape)}"
         )
-    return dims
+    return dims.averaging, (dims.row, dims.column) if dims.factored else None
 
 
 def _as_factor_dim(part: Any, path: str) -> FactorDim:
