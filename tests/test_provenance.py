@@ -89,6 +89,15 @@ def test_no_record_and_an_empty_one_are_told_apart():
     assert provenance.from_metadata(provenance.to_metadata(())) == ()
 
 
+def test_shapes_and_axes_are_no_lists_of_rules():
+    tr = ot.transforms
+    chain = [tr.Reshape("a", (2, 3)), tr.Pad("a", (3, None), tr.FALLBACK), tr.Slice("a", np.s_[:3, :2])]
+    texts = ("Reshape('a', (2, 3))", "Pad('a', (3, None), value=FALLBACK)", "Slice('a', [:3, :2])")
+    assert ChainRecord.of(chain).rules == texts
+    follow = [tr.FollowOptimizer(one) for one in chain]
+    assert ChainRecord.of(follow).rules == tuple(f"FollowOptimizer({text})" for text in texts)
+
+
 def test_rules_are_recorded_one_by_one():
     rules = [("a/(.*)", r"b/\1"), ("c", None)]
     assert entry(T.AssignmentMap(rules))["transforms"] == [

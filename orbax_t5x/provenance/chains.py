@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -66,7 +67,7 @@ def _rules(transform: Any) -> list[str]:
         name, arguments = type(transform).__name__, _shown_fields(transform)
     else:
         return [_described(transform) or qualified_name(transform)]
-    lists = {key: value for key, value in arguments.items() if is_list_or_tuple(value) and len(value) > 1}
+    lists = {key: value for key, value in arguments.items() if _are_rules(value)}
     if not lists:
         return [_described(transform) or f"{name}({_arguments_text(arguments)})"]
     longest = max(lists, key=lambda key: len(lists[key]))
@@ -74,11 +75,22 @@ def _rules(transform: Any) -> list[str]:
     return [f"{name}{f'({rest})' if rest else ''}: {_text(item)}" for item in lists[longest]]
 
 
+def _are_rules(value: Any) -> bool:
+    """Whether this is a sequence of patterns, of tuples that begin with one, or of transforms; a shape is none."""
+    return is_list_or_tuple(value) and len(value) > 1 and all(map(_is_rule, value))
+
+
+def _is_rule(item: Any) -> bool:
+    first = item[0] if is_list_or_tuple(item) and item else item
+    return isinstance(first, str | re.Pattern) or callable(first)
+
+
 def _shown_fields(transform: Any) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
-        at_default = field.default is not dataclasses.MISSING and value is field.default
+        # By their text, since a tuple of arrays has no single answer to whether it equals another.
+        at_default = value is field.default or (isinstance(value, tuple) and repr(value) == repr(field.default))
         if field.repr and not field.name.startswith("_") and not at_default:
             shown[field.name] = value
     return shown
@@ -104,8 +116,8 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    if hasattr(value, "pattern"):
-        return repr(value.pattern)
+    if isinstance(value, re.Pattern):
+        return repr(cast("re.Pattern[Any]", value).pattern)
     return _described(value) or (qualified_name(value) if callable(value) else repr(value))
 
 
