@@ -181,6 +181,14 @@ def test_a_shape_that_differs_names_the_transform_that_mends_it(checkpoint):
     assert "Reshape" in run((NEW, WIDTH - 2)) and "Reshape" in run((OLD * WIDTH,))
 
 
+def test_of_a_part_nothing_else_is_read(checkpoint):
+    target = {"params": {"emb": place((48, 8)), "bias": ...}}
+    plan = ot.plan_restore(checkpoint, target, [tr.Slice("params/emb", np.s_[40:88, ::3])])
+    np.testing.assert_array_equal(plan.execute()["params"]["emb"], WEIGHTS["emb"][40:88, ::3])
+    # The columns between are in the gaps that readers read over.
+    assert 48 * 8 * 4 <= plan.report.bytes_read == plan.bytes_to_read <= 48 * WIDTH * 4
+
+
 # -- adapters
 
 RANK = 3

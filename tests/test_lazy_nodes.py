@@ -16,7 +16,7 @@ from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy import all_equal, as_view, average, full_box
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.trees.dtypes import kind_of
-from tests.lazy_leaf import DTYPES
+from tests.lazy_leaf import DTYPES, GuardedBuffer, boxes
 
 
 def _view(shape, dtype="float32", name="leaf"):
@@ -404,6 +404,29 @@ def test_a_low_rank_sum_reads_rows_and_columns_and_is_the_same_in_every_box():
         assert sums[part].get().tobytes() == sums.get()[part].tobytes()
     assert merged.describe() == "plus 0.3 times a product of rank 8"
     assert lazy.add_low_rank(np.ones((2, 2)), np.ones((2, 1)), np.ones((1, 2), "float32"), 1).dtype == np.float64
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_a_low_rank_sum_equals_numpy_in_any_box_and_buffer(data):
+    """Small whole numbers, whose sums are exact in every order."""
+    rows, columns = (tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=2))) for _ in range(2))
+    rank = data.draw(st.integers(0, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    shapes = {"kernel": (*rows, *columns), "down": (*rows, rank), "up": (rank, *columns)}
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"]))
+    leaves = {name: ArrayLeaf(rng.integers(-2, 3, shape).astype(dtype), name) for name, shape in shapes.items()}
+    expected = leaves["kernel"].array + 2 * np.tensordot(leaves["down"].array, leaves["up"].array, 1).astype(dtype)
+    view = lazy.add_low_rank(*map(as_view, leaves.values()), 2)
+    axes = data.draw(st.permutations(range(view.ndim)))
+    view, expected = view.transpose(axes), expected.transpose(axes)
+    box = data.draw(boxes(expected.shape))
+    buffer = GuardedBuffer(data.draw, lazy.box_shape(box), view.dtype)
+    lazy.read_views([(view, box, buffer.array)])
+    np.testing.assert_array_equal(buffer.array, expected[lazy.box_slices(box)])
+    assert view.dtype == np.dtype(dtype) and buffer.guards_hold()
+    for leaf, (of_leaf, part) in zip(leaves.values(), view.requests(box), strict=False):
+        assert of_leaf is leaf and leaf.counts.sum() == lazy.box_size(part) and leaf.counts.max() == 1
 
 
 def test_a_low_rank_sum_takes_little_memory_and_large_rows(monkeypatch):
