@@ -5,7 +5,7 @@ A finished step is a directory whose name is a number, perhaps padded and perhap
 the metadata of at least one item; step 0 is one. A rename makes a local step visible, so a temporary suffix, or a name
 that is no number for any other reason, means unfinished; an empty directory or one whose deletion was interrupted has
 no item left. Where Orbax writes steps in place, a file that it writes last marks the finished ones. No file is opened
-here but the record of an item's deletion.
+here but a step's own metadata where that file is missing, and the record of an item's deletion.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ COMMIT_FILE = "commit_success.txt"
 # Orbax v1 writes it into a step before it deletes one item, and removes it when the item is gone.
 _DELETION_FILE = "_CHECKPOINT_DELETION"
 _DELETED_NAME = "checkpointable_name"
-_MAX_DELETION_BYTES = 64 << 20  # it repeats the step's metadata, twice
+_BEGUN = "init_timestamp_nsecs"
+_MAX_METADATA_BYTES = 64 << 20  # of a step's metadata, and of a deletion's record, which repeats them
 # T5X's own step directories and the first Orbax items keep their tree in a msgpack file of this name.
 MSGPACK_FILE = "checkpoint"
 _STEP_NAME = re.compile(r"(?:.+_)?(?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
@@ -85,7 +86,7 @@ def is_step_directory(directory: str) -> bool:
     Without the marker (early Orbax), items that all have names of steps make it a root of trees that were saved without
     items, unless its own name is that of a step too.
     """
-    if _is_orbax_step(directory):
+    if is_file(directory, STEP_METADATA_FILE):
         return True
     items = item_names(directory)
     own = step_of_name(os.path.basename(directory))
@@ -102,7 +103,7 @@ def deleted_item(directory: str) -> str | None:
         return None
     root = Root(directory)
     path = root.join(_DELETION_FILE)
-    record = parse_object(read_small(root, _DELETION_FILE, limit=_MAX_DELETION_BYTES), path, allow_nan=True)
+    record = parse_object(read_small(root, _DELETION_FILE, limit=_MAX_METADATA_BYTES), path, allow_nan=True)
     name = record.get(_DELETED_NAME)
     if not isinstance(name, str):
         raise CorruptCheckpointError(f"{_DELETED_NAME!r} is {str(name)[:200]!r}, not the name of an item", path=path)
@@ -115,9 +116,9 @@ def is_step(directory: str) -> bool:
         if is_item(directory) or is_file(directory, MSGPACK_FILE):
             return True
         names = item_names(directory)
-        if _is_orbax_step(directory) and not has_commit_file(directory):
-            if any(has_commit_file(os.path.join(directory, name)) for name in names):
-                return False  # its items are finished, and it is not
+        items_are_marked = any(has_commit_file(os.path.join(directory, name)) for name in names)
+        if items_are_marked and not has_commit_file(directory) and _was_begun_by_orbax(directory):
+            return False  # its items are finished, and it is not
         return any(name != _deleted_item_if_known(directory) for name in names)
     except CheckpointGoneError:
         return False  # deleted since its parent was listed, by whoever keeps only the newest steps
@@ -135,9 +136,20 @@ def _deleted_item_if_known(directory: str) -> str | None:
         return None
 
 
-def _is_orbax_step(directory: str) -> bool:
-    """Whether a directory has the metadata that Orbax writes first into a step."""
-    return is_file(directory, STEP_METADATA_FILE)
+def _was_begun_by_orbax(directory: str) -> bool:
+    """Whether Orbax's metadata of a step says when it was begun: the first that Orbax writes into one.
+
+    People make steps of items that were saved one by one, too.
+    """
+    if not is_file(directory, STEP_METADATA_FILE):
+        return False
+    root = Root(directory)
+    try:
+        data = read_small(root, STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
+        metadata = parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
+    except CheckpointError:
+        return False
+    return metadata.get(_BEGUN) is not None
 
 
 def has_commit_file(directory: str) -> bool:
@@ -158,7 +170,7 @@ def finished_steps(root: str) -> list[Step]:
         return has_commit_file(os.path.join(root, step.name))
 
     def is_orbax(step: Step) -> bool:
-        return _is_orbax_step(os.path.join(root, step.name))
+        return _was_begun_by_orbax(os.path.join(root, step.name))
 
     return sorted([*committed(steps, is_marked, is_orbax), *_steps_named(outside)])
 
