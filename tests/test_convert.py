@@ -251,7 +251,7 @@ def test_what_is_no_orbax_checkpoint_is_never_replaced(tmp_path):
             ot.convert(source, tmp_path / name, overwrite=True)
     assert (tmp_path / "dir" / "thesis.txt").read_text() == "years of work"
     ot.convert(source, tmp_path / "root" / "step")
-    (tmp_path / "root" / "_METADATA").write_text("{}")
+    (tmp_path / "root" / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(CheckpointIOError, match="holds the source"):
         ot.convert(tmp_path / "root" / "step", tmp_path / "root", overwrite=True)
     assert stock(tmp_path / "root" / "step").keys() == {"a"}

@@ -14,7 +14,6 @@ import dataclasses
 import errno
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,11 +23,13 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
-from orbax_t5x.handlers.failed_saves import remove_tree, sync
+from orbax_t5x.handlers.failed_saves import sync
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.operations.convert_report import ConvertReport
+from orbax_t5x.operations.replaceable import why_not_replaceable
+from orbax_t5x.operations.work_directory import put_in_place, work_directory
 from orbax_t5x.operations.write_orbax import write_orbax
-from orbax_t5x.operations.write_safetensors import SAFETENSORS_FILES, write_safetensors
+from orbax_t5x.operations.write_safetensors import write_safetensors
 from orbax_t5x.operations.writing import WriteOptions, Written
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
 from orbax_t5x.restoring.api import Source, open_plan
@@ -41,8 +42,6 @@ from orbax_t5x.text.wording import size_text
 
 _logger = logging.getLogger(__name__)
 
-# A directory that holds one of these was written by Orbax, and may be replaced when the caller says so.
-_ORBAX_FILES = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
 # Below this, nearly every leaf is larger than the limit; nobody means it who writes 256 for 256 MiB.
 _LEAST_SENSIBLE_LIMIT = 1 << 20
 _WRITERS: dict[str, Callable[[RestorePlan, Path, WriteOptions], Written]] = {
@@ -123,7 +122,7 @@ def convert_for(
     with contextlib.ExitStack() as stack:
         plan = _plan(source, target, transforms, options, writing.on_unsupported, stack)
         for checkpoint in plan.checkpoints.values():
-            _check_not_around(path, checkpoint.path)
+            _check_apart(path, checkpoint.path)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         written = _write(plan, path, dataclasses.replace(writing, progress=on_progress))
     seconds = time.monotonic() - started
@@ -217,27 +216,19 @@ def _check_destination(target: Path, writing: WriteOptions) -> None:
         return
     if not writing.overwrite:
         raise _exists(target, "exists already; overwrite=True replaces it")
-    names = set(os.listdir(target)) if target.is_dir() else None
-    if names is not None and _is_replaceable(names, writing.format):
-        return
-    kind = "an Orbax checkpoint" if writing.format == "orbax" else "a directory of safetensors files alone"
-    raise _exists(target, f"is not {kind}, so it is not replaced; remove it yourself or choose another name")
+    if (reason := why_not_replaceable(target, writing.format)) is not None:
+        raise _exists(target, f"{reason}, so it is not replaced; remove it yourself or choose another name")
 
 
-def _is_replaceable(names: set[str], format: str) -> bool:
-    """Whether a directory of these names is one that a conversion to the format may have written."""
-    if not names:
-        return True
-    if format == "orbax":
-        return bool(names & _ORBAX_FILES)
-    # A tokenizer beside the model was put there by somebody.
-    return all(SAFETENSORS_FILES.fullmatch(name) for name in names)
-
-
-def _check_not_around(target: Path, source: str) -> None:
-    """Replacing a directory that the source lies in would delete the source."""
-    if os.path.lexists(target) and target.resolve() in Path(source).resolve().parents:
+def _check_apart(target: Path, source: str) -> None:
+    """Replacing a directory that the source lies in would delete the source; one inside of it would change it."""
+    resolved, real_source = target.resolve(), Path(source).resolve()
+    if os.path.lexists(target) and resolved in real_source.parents:
         raise _exists(target, f"holds the source {source!r}, so it is not replaced; choose another destination")
+    if real_source in resolved.parents:
+        raise CheckpointIOError(
+            f"lies inside the source {source!r}; choose another destination", path=target, errno=errno.EINVAL
+        )
 
 
 def _exists(target: Path, message: str) -> CheckpointIOError:
@@ -247,14 +238,12 @@ def _exists(target: Path, message: str) -> CheckpointIOError:
 def _write(plan: RestorePlan, target: Path, writing: WriteOptions) -> Written:
     made = _make_parents(target.parent)
     try:
-        # Beside the destination: a rename across file systems would not be one step.
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".orbax-t5x-tmp", dir=target.parent))
-        try:
+        with work_directory(target) as work:
             written = _WRITERS[writing.format](plan, work / target.name, writing)
-            _put_in_place(work, target, writing)
+            _check_destination(target, writing)
+            put_in_place(work, target)
+            sync(target.parent)
             return written
-        finally:
-            remove_tree(work)
     except BaseException as error:
         for parent in reversed(made):
             with contextlib.suppress(OSError):
@@ -275,18 +264,3 @@ def _make_parents(parent: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointIOError(f"the directory could not be made: {error}", path=parent, errno=error.errno) from error
     return made
-
-
-def _put_in_place(work: Path, target: Path, writing: WriteOptions) -> None:
-    """Renames what is finished; what it replaces goes into the work directory, which is removed after."""
-    _check_destination(target, writing)
-    replaced = work / "replaced"
-    if os.path.lexists(target):
-        os.rename(target, replaced)
-    try:
-        os.rename(work / target.name, target)
-    except BaseException:
-        if os.path.lexists(replaced):
-            os.rename(replaced, target)
-        raise
-    sync(target.parent)
