@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.restoring.similar import SLOT_WORDS
 from orbax_t5x.rules import RulePack, infer
 from orbax_t5x.transforms import AssignmentMap, FollowOptimizer, Rename, Transform
 
 _INVERSE = "inverse of "
-# What the optimizer keeps, in T5X's and Flax's train states, alone or as one of several things.
-_OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
+# What the optimizer keeps, in T5X's and Flax's train states.
+_OPTIMIZER = re.compile(r"(?:.*/)?(?:param_states|opt_state)/.*")
 # Missing leaves whose likes are looked for, and prefixes tried for each: every one is tried with all missing leaves.
 _SAMPLES = 4
 _TRIED = 4
@@ -127,9 +128,13 @@ def _likely_prefixes(shapes: Mapping[str, Any], wanted: list[str]) -> list[Prefi
         shared = {other: _shared_end(other, name) for other in by_last.get(name.rpartition("/")[2], ())}
         for other in sorted(shared, key=lambda other: -shared[other])[:_TRIED]:
             pair = other[: -shared[other]], name[: -shared[other]]
-            if is_optimizer_leaf(other) == is_optimizer_leaf(name) and pair[0] != pair[1]:
+            if _is_slot(other) == _is_slot(name) and pair[0] != pair[1]:
                 found[pair] = None
     return list(found)
+
+
+def _is_slot(name: str) -> bool:
+    return is_optimizer_leaf(name) or not SLOT_WORDS.isdisjoint(name.split("/"))
 
 
 def _shared_end(one: str, other: str) -> int:

@@ -15,8 +15,8 @@ from orbax_t5x.restoring.target_leaf import TargetLeaf
 
 # A run of capitals or small letters, one capital before small ones, or a number: `mlpBlock_03` is mlp, block, 03.
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
-# Optimizers keep a leaf like each parameter under a name with one of these more; it is another quantity.
-_SLOT_WORDS = frozenset({"m", "v", "mu", "nu", "ema", "trace", "momentum", "grad", "acc"})
+SLOT_WORDS = frozenset({"m", "v", "mu", "nu", "ema", "trace", "momentum", "grad", "acc"})
+"""Optimizers keep a leaf like each parameter under a name with one of these more; it is another quantity."""
 # Shorter words that differ in one letter are other words: `mu` and `nu`, `row` and `rot`.
 _LEAST_MISSPELT = 4
 # Leaves with equal shape, dtype, numbers and last part that are compared; a model with more has no telling names.
@@ -101,7 +101,7 @@ def _nearly_equal(one: Words, other: Words) -> bool:
     short, long = sorted((one, other), key=len)
     start = next((at for at, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
     if len(long) - len(short) == 1:
-        return short[start:] == long[start + 1 :] and long[start] not in _SLOT_WORDS
+        return short[start:] == long[start + 1 :] and long[start] not in SLOT_WORDS
     return len(long) == len(short) and short[start + 1 :] == long[start + 1 :] and _misspelt(short[start], long[start])
 
 
