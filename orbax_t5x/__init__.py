@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from orbax_t5x.restoring.api import restore as restore
     from orbax_t5x.restoring.plan import RestorePlan as RestorePlan
     from orbax_t5x.restoring.plan_data import PlanEntry as PlanEntry
+    from orbax_t5x.restoring.sources import Source as Source
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ _PUBLIC: dict[str, str] = {
     "RestorePlan": "orbax_t5x.restoring.plan",
     "RestorePlanError": "orbax_t5x.errors",
     "STANDARD_LOGICAL_AXIS_RULES": "orbax_t5x.partitioning",
+    "Source": "orbax_t5x.restoring.sources",
     "TrainStateHandler": "orbax_t5x.handlers.checkpoint_handler",
     "adafactor": "",
     "args": "orbax_t5x.handlers",

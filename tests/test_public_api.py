@@ -13,9 +13,9 @@ import orbax_t5x as ot
 PUBLIC = set(
     """
     STANDARD_LOGICAL_AXIS_RULES Checkpoint LazyArray LazyAwaitableArray LazyThreadPoolArray Limits PlanEntry Problem
-    RestorePlan RestorePlanError TrainStateHandler adafactor args broadcast_to checkpoint_importer concatenate convert
-    errors latest_step nnx open_checkpoint optimizers plan_restore repeat restore rules stack state_utils train_state
-    transforms with_shardings
+    RestorePlan RestorePlanError Source TrainStateHandler adafactor args broadcast_to checkpoint_importer concatenate
+    convert errors latest_step nnx open_checkpoint optimizers plan_restore repeat restore rules stack state_utils
+    train_state transforms with_shardings
     """.split()
 )
 

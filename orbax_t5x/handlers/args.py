@@ -75,8 +75,8 @@ class TrainStateRestore(ocp.args.CheckpointArgs):
     Attributes:
       target: the tree to restore into.
       source: restored from instead of the directory that Orbax passes: a TF prefix, a single file, a remote path, an
-        opened checkpoint, or a mapping of several. Orbax looks at its own directory first: a manager wants a step in
-        its root, a `Checkpointer` a directory that exists.
+        opened checkpoint, an `orbax_t5x.Source`, or a mapping of several. Orbax looks at its own directory first: a
+        manager wants a step in its root, a `Checkpointer` a directory that exists.
     """
 
     target: Any = dataclasses.field(default=MISSING, repr=False)

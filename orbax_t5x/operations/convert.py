@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,11 +31,13 @@ from orbax_t5x.operations.work_directory import put_in_place, work_directory
 from orbax_t5x.operations.write_orbax import write_orbax
 from orbax_t5x.operations.write_safetensors import write_safetensors
 from orbax_t5x.operations.writing import WriteOptions, Written
-from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
-from orbax_t5x.restoring.api import Source, open_plan
+from orbax_t5x.readers import Checkpoint, Limits
+from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import size_text
@@ -51,9 +53,9 @@ _WRITERS: dict[str, Callable[[RestorePlan, Path, WriteOptions], Written]] = {
 
 
 def convert(
-    source: Source,
+    source: AnySource,
     destination: str | os.PathLike[str],
-    transforms: Sequence[Callable[..., Any]] | Callable[..., Any] = (),
+    transforms: Transforms = (),
     *,
     format: str = "orbax",
     dtype: Any = None,
@@ -72,10 +74,11 @@ def convert(
     other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and a config.json lies beside.
 
     Args:
-      source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, or a mapping of several.
+      source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
+        own, or a mapping of several.
       destination: the directory to make; its parents are made too.
-      transforms: applied to the names and views, as in a restore; there is no target. A chain that was applied before
-        the source was written, by its record, is not applied again, and a warning says so.
+      transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. A chain that
+        was applied before the source was written, by its record, is not applied again, and a warning says so.
       format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no
         place for None, for empty containers or for a record of what was applied.
       dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
@@ -108,9 +111,9 @@ def convert(
 
 def convert_for(
     target: Any,
-    source: Source,
+    source: AnySource,
     destination: str | os.PathLike[str],
-    transforms: Sequence[Callable[..., Any]] | Callable[..., Any],
+    transforms: Transforms,
     options: PlanOptions,
     writing: WriteOptions,
 ) -> ConvertReport:
@@ -149,7 +152,7 @@ def _check_options(writing: WriteOptions) -> None:
 
 
 def _plan(
-    source: Source,
+    source: AnySource,
     target: Any,
     transforms: Any,
     options: PlanOptions,
@@ -157,15 +160,13 @@ def _plan(
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
     """What the source holds, after the transforms; the stack closes what was opened here."""
-    limits = Limits() if options.limits is None else options.limits
-
-    def opened(one: Any) -> Checkpoint:
-        if not isinstance(one, Checkpoint):
-            one = stack.enter_context(open_checkpoint(one, item=options.item, limits=limits))
-        return _with_placeholders(one) if on_unsupported == "skip" else one
-
-    checkpoints = {name: opened(one) for name, one in source.items()} if isinstance(source, Mapping) else opened(source)
-    return stack.enter_context(open_plan(checkpoints, target, transforms, options, Asking("convert")))
+    sources = open_sources(source, options, stack)
+    if on_unsupported == "skip":
+        opened = checkpoints_of(sources)
+        sources = {
+            name: dataclasses.replace(one, path=_with_placeholders(opened[name])) for name, one in sources.items()
+        }
+    return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, Asking("convert")))
 
 
 class _UnreadableLeaf(Leaf):

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator
 from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
+from orbax_t5x.readers import Limits
+from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan
+from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
 from orbax_t5x.text.progress_bar import Progress
-from orbax_t5x.transforms import Transform
-
-Path = str | os.PathLike[str]
-Source = Path | Checkpoint | Mapping[str, Path | Checkpoint]
-Transforms = Sequence[Callable[..., Any]] | Callable[..., Any]
 
 
 def plan_restore(
-    source: Source,
+    source: AnySource,
     target: Any,
     transforms: Transforms = (),
     *,
@@ -53,7 +49,7 @@ def plan_restore(
 
 
 def restore(
-    source: Source,
+    source: AnySource,
     target: Any,
     transforms: Transforms = (),
     *,
@@ -72,12 +68,13 @@ def restore(
     """Restores a checkpoint of any format into a target, each process reading only what its own shards need.
 
     Args:
-      source: a path, an open `Checkpoint`, or a mapping name -> path or `Checkpoint` (leaf names then start with
-        `name/`).
+      source: a path, an open `Checkpoint`, an `orbax_t5x.Source` with transforms of its own, or a mapping from names
+        to these (leaf names then start with `name/`).
       target: any pytree of `jax.ShapeDtypeStruct` or `jax.Array` (sharding, memory kind and layout are used),
         `np.ndarray`, scalars, typed PRNG keys, or `...` (stays); a T5X train state, an `nnx.State`; or None:
         everything, as NumPy.
       transforms: called in order on the lazy state dict; see `orbax_t5x.transforms`. Plain T5X functions work too.
+        `"auto"`: what `orbax_t5x.rules.infer` finds between source and target; nothing where names fit already.
       item: which item of an Orbax step.
       fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a
         function that returns one, of which only the missing leaves are computed.
@@ -106,7 +103,7 @@ def restore(
 
 
 def open_plan(
-    source: Source, target: Any, transforms: Transforms, options: PlanOptions, asking: Asking = ANY_RESTORE
+    source: AnySource, target: Any, transforms: Transforms, options: PlanOptions, asking: Asking = ANY_RESTORE
 ) -> contextlib.AbstractContextManager[RestorePlan]:
     """The plan of a restore, made at once; the end of the context closes the checkpoints that were opened for it."""
     # Outside a generator, which would turn a StopIteration of a caller's transform into a RuntimeError.
@@ -122,48 +119,13 @@ def _closing(opened: contextlib.ExitStack, plan: RestorePlan) -> Generator[Resto
 
 
 def _plan(
-    source: Source,
+    source: AnySource,
     target: Any,
     transforms: Transforms,
     options: PlanOptions,
     stack: contextlib.ExitStack,
     asking: Asking = ANY_RESTORE,
 ) -> RestorePlan:
-    chain = _chain(transforms)
-    return build_plan(_open(source, options, stack), target, chain, options, asking)
-
-
-def _chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """The transforms as a tuple.
-
-    Raises:
-      TypeError: one of them is no transform: text, or the class of one instead of an instance.
-    """
-    chain = (transforms,) if callable(transforms) else transforms or ()
-    if isinstance(chain, str):
-        raise TypeError(f"transforms={chain!r} is text; pass transforms of ot.transforms, or functions")
-    for transform in chain:
-        if isinstance(transform, type) and issubclass(transform, Transform):
-            raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
-        if not callable(transform):
-            raise TypeError(f"{transform!r} is no transform; pass transforms of ot.transforms, or functions")
-    return tuple(chain)
-
-
-def _open(source: Source, options: PlanOptions, stack: contextlib.ExitStack) -> dict[str, Checkpoint]:
-    """The open sources by name, a single one under ""; the stack closes those that were opened here."""
-
-    def opened(one: Path | Checkpoint) -> Checkpoint:
-        if isinstance(one, Checkpoint):
-            return one
-        limits = options.limits if options.limits is not None else Limits()
-        return stack.enter_context(open_checkpoint(one, item=options.item, limits=limits))
-
-    if not isinstance(source, Mapping):
-        return {"": opened(source)}
-    if not source:
-        raise ValueError("no source was given: the mapping is empty")
-    for name in source:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"a source's name is text that is not empty, not {name!r}: leaf names start with it")
-    return {name: opened(one) for name, one in source.items()}
+    chain = chain_of(transforms)
+    sources = open_sources(source, options, stack)
+    return build_plan(checkpoints_of(sources), target, (*own_chain(sources), *chain), options, asking)

@@ -12,6 +12,7 @@ from typing import Any
 
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import Checkpoint
+from orbax_t5x.restoring.chains import written_out
 from orbax_t5x.restoring.checks import PlanChecks
 from orbax_t5x.restoring.lineage import Asking, decide_resuming
 from orbax_t5x.restoring.options import PlanOptions
@@ -50,6 +51,7 @@ def build_plan(
     for name in (*flattened.train_states, *flattened.inference_states):
         source = _without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
+    transforms = written_out(transforms, source, flattened.original)
     # First and alone: transforms that were applied already fail in ways that would only hide why.
     decision = decide_resuming(checkpoints, transforms, options, asking)
     if decision.warning:

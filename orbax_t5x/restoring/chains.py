@@ -1,0 +1,153 @@
+"""The transforms of a restore as one chain: those of each source first, and what `"auto"` stands for written out.
+
+Provenance records the chain, so it has to say all that is applied: `"auto"` is replaced by what is found before anyone
+asks whether the transforms were applied already, and the transforms of a source are part of the chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.rules import infer
+from orbax_t5x.transforms import Transform
+from orbax_t5x.transforms.base import AnyTransform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.state import NewState
+from orbax_t5x.trees.flat import FlatState
+
+_logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+Transforms = Sequence[Callable[..., Any]] | Callable[..., Any] | Literal["auto"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundRules(Transform):
+    """Stands for what `orbax_t5x.rules.infer` finds, until `written_out` replaces it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSource(Transform):
+    """Transforms of one of several sources, on its own leaves under the names that it gives them.
+
+    Attributes:
+      source: its name.
+      steps: in order.
+    """
+
+    source: str
+    steps: tuple[AnyTransform, ...]
+    # Names of its leaves: those of the sources `a` and `a/b` both begin with `a/`.
+    _names: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
+
+    @property
+    def only_selects(self) -> bool:
+        """See `Transform.only_selects`."""
+        return all(getattr(step, "only_selects", False) is True for step in self.steps)
+
+    def own(self, state: FlatState) -> dict[str, Any]:
+        """The source's leaves, by its own names."""
+        start = f"{self.source}/"
+        return {
+            name.removeprefix(start): value
+            for name, value in state.items()
+            if name.startswith(start) and name.removeprefix(start) in self._names
+        }
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        start, own = f"{self.source}/", self.own(state)
+        found = Diagnostics(warns_of_unused=diagnostics.warns_of_unused)
+        transformed = run_transforms(self.steps, own, target, is_resuming=False, diagnostics=found)
+        result = NewState(diagnostics)
+        # In the place of the source's first leaf: the order of leaves is that of the sources.
+        pending = {start + name: value for name, value in transformed.items()}
+        for name, value in state.items():
+            if name.startswith(start) and name.removeprefix(start) in own:
+                for new, leaf in pending.items():
+                    result.put(new, leaf, new)
+                pending = {}
+            else:
+                result.put(name, value, name)
+        for new, leaf in pending.items():
+            result.put(new, leaf, new)
+        diagnostics.rule_for.update({start + name: rule for name, rule in found.rule_for.items()})
+        diagnostics.fidelity.update({start + name: fidelity for name, fidelity in found.fidelity.items()})
+        diagnostics.explained.update(start + name for name in found.explained)
+        diagnostics.warnings.extend(f"source {self.source!r}: {warning}" for warning in found.warnings)
+        diagnostics.problems.extend(
+            dataclasses.replace(
+                problem,
+                leaf=None if problem.leaf is None else start + problem.leaf,
+                message=f"source {self.source!r}: {problem.message}",
+            )
+            for problem in found.problems
+        )
+        return result.finish()
+
+
+def chain_of(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
+    """The transforms as a tuple.
+
+    Raises:
+      TypeError: one of them is no transform: text, or the class of one instead of an instance.
+    """
+    if isinstance(transforms, str):
+        if transforms == AUTO:
+            return (FoundRules(),)
+        raise TypeError(f"transforms={transforms!r} is text; pass {AUTO!r}, transforms of ot.transforms, or functions")
+    chain = (transforms,) if callable(transforms) else transforms or ()
+    for transform in chain:
+        if isinstance(transform, type) and issubclass(transform, Transform):
+            raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
+        if not callable(transform):
+            raise TypeError(f"{transform!r} is no transform; pass transforms of ot.transforms, or functions")
+    return tuple(chain)
+
+
+def written_out(
+    transforms: Iterable[AnyTransform], source: FlatState, target: Mapping[str, Any]
+) -> tuple[AnyTransform, ...]:
+    """The chain with what `"auto"` stands for.
+
+    Args:
+      transforms: in order.
+      source: leaves by name.
+      target: the target's leaves by name.
+
+    Raises:
+      RestorePlanError: no rule pack leads from the source to the target, or there is no target.
+    """
+    chain: list[AnyTransform] = []
+    for transform in transforms:
+        if isinstance(transform, FoundRules):
+            before = run_transforms(chain, source, target, is_resuming=False, diagnostics=Diagnostics())
+            chain.extend(_found(before, target))
+        elif isinstance(transform, OneSource):
+            steps = written_out(transform.steps, transform.own(source), target)
+            chain.extend([dataclasses.replace(transform, steps=steps)] if steps else [])
+        else:
+            chain.append(transform)
+    return tuple(chain)
+
+
+def _found(source: FlatState, target: Mapping[str, Any]) -> tuple[Transform, ...]:
+    if not target:
+        what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
+        fix = "pass the target, or the rules: a pack of ot.rules, or transforms of ot.transforms"
+        raise RestorePlanError([Problem("rule", None, what, fix)])
+    try:
+        pack = infer({name: leaf for name, leaf in source.items() if leaf is not None}, target)
+    except RestorePlanError as error:
+        problems = [
+            dataclasses.replace(problem, message=f"transforms={AUTO!r}: {problem.message}")
+            for problem in error.problems
+        ]
+        raise RestorePlanError(problems) from error
+    _logger.info("transforms=%r: %s", AUTO, pack.found)
+    return pack.parts

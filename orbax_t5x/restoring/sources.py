@@ -1,0 +1,94 @@
+"""What a restore takes from: one checkpoint or several by name, each with transforms of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
+from orbax_t5x.restoring.chains import OneSource, Transforms, chain_of
+from orbax_t5x.restoring.options import PlanOptions
+
+Path = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint that a restore takes from, with transforms of its own.
+
+    Give it wherever a path of a checkpoint can be given, also as a value of a mapping of several sources.
+
+    Attributes:
+      path: of the checkpoint, or an open one.
+      transforms: run on this source alone, before its names get a prefix and before the transforms of the restore, with
+        the whole target's state dict; `"auto"` as in `orbax_t5x.restore`.
+      item: which item of an Orbax step; None: that of the restore.
+      format: as `orbax_t5x.open_checkpoint` takes it.
+
+    Raises:
+      TypeError: `transforms` holds something else.
+    """
+
+    path: Path | Checkpoint
+    transforms: Transforms = ()
+    item: str | None = None
+    format: str | None = None
+
+    def __post_init__(self) -> None:
+        chain_of(self.transforms)
+
+    def opened(self, options: PlanOptions, stack: contextlib.ExitStack) -> Source:
+        """The same with an open checkpoint; the stack closes it if it was opened here."""
+        if isinstance(self.path, Checkpoint):
+            return self
+        item = options.item if self.item is None else self.item
+        limits = Limits() if options.limits is None else options.limits
+        checkpoint = open_checkpoint(self.path, format=self.format, item=item, limits=limits)
+        return dataclasses.replace(self, path=stack.enter_context(checkpoint))
+
+
+OneOrPath = Path | Checkpoint | Source
+AnySource = OneOrPath | Mapping[str, OneOrPath]
+
+
+def open_sources(source: AnySource, options: PlanOptions, stack: contextlib.ExitStack) -> dict[str, Source]:
+    """The sources by name, with open checkpoints; a single one is under "".
+
+    Args:
+      source: as `orbax_t5x.restore` takes it.
+      options: `item` and `limits` are for sources that do not say theirs.
+      stack: closes those that were opened here.
+    """
+    if not isinstance(source, Mapping):
+        return {"": _as_source(source).opened(options, stack)}
+    if not source:
+        raise ValueError("no source was given: the mapping is empty")
+    for name in source:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a source's name is text that is not empty, not {name!r}: leaf names start with it")
+    return {name: _as_source(one).opened(options, stack) for name, one in source.items()}
+
+
+def _as_source(one: OneOrPath) -> Source:
+    return one if isinstance(one, Source) else Source(one)
+
+
+def checkpoints_of(sources: Mapping[str, Source]) -> dict[str, Checkpoint]:
+    """The open checkpoints by name."""
+    return {name: source.path for name, source in sources.items() if isinstance(source.path, Checkpoint)}
+
+
+def own_chain(sources: Mapping[str, Source]) -> tuple[Callable[..., Any], ...]:
+    """What the sources' own transforms are in the chain of the restore: they come first."""
+    chain: list[Callable[..., Any]] = []
+    for name, checkpoint in checkpoints_of(sources).items():
+        steps = chain_of(sources[name].transforms)
+        if steps and name:
+            names = frozenset((*checkpoint.leaves, *checkpoint.empties))
+            chain.append(OneSource(name, steps, names))
+        else:
+            chain.extend(steps)
+    return tuple(chain)
