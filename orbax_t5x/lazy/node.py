@@ -202,8 +202,10 @@ class Node(abc.ABC):
 
     def summary(self) -> str:
         """Shape, dtype, leaves and what was done to them, as one text; no data."""
-        names = [leaf.name for leaf in self.leaves()]
-        of = listed(map(repr, names), 1) or "nothing"
+        leaves = self.leaves()
+        # Beside what is read, constants are no more than the description says of them.
+        named = [leaf for leaf in leaves if not leaf.is_value] or leaves
+        of = listed((repr(leaf.name) for leaf in named), 1) or "nothing"
         text = self.describe()
         extra = f", {text}" if text else ""
         return f"shape={self.shape}, dtype={self.dtype.name}, of={of}{extra}"

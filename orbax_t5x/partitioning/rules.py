@@ -22,7 +22,7 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes | PartitionSpec]]
 AxisNames = Sequence[MeshAxes] | PartitionSpec
 """What a model calls the dimensions of one leaf."""
 
-STANDARD_LOGICAL_AXIS_RULES: LogicalAxisRules = (
+STANDARD_LOGICAL_AXIS_RULES: Sequence[tuple[str, MeshAxes]] = (
     ("batch", "data"),
     ("vocab", "model"),
     ("embed", None),
