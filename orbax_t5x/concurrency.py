@@ -23,7 +23,7 @@ import threading
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.errors import CheckpointError, CheckpointIOError
 
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
@@ -37,6 +37,10 @@ _HELPER_THREADS = 3
 _READER_THREADS = 8
 # Users' functions block on storage, not on a core; more waits overlap, each at the cost of one array in memory.
 _FUNCTION_THREADS = 16
+
+
+# An event loop's own: those of its selector and of the pair of sockets that wakes it.
+_LOOP_DESCRIPTORS = 3
 
 
 class CarriedError(Exception):
@@ -220,6 +224,23 @@ class CallerThread:
         self._jobs.put(None)
 
 
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop.
+
+    Raises:
+      CheckpointIOError: the process is short of descriptors.
+    """
+    try:
+        # A loop that cannot be made to its end complains when it is collected: whether it can is tried first.
+        with contextlib.ExitStack() as spare:
+            for _ in range(_LOOP_DESCRIPTORS):
+                spare.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        return asyncio.new_event_loop()
+    except OSError as error:
+        message = f"an event loop to read with cannot be made: {error.strerror}"
+        raise CheckpointIOError(message, errno=error.errno) from error
+
+
 class LoopThread:
     """An event loop in a thread of its own, on which coroutines are run for callers of other threads.
 
@@ -228,7 +249,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str = "orbax_t5x-read") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _new_event_loop()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()

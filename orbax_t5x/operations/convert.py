@@ -208,6 +208,8 @@ def _local(destination: str | os.PathLike[str]) -> Path:
     text = os.fspath(destination)
     if url_scheme(text) is not None:
         raise UnsupportedCheckpointError("only a local directory can be written", path=text)
+    if "\0" in text:
+        raise CheckpointIOError("the path holds a NUL, as no file's does", path=text, errno=errno.EINVAL)
     return Path(os.path.abspath(text))
 
 

@@ -26,6 +26,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
         raise TypeError(f"the path {path!r} is not text")
     if not text:
         raise CheckpointNotFoundError("the path is empty; '.' is the working directory", path=text)
+    if "\0" in text:
+        raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
     if (scheme := url_scheme(text)) is not None:
         raise UnsupportedCheckpointError(
             f"{scheme}:// paths are not read yet; copy the checkpoint to a local directory", path=text

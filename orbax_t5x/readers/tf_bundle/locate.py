@@ -6,6 +6,7 @@ an absolute one, which TensorFlow writes and copying makes wrong, means the file
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
 import os
@@ -58,15 +59,15 @@ class BundlePlace(NamedTuple):
 
 def find_bundle(path: str) -> BundlePlace:
     """The directory and the prefix that a path means; the path is trusted, what files say is not."""
-    if os.path.isdir(path) and not os.path.lexists(f"{path}.index"):
+    if os.path.isdir(path) and not _exists(f"{path}.index"):
         return _in_directory(path)
-    if path.endswith(".index") and os.path.lexists(path):
+    if path.endswith(".index") and _exists(path):
         real = os.path.realpath(path)
         path = real if real.endswith(".index") else path
         return _beside(path.removesuffix(".index"))
-    if os.path.lexists(f"{path}.index"):
+    if _exists(f"{path}.index"):
         return _beside(path)
-    if _SHARD_SUFFIX.search(path) and os.path.lexists(path):
+    if _SHARD_SUFFIX.search(path) and _exists(path):
         return _find_beside_shard(_SHARD_SUFFIX.sub("", path))
     if os.path.isfile(path):
         return _of_file(path)
@@ -75,6 +76,19 @@ def find_bundle(path: str) -> BundlePlace:
     raise CheckpointNotFoundError(
         f"no TensorFlow bundle: there is neither such a directory nor {path}.index", path=path
     )
+
+
+def _exists(path: str) -> bool:
+    """Whether something stands at a path; what the system refuses to tell is an error."""
+    try:
+        os.lstat(path)
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise io_error(error, "looking at it", path=path) from error
 
 
 def _split(path: str) -> tuple[Root, str]:
@@ -86,7 +100,7 @@ def _beside(prefix: str) -> BundlePlace:
 
 
 def _find_beside_shard(prefix: str) -> BundlePlace:
-    if not os.path.lexists(f"{prefix}.index"):
+    if not _exists(f"{prefix}.index"):
         raise CheckpointNotFoundError("the shard's index is missing", path=f"{prefix}.index")
     return _beside(prefix)
 
@@ -113,7 +127,7 @@ def _refuse_v1(root: Root, name: str) -> None:
 
 def _in_directory(path: str) -> BundlePlace:
     root = Root(path)
-    state = _state(root, _STATE_FILE) if os.path.lexists(root.join(_STATE_FILE)) else None
+    state = _state(root, _STATE_FILE) if _exists(root.join(_STATE_FILE)) else None
     if state is not None:
         return _named_place(root, *state)
     try:
