@@ -257,3 +257,41 @@ def test_adapters_without_a_kernel_are_left_over(adapted):
     only_q = [tr.AddLowRank("base/(.*/q)/kernel", r"lora/\1/lora_a", r"lora/\1/lora_b", 0.5), MERGE[1]]
     (problem,) = problems_of({"base": root / "base", "lora": root / "lora"}, target, only_q)
     assert problem.kind == "leftover" and "lora/params/v/lora_a" in problem.message
+
+
+def test_a_bundle_and_adapters_are_one_restore(tmp_path):
+    """A translated bundle, adapters of every query, and rows for new tokens: strict, each stored byte read once."""
+    translated = flatten(ot.restore(BUNDLE, None, [tr.Translate(), tr.Keep("target/.*")]))
+    queries = [name.removesuffix("/kernel") for name in translated if re.fullmatch(r"target/.*/query/kernel", name)]
+    lora = {}
+    for query in queries:
+        rows, columns = translated[f"{query}/kernel"].shape
+        lora[f"{query}/down"] = RNG.normal(size=(rows, 2)).astype("float32")
+        lora[f"{query}/up"] = RNG.normal(size=(2, columns)).astype("float32")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "lora", unflatten(lora))
+    rows, width = translated[EMBEDDING].shape
+    shapes = {name: value.shape for name, value in translated.items()} | {EMBEDDING: (rows + 8, width)}
+    target = unflatten({name: place(shape, spec=P(*(None, "y")[: len(shape)])) for name, shape in shapes.items()})
+    plan = ot.plan_restore(
+        {"base": ot.Source(BUNDLE, [tr.Translate(), tr.Keep("target/.*")]), "lora": tmp_path / "lora"},
+        target,
+        [
+            tr.AddLowRank("base/(.*)/kernel", r"lora/\1/down", r"lora/\1/up", 2),
+            tr.Overlay(["base"]),
+            tr.Pad(EMBEDDING, (rows + 8, None), tr.FALLBACK),
+        ],
+        fallback={EMBEDDING: np.ones((rows + 8, width), np.float32)},
+    )
+    state = flatten(plan.execute())
+    assert len(queries) > 2 and sorted(state) == sorted(translated)
+    for name, value in translated.items():
+        expected = value
+        if name == EMBEDDING:
+            expected = np.pad(value, [(0, 8), (0, 0)], constant_values=1)
+        elif name.removesuffix("/kernel") in queries:
+            query = name.removesuffix("/kernel")
+            expected = value + 2 * lora[f"{query}/down"] @ lora[f"{query}/up"]
+        np.testing.assert_allclose(state[name], expected, rtol=1e-5, atol=1e-5, err_msg=name)
+    stored = [*translated.values(), *lora.values()]
+    assert plan.report.bytes_read == plan.bytes_to_read == sum(value.nbytes for value in stored)
