@@ -339,6 +339,29 @@ class Waiting(ArrayLeaf):
             raise
 
 
+@pytest.mark.parametrize("array", [as_view(np.arange(3.0), "a"), lazy.LazyThreadPoolArray((3,), float, np.ones)])
+def test_arithmetic_says_what_to_do_instead(array):
+    """With NumPy's arrays it is NumPy's, as before: `np.asarray(array)` is what NumPy then calls."""
+    for operation in (
+        lambda: array * 2,
+        lambda: 2 * array,
+        lambda: array + array,
+        lambda: -array,
+        lambda: abs(array),
+        lambda: array / 2.0,
+        lambda: array**2,
+        lambda: array @ array,
+    ):
+        with pytest.raises(TypeError, match=r"np\.asarray\(array\) reads it; in a restore, transforms compute"):
+            operation()
+
+
+def test_arithmetic_with_numpy_is_numpys():
+    view = as_view(np.arange(3.0), "a")
+    np.testing.assert_array_equal(view * np.float64(2) + np.ones(3), [1, 3, 5])
+    np.testing.assert_array_equal(np.ones(3) - view, [1, 0, -1])
+
+
 def test_a_failure_is_raised_as_it_is_and_ends_the_other_reads():
     waiting = Waiting(np.zeros(3), "b")
     both = lazy.stack([as_view(Failing(np.zeros(3), "a")), as_view(waiting)])

@@ -333,6 +333,34 @@ def test_an_empty_path_and_a_list_of_paths(tmp_path):
         ot.open_checkpoint("")
     with pytest.raises(TypeError, match="one path is opened at a time"):
         ot.open_checkpoint([tmp_path, tmp_path])
+    for nothing in (None, 3):
+        with pytest.raises(TypeError, match=r"a checkpoint's path is text or an os\.PathLike, not"):
+            ot.open_checkpoint(nothing)
+
+
+def test_an_item_is_a_name(orbax_item, tmp_path):
+    """What Orbax's older interface calls so is the target here."""
+    tree = {"w": np.ones(2, np.float32)}
+    with ot.open_checkpoint(orbax_item) as checkpoint:
+        for call in (
+            lambda: ot.open_checkpoint(orbax_item, item=tree),
+            lambda: ot.restore(orbax_item, tree, item=tree),
+            lambda: ot.plan_restore(checkpoint, tree, item=tree),
+        ):
+            with pytest.raises(TypeError, match=r"item= is the name of an item .* not a dict; .* target"):
+                call()
+
+
+def test_a_directory_of_checkpoints_is_none_of_them(tmp_path):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        for name in ("small", "large"):
+            checkpointer.save(tmp_path / name, {"w": np.ones(3)})
+    with pytest.raises(UnsupportedCheckpointError, match="a directory of checkpoints: 'large', 'small'; open one"):
+        ot.open_checkpoint(tmp_path)
+    with ot.open_checkpoint(tmp_path, item="small") as checkpoint:
+        assert list(checkpoint.leaves) == ["w"]
+    both = ot.restore({name: tmp_path / name for name in ("small", "large")}, None)
+    assert sorted(both) == ["large", "small"]
 
 
 def test_a_name_of_the_hub():

@@ -81,6 +81,19 @@ class LazyArray(abc.ABC):
             raise ValueError("a lazy array has no memory to share: reading it always makes a new array")
         return np.asarray((self if dtype is None else self.astype(dtype)).get())
 
+    def _no_arithmetic(self, other: Any = None) -> Any:
+        """Says what to do instead; with an array of NumPy's the answer is NumPy's, which reads this one."""
+        if hasattr(other, "__array__") and not isinstance(other, LazyArray):
+            return NotImplemented
+        raise TypeError(
+            "a lazy array is not read yet and takes no arithmetic: np.asarray(array) reads it; in a restore, "
+            "transforms compute (ot.transforms.Cast, Average, AddLowRank)"
+        )
+
+    __neg__ = __abs__ = _no_arithmetic
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _no_arithmetic
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _no_arithmetic
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name})"
 

@@ -12,7 +12,7 @@ from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import probe_path
-from orbax_t5x.readers.detect.user_path import local_path
+from orbax_t5x.readers.detect.user_path import check_item, local_path
 from orbax_t5x.readers.flax_msgpack.format import FORMAT as FLAX_MSGPACK
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
 from orbax_t5x.readers.orbax.steps import finished_steps, newest_directory
@@ -47,6 +47,7 @@ def open_checkpoint(
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError, CheckpointIOError: naming the file.
     """
     text = local_path(path)
+    check_item(item)
     limits = limits if limits is not None else Limits()
     if format is not None:
         known = {row.name: row for row in FORMATS}

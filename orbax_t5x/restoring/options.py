@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
+from orbax_t5x.readers.detect.user_path import check_item
 from orbax_t5x.text.progress_bar import Progress, check_progress
 
 MEMORY_LIMIT_BYTES = 256 << 20
@@ -43,6 +44,9 @@ class PlanOptions(_FromKeywords):
       dtype: replaces the target's dtype for floating-point model parameters alone.
       allow_lossy_cast: permits conversions that may lose values.
       limits: what a file's headers may claim; None: `Limits()`.
+
+    Raises:
+      TypeError: `item` is no name.
     """
 
     item: str | None = None
@@ -52,6 +56,9 @@ class PlanOptions(_FromKeywords):
     dtype: Any = None
     allow_lossy_cast: bool = False
     limits: Limits | None = None
+
+    def __post_init__(self) -> None:
+        check_item(self.item)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The path that a user gives, as text that names a place in the local file system."""
+"""The path that a user gives, as text that names a place in the local file system; and the item in it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
             f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
             "dict of names and paths, given to `restore`"
         )
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a checkpoint's path is text or an os.PathLike, not {type(path).__name__}")
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"the path {path!r} is not text")
@@ -33,3 +35,16 @@ def local_path(path: str | os.PathLike[str]) -> str:
             f"{scheme}:// paths are not read yet; copy the checkpoint to a local directory", path=text
         )
     return os.path.expanduser(text)
+
+
+def check_item(item: object) -> None:
+    """Checks what `item=` names.
+
+    Raises:
+      TypeError: it is no name. In Orbax's older interface, `item=` is the tree to restore into.
+    """
+    if item is not None and not isinstance(item, str):
+        raise TypeError(
+            f"item= is the name of an item in an Orbax step, not a {type(item).__name__}; the tree to restore into is "
+            "the second argument, target"
+        )

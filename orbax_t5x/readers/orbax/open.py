@@ -42,6 +42,7 @@ from orbax_t5x.readers.orbax.steps import (
     MANIFEST_FILE,
     MSGPACK_FILE,
     STEP_METADATA_FILE,
+    are_checkpoints,
     deleted_item,
     finished_steps,
     is_item,
@@ -147,6 +148,12 @@ def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
     elif len(names) == 1:
         prefixes = {names[0]: ""}
     elif names:
+        if are_checkpoints(root.path, names):
+            raise UnsupportedCheckpointError(
+                f"no step, but a directory of checkpoints: {_listed(names)}; open one of them by its own path, or "
+                "restore from several as a dict of names and paths",
+                path=root.path,
+            )
         prefixes = {name: f"{name}/" for name in names}
     else:
         raise _no_items(root, opened.step_metadata)

@@ -93,6 +93,16 @@ def is_step_directory(directory: str) -> bool:
     return bool(items) and (own is not None or any(step_of_name(name) is None for name in items))
 
 
+def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
+    """Whether the items of what looks like a step were each saved by itself, and side by side by chance.
+
+    A step has Orbax's metadata or the name of one; a tree that was saved by itself has that metadata beside its own.
+    """
+    if is_file(directory, STEP_METADATA_FILE) or step_of_name(os.path.basename(directory)) is not None:
+        return False
+    return all(is_file(os.path.join(directory, item), STEP_METADATA_FILE) for item in items)
+
+
 def deleted_item(directory: str) -> str | None:
     """The item of a step whose deletion was begun and not finished, as Orbax v1 records it; None where there is none.
 
