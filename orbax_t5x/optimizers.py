@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import optax
@@ -18,7 +18,7 @@ import optax.contrib
 
 from orbax_t5x.optim.base import Optimizer, OptimizerDef, OptimizerState, first_step
 from orbax_t5x.optim.multi import MultiOptimizer
-from orbax_t5x.optim.optax_axes import align_axes, state_axes
+from orbax_t5x.optim.optax_axes import AxesRule, align_axes, apply_axes_rules, state_axes
 from orbax_t5x.optim.optax_state import to_state_dict
 
 __all__ = [
@@ -57,7 +57,7 @@ OptaxFactory = Callable[..., "OptaxWrapper"]
 
 
 @flax.struct.dataclass
-class _OptaxHyperParams:
+class _OptaxWrapperHyperParams:
     """What may be given to one step of an Optax optimizer.
 
     Attributes:
@@ -70,12 +70,23 @@ class _OptaxHyperParams:
 
 
 class OptaxStatePartitionRules:
-    """Logical axes of Optax states, from those of the parameters."""
+    """Logical axes of Optax states, from those of the parameters.
+
+    Axes are found for any Optax state. `OptaxStatePartitionRules._RULES[SparseState] = rule` gives those of a state of
+    one's own: wherever a `SparseState` stands, `rule(state, params_axes)` is asked and nothing else.
+    """
+
+    _RULES: ClassVar[dict[type, AxesRule]] = {}
 
     @classmethod
-    def derive_params_axes(cls, params: Any, params_axes: Any) -> Any:
+    def _is_optax_state(cls, x: Any) -> bool:
+        """Whether it looks like an Optax state: a named tuple whose class is called `…State`."""
+        return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
+
+    @classmethod
+    def derive_params_axes(cls, optax_params: Any, params_axes: Any) -> Any:
         """The axes of a tree like the parameters, of which parts may be masked: those stay `MaskedNode`s."""
-        return state_axes(params, params_axes)
+        return state_axes(optax_params, params_axes)
 
     @classmethod
     def derive_optax_logical_axes(cls, optax_state: Any, params_axes: Any, params: Any = None) -> Any:
@@ -87,7 +98,7 @@ class OptaxStatePartitionRules:
           params: the parameters. Their shapes are needed for the moments of factored optimizers, which get None without
           them.
         """
-        return state_axes(optax_state, params_axes, params)
+        return apply_axes_rules(cls._RULES, optax_state, params_axes, state_axes(optax_state, params_axes, params))
 
 
 class OptaxWrapper(OptimizerDef):
@@ -99,7 +110,7 @@ class OptaxWrapper(OptimizerDef):
     keeps_param_tree = False
 
     def __init__(self, optax_optimizer: optax.GradientTransformation):
-        super().__init__(hyper_params=_OptaxHyperParams())
+        super().__init__(hyper_params=_OptaxWrapperHyperParams())
         self.optax_optimizer = optax_optimizer
         self._update = optax.with_extra_args_support(optax_optimizer).update
 
@@ -137,9 +148,9 @@ class OptaxWrapper(OptimizerDef):
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
         """See the base class; works for any Optax state."""
-        param_states = state_axes(
-            optimizer.state.param_states, param_logical_axes, optimizer.target, self.optax_optimizer
-        )
+        states = optimizer.state.param_states
+        axes = state_axes(states, param_logical_axes, optimizer.target, self.optax_optimizer)
+        param_states = apply_axes_rules(OptaxStatePartitionRules._RULES, states, param_logical_axes, axes)
         target = align_axes(optimizer.target, param_logical_axes)
         return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
 

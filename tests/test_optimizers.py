@@ -4,6 +4,7 @@ import inspect
 import json
 import sys
 import types
+from typing import Any, NamedTuple
 
 import flax.serialization
 import jax
@@ -411,6 +412,60 @@ def test_a_definition_of_ones_own_gets_axes_too():
     assert derived.target == _AXES
     assert derived.state.param_states == _AXES
     assert not definition.needs_param_axes
+
+
+class SparseState(NamedTuple):
+    """A state of a user's own: rows that were touched, and moments of which only those count."""
+
+    touched: Any
+    moments: Any
+
+
+def _sparse():
+    def init(params):
+        return SparseState(jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+@pytest.mark.parametrize(
+    ("make", "inside"),
+    [
+        (_sparse, lambda state: state),
+        (lambda: optax.chain(optax.scale_by_adam(), _sparse()), lambda state: state[1]),
+        (lambda: optax.masked(_sparse(), _MASK), lambda state: state.inner_state),
+        (lambda: optax.MultiSteps(optax.chain(_sparse()), 2), lambda state: state.inner_opt_state[0]),
+    ],
+)
+def test_a_rule_for_a_state_of_ones_own_comes_before_the_general_one(monkeypatch, make, inside):
+    definition = OptaxWrapper(make())
+    optimizer = definition.create(_params())
+    state = optimizer.state.param_states
+    by_general_rule = definition.derive_logical_axes(optimizer, _AXES).state.param_states
+    assert inside(by_general_rule).touched["enc"]["w"] == _W_MLP
+    given = []
+
+    def rule(state, params_axes):
+        given.append((state, params_axes))
+        return SparseState(None, OptaxStatePartitionRules.derive_params_axes(state.moments, params_axes))
+
+    monkeypatch.setitem(OptaxStatePartitionRules._RULES, SparseState, rule)
+    for found in (
+        definition.derive_logical_axes(optimizer, _AXES).state.param_states,
+        OptaxStatePartitionRules.derive_optax_logical_axes(state, _AXES),
+    ):
+        assert inside(found).touched is None
+        assert inside(found).moments == inside(by_general_rule).moments
+        if isinstance(found, tuple) and isinstance(found[0], optax.ScaleByAdamState):
+            assert found[0] == by_general_rule[0]
+    assert len(given) == 2
+    assert all(seen is inside(state) and axes == _AXES for seen, axes in given)
+
+
+def test_what_looks_like_an_optax_state():
+    is_state = OptaxStatePartitionRules._is_optax_state
+    assert is_state(SparseState(1, 2)) and is_state(optax.EmptyState())
+    assert not any(map(is_state, [(1, 2), optax.LookaheadParams(1, 2), {"State": 1}, jnp.zeros(2)]))
 
 
 def test_lookahead_parameters():

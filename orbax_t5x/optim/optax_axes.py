@@ -11,7 +11,7 @@ None, which means replicated: always right, though it takes more memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,9 @@ from jax.sharding import PartitionSpec
 from orbax_t5x.optim.factored_dims import dims_by_size
 from orbax_t5x.optim.optax_state import named_leaves, open_node
 from orbax_t5x.trees.pytree_names import key_text
+
+AxesRule = Callable[[Any, Any], Any]
+"""The axes of a state, of the state's structure, from the state and the axes of the parameters."""
 
 
 class _StateLeaf:
@@ -60,6 +63,25 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
         lambda node: _assign(node.tree, params_axes, params) if isinstance(node, _ParamTree) else None,
         marked,
     )
+
+
+def apply_axes_rules(rules: Mapping[type, AxesRule], state: Any, params_axes: Any, axes: Any) -> Any:
+    """The axes of a state, with the rules' answers where states of their classes stand.
+
+    Args:
+      rules: by the class of a state.
+      state: any optimizer state.
+      params_axes: handed to the rules.
+      axes: of `state`, and of its structure: what holds where there is no rule.
+    """
+    rule = rules.get(type(state))
+    if rule is not None:
+        return rule(state, params_axes)
+    opened, found = open_node(state), open_node(axes)
+    if not rules or opened is None or found is None:
+        return axes
+    children = zip(opened.children, found.children, strict=True)
+    return found.rebuild([apply_axes_rules(rules, child, params_axes, below) for child, below in children])
 
 
 def _ask_optax(initable: Any, slots: Any, params_axes: Any) -> Any:
