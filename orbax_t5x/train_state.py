@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict, freeze
 
-from orbax_t5x.optim.model_variables import mutables_axis_names, params_axis_names, split_variables
+from orbax_t5x.optim.model_variables import (
+    check_axes,
+    mutables_axis_names,
+    params_axis_names,
+    split_collections,
+    split_variables,
+)
 from orbax_t5x.optim.optax_state import from_state_dict, to_state_dict
 from orbax_t5x.optimizers import Optimizer, OptimizerDef
 
@@ -287,6 +293,19 @@ class InferenceState(flax.struct.PyTreeNode):
             params=params_axis_names(self.params_axes),
             flax_mutables=mutables_axis_names(self.flax_mutables_axes),
         )
+
+
+def _validate_params_axes(params_axes: Any, params: Any) -> None:
+    """T5X's name for: a ValueError that lists the parameters without axis names."""
+    check_axes(params_axes, params)
+
+
+def _split_variables_and_axes(
+    variables_and_axes: Mapping[str, Any],
+) -> tuple[FrozenDict[str, Any], FrozenDict[str, Any]]:
+    """T5X's name for: the collections without the axes, and the axes by the names of their collections."""
+    variables, axes = split_collections(variables_and_axes)
+    return freeze(variables), freeze(axes)
 
 
 def _with_mutables(state_dict: dict[str, Any], mutables: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
+from orbax_t5x import train_state
 from orbax_t5x.adafactor import Adafactor, standard_logical_factor_rules
 from orbax_t5x.optimizers import MultiOptimizer, adamw
 from orbax_t5x.train_state import FlaxOptimTrainState, InferenceState, TrainState
@@ -202,6 +203,17 @@ def test_axes_without_their_variables_are_an_error():
         InferenceState.create(small_variables(batch_stats_axes={}))
     with pytest.raises(ValueError, match="no collection 'params'"):
         InferenceState.create({"batch_stats": {}})
+
+
+def test_variables_and_axes_apart():
+    given = small_variables(**MUTABLES)
+    variables, axes = train_state._split_variables_and_axes(given)
+    assert isinstance(variables, FrozenDict) and isinstance(axes, FrozenDict)
+    assert variables == freeze({name: given[name] for name in given if not name.endswith("_axes")})
+    assert axes == freeze({"params": given["params_axes"]})
+    train_state._validate_params_axes(axes["params"], given["params"])
+    with pytest.raises(ValueError, match=r"Missing axis names for parameters: \{'more'\}"):
+        train_state._validate_params_axes(axes["params"], {**given["params"], "more": jnp.ones(2)})
 
 
 def test_only_optimizers_that_want_axes_demand_them(variables):

@@ -41,23 +41,33 @@ def split_variables(model_variables: Mapping[str, Any]) -> ModelVariables:
     """
     if "params" not in model_variables:
         raise ValueError(f"The model variables have no collection 'params', only {sorted(model_variables)}.")
-    mutables: dict[str, Any] = {}
-    axes: dict[str, Any] = {}
-    for name, collection in model_variables.items():
-        if not name.endswith(_AXES):
-            mutables[name] = collection
-            continue
-        named = name.removesuffix(_AXES)
-        if named not in model_variables:
-            raise ValueError(f"The model variables have a collection {name!r}, but no {named!r} to which it belongs.")
-        _check_axes(collection, model_variables[named])
-        axes[named] = collection
+    mutables, axes = split_collections(model_variables)
     params, params_axes = mutables.pop("params"), axes.pop("params", None)
     return ModelVariables(params, params_axes, freeze(mutables), freeze(axes) if axes else None)
 
 
-def _check_axes(axes: Any, variables: Any) -> None:
-    """Every variable has axis names."""
+def split_collections(variables_and_axes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The collections without the axes, and the axes by the names of their collections.
+
+    Raises:
+      ValueError: axes without their collection, or variables without axis names.
+    """
+    variables: dict[str, Any] = {}
+    axes: dict[str, Any] = {}
+    for name, collection in variables_and_axes.items():
+        if not name.endswith(_AXES):
+            variables[name] = collection
+            continue
+        named = name.removesuffix(_AXES)
+        if named not in variables_and_axes:
+            raise ValueError(f"The model variables have a collection {name!r}, but no {named!r} to which it belongs.")
+        check_axes(collection, variables_and_axes[named])
+        axes[named] = collection
+    return variables, axes
+
+
+def check_axes(axes: Any, variables: Any) -> None:
+    """Raises a ValueError that lists the variables without axis names."""
     missing = sorted(flatten(variables).keys() - flatten(partitioning.get_axis_names(axes)).keys())
     if missing:
         raise ValueError(f"Missing axis names for parameters: {{{', '.join(map(repr, missing))}}}")
