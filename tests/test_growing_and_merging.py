@@ -141,6 +141,18 @@ def test_hosts_and_other_dtypes(checkpoint):
     np.testing.assert_array_equal(np.asarray(state["params"]["emb"])[OLD:], narrow["params"]["emb"][OLD:])
 
 
+def test_new_rows_of_another_checkpoint_are_read_alone(checkpoint, tmp_path):
+    fresh = np.asarray(init()["params"]["emb"])
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "new", {"params": {"emb": fresh}})
+    target = {"params": {"emb": jax.ShapeDtypeStruct((NEW, WIDTH), "float32"), "bias": ...}}
+    with ot.open_checkpoint(tmp_path / "new") as other:
+        plan = ot.plan_restore(checkpoint, target, [GROW], fallback=other.tree())
+        state = plan.execute()
+    np.testing.assert_array_equal(state["params"]["emb"], np.concatenate([WEIGHTS["emb"], fresh[OLD:]]))
+    assert plan.report.bytes_read == plan.bytes_to_read == 4 * NEW * WIDTH
+
+
 def problems_of(*args, **keywords):
     with pytest.raises(RestorePlanError) as caught:
         ot.plan_restore(*args, **keywords)

@@ -90,7 +90,7 @@ def _shown_fields(transform: Any) -> dict[str, Any]:
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
         # By their text, since a tuple of arrays has no single answer to whether it equals another.
-        at_default = value is field.default or (isinstance(value, tuple) and repr(value) == repr(field.default))
+        at_default = value is field.default or (is_list_or_tuple(value) and repr(value) == repr(field.default))
         if field.repr and not field.name.startswith("_") and not at_default:
             shown[field.name] = value
     return shown
