@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -68,6 +68,22 @@ class File:
                 offset = self._fill(fd, offset, buffers[first : first + _MAX_BUFFERS], leaf)
         finally:
             self._files.release(self)
+
+    @property
+    def known_size(self) -> int:
+        """See `StoredFile.known_size`."""
+        return self.size
+
+    def require_size(self, size: int) -> bool:
+        """See `StoredFile.require_size`."""
+        return self.size == size
+
+    def load(self, limit: int) -> None:
+        """Does nothing: reads cost no wait here; see `StoredFile.load`."""
+
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> File:
+        """See `StoredFile.ahead`: they are read when they are asked for."""
+        return self
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
         """Proves that what was read so far is what the file held when the checkpoint was opened.

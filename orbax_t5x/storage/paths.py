@@ -76,6 +76,16 @@ def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -
     return [part for part in parts if part not in ("", ".")]
 
 
+def is_name(text: object) -> bool:
+    """Whether something from a file is the name of one file or directory, and no path."""
+    if not isinstance(text, str):
+        return False
+    try:
+        return split_name(text) == [text]
+    except UnsafeCheckpointError:
+        return False
+
+
 def _encodable(name: str) -> bool:
     try:
         os.fsencode(name)

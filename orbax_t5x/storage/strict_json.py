@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, LimitExceededError
 from orbax_t5x.storage.paths import Root, io_error
+from orbax_t5x.storage.store import Store
 
 _READ_CHUNK_BYTES = 1 << 24
 # What Python makes of one such character, at most: an object, what its first pair adds, a list, a pair, an element.
@@ -24,7 +25,7 @@ _FREE_BYTES = 256 << 20
 
 
 def read_small(
-    root: Root, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes"
+    root: Root | Store, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes"
 ) -> bytes:
     """All bytes of a file inside the root, which must not hold more than `limit`; `bound` is what errors call that.
 
@@ -32,6 +33,8 @@ def read_small(
       CheckpointNotFoundError, UnsafeCheckpointError, CorruptCheckpointError, CheckpointIOError: as `Root.open`.
       LimitExceededError: the file is larger than the limit; nothing of it was read.
     """
+    if not isinstance(root, Root):
+        return root.read_whole(name, limit=limit, leaf=leaf)
     fd, found = root.open(name, leaf=leaf)
     path = root.join(name)
     try:

@@ -1,0 +1,33 @@
+"""How long a remote store may be silent.
+
+One clock serves all requests to a store: a request is given up when neither it nor any other was answered for as long
+as the limit says. A slow line with many requests in its queue is not a dead one.
+"""
+
+from __future__ import annotations
+
+import time
+
+
+class AnswerClock:
+    """When a store last answered.
+
+    Attributes:
+      timeout: how many seconds it may be silent; `Limits.io_timeout_secs`.
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self._last = -float("inf")
+
+    def note(self) -> None:
+        """Says that an answer came."""
+        self._last = time.monotonic()
+
+    def seconds_left(self, begun: float) -> float:
+        """How long to wait on for a request that began then; zero or less: it is given up."""
+        return max(begun, self._last) + self.timeout - time.monotonic()
+
+    def silence(self) -> str:
+        """Why a request was given up, for an error."""
+        return f"no answer for {self.timeout:g} s (Limits.io_timeout_secs)"

@@ -1,0 +1,327 @@
+"""One server or bucket: looks, reads of byte ranges and lists, each with a deadline, through TensorStore's kvstores.
+
+TensorStore retries what may pass (429, 5xx, broken connections) and proves the length of every answer; it follows no
+redirect. What is here besides: a deadline, the generation (ETag) of every answer, and the memory of one opening, so
+that detection and reader see the same files and nothing is asked twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol, cast
+
+import tensorstore as ts
+
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.storage.answers import AnswerClock
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.remote_errors import is_beyond_end, is_denied, is_no_file, remote_error
+from orbax_t5x.storage.urls import StoreUrl, kvstore_spec, parse_url
+
+# TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: a store
+# that comes back at once would wait for nothing, and one that does not would be waited for far too long.
+_RETRIES = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "8s"}
+REQUEST_SETTINGS = {
+    "http_request_retries": _RETRIES,
+    "s3_request_retries": _RETRIES,
+    "gcs_request_retries": _RETRIES,
+}
+"""For the context of everything that reads remotely."""
+
+
+class Look(NamedTuple):
+    """What a request without bytes told of a file; the generation is empty where the server tells none."""
+
+    generation: bytes
+
+
+class Answer(NamedTuple):
+    """Bytes of a file, and the generation that they are of."""
+
+    data: bytes
+    generation: bytes
+
+
+class ReadFuture(Protocol):
+    """What TensorStore gives for a read; its own annotations leave some of it unknown."""
+
+    def result(self, timeout: float | None = None) -> ts.KvStore.ReadResult:
+        """Waits for the answer."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it came."""
+        ...
+
+    def cancel(self) -> bool:
+        """Says that nobody waits for it any more."""
+        ...
+
+
+class PendingRead(NamedTuple):
+    """A request under way."""
+
+    key: str
+    future: ReadFuture
+    begun: float
+
+
+# What stands for no generation: of a server without strong ETags, and of an emulator of Google's that tells it for
+# looks and not for reads.
+_NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
+
+
+def _generation(result: ts.KvStore.ReadResult) -> bytes:
+    generation = result.stamp.generation
+    return b"" if generation in _NO_GENERATIONS else generation
+
+
+class Connection:
+    """One server or bucket.
+
+    Attributes:
+      base: its URL.
+      clock: of its answers.
+      denied: the first refusal that was taken for a missing file.
+    """
+
+    def __init__(self, url: StoreUrl, timeout: float):
+        self.base = url.base
+        self.can_list = url.can_list
+        self.commits = url.commits
+        self.clock = AnswerClock(timeout)
+        self.denied: BaseException | None = None
+        self._looks: dict[str, Look | None] = {}
+        self._lists: dict[str, list[str]] = {}
+        self._listed: dict[str, frozenset[str]] = {}
+        self._wholes: dict[str, Answer] = {}
+        try:
+            spec = kvstore_spec(url.base)
+            self._kvstore = ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
+        except ValueError as error:
+            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
+
+    def url(self, key: str) -> str:
+        """The URL of a key."""
+        return f"{self.base}/{key}" if key else self.base
+
+    # -- single requests
+
+    def begin(self, key: str, start: int, stop: int | None) -> PendingRead:
+        """Asks for bytes [start, stop), or to the end."""
+        future = cast(ReadFuture, self._kvstore.read(key, byte_range=slice(start, stop)))
+        return PendingRead(key, future, time.monotonic())
+
+    def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Answer | None:
+        """The answer to a request, or None where there is no such file.
+
+        Raises:
+          CheckpointError: the store failed or was silent for too long; the request is given up.
+          ValueError: the answer was an error of TensorStore's that `remote_error` has not been asked about.
+        """
+        result = self._wait(request.future, request.begun, doing, self.url(request.key), leaf)
+        if result.state != "value":
+            return None
+        return Answer(result.value, _generation(result))
+
+    def _wait(self, future: ReadFuture, begun: float, doing: str, path: str, leaf: str | None) -> ts.KvStore.ReadResult:
+        while (left := self.clock.seconds_left(begun)) > 0:
+            try:
+                result = future.result(timeout=left)
+            except TimeoutError:
+                if future.done():
+                    break
+                continue
+            except ValueError:
+                self.clock.note()
+                raise
+            self.clock.note()
+            return result
+        future.cancel()
+        raise CheckpointIOError(f"{doing}: {self.clock.silence()}", path=path, leaf=leaf)
+
+    def read(self, key: str, start: int, stop: int | None, *, doing: str, leaf: str | None = None) -> Answer | None:
+        """Bytes [start, stop) of a file, or None where there is none; errors typed."""
+        request = self.begin(key, start, stop)
+        try:
+            return self.end(request, doing=doing, leaf=leaf)
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise remote_error(error, doing, path=self.url(key), leaf=leaf) from error
+
+    # -- several at once
+
+    def look(self, keys: Iterable[str]) -> list[Look | None]:
+        """What stands under each key: None for no file. All are asked at once, and each once in an opening."""
+        keys = list(keys)
+        new = {key: self.begin(key, 0, 0) for key in dict.fromkeys(keys) if key not in self._looks}
+        try:
+            for key, request in new.items():
+                self._looks[key] = self._end_look(request)
+        finally:
+            for request in new.values():
+                request.future.cancel()
+        return [self._looks[key] for key in keys]
+
+    def _end_look(self, request: PendingRead) -> Look | None:
+        try:
+            answer = self.end(request, doing="looking at it")
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if self._is_no_file(error):
+                return None
+            raise remote_error(error, "looking at it", path=self.url(request.key)) from error
+        return None if answer is None else Look(answer.generation)
+
+    def has_file(self, key: str) -> bool:
+        """Whether a file stands under a key; a list that holds its place is enough to tell."""
+        for directory, names in self._listed.items():
+            if not directory or key.startswith(f"{directory}/"):
+                return key[len(directory) + 1 if directory else 0 :] in names
+        return self.look([key])[0] is not None
+
+    def look_anew(self, keys: Sequence[str]) -> list[Look | None]:
+        """As `look`, whatever was seen before."""
+        requests = [self.begin(key, 0, 0) for key in keys]
+        return [self._end_look(request) for request in requests]
+
+    def whole(self, keys: Sequence[str], limit: int) -> list[Answer | None]:
+        """All bytes of each file, or None where there is none. A file of more than `limit` bytes is not read.
+
+        Raises:
+          LimitExceededError: a file is larger.
+        """
+        new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
+        # The file itself, and one byte of it where it would be too long.
+        begun = [(key, self.begin(key, limit, limit + 1), self.begin(key, 0, None)) for key in new]
+        try:
+            for key, beyond, request in begun:
+                if self._has_bytes(beyond):
+                    raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
+                answer = self._end_whole(request)
+                self._looks[key] = None if answer is None else Look(answer.generation)
+                if answer is not None:
+                    self._wholes[key] = answer
+        finally:
+            for _, beyond, request in begun:
+                beyond.future.cancel()
+                request.future.cancel()
+        return [self._wholes.get(key) for key in keys]
+
+    def _end_whole(self, request: PendingRead) -> Answer | None:
+        try:
+            return self.end(request, doing="reading it")
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if self._is_no_file(error):
+                return None
+            raise remote_error(error, "reading it", path=self.url(request.key)) from error
+
+    def _is_no_file(self, error: ValueError) -> bool:
+        if is_denied(error):
+            self.denied = self.denied or error
+        return is_no_file(error)
+
+    def _has_bytes(self, request: PendingRead) -> bool:
+        try:
+            return self.end(request, doing="measuring it") is not None
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if is_beyond_end(error) or self._is_no_file(error):
+                return False
+            raise remote_error(error, "measuring it", path=self.url(request.key)) from error
+
+    def have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
+        """Whether a file has a byte at each offset."""
+        requests = [self.begin(key, offset, offset + 1) for offset in offsets]
+        return [self._has_bytes(request) for request in requests]
+
+    def names_below(self, key: str) -> list[str]:
+        """The names of all files below a directory, at any depth, relative to it.
+
+        Raises:
+          UnsupportedCheckpointError: the protocol has no lists.
+        """
+        if not self.can_list:
+            raise UnsupportedCheckpointError("web servers do not say which files they have", path=self.url(key))
+        if key not in self._lists:
+            prefix = f"{key}/" if key else ""
+            keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None
+            self._lists[key] = [name[len(prefix) :] for name in self._list(key, keys)]
+            self._listed[key] = frozenset(self._lists[key])
+        return self._lists[key]
+
+    def _list(self, key: str, keys: ts.KvStore.KeyRange | None) -> list[str]:
+        future = self._kvstore.list(keys)
+        try:
+            # A list comes in pages, and nothing tells of the single ones.
+            found = future.result(timeout=self.clock.timeout)
+        except TimeoutError:
+            cast(ReadFuture, future).cancel()
+            raise CheckpointIOError(f"listing it: {self.clock.silence()}", path=self.url(key)) from None
+        except ValueError as error:
+            raise remote_error(error, "listing it", path=self.url(key)) from error
+        self.clock.note()
+        return sorted(name.decode("utf-8", "replace") for name in found)
+
+    def forget(self) -> None:
+        """Ends the memory of an opening."""
+        self._looks, self._lists, self._listed, self._wholes = {}, {}, {}, {}
+
+
+class _Session:
+    """What one call has seen of remote stores."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.connections: dict[str, Connection] = {}
+
+
+_SESSION: ContextVar[_Session | None] = ContextVar("orbax_t5x_remote_session", default=None)
+
+
+@contextmanager
+def remote_session(limits: Limits | None = None) -> Generator[None, None, None]:
+    """Within it each server and bucket has one `Connection`, which remembers what it was asked.
+
+    A session inside another one is the same.
+    """
+    if _SESSION.get() is not None:
+        yield
+        return
+    session = _Session((limits or Limits()).io_timeout_secs)
+    token = _SESSION.set(session)
+    try:
+        yield
+    finally:
+        _SESSION.reset(token)
+        for connection in session.connections.values():
+            connection.forget()
+
+
+class RemotePlace(NamedTuple):
+    """A connection and a key."""
+
+    connection: Connection
+    key: str
+    is_directory: bool
+
+
+def connect(url: str) -> RemotePlace:
+    """Where a URL leads, by the connection of this session.
+
+    Raises:
+      UnsupportedCheckpointError: it is no URL of a store.
+    """
+    parsed = parse_url(url)
+    session = _SESSION.get() or _Session(Limits().io_timeout_secs)
+    if parsed.base not in session.connections:
+        session.connections[parsed.base] = Connection(parsed, session.timeout)
+    return RemotePlace(session.connections[parsed.base], parsed.key, parsed.is_directory)

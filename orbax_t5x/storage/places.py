@@ -1,0 +1,160 @@
+"""Paths as callers give them, local or URLs: the few questions that are asked of a path before it becomes a store.
+
+Every function answers for both kinds. What stands under a URL is seen through the connections of the session.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.storage.connection import RemotePlace, connect
+from orbax_t5x.storage.local_store import LocalStore
+from orbax_t5x.storage.paths import io_error, url_scheme
+from orbax_t5x.storage.remote_errors import remote_error
+from orbax_t5x.storage.remote_store import RemoteStore
+from orbax_t5x.storage.store import Store
+
+# Files that tell that a directory is a checkpoint. A web server does not list its directories, and listing a bucket
+# lists every chunk of every array, so these are looked at first, all at once.
+KNOWN_NAMES = (
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "manifest.ocdbt",
+    "checkpoint",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "flax_model.msgpack",
+)
+
+
+def open_store(path: str) -> Store:
+    """The store of a directory, or of a URL."""
+    return RemoteStore(path) if url_scheme(path) is not None else LocalStore(path)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL."""
+    return url_scheme(path) is not None
+
+
+def absolute(path: str) -> str:
+    """A path without `.` and `..`; a URL without slashes at its end."""
+    if url_scheme(path) is None:
+        return os.path.abspath(path)
+    place = connect(path)
+    return place.connection.url(place.key)
+
+
+def resolved(path: str) -> str:
+    """A path without symlinks; a URL as it is."""
+    return absolute(path) if url_scheme(path) is not None else os.path.realpath(path)
+
+
+def is_link(path: str) -> bool:
+    """Whether a path is a symlink; a URL is none."""
+    return url_scheme(path) is None and os.path.islink(path)
+
+
+def exists(path: str) -> bool:
+    """Whether anything stands at a path, a dangling symlink too; at a URL a file."""
+    return is_remote_file(path) if url_scheme(path) is not None else os.path.lexists(path)
+
+
+def names(directory: str) -> list[str]:
+    """The names in a directory, sorted; of a remote one see `remote_names`.
+
+    Raises:
+      CheckpointIOError: it cannot be listed.
+      UnsupportedCheckpointError: the server does not list it.
+    """
+    if url_scheme(directory) is not None:
+        return sorted(remote_names(directory))
+    try:
+        return sorted(os.listdir(directory))
+    except OSError as error:
+        raise io_error(error, "listing it", path=directory) from error
+
+
+def is_file(path: str) -> bool:
+    """Whether a file stands at a path that the caller gave, or a link to one; nothing is opened."""
+    return is_remote_file(path) if url_scheme(path) is not None else os.path.isfile(path)
+
+
+def is_directory(path: str) -> bool:
+    """Whether a directory stands at a path, or a link to one; remotely, whether files are below it."""
+    return remote_kind(path) == "directory" if url_scheme(path) is not None else os.path.isdir(path)
+
+
+def is_remote_file(url: str) -> bool:
+    """Whether a file stands at a URL."""
+    place = connect(url)
+    return bool(place.key) and place.connection.has_file(place.key)
+
+
+def remote_kind(url: str) -> str:
+    """What stands at a URL: "file", "directory" or "missing".
+
+    A directory is what has files below it. A bucket is listed where it has none of the files that make a checkpoint; of
+    a web server it cannot be told then.
+    """
+    place = connect(url)
+    if known_names(place):
+        return "directory"
+    if not place.is_directory and is_remote_file(url):
+        return "file"
+    if place.connection.can_list and place.connection.names_below(place.key):
+        return "directory"
+    return "missing"
+
+
+def known_names(place: RemotePlace) -> list[str]:
+    """Which of `KNOWN_NAMES` are below a place; what detection looks at beside it is asked for in the same go."""
+    connection, key, _ = place
+    inside = [f"{key}/{name}" if key else name for name in KNOWN_NAMES]
+    beside = [key, f"{key}.index"] if key else []
+    connection.look([*inside, *beside])
+    return [name for name, look in zip(KNOWN_NAMES, connection.look(inside), strict=True) if look is not None]
+
+
+def remote_names(url: str) -> frozenset[str]:
+    """The names in a remote directory: those of `KNOWN_NAMES`, or all of them where there is none of these."""
+    place = connect(url)
+    if known := known_names(place):
+        return frozenset(known)
+    return frozenset(name.partition("/")[0] for name in place.connection.names_below(place.key))
+
+
+def remote_subdirectories(url: str) -> list[str]:
+    """The names of the directories in a remote directory.
+
+    Raises:
+      UnsupportedCheckpointError: the server does not list them.
+    """
+    place = connect(url)
+    names = place.connection.names_below(place.key)
+    return sorted({name.partition("/")[0] for name in names if "/" in name})
+
+
+def look_ahead(urls: Iterable[str]) -> None:
+    """Says which files will be looked at, all of one server or bucket."""
+    places = [connect(url) for url in urls]
+    if places:
+        places[0].connection.look([place.key for place in places])
+
+
+def can_list(url: str) -> bool:
+    """Whether the store of a URL lists its files."""
+    return connect(url).connection.can_list
+
+
+def has_known_names(url: str) -> bool:
+    """Whether a remote directory has one of `KNOWN_NAMES`."""
+    return bool(known_names(connect(url)))
+
+
+def refused(url: str) -> CheckpointError | None:
+    """The first refusal for missing credentials on the way to a URL."""
+    denied = connect(url).connection.denied
+    return None if denied is None else remote_error(denied, "looking at it", path=url)

@@ -1,0 +1,72 @@
+"""What a failure of TensorStore's requests means for a checkpoint."""
+
+from __future__ import annotations
+
+import re
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedCheckpointError,
+)
+
+_STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
+# What follows the message: the body of the answer, the request's id and the like.
+_PAYLOADS = re.compile(r" \[(http_response_body|x-amzn-requestid|tensorstore_spec|source locations)=.*", re.DOTALL)
+_IGNORED_RANGE = re.compile(r"was ignored by server|Expected Content-Range|Unexpected Content-Range")
+_REDIRECT = re.compile(r"HTTP code 3\d\d")
+_DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+
+
+def status_of(error: BaseException) -> str:
+    """The status of absl that the text of an error begins with, or ""."""
+    match = _STATUS.match(str(error))
+    return match["status"] if match else ""
+
+
+def is_denied(error: BaseException) -> bool:
+    """Whether credentials are missing or do not suffice."""
+    return status_of(error) in _DENIED
+
+
+def is_beyond_end(error: BaseException) -> bool:
+    """Whether the file ends before the bytes that were asked for."""
+    return status_of(error) == "OUT_OF_RANGE"
+
+
+def is_no_file(error: BaseException) -> bool:
+    """Whether an answer to a look at a name means that no file is there for us.
+
+    Servers redirect from a directory's name to the same with a slash, and buckets that may not be listed deny what they
+    do not hold.
+    """
+    return is_denied(error) or (status_of(error) == "FAILED_PRECONDITION" and _REDIRECT.search(str(error)) is not None)
+
+
+def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | None = None) -> CheckpointError:
+    """The typed error of a failed request.
+
+    Args:
+      error: what TensorStore raised.
+      doing: what was being done.
+      path: the URL of the file.
+      leaf: the leaf concerned.
+    """
+    text = _PAYLOADS.sub("", str(error))
+    status = status_of(error)
+    message = f"{doing}: {text[len(status) + 2 if status else 0 :]}"
+    if is_denied(error):
+        return CheckpointIOError(f"{message}; credentials are missing or do not suffice", path=path, leaf=leaf)
+    if status == "OUT_OF_RANGE":
+        return CorruptCheckpointError(f"{message}; the file ends before what was asked of it", path=path, leaf=leaf)
+    if status == "NOT_FOUND":
+        return CheckpointNotFoundError(message, path=path, leaf=leaf)
+    if status == "FAILED_PRECONDITION" and _IGNORED_RANGE.search(text):
+        return UnsupportedCheckpointError(
+            f"{message}; only a server that answers byte ranges (206) can be read", path=path, leaf=leaf
+        )
+    if _REDIRECT.search(text):
+        message += "; redirects are not followed: open the URL to which the server sends"
+    return CheckpointIOError(message, path=path, leaf=leaf)

@@ -1,0 +1,211 @@
+"""What readers need of the place where a checkpoint lies: a read-only store of files below one root.
+
+There are two. `LocalStore` is a directory of this machine: names are walked with file descriptors, reads are `preadv`.
+`RemoteStore` is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers
+know neither: they ask a store for files, for small files whole, and for the key-value store that TensorStore is to
+read chunked arrays from. A name is always relative, with '/', and never leaves the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class AheadReads(Protocol):
+    """Reads that come in the order in which they were announced, so that a remote store may begin them early."""
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """See `StoredFile.read_into`."""
+        ...
+
+
+class StoredFile(Protocol):
+    """One file of a store; reads may come from any thread."""
+
+    @property
+    def name(self) -> str:
+        """Relative to the root."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """For messages; a URL where the store is remote."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """In bytes. A remote store is asked for it, in several requests: no store's protocol tells it."""
+        ...
+
+    @property
+    def known_size(self) -> int | None:
+        """The size where it is known without asking."""
+        ...
+
+    def require_size(self, size: int) -> bool:
+        """Whether the file has exactly this size."""
+        ...
+
+    def load(self, limit: int) -> None:
+        """Says that the whole file, of at most `limit` bytes, will be read: a remote store fetches it at once."""
+        ...
+
+    def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
+        """`size` bytes from `offset`; the caller has compared `size` with limits.
+
+        Raises:
+          CorruptCheckpointError: the range is not inside the file.
+          CheckpointIOError, CheckpointGoneError: the store failed, or the file is another one now.
+          ValueError: the checkpoint was closed.
+        """
+        ...
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`.
+
+        Errors as `read`.
+        """
+        ...
+
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> AheadReads:
+        """Announces reads of (offset, size); what is returned gets exactly these, in this order."""
+        ...
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Proves that what was read so far is what the file held when the checkpoint was opened.
+
+        Raises:
+          CheckpointGoneError: it is not.
+          ValueError: the checkpoint was closed.
+        """
+        ...
+
+    def require_open(self) -> None:
+        """Raises ValueError once the checkpoint was closed."""
+        ...
+
+
+class OpenFiles(Protocol):
+    """The files of one checkpoint that are being read."""
+
+    def file(self, name: str, *, leaf: str | None = None) -> StoredFile:
+        """Looks at a file without reading it.
+
+        Raises:
+          CheckpointError: there is none, or it cannot be read.
+        """
+        ...
+
+    def require_open(self) -> None:
+        """Raises ValueError after `close`."""
+        ...
+
+    def close(self) -> None:
+        """Later reads are a ValueError."""
+        ...
+
+
+class Answers(Protocol):
+    """Whether a remote store still answers: one clock for all requests to it."""
+
+    def note(self) -> None:
+        """Says that an answer came."""
+        ...
+
+    def seconds_left(self, begun: float) -> float:
+        """How long to wait on for a request that began then, by `time.monotonic`; none left: it is given up."""
+        ...
+
+    def silence(self) -> str:
+        """Why a request was given up, for an error."""
+        ...
+
+
+class Snapshot(Protocol):
+    """Files that TensorStore reads by itself, remembered as they were when the checkpoint was opened."""
+
+    @property
+    def answers(self) -> Answers | None:
+        """Of the remote store that holds them; None where they are local."""
+        ...
+
+    def count_absent(self, names: Collection[str]) -> int:
+        """How many files of these names are not in the directory of the array; blocks."""
+        ...
+
+    def was_checked(self, execution: object) -> bool:
+        """Whether `check_unchanged` has been called in this execution."""
+        ...
+
+    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        """Looks at the files once in each execution; blocks.
+
+        Raises:
+          CheckpointGoneError: one is another now.
+        """
+        ...
+
+
+class Store(Protocol):
+    """The files below one root.
+
+    Attributes:
+      path: the root: a directory, resolved, or a URL without a slash at its end.
+      is_remote: whether it is a URL.
+    """
+
+    path: str
+    is_remote: bool
+
+    def join(self, name: str) -> str:
+        """The path of a name, for messages."""
+        ...
+
+    def locate(self, name: str, *, leaf: str | None = None) -> str:
+        """The path of a file or directory inside the root; locally it exists and is resolved."""
+        ...
+
+    def open_files(self) -> OpenFiles:
+        """A new set of open files."""
+        ...
+
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
+        """All bytes of a file, which must not hold more than `limit`; see `strict_json.read_small`."""
+        ...
+
+    def look_ahead(self, names: Sequence[str]) -> None:
+        """Says which files will be looked at, so that a remote store is asked for all of them at once."""
+        ...
+
+    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
+        """Says which files will be read whole; as `look_ahead`."""
+        ...
+
+    def require_file(self, name: str) -> None:
+        """Raises where no file of this name is there, or where it is not inside the root."""
+        ...
+
+    def has_file(self, name: str) -> bool:
+        """Whether a file of this name is there."""
+        ...
+
+    def has_files(self, names: Sequence[str]) -> list[bool]:
+        """Which of these files are there."""
+        ...
+
+    def kvstore(self, name: str) -> dict[str, Any]:
+        """TensorStore's spec of what lies below a directory, without the slash at the path's end; "" for the root."""
+        ...
+
+    def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> Snapshot:
+        """The files of an array.
+
+        Args:
+          directory: of the array; "" for the root.
+          metadata: the name of its metadata file in there, the only one that is looked at in a remote store.
+          leaf: for errors.
+        """
+        ...

@@ -1,0 +1,102 @@
+"""URLs of stores: `http(s)://`, `s3://` and `gs://`, taken apart and made into TensorStore's specs.
+
+Only the caller's own URL ever comes here; no file decides where a request goes. Credentials are those that TensorStore
+finds by itself: the usual environment variables, files and metadata services of Amazon and Google, and none where there
+are none, which public buckets allow.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from typing import Any, NamedTuple
+
+from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.storage.paths import url_scheme
+
+_HTTP = ("http", "https")
+_BUCKETS = {"s3": "s3", "gs": "gcs"}
+# Where a bucket of Amazon's protocol lies on another server; TensorStore asks for a region then, and any will do.
+_S3_ENDPOINT = "AWS_ENDPOINT_URL"
+_S3_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_ANY_REGION = "us-east-1"
+
+
+class StoreUrl(NamedTuple):
+    """A URL, taken apart.
+
+    Attributes:
+      base: the server or the bucket, as text, without a slash at the end.
+      key: what follows, without slashes around it; as a name, not percent-encoded.
+      is_directory: whether the URL ended in a slash.
+    """
+
+    base: str
+    key: str
+    is_directory: bool
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the protocol tells which objects there are; web servers do not."""
+        return url_scheme(self.base) not in _HTTP
+
+    @property
+    def commits(self) -> bool:
+        """Whether a save becomes visible piece by piece, so that its writer marks it when it is complete."""
+        return self.can_list
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL of a store."""
+    scheme = url_scheme(path)
+    return scheme in _HTTP or scheme in _BUCKETS
+
+
+def plain_url(url: str) -> str:
+    """The URL that a user gives, without percent-encoding: names are appended to it as they are from here on.
+
+    Raises:
+      UnsupportedCheckpointError: no store is behind it, or it has a query or a fragment.
+    """
+    parse_url(url)
+    if url_scheme(url) not in _HTTP:
+        return url
+    if "?" in url or "#" in url:
+        raise UnsupportedCheckpointError(
+            "URLs with a query or a fragment are not read: the names of further files could not be appended",
+            path=url.partition("?")[0].partition("#")[0],
+        )
+    return urllib.parse.unquote(url)
+
+
+def parse_url(url: str) -> StoreUrl:
+    """Takes a plain URL apart.
+
+    Raises:
+      UnsupportedCheckpointError: another scheme, no host or bucket, or a password in it.
+    """
+    scheme = url_scheme(url)
+    if not is_remote(url):
+        raise UnsupportedCheckpointError(
+            f"{scheme}:// paths are not read; http, https, s3, gs, hf and local paths are", path=url
+        )
+    where, _, rest = url.partition("://")[2].partition("/")
+    if not where:
+        raise UnsupportedCheckpointError("the URL names no server or bucket", path=url)
+    if "@" in where:
+        shown = f"{scheme}://…@{where.rpartition('@')[2]}/{rest}"
+        raise UnsupportedCheckpointError("names and passwords in URLs are not used", path=shown)
+    key = rest.strip("/")
+    return StoreUrl(f"{scheme}://{where}", key, not key or rest.endswith("/"))
+
+
+def kvstore_spec(base: str) -> dict[str, Any]:
+    """TensorStore's spec of a server or a bucket, with an empty path."""
+    scheme, _, where = base.partition("://")
+    if scheme in _HTTP:
+        return {"driver": "http", "base_url": base, "path": "/"}
+    spec: dict[str, Any] = {"driver": _BUCKETS[scheme], "bucket": where, "path": ""}
+    if scheme == "s3" and (endpoint := os.environ.get(_S3_ENDPOINT)):
+        region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)
+        spec |= {"endpoint": endpoint, "aws_region": region}
+    return spec
