@@ -342,7 +342,7 @@ def test_our_spec_is_orbaxs(tmp_path, ocdbt, zarr3):
         raise_array_data_missing_error=True,
     )
     theirs = type_handlers.get_json_tspec_read(info, use_ocdbt=ocdbt)
-    ours = array_spec(str(path), "a.w", ocdbt=ocdbt, zarr3=zarr3)
+    ours = array_spec({"driver": "file", "path": str(path)}, "a.w", ocdbt=ocdbt, zarr3=zarr3)
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 1 << 20}})
     for spec in (theirs, ours):
         array = ts.open(spec, open=True, read=True, context=context).result()

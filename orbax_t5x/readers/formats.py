@@ -12,7 +12,7 @@ from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import probe_path
-from orbax_t5x.readers.detect.user_path import check_item, local_path
+from orbax_t5x.readers.detect.user_path import check_item, path_text
 from orbax_t5x.readers.flax_msgpack.format import FORMAT as FLAX_MSGPACK
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
 from orbax_t5x.readers.orbax.steps import finished_steps, newest_directory
@@ -20,6 +20,7 @@ from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
 from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.unrecognised import missing, unrecognised
+from orbax_t5x.storage.connection import remote_session
 from orbax_t5x.storage.limits import Limits
 
 FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS)
@@ -31,8 +32,9 @@ def open_checkpoint(
     """Opens a checkpoint: names, shapes and dtypes of its leaves, and no array byte.
 
     Args:
-      path: a TensorFlow bundle (its prefix, its `.index`, or its directory); an Orbax item, step or root, T5X's
-        included (of a root, the newest finished step); a safetensors file or directory.
+      path: local, or a URL (`gs://`, `s3://`, `http(s)://`): a TensorFlow bundle (its prefix, its `.index`, or its
+        directory); an Orbax item, step or root, T5X's included (of a root, the newest finished step); a T5X or Flax
+        msgpack file; a safetensors file or directory.
       format: "tf_bundle", "orbax", "safetensors", "t5x" or "flax_msgpack", where it shall not be found out.
       item: the item of an Orbax step to open; with several items and None, names start with the item's.
       limits: on what the files may claim; None for the defaults.
@@ -46,9 +48,15 @@ def open_checkpoint(
       UnsupportedCheckpointError: it is of a format that is not read; the text says what it is.
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError, CheckpointIOError: naming the file.
     """
-    text = local_path(path)
+    text = path_text(path)
     check_item(item)
     limits = limits if limits is not None else Limits()
+    with remote_session(limits):
+        return _open_path(text, format, item, limits)
+
+
+def _open_path(text: str, format: str | None, item: str | None, limits: Limits) -> Checkpoint:
+    """As `open_checkpoint`."""
     if format is not None:
         known = {row.name: row for row in FORMATS}
         if format not in known:
@@ -61,7 +69,7 @@ def open_checkpoint(
         if row.recognise(probe):
             return _open(row, probe.path, limits, item)
     if probe.kind == "directory" and (steps := finished_steps(probe.path)):
-        return open_checkpoint(newest_directory(probe.path, steps), item=item, limits=limits)
+        return _open_path(newest_directory(probe.path, steps), None, item, limits)
     if probe.kind == "missing":
         raise missing(probe.path, text)
     raise unrecognised(probe, FORMATS)

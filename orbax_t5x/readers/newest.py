@@ -7,10 +7,12 @@ import warnings
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.readers.detect.probe import probe_path
-from orbax_t5x.readers.detect.user_path import local_path
+from orbax_t5x.readers.detect.user_path import path_text
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.readers.orbax.steps import finished_steps
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.connection import remote_session
+from orbax_t5x.storage.places import open_store
+from orbax_t5x.storage.store import Store
 
 
 def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
@@ -19,7 +21,7 @@ def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int
     Temporary, empty and half-deleted directories are no steps; step 0 is one.
 
     Args:
-      root: a local directory; one that does not exist has no steps.
+      root: a local directory, or a prefix of a bucket; one that does not exist has no steps.
       validated: open each step, newest first, and skip those that do not open or have a damaged leaf, with a warning.
 
     Returns:
@@ -29,11 +31,16 @@ def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int
       UnsafeCheckpointError: the newest is a symlink that leads out of the root; validated, it is skipped.
       CheckpointIOError: the operating system refused to look.
     """
-    probe = probe_path(local_path(root))
+    with remote_session():
+        return _latest_step(path_text(root), validated)
+
+
+def _latest_step(root: str, validated: bool) -> int | None:
+    probe = probe_path(root)
     if probe.kind != "directory":
         return None
     steps = finished_steps(probe.path)
-    place = Root(probe.path)
+    place = open_store(probe.path)
     if not validated:
         if not steps:
             return None
@@ -43,11 +50,11 @@ def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int
         problem = _problem_of(place, step.name)
         if problem is None:
             return step.step
-        warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=2)
+        warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=3)
     return None
 
 
-def _problem_of(root: Root, name: str) -> CheckpointError | None:
+def _problem_of(root: Store, name: str) -> CheckpointError | None:
     """What is wrong with a step, as far as opening it shows."""
     try:
         with open_checkpoint(root.locate(name)) as checkpoint:

@@ -9,11 +9,14 @@ raises leaves here as a typed error that names the leaf.
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +32,14 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.box import Box, box_size, box_slices, full_box
+from orbax_t5x.lazy.box import Box, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.storage import places
+from orbax_t5x.storage.connection import REQUEST_SETTINGS
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.tree_checks import TreeSnapshot
+from orbax_t5x.storage.remote_errors import remote_error
+from orbax_t5x.storage.store import Answers, Snapshot
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
 _FILE_IO_CONCURRENCY = 16
@@ -43,6 +49,8 @@ _OCDBT_CACHE_BYTES = 100_000_000
 _SHARD_INDEX_BYTES = 16
 # Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
+# Pieces of one box that are waited for one by one; more would cost more than they tell.
+_MAX_PIECES = 4096
 _STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
 _OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
 # What the operating system says where the files are not as they should be; whatever else it says is its own failure.
@@ -60,15 +68,18 @@ def make_context() -> ts.Context:
             "file_io_concurrency": {"limit": _FILE_IO_CONCURRENCY},
             "cache_pool": {"total_bytes_limit": 0},
             "cache_pool#ocdbt": {"total_bytes_limit": _OCDBT_CACHE_BYTES},
+            **REQUEST_SETTINGS,
         }
     )
 
 
-def array_spec(directory: str, name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False) -> dict[str, Any]:
-    """Our own spec of one array of a local checkpoint.
+def array_spec(
+    directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
+) -> dict[str, Any]:
+    """Our own spec of one array of a checkpoint.
 
     Args:
-      directory: the absolute path of the OCDBT database, or of the directory that holds the array's directory.
+      directory: the spec of the OCDBT database's directory, or of the one that holds the array's; see `Store.kvstore`.
       name: the array's key prefix in the database, or the path of its directory relative to `directory`.
       ocdbt: whether it is a database.
       zarr3: whether the array is zarr v3, or v2.
@@ -78,7 +89,7 @@ def array_spec(directory: str, name: str, *, ocdbt: bool, zarr3: bool, absent_is
     if ocdbt:
         kvstore = {**_database(directory), "path": inner}
     else:
-        kvstore = {"driver": "file", "path": f"{directory}/{inner}"}
+        kvstore = {**directory, "path": f"{directory['path']}/{inner}"}
     return {
         "driver": "zarr3" if zarr3 else "zarr",
         "kvstore": kvstore,
@@ -88,13 +99,18 @@ def array_spec(directory: str, name: str, *, ocdbt: bool, zarr3: bool, absent_is
     }
 
 
-def _database(directory: str) -> dict[str, Any]:
-    base = {"driver": "file", "path": f"{directory}/"}
+def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
+    base = {**directory, "path": f"{directory['path']}/"}
     return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
 
 
-def check_database(directory: str, context: ts.Context) -> None:
+def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
     """Reads the manifest and the root node of an OCDBT database, which every array of it needs.
+
+    Args:
+      directory: its spec; see `Store.kvstore`.
+      path: the same, for errors.
+      context: of the checkpoint.
 
     Raises:
       CorruptCheckpointError, UnsafeCheckpointError, CheckpointIOError: naming the directory.
@@ -103,7 +119,7 @@ def check_database(directory: str, context: ts.Context) -> None:
     try:
         ts.KvStore.open(spec, context=context).result().read("/").result()
     except (ValueError, NotImplementedError) as error:
-        raise typed_error(error, path=directory, leaf=None, doing="opening its OCDBT database") from error
+        raise typed_error(error, path=path, leaf=None, doing="opening its OCDBT database") from error
 
 
 def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
@@ -119,6 +135,8 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
     match = _STATUS.match(text)
     status = match["status"] if match else ""
     message = f"{doing}: {text[match.end() if match else 0 :]}"
+    if places.is_url(path):
+        return _typed_remote(error, status, message, path, leaf)
     if not os.path.isdir(path):
         return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
     if found := _OS_ERROR.search(str(error)):
@@ -137,6 +155,16 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
 def _chunk_shape(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a grid's cells; a dimension without a size of its own is not cut."""
     return tuple(max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True))
+
+
+def _typed_remote(error: BaseException, status: str, message: str, path: str, leaf: str | None) -> CheckpointError:
+    """As `typed_error`; a chunk or a table that is not there is damage, in every store."""
+    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
+        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
+    if status in _IO_STATUSES or (status == "FAILED_PRECONDITION" and "HTTP code" in message):
+        doing = message.partition(": ")[0]
+        return remote_error(error, doing, path=path, leaf=leaf)
+    return CorruptCheckpointError(message, path=path, leaf=leaf)
 
 
 class OpenFlag:
@@ -176,7 +204,7 @@ class TensorStoreLeaf(Leaf):
         flag: OpenFlag,
         *,
         prng_impl: str | None = None,
-        files: TreeSnapshot,
+        files: Snapshot,
         limits: Limits,
     ):
         """Made by readers.
@@ -232,17 +260,14 @@ class TensorStoreLeaf(Leaf):
                     buffer = np.empty(out.shape, out.dtype)
                     copies.append((out, buffer))
                 first[box] = buffer
-                source = self._array if box == full_box(self.shape) else self._array[box_slices(box)]
-                writes.append(ts.array(buffer, write=True, copy=False).write(source))
-            # Waking the loop costs more than a small read: the last one is waited for first, then most others are done.
-            for write in reversed(writes):
-                if not write.commit.done():
-                    await write.commit
-                write.commit.result()
+                writes += self._begin_writes(box, buffer)
+            await self._end_writes(writes)
         except BaseException as error:
             for write in writes:
                 write.copy.cancel()
                 write.commit.cancel()
+            if isinstance(error, CheckpointError):
+                raise
             if isinstance(error, Exception):
                 raise typed_error(error, path=self.path, leaf=self.name, doing="reading it") from error
             raise
@@ -250,8 +275,68 @@ class TensorStoreLeaf(Leaf):
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
 
+    def _begin_writes(self, box: Box, buffer: np.ndarray) -> Iterator[ts.WriteFutures]:
+        """Begins to read a box into a buffer: at once, or remotely by pieces of whole chunks, each an answer."""
+        if self._files.answers is None:
+            source = self._array if box == full_box(self.shape) else self._array[box_slices(box)]
+            yield ts.array(buffer, write=True, copy=False).write(source)
+            return
+        out = ts.array(buffer, write=True, copy=False)
+        for piece in chunk_boxes(box, self.chunks or ()):
+            yield out[box_slices(shift(piece, box))].write(self._array[box_slices(piece)])
+
+    async def _end_writes(self, writes: Sequence[ts.WriteFutures]) -> None:
+        if self._files.answers is not None:
+            await self._end_remote_writes(writes, self._files.answers)
+            return
+        # Waking the loop costs more than a small read: the last one is waited for first, then most others are done.
+        for write in reversed(writes):
+            if not write.commit.done():
+                await write.commit
+            write.commit.result()
+
+    async def _end_remote_writes(self, writes: Sequence[ts.WriteFutures], answers: Answers) -> None:
+        """Waits while answers come.
+
+        A write that is given up keeps its part of the buffer alive until its request has ended.
+
+        Raises:
+          CheckpointIOError: the store was silent for too long.
+        """
+        begun = time.monotonic()
+        waiting = {asyncio.ensure_future(_ended(write)) for write in writes}
+        try:
+            while waiting:
+                left = answers.seconds_left(begun)
+                if left <= 0:
+                    raise CheckpointIOError(f"reading it: {answers.silence()}", path=self.path, leaf=self.name)
+                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                    answers.note()
+        finally:
+            for task in waiting:
+                task.cancel()
+
     def __repr__(self) -> str:
         return f"<TensorStoreLeaf {self.name!r}: {self.dtype}{list(self.shape)}>"
+
+
+async def _ended(write: ts.WriteFutures) -> None:
+    await write.commit
+
+
+def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
+    """A box cut at the borders of chunks; of very many chunks, those of the last dimensions stay together."""
+    cuts: list[list[tuple[int, int]]] = [[side] for side in box]
+    count = 1
+    for dimension, ((low, high), size) in enumerate(zip(box, chunks, strict=False)):
+        borders = [low, *range((low // size + 1) * size, high, size), high]
+        count *= len(borders) - 1
+        if count > _MAX_PIECES:
+            break
+        cuts[dimension] = list(itertools.pairwise(borders))
+    yield from itertools.product(*cuts)
 
 
 class StringLeaf(Leaf):

@@ -13,8 +13,10 @@ from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.tf_bundle.format import prefix_of_shard
 from orbax_t5x.storage.paths import LEADS_OUT
+from orbax_t5x.storage.places import can_list, is_url
 from orbax_t5x.text.wording import listed
 
+_FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors")
 # A model of the Hugging Face hub: an organisation and a name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Names of a directory that an error shows.
@@ -24,7 +26,7 @@ _SHOWN_NEIGHBOURS = 3
 _CLOSE = 0.8
 
 
-def missing(path: str, text: str) -> CheckpointNotFoundError:
+def missing(path: str, text: str) -> CheckpointError:
     """Why nothing is at a path, with what its user may have meant.
 
     Args:
@@ -32,6 +34,8 @@ def missing(path: str, text: str) -> CheckpointNotFoundError:
       text: as the user gave it.
     """
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
+    if is_url(path):
+        return _missing_remotely(path, message)
     if close := _neighbours(path):
         message += f"; beside it: {', '.join(map(repr, close))}"
     elif _HUB_NAME.fullmatch(text):
@@ -39,6 +43,17 @@ def missing(path: str, text: str) -> CheckpointNotFoundError:
             f"; for a model of the Hugging Face hub, open what `huggingface_hub.snapshot_download({text!r})` returns"
         )
     return CheckpointNotFoundError(message, path=path)
+
+
+def _missing_remotely(url: str, message: str) -> CheckpointError:
+    """Of a web server a directory without the files that make a checkpoint looks like nothing at all."""
+    if can_list(url) or os.path.splitext(url)[1] in _FILE_SUFFIXES:
+        return CheckpointNotFoundError(message, path=url)
+    return UnsupportedCheckpointError(
+        "nothing of a checkpoint is here, and web servers do not list their files: of a root, open a step by its own "
+        "URL; of a step, the item",
+        path=url,
+    )
 
 
 def _neighbours(path: str) -> list[str]:
@@ -54,7 +69,9 @@ def unrecognised(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError
         return UnsupportedCheckpointError(foreign, path=probe.path)
     sought = "; ".join(row.sought for row in formats)
     if probe.kind == "directory":
-        if outside := [name for name in sorted(probe.names) if probe.inside(name).kind == "outside"]:
+        if outside := [
+            name for name in sorted(probe.names) if not is_url(probe.path) and probe.inside(name).kind == "outside"
+        ]:
             return UnsafeCheckpointError(
                 f"{LEADS_OUT}, and nothing else here is a checkpoint; open what it leads to by its own path",
                 path=os.path.join(probe.path, outside[0]),
@@ -63,7 +80,7 @@ def unrecognised(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError
         message = f"no checkpoint here: looked for {sought}; a root with finished steps; found {shown or 'nothing'}"
         return CheckpointNotFoundError(message, path=probe.path)
     return UnsupportedCheckpointError(
-        f"not a checkpoint of a known format: looked for {sought}; the file has {probe.size} bytes and begins with "
-        f"{probe.head[:16]!r}",
+        f"not a checkpoint of a known format: looked for {sought}; the file"
+        f"{'' if probe.size is None else f' has {probe.size} bytes and'} begins with {probe.head[:16]!r}",
         path=probe.path,
     )

@@ -5,6 +5,7 @@ Every function answers for both kinds. What stands under a URL is seen through t
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 
@@ -58,8 +59,22 @@ def is_link(path: str) -> bool:
 
 
 def exists(path: str) -> bool:
-    """Whether anything stands at a path, a dangling symlink too; at a URL a file."""
-    return is_remote_file(path) if url_scheme(path) is not None else os.path.lexists(path)
+    """Whether anything stands at a path, a dangling symlink too; at a URL a file.
+
+    Raises:
+      CheckpointIOError: the operating system or the store refuses to tell.
+    """
+    if url_scheme(path) is not None:
+        return is_remote_file(path)
+    try:
+        os.lstat(path)
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise io_error(error, "looking at it", path=path) from error
 
 
 def names(directory: str) -> list[str]:

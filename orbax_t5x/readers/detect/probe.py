@@ -20,7 +20,9 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
+from orbax_t5x.readers.detect.remote_probe import head_and_tail, kind_and_names
 from orbax_t5x.storage.paths import Root, io_error
+from orbax_t5x.storage.places import absolute, exists, is_url, remote_subdirectories
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256
@@ -43,7 +45,7 @@ class PathProbe:
       kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
         of the directory it was looked for in).
       head, tail: the first and last bytes of a file.
-      size: of a file.
+      size: of a file; None where a remote store does not tell it.
       names: what a directory holds.
     """
 
@@ -51,12 +53,14 @@ class PathProbe:
     kind: str
     head: bytes = b""
     tail: bytes = b""
-    size: int = 0
+    size: int | None = 0
     names: frozenset[str] = frozenset()
 
     def inside(self, name: str) -> PathProbe:
         """What stands under a name in this directory; of other things than files, only the kind."""
         path = os.path.join(self.path, name)
+        if is_url(path):
+            return _probe_remote_file(path)
         try:
             fd, found = Root(self.path).open(name)
         except CheckpointIOError:
@@ -83,6 +87,8 @@ def is_file(directory: str, name: str) -> bool:
       CheckpointIOError: the operating system refused to look.
     """
     path = os.path.join(directory, name)
+    if is_url(path):
+        return exists(path)
     try:
         mode = os.lstat(path).st_mode
         if not stat.S_ISLNK(mode):
@@ -117,7 +123,10 @@ def subdirectories(directory: str) -> Subdirectories:
     Raises:
       CheckpointGoneError: the directory is not there.
       CheckpointIOError: it cannot be listed.
+      UnsupportedCheckpointError: it is on a web server, which lists nothing.
     """
+    if is_url(directory):
+        return Subdirectories(remote_subdirectories(directory), [])
     found = Subdirectories([], [])
     links: list[str] = []
     try:
@@ -144,11 +153,13 @@ def subdirectories(directory: str) -> Subdirectories:
 
 
 def probe_path(path: str) -> PathProbe:
-    """Looks at a local path.
+    """Looks at a path.
 
     Raises:
-      CheckpointIOError: the operating system refused, other than by saying that nothing is there.
+      CheckpointIOError: the operating system or the store refused, other than by saying that nothing is there.
     """
+    if is_url(path):
+        return _probe_url(path)
     try:
         path = os.path.abspath(path)
         mode = os.stat(path).st_mode
@@ -167,6 +178,18 @@ def probe_path(path: str) -> PathProbe:
         if isinstance(error, CheckpointIOError):
             raise
         raise io_error(error, "looking at it", path=path) from error
+
+
+def _probe_url(url: str) -> PathProbe:
+    kind, names = kind_and_names(url)
+    return _probe_remote_file(absolute(url)) if kind == "file" else PathProbe(absolute(url), kind, names=names)
+
+
+def _probe_remote_file(url: str) -> PathProbe:
+    if not exists(url):
+        return PathProbe(url, "missing")
+    head, tail = head_and_tail(url, _HEAD_BYTES, _TAIL_BYTES)
+    return PathProbe(url, "file", head=head, tail=tail, size=None if len(head) == _HEAD_BYTES else len(head))
 
 
 def _probe_file(path: str, fd: int, found: os.stat_result) -> PathProbe:

@@ -1,20 +1,21 @@
-"""The path that a user gives, as text that names a place in the local file system; and the item in it."""
+"""The path that a user gives, as text: a place in the local file system, or the URL of a store; and the item in it."""
 
 from __future__ import annotations
 
 import os
 
-from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointNotFoundError
 from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.urls import plain_url
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
-    """The path as text, with `~` expanded.
+def path_text(path: str | os.PathLike[str]) -> str:
+    """The path as text, with `~` expanded in a local one.
 
     Raises:
       TypeError: it is no path.
       CheckpointNotFoundError: it is empty.
-      UnsupportedCheckpointError: it is a URL.
+      UnsupportedCheckpointError: it is a URL that no store is behind.
     """
     if isinstance(path, (list, tuple)):
         raise TypeError(
@@ -30,10 +31,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
         raise CheckpointNotFoundError("the path is empty; '.' is the working directory", path=text)
     if "\0" in text:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
-    if (scheme := url_scheme(text)) is not None:
-        raise UnsupportedCheckpointError(
-            f"{scheme}:// paths are not read yet; copy the checkpoint to a local directory", path=text
-        )
+    if url_scheme(text) is not None:
+        return plain_url(text)
     return os.path.expanduser(text)
 
 

@@ -11,7 +11,7 @@ import struct
 from typing import Any, NamedTuple
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.storage.files import File
+from orbax_t5x.storage.store import StoredFile
 
 # The window after a jump, and the largest. Smaller first windows cost more reads per small leaf, larger ones read more
 # of the arrays that are jumped over.
@@ -75,7 +75,7 @@ class HeaderReader:
       bytes_read: how many bytes were read so far.
     """
 
-    def __init__(self, file: File):
+    def __init__(self, file: StoredFile):
         self._file = file
         self._data = b""
         self._base = 0

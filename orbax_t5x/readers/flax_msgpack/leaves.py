@@ -27,8 +27,8 @@ from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, S
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
-from orbax_t5x.storage.files import File
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import StoredFile
 
 _CHUNKED = "__msgpack_chunked_array__"
 # Flax cuts into chunks of 1 GiB; this many would be an array that no file system holds.
@@ -41,7 +41,7 @@ _BESIDE = b"//GDAPlaceholder:"
 
 
 def named_nodes(
-    tree: Node, file: File, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
+    tree: Node, file: StoredFile, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
 ) -> Iterator[tuple[str, Node]]:
     """The leaves and empty nodes of a tree by name, in the order of the file.
 
@@ -85,7 +85,7 @@ def is_empty(node: Node) -> bool:
     return node is None or (isinstance(node, (dict, list)) and not node)
 
 
-def leaf_of(name: str, node: Node, file: File, limits: Limits) -> Leaf:
+def leaf_of(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
     """The leaf of a node that is not empty; a broken leaf where the node makes no sense."""
     try:
         return _leaf(name, node, file, limits)
@@ -93,7 +93,7 @@ def leaf_of(name: str, node: Node, file: File, limits: Limits) -> Leaf:
         return BrokenLeaf(name, type(error)(error.message, path=file.path, leaf=name))
 
 
-def _leaf(name: str, node: Node, file: File, limits: Limits) -> Leaf:
+def _leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
     if isinstance(node, StoredArray):
         return ByteRangeLeaf(name, ByteRange(file, node.start, node.shape, node.dtype))
     if isinstance(node, BrokenNode):
@@ -124,7 +124,7 @@ def _number(value: Any) -> np.ndarray:
     return np.array(value)
 
 
-def _chunked_leaf(name: str, node: dict[str, Node], file: File, limits: Limits) -> ByteRangeLeaf:
+def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Limits) -> ByteRangeLeaf:
     """An array in chunks, each flat: shape and chunks are maps by number."""
     shape = _in_order(node.get("shape"), "shape")
     if not all(type(size) is int and size >= 0 for size in shape):
@@ -158,7 +158,7 @@ class NumberLeaf(RangeLeaf):
 
     __slots__ = ("_file", "_value")
 
-    def __init__(self, name: str, file: File, value: np.ndarray):
+    def __init__(self, name: str, file: StoredFile, value: np.ndarray):
         super().__init__(name, file.path, (), value.dtype)
         self._file = file
         self._value = value
@@ -176,7 +176,7 @@ class TextLeaf(RangeLeaf):
 
     __slots__ = ("_file", "_size", "_start")
 
-    def __init__(self, name: str, file: File, start: int, size: int):
+    def __init__(self, name: str, file: StoredFile, start: int, size: int):
         super().__init__(name, file.path, (), np.dtype(object))
         self._file = file
         self._start = start

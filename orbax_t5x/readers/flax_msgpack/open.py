@@ -20,15 +20,17 @@ from orbax_t5x.errors import (
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
-from orbax_t5x.storage.files import File, FileSet
+from orbax_t5x.storage import places
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
 HUB_FILE = "flax_model.msgpack"
 _CONFIG = "config.json"
 # How Flax names the files of steps, and the Hugging Face trainer its directories.
 _STEP_NAME = re.compile(r"(?:.*[._-])?checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
+# A file up to this size is fetched whole from a remote store: its headers and small arrays are all over it.
+_LOADED_BYTES = 1 << 24
 _LFS = b"version https://git-lfs"
 
 
@@ -39,13 +41,13 @@ class StateFile(NamedTuple):
       index_bytes: how many bytes the walk read.
     """
 
-    file: File
-    files: FileSet
+    file: StoredFile
+    files: OpenFiles
     tree: dict[str, Node]
     index_bytes: int
 
 
-def open_state_file(root: Root, name: str, limits: Limits) -> StateFile:
+def open_state_file(root: Store, name: str, limits: Limits) -> StateFile:
     """Walks over a msgpack file whose top is a map.
 
     Args:
@@ -56,8 +58,9 @@ def open_state_file(root: Root, name: str, limits: Limits) -> StateFile:
     Raises:
       CheckpointError: as the file deserves, naming it.
     """
-    files = FileSet(root)
+    files = root.open_files()
     file = files.file(name)
+    file.load(_LOADED_BYTES)
     if bytes(file.read(0, min(file.size, len(_LFS)))) == _LFS:
         raise UnsupportedCheckpointError(
             "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned", path=file.path
@@ -68,10 +71,10 @@ def open_state_file(root: Root, name: str, limits: Limits) -> StateFile:
     return StateFile(file, files, tree, bytes_read)
 
 
-def named_by_caller(path: str) -> tuple[Root, str]:
+def named_by_caller(path: str) -> tuple[Store, str]:
     """The directory and the name of a file that the caller named; a symlink is followed on the caller's word."""
-    target = os.path.realpath(path) if os.path.islink(path) else path
-    return Root(os.path.dirname(target)), os.path.basename(target)
+    directory, name = os.path.split(places.resolved(path) if places.is_link(path) else path)
+    return places.open_store(directory), name
 
 
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
@@ -81,13 +84,14 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
       path: local.
       limits: on what the file may claim.
     """
-    path = os.path.abspath(os.fspath(path))
-    root, name = (Root(path), HUB_FILE) if os.path.isdir(path) else named_by_caller(path)
+    path = places.absolute(os.fspath(path))
+    is_directory = places.is_directory(path)
+    root, name = (places.open_store(path), HUB_FILE) if is_directory else named_by_caller(path)
     opened = open_state_file(root, name, limits)
     nodes = dict(named_nodes(opened.tree, opened.file, limits))
     metadata: dict[str, Any] = {"files": [name]}
-    if os.path.basename(path) == HUB_FILE or os.path.isdir(path):
-        metadata |= _config(root if os.path.isdir(path) else Root(os.path.dirname(path)), limits)
+    if os.path.basename(path) == HUB_FILE or is_directory:
+        metadata |= _config(root if is_directory else places.open_store(os.path.dirname(path)), limits)
     return Checkpoint(
         path=path,
         format="flax_msgpack",
@@ -100,7 +104,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
     )
 
 
-def _config(root: Root, limits: Limits) -> Mapping[str, Any]:
+def _config(root: Store, limits: Limits) -> Mapping[str, Any]:
     """The model's configuration, or why it cannot be read; the arrays do not need it."""
     try:
         data = read_small(root, _CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")

@@ -16,8 +16,8 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.readers.flax_msgpack.headers import Header, HeaderReader
-from orbax_t5x.storage.files import File
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import StoredFile
 
 # Codes of Flax's extensions.
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
@@ -80,7 +80,7 @@ class Walked(NamedTuple):
     bytes_read: int
 
 
-def walk(file: File, limits: Limits) -> Walked:
+def walk(file: StoredFile, limits: Limits) -> Walked:
     """Walks over a whole file.
 
     Args:
@@ -103,7 +103,7 @@ class _Open(NamedTuple):
 
 
 class _MessageWalker:
-    def __init__(self, file: File, limits: Limits):
+    def __init__(self, file: StoredFile, limits: Limits):
         self.reader = HeaderReader(file)
         self._path = file.path
         self._limits = limits

@@ -19,7 +19,8 @@ from orbax_t5x.readers.flax_msgpack.walk import StoredText
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root, split_name
+from orbax_t5x.storage.paths import split_name
+from orbax_t5x.storage.store import Store
 
 _PLACEHOLDER = b"PLACEHOLDER://"
 # What Orbax calls empty nodes.
@@ -34,7 +35,7 @@ class Aggregate:
       close: closes the file; its leaves can no longer be read.
     """
 
-    def __init__(self, root: Root, item: str, limits: Limits):
+    def __init__(self, root: Store, item: str, limits: Limits):
         """Walks over the file.
 
         Args:

@@ -22,11 +22,11 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.orbax.item_files import inside
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, typed_error
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
-from orbax_t5x.storage.tree_checks import TreeSnapshot
+from orbax_t5x.storage.store import Snapshot, Store
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 class _Begun(NamedTuple):
     """An array that is being opened, and its files as they were before."""
 
-    files: TreeSnapshot
+    files: Snapshot
     opening: ts.Future[ts.TensorStore]
 
 
@@ -59,18 +59,26 @@ class ItemArrays:
       plain_directories: names of the item's subdirectories that are no symlinks.
     """
 
-    root: Root
+    root: Store
     name: str
     directory: str
-    database: TreeSnapshot | None
+    database: Snapshot | None
     metadata: ItemMetadata
     prng_impls: Mapping[str, str]
     plain_directories: frozenset[str]
+
+    @property
+    def array_metadata(self) -> str:
+        """The name of the metadata file of each array that has a directory of its own."""
+        return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
 
     def open(self, places: Sequence[Place], *, context: ts.Context, flag: OpenFlag, limits: Limits) -> Iterator[Leaf]:
         """The leaves of all places, in their order."""
         for start in range(0, len(places), _OPENING_AT_ONCE):
             some = places[start : start + _OPENING_AT_ONCE]
+            if self.database is None:
+                directories = [inside(self.name, place.node.param) for place in some]
+                self.root.look_ahead([inside(directory, self.array_metadata) for directory in directories])
             opening = [self._start(place, context) for place in some]
             for place, begun in zip(some, opening, strict=True):
                 yield self._finish(place, begun, flag, limits)
@@ -80,7 +88,7 @@ class ItemArrays:
         try:
             files = self._files(place) if self.database is None else self.database
             spec = array_spec(
-                self.directory,
+                self.root.kvstore(self.name),
                 place.node.param,
                 ocdbt=self.database is not None,
                 zarr3=self.metadata.use_zarr3,
@@ -96,14 +104,14 @@ class ItemArrays:
     def _typed(self, error: Exception, place: Place) -> CheckpointError:
         return typed_error(error, path=self.directory, leaf=place.name, doing="opening it")
 
-    def _files(self, place: Place) -> TreeSnapshot:
+    def _files(self, place: Place) -> Snapshot:
         """The files in the directory of an array, proven plain."""
         param = place.node.param
         inner = inside(self.name, param)  # of a tree that is one array, the item itself
         try:
             if param and param not in self.plain_directories:
                 self.root.locate(inner, leaf=place.name)
-            return TreeSnapshot(self.root, [inner], leaf=place.name)
+            return self.root.array_files(inner, self.array_metadata, leaf=place.name)
         except (CheckpointNotFoundError, CheckpointGoneError):
             raise CorruptCheckpointError(
                 "the directory of its array is missing", path=self.root.join(inner), leaf=place.name
@@ -125,8 +133,3 @@ class ItemArrays:
         return TensorStoreLeaf(
             place.name, self.directory, array, flag, prng_impl=impl, files=begun.files, limits=limits
         )
-
-
-def inside(item: str, name: str) -> str:
-    """The path of something in an item, relative to the root."""
-    return f"{item}/{name}" if item and name else item or name

@@ -10,12 +10,12 @@ two share one, Orbax has written one over the other and nobody can tell which is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
 METADATA_FILE = "_METADATA"
@@ -73,7 +73,7 @@ class ItemMetadata:
     nbytes: int
 
 
-def read_item_metadata(root: Root, item: str, limits: Limits) -> ItemMetadata:
+def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
     """Reads and checks `_METADATA` of an item.
 
     Args:
@@ -201,7 +201,7 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
         yield node
 
 
-def read_prng_impls(root: Root, item: str, names: list[str], limits: Limits) -> dict[str, str]:
+def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
     """The implementation of each typed PRNG key, by the key under which its data is stored.
 
     Args:
@@ -211,6 +211,7 @@ def read_prng_impls(root: Root, item: str, names: list[str], limits: Limits) -> 
       limits: on the size of each file.
     """
     impls: dict[str, str] = {}
+    root.read_ahead([_join(item, f"{_ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
     for name in sorted(names):
         file = _join(item, f"{_ARRAY_METADATAS}/{name}")
         path = root.join(file)
@@ -234,7 +235,7 @@ def read_prng_impls(root: Root, item: str, names: list[str], limits: Limits) -> 
     return impls
 
 
-def read_strings(root: Root, item: str, limits: Limits) -> dict[str, bytes]:
+def read_strings(root: Store, item: str, limits: Limits) -> dict[str, bytes]:
     """The strings of an item by the key under which they are stored, as UTF-8; empty where it has none."""
     name = _join(item, _STRINGS_FILE)
     path = root.join(name)

@@ -31,7 +31,8 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
 from orbax_t5x.readers.orbax.aggregate import Aggregate
-from orbax_t5x.readers.orbax.arrays import ItemArrays, Place, inside
+from orbax_t5x.readers.orbax.arrays import ItemArrays, Place
+from orbax_t5x.readers.orbax.item_files import database_files, find_item_files
 from orbax_t5x.readers.orbax.metadata import (
     METADATA_FILE,
     read_item_metadata,
@@ -59,17 +60,13 @@ from orbax_t5x.readers.tensorstore_leaf import (
     make_context,
 )
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import LEADS_OUT, Root
+from orbax_t5x.storage.paths import LEADS_OUT, is_name
+from orbax_t5x.storage.places import open_store, resolved
+from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
-from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
 from orbax_t5x.trees.dtypes import kind_of
 
 _logger = logging.getLogger(__name__)
-
-_ARRAY_METADATAS = "array_metadatas"
-# Where an OCDBT database lies: its manifest, its tables, and those of single processes.
-_DATABASE = frozenset({MANIFEST_FILE, "d"})
-_PROCESS_PREFIX = "ocdbt.process_"
 
 
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
@@ -84,7 +81,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
       CheckpointNotFoundError: the root has no finished step, or the step has no such item.
       CheckpointError: as the files deserve, naming them.
     """
-    directory = os.path.realpath(os.fspath(path))
+    directory = resolved(os.fspath(path))
     if is_temporary(directory):
         raise CheckpointNotFoundError(
             "an unfinished save: Orbax renames this directory when it is done", path=directory
@@ -100,7 +97,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
         directory = newest_directory(directory, steps)
         if is_item(directory):
             return _open_single_item(directory, limits, item)
-    return _open_step(Root(directory), limits, item)
+    return _open_step(open_store(directory), limits, item)
 
 
 def _has_manifest(directory: str) -> bool:
@@ -123,13 +120,15 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
     in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
         raise _being_deleted(directory)
-    opened = _OrbaxOpening(Root(directory), limits)
+    opened = _OrbaxOpening(open_store(directory), limits)
     return opened.checkpoint({"": ""}, step=step_of_name(step_name if in_step else name))
 
 
-def _open_step(root: Root, limits: Limits, item: str | None) -> Checkpoint:
+def _open_step(root: Store, limits: Limits, item: str | None) -> Checkpoint:
     """The items of a step, or one of them."""
     opened = _OrbaxOpening(root, limits)
+    if item is not None and root.is_remote and is_name(item) and is_item(root.join(item)):
+        return opened.checkpoint({item: ""}, step=step_of_name(os.path.basename(root.path)), items=[item])
     names = item_names(root.path)
     deleted = deleted_item(root.path)
     if deleted in names:
@@ -172,7 +171,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
+def _no_items(root: Store, step_metadata: Mapping[str, Any]) -> CheckpointError:
     """Why a directory with a step's metadata has nothing to read."""
     inside, outside = subdirectories(root.path)
     if outside:
@@ -191,7 +190,7 @@ def _no_items(root: Root, step_metadata: Mapping[str, Any]) -> CheckpointError:
     return CheckpointNotFoundError("no item of this step holds arrays", path=root.path)
 
 
-def read_step_metadata(root: Root, limits: Limits) -> dict[str, Any]:
+def read_step_metadata(root: Store, limits: Limits) -> dict[str, Any]:
     """The contents of `_CHECKPOINT_METADATA`, or {} where there is none. Handlers named there are never imported."""
     try:
         data = read_small(root, STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
@@ -208,7 +207,7 @@ def _close_all(closers: Sequence[Callable[[], None]]) -> None:
 class _OrbaxOpening:
     """One checkpoint while it is being opened."""
 
-    def __init__(self, root: Root, limits: Limits):
+    def __init__(self, root: Store, limits: Limits):
         self._root = root
         self._limits = limits
         self._context = make_context()
@@ -261,24 +260,16 @@ class _OrbaxOpening:
             metadata = read_item_metadata(self._root, item, self._limits)
         self._bytes += metadata.nbytes
         directory = self._root.locate(item) if item else self._root.path
-        entries = list_directory(directory)
-        manifest = _has_manifest(directory)
-        ocdbt = manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
-        if ocdbt and not manifest:
+        files = find_item_files(self._root, item, directory)
+        ocdbt = files.manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
+        if ocdbt and not files.manifest:
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
         database = None
         if ocdbt:
-            check_tree(self._root, item)
-            parts = sorted(name for name in entries if name in _DATABASE or name.startswith(_PROCESS_PREFIX))
-            database = TreeSnapshot(self._root, [inside(item, name) for name in parts])
-            check_database(directory, self._context)
-        impls: dict[str, str] = {}
-        if _ARRAY_METADATAS in entries:
-            inner = inside(item, _ARRAY_METADATAS)
-            check_tree(self._root, inner)
-            names = sorted(list_directory(self._root.join(inner)))
-            impls = read_prng_impls(self._root, item, names, self._limits)
-        strings = read_strings(self._root, item, self._limits) if "_strings.json" in entries else {}
+            database = database_files(self._root, item, files)
+            check_database(self._root.kvstore(item), directory, self._context)
+        impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
+        strings = read_strings(self._root, item, self._limits) if files.strings else {}
         arrays = []
         for node in metadata.nodes:
             place = Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
@@ -291,8 +282,7 @@ class _OrbaxOpening:
             else:
                 arrays.append(place)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
-        plain = frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False))
-        opener = ItemArrays(self._root, item, directory, database, metadata, impls, plain)
+        opener = ItemArrays(self._root, item, directory, database, metadata, impls, files.plain_directories)
         for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
             self._leaves[leaf.name] = leaf
         return {

@@ -6,6 +6,9 @@ the metadata of at least one item; step 0 is one. A rename makes a local step vi
 that is no number for any other reason, means unfinished; an empty directory or one whose deletion was interrupted has
 no item left. Where Orbax writes steps in place, a file that it writes last marks the finished ones. No file is opened
 here but a step's own metadata where that file is missing, and the record of an item's deletion.
+
+Of a remote step the items are those that its metadata name: web servers list nothing, and a list of a bucket names
+every chunk. A bucket cannot rename, so a step in one is finished when it has that mark, or is T5X's own.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.paths import is_name
+from orbax_t5x.storage.places import can_list, has_known_names, is_url, look_ahead, open_store
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -75,9 +79,35 @@ def item_names(directory: str) -> list[str]:
 
     Raises:
       CheckpointGoneError: the step is not there.
+      UnsupportedCheckpointError: it is on a web server, and its metadata does not name its items.
     """
-    names = subdirectories(directory).inside
+    names = _recorded_items(directory) if is_url(directory) else None
+    if names is None:
+        names = subdirectories(directory).inside
+    if is_url(directory):
+        look_ahead(os.path.join(directory, name, METADATA_FILE) for name in names)
     return sorted(name for name in names if _TEMPORARY not in name and is_item(os.path.join(directory, name)))
+
+
+def _recorded_items(directory: str) -> list[str] | None:
+    """The items that a step's metadata name; None where they name none.
+
+    Raises:
+      UnsupportedCheckpointError: they do not, and the store does not list its files.
+    """
+    store = open_store(directory)
+    if store.has_file(STEP_METADATA_FILE):
+        data = store.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
+        handlers = parse_object(data, store.join(STEP_METADATA_FILE), allow_nan=True).get("item_handlers")
+        if isinstance(handlers, dict) and handlers:
+            return [name for name in handlers if is_name(name)]
+    if not can_list(directory):
+        raise UnsupportedCheckpointError(
+            "web servers do not list their files, and the metadata of this step do not name its items: name one by "
+            "item=… or open its own URL",
+            path=directory,
+        )
+    return None
 
 
 def is_step_directory(directory: str) -> bool:
@@ -88,6 +118,8 @@ def is_step_directory(directory: str) -> bool:
     """
     if is_file(directory, STEP_METADATA_FILE):
         return True
+    if is_url(directory) and (has_known_names(directory) or not can_list(directory)):
+        return False
     items = item_names(directory)
     own = step_of_name(os.path.basename(directory))
     return bool(items) and (own is not None or any(step_of_name(name) is None for name in items))
@@ -111,7 +143,7 @@ def deleted_item(directory: str) -> str | None:
     """
     if not is_file(directory, _DELETION_FILE):
         return None
-    root = Root(directory)
+    root = open_store(directory)
     path = root.join(_DELETION_FILE)
     record = parse_object(read_small(root, _DELETION_FILE, limit=_MAX_METADATA_BYTES), path, allow_nan=True)
     name = record.get(_DELETED_NAME)
@@ -153,7 +185,7 @@ def _was_begun_by_orbax(directory: str) -> bool:
     """
     if not is_file(directory, STEP_METADATA_FILE):
         return False
-    root = Root(directory)
+    root = open_store(directory)
     try:
         data = read_small(root, STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
         metadata = parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
@@ -165,6 +197,13 @@ def _was_begun_by_orbax(directory: str) -> bool:
 def has_commit_file(directory: str) -> bool:
     """Whether Orbax has marked a directory as finished."""
     return is_file(directory, COMMIT_FILE)
+
+
+def _is_remote_step(directory: str) -> bool:
+    if is_file(directory, MSGPACK_FILE):
+        return True  # T5X's own, which has no such mark
+    committed = is_file(directory, COMMIT_FILE)
+    return committed and (is_item(directory) or bool(item_names(directory)))
 
 
 def finished_steps(root: str) -> list[Step]:
@@ -226,4 +265,4 @@ def newest_directory(root: str, steps: list[Step]) -> str:
             "open one of them by its own path",
             path=root,
         )
-    return Root(root).locate(steps[-1].name)
+    return open_store(root).locate(steps[-1].name)

@@ -151,12 +151,15 @@ class ByteRange:
         checksums = _Checksums(True)
         size = 0
         buffer = _staging()
-        for start, stop in ranges:
-            for low in range(start, stop, _WINDOW_BYTES):
-                data = buffer[: min(_WINDOW_BYTES, stop - low)]
-                self.file.read_into(self.offset + low, [data], leaf=leaf)
-                checksums.add(low, data)
-            size += stop - start
+        windows = [
+            (low, min(_WINDOW_BYTES, stop - low)) for start, stop in ranges for low in range(start, stop, _WINDOW_BYTES)
+        ]
+        file = self.file.ahead((self.offset + low, length) for low, length in windows)
+        for low, length in windows:
+            data = buffer[:length]
+            file.read_into(self.offset + low, [data], leaf=leaf)
+            checksums.add(low, data)
+            size += length
         return Outcome(checksums.flush(), size, 0)
 
     # -- straight into the buffers
@@ -165,18 +168,19 @@ class ByteRange:
         wanted = sum([span.stop - span.start for span in spans])
         batches = _batches(spans)
         if wanted <= _JOB_BYTES:
-            parts, read, _ = self._read_batches(batches, checksum, leaf)
+            parts, read, _ = self._read_batches(list(batches), checksum, leaf)
             return Outcome(parts, wanted, read - wanted)
         jobs = _grouped(batches, lambda batch: batch.size)
         done = run_jobs(partial(self._read_batches, group, checksum, leaf) for group in jobs)
         read = sum(outcome.wanted for outcome in done)
         return Outcome([part for outcome in done for part in outcome.parts], wanted, read - wanted)
 
-    def _read_batches(self, batches: Iterable[_Batch], checksum: bool, leaf: str) -> Outcome:
+    def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> Outcome:
         checksums = _Checksums(checksum)
         size = 0
+        file = self.file.ahead((self.offset + batch.start, batch.size) for batch in batches)
         for batch in batches:
-            self.file.read_into(self.offset + batch.start, batch.buffers, leaf=leaf)
+            file.read_into(self.offset + batch.start, batch.buffers, leaf=leaf)
             size += batch.size
             if checksum:
                 for start, buffer in batch.wanted:
@@ -210,10 +214,12 @@ class ByteRange:
     ) -> tuple[Outcome, int]:
         buffer = _staging()
         size = filled = 0
+        pieces = (piece for window in windows for piece in window.pieces)
+        file = self.file.ahead((self.offset + start, stop - start) for start, stop in pieces)
         for window in windows:
             for start, stop in window.pieces:
                 data = buffer[start - window.start : stop - window.start]
-                self.file.read_into(self.offset + start, [data], leaf=leaf)
+                file.read_into(self.offset + start, [data], leaf=leaf)
                 checksums.add(start, data)
                 size += stop - start
             filled += scatter.window(window, buffer[: window.stop - window.start])

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from orbax_t5x.storage.files import File
+from orbax_t5x.storage.store import AheadReads, StoredFile
 
 
 class StoredBytes(Protocol):
-    """Bytes that a `ByteRange` reads: a `File`, or parts of one.
+    """Bytes that a `ByteRange` reads: a `StoredFile`, or parts of one."""
 
-    Attributes:
-      path: for messages.
-    """
-
-    path: str
+    @property
+    def path(self) -> str:
+        """For messages."""
+        ...
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `File.read_into`."""
+        """See `StoredFile.read_into`."""
+        ...
+
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> AheadReads:
+        """See `StoredFile.ahead`."""
         ...
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """See `File.check_unchanged`."""
+        """See `StoredFile.check_unchanged`."""
         ...
 
 
@@ -45,7 +48,7 @@ class JoinedExtents:
       size: of all ranges.
     """
 
-    def __init__(self, file: File, extents: Sequence[ByteExtent]):
+    def __init__(self, file: StoredFile, extents: Sequence[ByteExtent]):
         self._file = file
         self._extents = [extent for extent in extents if extent.size]
         self._begins = list(itertools.accumulate((extent.size for extent in self._extents), initial=0))
@@ -53,25 +56,49 @@ class JoinedExtents:
         self.size: int = self._begins.pop() if self._extents else 0
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `File.read_into`; `offset` counts from the first byte of the first range."""
+        """See `StoredFile.read_into`; `offset` counts from the first byte of the first range."""
+        self._read(self._file, offset, buffers, leaf)
+
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> AheadReads:
+        """See `StoredFile.ahead`."""
+        pieces = (piece for offset, size in ranges for piece in self._in_file(offset, size))
+        return _JoinedAhead(self, self._file.ahead(pieces))
+
+    def _in_file(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
+        """(offset, size) in the file of what lies behind a range of the joined bytes."""
         number = bisect.bisect_right(self._begins, offset) - 1
-        inside = offset - self._begins[number]
-        part: list[np.ndarray] = []
-        start = self._extents[number].start + inside
-        for buffer in buffers:
-            data = buffer.reshape(-1).view(np.uint8)
-            while data.size:
-                room = self._extents[number].size - inside
-                piece, data = data[:room], data[room:]
-                part.append(piece)
-                inside += piece.size
-                if inside == self._extents[number].size and number + 1 < len(self._extents):
-                    self._file.read_into(start, part, leaf=leaf)
-                    number, inside, part = number + 1, 0, []
-                    start = self._extents[number].start
-        if part:
-            self._file.read_into(start, part, leaf=leaf)
+        while size:
+            start, length = self._extents[number]
+            inside = offset - self._begins[number]
+            part = min(size, length - inside)
+            yield start + inside, part
+            offset, size, number = offset + part, size - part, number + 1
+
+    def _read(self, file: AheadReads, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> None:
+        views = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
+        for start, size in self._in_file(offset, sum(view.size for view in views)):
+            part: list[np.ndarray] = []
+            while size:
+                piece = views[0][:size]
+                views[0] = views[0][piece.size :]
+                size -= piece.size
+                if piece.size:
+                    part.append(piece)
+                if not views[0].size:
+                    views.pop(0)
+            file.read_into(start, part, leaf=leaf)
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """See `File.check_unchanged`."""
+        """See `StoredFile.check_unchanged`."""
         self._file.check_unchanged(leaf=leaf)
+
+
+class _JoinedAhead:
+    """Announced reads of joined ranges."""
+
+    def __init__(self, joined: JoinedExtents, file: AheadReads):
+        self._joined = joined
+        self._file = file
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        self._joined._read(self._file, offset, buffers, leaf)

@@ -17,7 +17,11 @@ def is_safetensors(probe: PathProbe) -> bool:
 
 def _begins_with_header(probe: PathProbe) -> bool:
     length = int.from_bytes(probe.head[:LENGTH_BYTES], "little")
-    return probe.head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and 2 <= length <= probe.size - LENGTH_BYTES
+    return (
+        probe.head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+        and 2 <= length
+        and (probe.size is None or length <= probe.size - LENGTH_BYTES)
+    )
 
 
 FORMAT = Format("safetensors", "safetensors files", is_safetensors, open_safetensors)

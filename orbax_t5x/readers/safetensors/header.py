@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.strict_json import parse_object
 
 LENGTH_BYTES = 8
@@ -70,31 +72,30 @@ class Entry:
     error: CheckpointError | None = None
 
 
-def header_size(first: bytes | bytearray, file_size: int, path: str) -> int:
+def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
     """The length of the JSON, proven to lie in the file.
 
     Args:
       first: the first 8 bytes of the file.
-      file_size: of the whole file.
+      file_size: of the whole file; None where it is not known yet.
       path: the file, for errors.
     """
-    if file_size < LENGTH_BYTES or len(first) < LENGTH_BYTES:
-        raise CorruptCheckpointError(f"{file_size} bytes are too few for a safetensors file", path=path)
+    if len(first) < LENGTH_BYTES:
+        raise CorruptCheckpointError(f"{len(first)} bytes are too few for a safetensors file", path=path)
     size = int.from_bytes(first[:LENGTH_BYTES], "little")
-    if size > _MAX_HEADER_BYTES or size > file_size - LENGTH_BYTES:
+    if size > _MAX_HEADER_BYTES or (file_size is not None and size > file_size - LENGTH_BYTES):
+        has = "" if file_size is None else f" the file has {file_size}, and"
         raise CorruptCheckpointError(
-            f"the header claims {size} bytes; the file has {file_size}, and the format allows {_MAX_HEADER_BYTES}",
-            path=path,
+            f"the header claims {size} bytes;{has} the format allows {_MAX_HEADER_BYTES}", path=path
         )
     return size
 
 
-def parse_header(data: bytes, file_size: int, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
+def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
     """The tensors of a file in the order of their bytes, and its `__metadata__`.
 
     Args:
       data: the JSON, all of it.
-      file_size: of the whole file.
       path: the file, for errors.
       limits: on the number of tensors, their rank and the length of their names.
 
@@ -120,9 +121,23 @@ def parse_header(data: bytes, file_size: int, path: str, limits: Limits) -> tupl
                 leaf=entry.name,
             )
         position = entry.stop
-    if position != file_size:
-        raise CorruptCheckpointError(f"the tensors end at byte {position}, and the file at byte {file_size}", path=path)
     return entries, metadata
+
+
+def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
+    """Proves that a file ends where its last tensor does.
+
+    Args:
+      entries: of `parse_header`.
+      begin: where the data begin.
+      file: the file.
+
+    Raises:
+      CorruptCheckpointError: it does not.
+    """
+    end = entries[-1].stop if entries else begin
+    if not file.require_size(end):
+        raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)
 
 
 def _parse_metadata(metadata: Any, path: str) -> dict[str, str]:

@@ -24,10 +24,11 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header
-from orbax_t5x.storage.files import FileSet
+from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end
+from orbax_t5x.storage import places
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root, split_name
+from orbax_t5x.storage.paths import split_name
+from orbax_t5x.storage.store import Store, StoredFile
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
 SUFFIX = ".safetensors"
@@ -52,10 +53,10 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
       UnsupportedCheckpointError: a Git LFS pointer, or several indexes to choose from.
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError: a header or an index is damaged or hostile.
     """
-    path = os.path.abspath(os.fspath(path))
-    is_directory = os.path.isdir(path)
+    path = places.absolute(os.fspath(path))
+    is_directory = places.is_directory(path)
     directory = path if is_directory else os.path.dirname(path)
-    opened = _SafetensorsOpening(Root(directory), limits)
+    opened = _SafetensorsOpening(places.open_store(directory), limits)
     if is_directory:
         opened.add_directory()
     elif path.endswith(INDEX_SUFFIX):
@@ -69,10 +70,10 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
 class _SafetensorsOpening:
     """One checkpoint while it is being opened."""
 
-    def __init__(self, root: Root, limits: Limits):
+    def __init__(self, root: Store, limits: Limits):
         self._root = root
         self._limits = limits
-        self._files = FileSet(root)
+        self._files = root.open_files()
         self._leaves: dict[str, Leaf] = {}
         self._file_of: dict[str, str] = {}
         self._metadata: dict[str, Any] = {"files": [], "file_metadata": {}}
@@ -93,7 +94,7 @@ class _SafetensorsOpening:
 
     def add_directory(self) -> None:
         """The single model file of a directory, or what its index names, or else all its files."""
-        names = sorted(os.listdir(self._root.path))
+        names = places.names(self._root.path)
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(SUFFIX)]
         if _SINGLE in files:
@@ -111,10 +112,9 @@ class _SafetensorsOpening:
     def add_user_file(self, path: str) -> None:
         """A file that the caller named: where it is a symlink, the caller's word is enough."""
         name = os.path.basename(path)
-        if os.path.islink(path):
-            target = os.path.realpath(path)
-            self._files = FileSet(Root(os.path.dirname(target)))
-            name = os.path.basename(target)
+        if places.is_link(path):
+            directory, name = os.path.split(places.resolved(path))
+            self._files = places.open_store(directory).open_files()
         self.add_file(name)
 
     def add_index(self, index: str) -> None:
@@ -147,13 +147,14 @@ class _SafetensorsOpening:
     def add_file(self, name: str) -> None:
         """All tensors of one file."""
         file = self._files.file(name)
-        first = file.read(0, min(file.size, len(_LFS)))
+        first = _head(file)
         if first.startswith(_LFS):
             raise _lfs_pointer(file.path)
-        size = header_size(bytes(first), file.size, file.path)
+        size = header_size(first, file.known_size, file.path)
         data = bytes(file.read(LENGTH_BYTES, size))
         self._bytes += LENGTH_BYTES + size
-        entries, metadata = parse_header(data, file.size, file.path, self._limits)
+        entries, metadata = parse_header(data, file.path, self._limits)
+        require_end(entries, LENGTH_BYTES + size, file)
         self._metadata["files"].append(name)
         self._metadata["file_metadata"][name] = metadata
         for entry in entries:
@@ -180,6 +181,15 @@ class _SafetensorsOpening:
             return {"config": None}
         except CheckpointError as error:
             return {"config": None, "config_error": str(error)}
+
+
+def _head(file: StoredFile) -> bytes:
+    """The first bytes of a file, as many as it has."""
+    size = file.known_size
+    try:
+        return bytes(file.read(0, len(_LFS) if size is None else min(size, len(_LFS))))
+    except CorruptCheckpointError:  # a remote file that is shorter
+        return bytes(file.read(0, file.size))
 
 
 def _lfs_pointer(path: str) -> UnsupportedCheckpointError:

@@ -8,6 +8,7 @@ at once more.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
+from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -32,9 +34,8 @@ from orbax_t5x.readers.t5x.specs import ArraySpec, located, parse_spec
 from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, parse_zarr_metadata
 from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, make_context, typed_error
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.store import Snapshot, Store
 from orbax_t5x.storage.strict_json import read_small
-from orbax_t5x.storage.tree_checks import TreeSnapshot
 
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
 _LAST_UINT16_VERSION = 2
@@ -58,7 +59,7 @@ class ZarrArrays:
       index_bytes: how many bytes of metadata were read.
     """
 
-    def __init__(self, root: Root, file: str, version: int, flag: OpenFlag, limits: Limits):
+    def __init__(self, root: Store, file: str, version: int, flag: OpenFlag, limits: Limits):
         """Made once per checkpoint.
 
         Args:
@@ -74,8 +75,16 @@ class ZarrArrays:
         self._flag = flag
         self._limits = limits
         self._context = make_context()
-        self._leaf_of: dict[_DirectoryIdentity, str] = {}
+        self._leaf_of: dict[_DirectoryIdentity | str, str] = {}
         self.index_bytes: int = 0
+
+    def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
+        """Says which specs will become leaves, so that a remote store is asked for all their metadata at once."""
+        names: list[str] = []
+        for node in nodes:
+            with contextlib.suppress(CheckpointError):
+                names.append(f"{parse_spec(node).directory}/{METADATA_FILE}")
+        self._root.read_ahead(names, limit=self._limits.index_bytes)
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
         """The leaf of a spec.
@@ -90,8 +99,8 @@ class ZarrArrays:
         try:
             path = self._root.locate(spec.directory, leaf=name)
             self._claim(path, spec, name)
-            files = TreeSnapshot(self._root, [spec.directory], leaf=name)
-            return self._open(name, path, self._metadata(spec, name), files)
+            files = self._root.array_files(spec.directory, METADATA_FILE, leaf=name)
+            return self._open(name, spec.directory, path, self._metadata(spec, name), files)
         except (CheckpointNotFoundError, CheckpointGoneError):
             error = CorruptCheckpointError(
                 "the directory of its array, or the metadata in it, is missing",
@@ -106,8 +115,11 @@ class ZarrArrays:
 
     def _claim(self, path: str, spec: ArraySpec, name: str) -> None:
         """Notes whose directory it is; by inode, because some file systems take two names for one."""
-        found = os.stat(path)
-        other = self._leaf_of.setdefault(_DirectoryIdentity(found.st_dev, found.st_ino), name)
+        identity: _DirectoryIdentity | str = path
+        if not self._root.is_remote:
+            found = os.stat(path)
+            identity = _DirectoryIdentity(found.st_dev, found.st_ino)
+        other = self._leaf_of.setdefault(identity, name)
         if other != name:
             raise SharedDirectoryError(
                 f"is stored in {spec.directory!r}, and so is {other!r}: one was written over the other",
@@ -136,7 +148,7 @@ class ZarrArrays:
                 )
         return metadata
 
-    def _open(self, name: str, path: str, metadata: ZarrMetadata, files: TreeSnapshot) -> Leaf:
+    def _open(self, name: str, directory: str, path: str, metadata: ZarrMetadata, files: Snapshot) -> Leaf:
         as_bfloat16 = metadata.dtype == np.uint16
         if as_bfloat16 and self._version > _LAST_UINT16_VERSION:
             raise UnsupportedCheckpointError(
@@ -146,7 +158,7 @@ class ZarrArrays:
                 leaf=name,
             )
         absent_is_fill = metadata.fill_value is not None
-        ours = array_spec(path, "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
+        ours = array_spec(self._root.kvstore(directory), "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
         ours["metadata"] = metadata.spec(as_bfloat16=as_bfloat16)
         try:
             array = ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
@@ -170,7 +182,7 @@ class FilledLeaf(TensorStoreLeaf):
         array: ts.TensorStore,
         flag: OpenFlag,
         *,
-        files: TreeSnapshot,
+        files: Snapshot,
         limits: Limits,
         separator: str,
     ):
@@ -182,7 +194,8 @@ class FilledLeaf(TensorStoreLeaf):
         """See `Leaf.read_into`."""
         await super().read_into(requests, stats)
         wanted = {name for box, _ in requests for name in self._chunk_names(box)}
-        stats.count(0, fill_chunks=sum(not self._is_there(name) for name in wanted))
+        absent = await run_in_pool(reader_pool(), self._files.count_absent, wanted)
+        stats.count(0, fill_chunks=absent)
 
     def _chunk_names(self, box: Sequence[tuple[int, int]]) -> list[str]:
         """The names of the chunks that hold a box's elements."""
@@ -194,6 +207,3 @@ class FilledLeaf(TensorStoreLeaf):
             for (start, stop), size in zip(box, chunks, strict=True)
         ]
         return [self._separator.join(map(str, index)) for index in itertools.product(*ranges)]
-
-    def _is_there(self, name: str) -> bool:
-        return os.path.lexists(os.path.join(self.path, name))

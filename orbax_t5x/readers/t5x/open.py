@@ -24,8 +24,9 @@ from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_d
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
 from orbax_t5x.readers.t5x.specs import is_spec
 from orbax_t5x.readers.tensorstore_leaf import OpenFlag
+from orbax_t5x.storage import places
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.store import Store
 
 _VERSIONS = range(4)
 
@@ -41,20 +42,20 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
       CheckpointNotFoundError: the root has no finished step of T5X's.
       CheckpointError: as the files deserve, naming them.
     """
-    path = os.path.abspath(os.fspath(path))
-    if not os.path.isdir(path):
+    path = places.absolute(os.fspath(path))
+    if not places.is_directory(path):
         root, name = named_by_caller(path)
         own = os.path.basename(path)
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
         return _open(path, root, name, step, limits)
-    if not os.path.lexists(os.path.join(path, MSGPACK_FILE)):
-        steps = [step for step in finished_steps(path) if os.path.lexists(os.path.join(path, step.name, MSGPACK_FILE))]
+    if not places.exists(os.path.join(path, MSGPACK_FILE)):
+        steps = [step for step in finished_steps(path) if places.exists(os.path.join(path, step.name, MSGPACK_FILE))]
         if not steps:
             raise CheckpointNotFoundError(
                 f"neither a T5X step with a file {MSGPACK_FILE!r} nor a root with such steps", path=path
             )
         path = newest_directory(path, steps)
-    return _open(path, Root(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
+    return _open(path, places.open_store(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
 
 
 class _Tree(NamedTuple):
@@ -64,19 +65,22 @@ class _Tree(NamedTuple):
     node: Node
 
 
-def _open(path: str, root: Root, name: str, step: int | None, limits: Limits) -> Checkpoint:
+def _open(path: str, root: Store, name: str, step: int | None, limits: Limits) -> Checkpoint:
     opened = open_state_file(root, name, limits)
     version, tree = _tree_of(opened)
     if version == 0 and name == MSGPACK_FILE and is_early_item(opened.tree):
         opened.files.close()
         return open_orbax(root.path, limits=limits)
     flag = OpenFlag()
-    arrays: ZarrArrays | None = None
+    nodes = list(named_nodes(tree, opened.file, limits, is_spec))
+    specs = [node for _, node in nodes if isinstance(node, dict) and is_spec(node)]
+    arrays = ZarrArrays(root, opened.file.path, version, flag, limits) if specs else None
+    if arrays is not None:
+        arrays.read_ahead(specs)
     leaves: dict[str, Leaf] = {}
     empties: dict[str, Any] = {}
-    for leaf_name, node in named_nodes(tree, opened.file, limits, is_spec):
-        if isinstance(node, dict) and is_spec(node):
-            arrays = arrays or ZarrArrays(root, opened.file.path, version, flag, limits)
+    for leaf_name, node in nodes:
+        if arrays is not None and isinstance(node, dict) and is_spec(node):
             leaves[leaf_name] = arrays.leaf(leaf_name, node)
         elif is_empty(node):
             empties[leaf_name] = node

@@ -40,8 +40,8 @@ from orbax_t5x.readers.tf_bundle.proto import (
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.readers.tf_bundle.tiling import MAX_TILING_STEPS, box_text, check_tiling
 from orbax_t5x.storage import crc32c as _crc
-from orbax_t5x.storage.files import File, FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
 
 _BIG_ENDIAN = 1
 # An entry may list so many slices more than the index has of its variable, so that the error can name the missing one.
@@ -55,27 +55,35 @@ class BundleLeaves:
       shards: the shards that were looked at, by number: the file, or why it cannot be read.
     """
 
-    def __init__(self, files: FileSet, prefix: str, header: BundleHeader, limits: Limits):
+    def __init__(self, root: Store, files: OpenFiles, prefix: str, header: BundleHeader, limits: Limits):
+        self._root = root
         self._files = files
         self._prefix = prefix
-        self._index_path = files.root.join(f"{prefix}.index")
+        self._index_path = root.join(f"{prefix}.index")
         self._num_shards = header.num_shards
         self._limits = limits
         self._swap = (header.endianness == _BIG_ENDIAN) != (sys.byteorder == "big")
-        self.shards: dict[int, File | CheckpointError] = {}
+        self.shards: dict[int, StoredFile | CheckpointError] = {}
         # How many slices each variable has, by name; filled from the keys, each of which names one variable.
         self._slice_counts: collections.Counter[bytes | None] = collections.Counter()
         # What comparing irregular slices with each other may still take, for all variables together.
         self._tiling_steps = MAX_TILING_STEPS
 
-    def shard(self, number: int) -> File | CheckpointError:
+    def _shard_name(self, number: int) -> str:
+        return f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
+
+    def look_at_shards(self) -> None:
+        """Looks at all shards at once."""
+        self._root.look_ahead([self._shard_name(number) for number in range(self._num_shards)])
+
+    def shard(self, number: int) -> StoredFile | CheckpointError:
         """The file of a shard, measured once."""
         if number not in self.shards:
-            name = f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
+            name = self._shard_name(number)
             try:
                 self.shards[number] = self._files.file(name)
             except CheckpointNotFoundError:
-                self.shards[number] = CorruptCheckpointError("the shard is missing", path=self._files.root.join(name))
+                self.shards[number] = CorruptCheckpointError("the shard is missing", path=self._root.join(name))
             except CheckpointError as error:
                 self.shards[number] = error
         return self.shards[number]
@@ -191,10 +199,11 @@ class BundleLeaves:
         file = self.shard(entry.shard)
         if isinstance(file, CheckpointError):
             raise type(file)(file.message, path=file.path, leaf=leaf)
-        if entry.offset + entry.size > file.size:
+        # What a remote store does not tell now, it tells when the bytes are read.
+        if file.known_size is not None and entry.offset + entry.size > file.known_size:
             raise CorruptCheckpointError(
-                f"bytes {entry.offset} to {entry.offset + entry.size} of a shard of {file.size}: cut, or of another"
-                " checkpoint",
+                f"bytes {entry.offset} to {entry.offset + entry.size} of a shard of {file.known_size}: cut, or of"
+                " another checkpoint",
                 path=file.path,
                 leaf=leaf,
             )

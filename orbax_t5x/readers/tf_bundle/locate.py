@@ -6,7 +6,6 @@ an absolute one, which TensorFlow writes and copying makes wrong, means the file
 
 from __future__ import annotations
 
-import errno
 import glob
 import logging
 import os
@@ -22,8 +21,9 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.tf_bundle.sstable import is_table
-from orbax_t5x.storage.files import FileSet
-from orbax_t5x.storage.paths import Root, io_error, split_name
+from orbax_t5x.storage import places
+from orbax_t5x.storage.paths import split_name
+from orbax_t5x.storage.store import Store
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class BundlePlace(NamedTuple):
       bytes_read: to find out.
     """
 
-    root: Root
+    root: Store
     prefix: str
     rebased_from: str | None = None
     bytes_read: int = 0
@@ -59,40 +59,28 @@ class BundlePlace(NamedTuple):
 
 def find_bundle(path: str) -> BundlePlace:
     """The directory and the prefix that a path means; the path is trusted, what files say is not."""
-    if os.path.isdir(path) and not _exists(f"{path}.index"):
+    if places.is_directory(path) and not places.exists(f"{path}.index"):
         return _in_directory(path)
-    if path.endswith(".index") and _exists(path):
-        real = os.path.realpath(path)
+    if path.endswith(".index") and places.exists(path):
+        real = places.resolved(path)
         path = real if real.endswith(".index") else path
         return _beside(path.removesuffix(".index"))
-    if _exists(f"{path}.index"):
+    if places.exists(f"{path}.index"):
         return _beside(path)
-    if _SHARD_SUFFIX.search(path) and _exists(path):
+    if _SHARD_SUFFIX.search(path) and places.exists(path):
         return _find_beside_shard(_SHARD_SUFFIX.sub("", path))
-    if os.path.isfile(path):
+    if places.is_file(path):
         return _of_file(path)
-    if first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]:
+    if not places.is_url(path) and (first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]):
         _refuse_v1(*_split(first[0]))
     raise CheckpointNotFoundError(
         f"no TensorFlow bundle: there is neither such a directory nor {path}.index", path=path
     )
 
 
-def _exists(path: str) -> bool:
-    """Whether something stands at a path; what the system refuses to tell is an error."""
-    try:
-        os.lstat(path)
-        return True
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return False
-        raise io_error(error, "looking at it", path=path) from error
-
-
-def _split(path: str) -> tuple[Root, str]:
-    return Root(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
+def _split(path: str) -> tuple[Store, str]:
+    directory, name = os.path.split(places.absolute(path))
+    return places.open_store(directory), name
 
 
 def _beside(prefix: str) -> BundlePlace:
@@ -100,22 +88,22 @@ def _beside(prefix: str) -> BundlePlace:
 
 
 def _find_beside_shard(prefix: str) -> BundlePlace:
-    if not _exists(f"{prefix}.index"):
+    if not places.exists(f"{prefix}.index"):
         raise CheckpointNotFoundError("the shard's index is missing", path=f"{prefix}.index")
     return _beside(prefix)
 
 
 def _of_file(path: str) -> BundlePlace:
-    root, name = _split(os.path.realpath(path))
+    root, name = _split(places.resolved(path))
     if (state := _state(root, name)) is not None:
         return _named_place(root, *state)
     _refuse_v1(root, name)
     raise CheckpointNotFoundError(f"no TensorFlow bundle: there is no {path}.index", path=path)
 
 
-def _refuse_v1(root: Root, name: str) -> None:
+def _refuse_v1(root: Store, name: str) -> None:
     """Raises where a file is one of TensorFlow's first format."""
-    files = FileSet(root)
+    files = root.open_files()
     try:
         if is_table(files.file(name)):
             raise UnsupportedCheckpointError(_V1_HINT, path=root.join(name))
@@ -126,14 +114,11 @@ def _refuse_v1(root: Root, name: str) -> None:
 
 
 def _in_directory(path: str) -> BundlePlace:
-    root = Root(path)
-    state = _state(root, _STATE_FILE) if _exists(root.join(_STATE_FILE)) else None
+    root = places.open_store(path)
+    state = _state(root, _STATE_FILE) if places.exists(root.join(_STATE_FILE)) else None
     if state is not None:
         return _named_place(root, *state)
-    try:
-        bundles = sorted(name for name in os.listdir(root.path) if name.endswith(".index"))
-    except OSError as error:
-        raise io_error(error, "listing it", path=root.path) from error
+    bundles = sorted(name for name in places.names(root.path) if name.endswith(".index"))
     if len(bundles) == 1:
         return BundlePlace(root, bundles[0].removesuffix(".index"))
     found = f"{len(bundles)} bundles ({', '.join(bundles[:8])}): name one" if bundles else "nothing that ends in .index"
@@ -142,11 +127,12 @@ def _in_directory(path: str) -> BundlePlace:
     )
 
 
-def _state(root: Root, name: str) -> tuple[str, int] | None:
+def _state(root: Store, name: str) -> tuple[str, int] | None:
     """The model_checkpoint_path that a `checkpoint` file names and the bytes read; None for files of another kind."""
-    files = FileSet(root)
+    files = root.open_files()
     try:
         file = files.file(name)
+        file.load(_STATE_BYTES)
         data = bytes(file.read(0, min(file.size, _STATE_BYTES)))
     finally:
         files.close()
@@ -160,7 +146,7 @@ def _state(root: Root, name: str) -> tuple[str, int] | None:
         raise CorruptCheckpointError("its model_checkpoint_path is no text", path=file.path) from None
 
 
-def _named_place(root: Root, named: str, bytes_read: int) -> BundlePlace:
+def _named_place(root: Store, named: str, bytes_read: int) -> BundlePlace:
     """The place that a `checkpoint` file names: below its directory; an absolute path by its last component."""
     if ".." in named.split("/"):
         raise UnsafeCheckpointError(
@@ -171,13 +157,13 @@ def _named_place(root: Root, named: str, bytes_read: int) -> BundlePlace:
     if named.startswith("/"):
         # TensorFlow writes absolute paths, and checkpoints get copied.
         prefix = os.path.basename(named)
-        if os.path.realpath(os.path.dirname(named)) != root.path:
+        if root.is_remote or os.path.realpath(os.path.dirname(named)) != root.path:
             rebased_from = named
             _LOG.warning("%s names %s; reading %s beside it", root.join(_STATE_FILE), named, prefix)
     if not split_name(prefix, path=root.join(_STATE_FILE)):
         raise CorruptCheckpointError(f"model_checkpoint_path {named!r} names no file", path=root.join(_STATE_FILE))
     try:
-        root.stat(f"{prefix}.index")
+        root.require_file(f"{prefix}.index")
     except CheckpointNotFoundError:
         _refuse_v1(root, prefix)
         raise CheckpointNotFoundError(

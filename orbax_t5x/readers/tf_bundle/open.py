@@ -23,8 +23,8 @@ from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
 from orbax_t5x.readers.tf_bundle.locate import BundlePlace, find_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_header
 from orbax_t5x.readers.tf_bundle.sstable import Table
-from orbax_t5x.storage.files import File, FileSet
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import StoredFile
 
 _STEP = re.compile(r"-([0-9]{1,18})$")
 # The version that this reader is of; a bundle names the oldest reader that may read it.
@@ -49,13 +49,14 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
     """
     limits = limits if limits is not None else Limits()
     place = find_bundle(os.fspath(path))
-    index_files, files = FileSet(place.root), FileSet(place.root)
+    index_files, files = place.root.open_files(), place.root.open_files()
     try:
         index = index_files.file(f"{place.prefix}.index")
+        index.load(limits.index_bytes)
         header, entries, slices = _read_index(index, limits)
     finally:
         index_files.close()
-    leaves = BundleLeaves(files, place.prefix, header, limits)
+    leaves = BundleLeaves(place.root, files, place.prefix, header, limits)
     step = _STEP.search(place.prefix)
     by_name = leaves.leaves(entries, slices)
     return Checkpoint(
@@ -70,6 +71,7 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
 
 
 def _metadata(place: BundlePlace, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
+    leaves.look_at_shards()
     shards = [leaves.shard(number) for number in range(header.num_shards)]
     metadata: dict[str, Any] = {
         "writer": "TensorFlow",
@@ -77,8 +79,8 @@ def _metadata(place: BundlePlace, header: BundleHeader, leaves: BundleLeaves) ->
         "min_consumer": header.min_consumer,
         "endianness": _ENDIANNESS[header.endianness],
         "num_shards": header.num_shards,
-        # None for a shard that is not there: nothing may be in it.
-        "shard_bytes": [None if isinstance(shard, CheckpointError) else shard.size for shard in shards],
+        # None for a shard that is not there: nothing may be in it. Remote stores do not tell.
+        "shard_bytes": [None if isinstance(shard, CheckpointError) else shard.known_size for shard in shards],
     }
     if place.rebased_from is not None:
         metadata["rebased_from"] = place.rebased_from
@@ -88,7 +90,7 @@ def _metadata(place: BundlePlace, header: BundleHeader, leaves: BundleLeaves) ->
 # -- the index
 
 
-def _read_index(index: File, limits: Limits) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
+def _read_index(index: StoredFile, limits: Limits) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
     """The header, the entries of variables by name, those of slices by key."""
     entries: dict[bytes, bytes] = {}
     slices: dict[bytes, bytes] = {}
@@ -111,7 +113,7 @@ def _read_index(index: File, limits: Limits) -> tuple[BundleHeader, dict[bytes, 
     return header, entries, slices
 
 
-def _header(index: File, key: bytes, value: bytes) -> BundleHeader:
+def _header(index: StoredFile, key: bytes, value: bytes) -> BundleHeader:
     if key:
         raise CorruptCheckpointError(f"the header is missing: the first key is {key[:80]!r}", path=index.path)
     try:

@@ -18,8 +18,8 @@ import cramjam
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.storage import crc32c as _crc
-from orbax_t5x.storage.files import File
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import StoredFile
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 _FOOTER_BYTES = 48
@@ -69,7 +69,7 @@ def _read_handle(data: bytes, at: int, end: int) -> tuple[_Handle, int]:
     return _Handle(offset, size), at
 
 
-def is_table(file: File) -> bool:
+def is_table(file: StoredFile) -> bool:
     """Whether a file ends as a table does."""
     return file.size >= _FOOTER_BYTES and bytes(file.read(file.size - len(MAGIC), len(MAGIC))) == MAGIC
 
@@ -77,7 +77,7 @@ def is_table(file: File) -> bool:
 class Table:
     """An opened table: the footer and the index block are read, the data blocks are as they are iterated."""
 
-    def __init__(self, file: File, limits: Limits):
+    def __init__(self, file: StoredFile, limits: Limits):
         self._file = file
         self._limits = limits
         if file.size > limits.index_bytes:

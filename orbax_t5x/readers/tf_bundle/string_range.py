@@ -19,7 +19,7 @@ from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_range import Outcome
 from orbax_t5x.storage import crc32c as _crc
-from orbax_t5x.storage.files import File
+from orbax_t5x.storage.store import StoredFile
 
 _CRC_BYTES = 4
 # Nine groups of seven bits: more than any file holds.
@@ -39,7 +39,7 @@ class _Strings(NamedTuple):
 class StringRange:
     """A string tensor at `offset` of a file; its elements are `bytes`."""
 
-    file: File
+    file: StoredFile
     offset: int
     nbytes: int
     shape: tuple[int, ...]

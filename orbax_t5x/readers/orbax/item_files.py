@@ -1,0 +1,98 @@
+"""Which files an Orbax item has besides its list of names: strings, metadata of arrays, a database.
+
+A local item is listed, and what TensorStore will open is proven to be plain files inside the root. A remote one is
+asked for the files that Orbax may have written: web servers list nothing, and a list of a bucket names every chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orbax_t5x.readers.detect.probe import is_file
+from orbax_t5x.readers.orbax.steps import MANIFEST_FILE
+from orbax_t5x.storage.local_store import LocalStore
+from orbax_t5x.storage.store import Snapshot, Store
+from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
+
+STRINGS_FILE = "_strings.json"
+ARRAY_METADATAS = "array_metadatas"
+# Where an OCDBT database lies: its manifest, its tables, and those of single processes.
+_DATABASE = frozenset({MANIFEST_FILE, "d"})
+_PROCESS_PREFIX = "ocdbt.process_"
+# Each process of a save writes one file of metadata; so many are asked for at once.
+_METADATA_FILES_AT_ONCE = 16
+
+
+class ItemFiles(NamedTuple):
+    """What was found.
+
+    Attributes:
+      manifest: whether the item has an OCDBT database.
+      strings: whether it has a file of strings.
+      array_metadatas: the names of the files of metadata of arrays.
+      plain_directories: names of its subdirectories that are no symlinks.
+      database: the names of the database's files and directories.
+    """
+
+    manifest: bool
+    strings: bool
+    array_metadatas: Sequence[str]
+    plain_directories: frozenset[str]
+    database: Sequence[str]
+
+
+def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
+    """Looks at an item.
+
+    Args:
+      store: what was opened.
+      item: the item's directory, relative to it; "" for the root itself.
+      directory: the same, resolved.
+    """
+    if not isinstance(store, LocalStore):
+        return _find_remote(store, item)
+    entries = list_directory(directory)
+    metadatas: list[str] = []
+    if ARRAY_METADATAS in entries:
+        inner = inside(item, ARRAY_METADATAS)
+        check_tree(store, inner)
+        metadatas = sorted(list_directory(store.join(inner)))
+    return ItemFiles(
+        manifest=is_file(directory, MANIFEST_FILE),
+        strings=STRINGS_FILE in entries,
+        array_metadatas=metadatas,
+        plain_directories=frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False)),
+        database=sorted(name for name in entries if name in _DATABASE or name.startswith(_PROCESS_PREFIX)),
+    )
+
+
+def _find_remote(store: Store, item: str) -> ItemFiles:
+    wanted = [MANIFEST_FILE, STRINGS_FILE, *_metadata_names(0)]
+    manifest, strings, *found = store.has_files([inside(item, name) for name in wanted])
+    metadatas: list[str] = []
+    while True:
+        names = _metadata_names(len(metadatas))
+        count = found.index(False) if False in found else len(found)
+        metadatas += [name.partition("/")[2] for name in names[:count]]
+        if count < len(names):
+            break
+        found = store.has_files([inside(item, name) for name in _metadata_names(len(metadatas))])
+    return ItemFiles(manifest, strings, metadatas, frozenset(), [MANIFEST_FILE])
+
+
+def _metadata_names(first: int) -> list[str]:
+    return [f"{ARRAY_METADATAS}/process_{number}" for number in range(first, first + _METADATA_FILES_AT_ONCE)]
+
+
+def database_files(store: Store, item: str, found: ItemFiles) -> Snapshot:
+    """The files of an item's database, proven plain where they are local."""
+    if not isinstance(store, LocalStore):
+        return store.array_files(item, MANIFEST_FILE)
+    check_tree(store, item)
+    return TreeSnapshot(store, [inside(item, name) for name in found.database])
+
+
+def inside(item: str, name: str) -> str:
+    """The path of something in an item, relative to the root."""
+    return f"{item}/{name}" if item and name else item or name
