@@ -1,0 +1,221 @@
+"""A web server on the loopback that serves files by ranges, keeps a log, and fails in the ways that servers do.
+
+`HttpStore(directory)` serves a directory; `files` adds or replaces single ones. A `fault` is asked about each request
+and says what happens instead of the right answer.
+"""
+
+import dataclasses
+import email.utils
+import hashlib
+import http.server
+import re
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request: its method, its path without the slash at the front, and the range asked for, as text."""
+
+    method: str
+    name: str
+    range: str | None
+
+
+Fault = Callable[[Request], str | None]
+"""What happens to a request: None for the right answer, or one of the names that `_Handler.fail` knows."""
+
+
+class HttpStore:
+    """A server of files, in threads of its own.
+
+    Attributes:
+      files: contents by name, before those of the directory.
+      etag: makes the ETag of a file's contents; None for no ETag.
+      fault: see `Fault`.
+      latency: waited for before each answer, in seconds.
+      log: all requests.
+      bytes_sent: of all bodies.
+    """
+
+    def __init__(self, directory: Path | None = None):
+        self.directory = directory
+        self.files: dict[str, bytes] = {}
+        self.etag: Callable[[bytes], str | None] = lambda data: f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+        self.fault: Fault = lambda request: None
+        self.latency = 0.0
+        self.log: list[Request] = []
+        self.bytes_sent = 0
+        self.stopping = threading.Event()
+        self._lock = threading.Lock()
+        store = self
+
+        class Handler(_Handler):
+            server_store = store
+
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Of the root."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def contents(self, name: str) -> bytes | None:
+        """Of a file, or None."""
+        if name in self.files:
+            return self.files[name]
+        path = self.directory / name if self.directory is not None and name else None
+        return path.read_bytes() if path is not None and path.is_file() else None
+
+    def note(self, request: Request) -> None:
+        """Adds to the log."""
+        with self._lock:
+            self.log.append(request)
+
+    def count(self, size: int) -> None:
+        """Adds to the bytes sent."""
+        with self._lock:
+            self.bytes_sent += size
+
+    def forget(self) -> None:
+        """Empties the log and the count."""
+        with self._lock:
+            self.log.clear()
+            self.bytes_sent = 0
+
+    def close(self) -> None:
+        """Ends all answers and the server."""
+        self.stopping.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@contextmanager
+def serving(directory: Path | None = None) -> Iterator[HttpStore]:
+    """A running server."""
+    store = HttpStore(directory)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    # Threads that stand still for a fault end with the process, if not before.
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing: clients that give up are what is tested."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_store: HttpStore
+    # An answer in two packets would wait for the first one's acknowledgement.
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        store = self.server_store
+        name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip("/")
+        request = Request(self.command, name, self.headers.get("Range"))
+        store.note(request)
+        if store.latency:
+            store.stopping.wait(store.latency)
+        fault = store.fault(request)
+        data = store.contents(name)
+        if fault is not None and self.fail(fault, data, request):
+            return
+        if data is None:
+            self.send(404, b"<html>not found</html>")
+        else:
+            self.send_file(data, request)
+
+    def fail(self, fault: str, data: bytes | None, request: Request) -> bool:
+        """Makes a failure happen; returns False where the right answer shall be sent after all."""
+        if data is None and fault in ("truncated", "shorter", "no content range", "no ranges"):
+            return False
+        data = data or b""
+        if fault == "stall":
+            self.server_store.stopping.wait(120)
+            self.close_connection = True
+        elif fault == "reset":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        elif fault in ("403", "404", "429", "500", "503"):
+            self.send(int(fault), b"<html>sorry</html>")
+        elif fault == "redirect":
+            self.send(302, b"", {"Location": "/elsewhere"})
+        elif fault == "no ranges":
+            self.send(200, data, self.tags(data))
+        elif fault == "html":
+            self.send(200, b"<html>please log in</html>", self.tags(data))
+        elif fault == "html for a range":
+            body = b"<html>please log in</html>"
+            self.send(206, body, {**self.tags(data), "Content-Range": f"bytes 0-{len(body) - 1}/{len(data)}"})
+        elif fault == "truncated":
+            self.send_file(data, request, cut=3)
+        elif fault == "shorter":
+            self.send_file(data, request, short=3)
+        elif fault == "no content range":
+            self.send_file(data, request, without_range=True)
+        else:
+            raise AssertionError(fault)
+        return True
+
+    def tags(self, data: bytes) -> dict[str, str]:
+        tag = self.server_store.etag(data)
+        return {} if tag is None else {"ETag": tag}
+
+    def send_file(
+        self, data: bytes, request: Request, *, cut: int = 0, short: int = 0, without_range: bool = False
+    ) -> None:
+        headers = self.tags(data) | {"Accept-Ranges": "bytes", "Last-Modified": email.utils.formatdate(0)}
+        match = _RANGE.fullmatch(request.range or "")
+        if match is None:
+            self.send(200, data, headers, cut=cut)
+            return
+        first, last = match.groups()
+        start = int(first) if first else max(0, len(data) - int(last))
+        stop = min(len(data), int(last) + 1) if first and last else len(data)
+        if start >= len(data):
+            self.send(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+            return
+        body = data[start : stop - short]
+        if not without_range:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        self.send(206, body, headers, cut=cut)
+
+    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None, *, cut: int = 0) -> None:
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) - cut] if cut else body)
+            self.server_store.count(len(body) - cut)
+        self.wfile.flush()
+        if cut:
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
