@@ -165,7 +165,7 @@ def test_auto_finds_the_pack_for_a_target(run, tmp_path):
     code, out, err = run("plan", BUNDLE, *arguments)
     assert code == 0 and "stack of 2 on axis 1" in out, err
     code, out, err = run("convert", BUNDLE, tmp_path / "out", *arguments)
-    assert code == 0 and "mesh_tf_to_t5x() then t5_minimal_to_scanned(num_heads=4, head_dim=4)" in out, err
+    assert code == 0 and "rules.mesh_tf_to_t5x(), rules.t5_minimal_to_scanned(num_heads=4, head_dim=4)" in out, err
     assert_equals(arrays_of(tmp_path / "out"), arrays_of(tmp_path / "scanned"))
 
 

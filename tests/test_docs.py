@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import t5_model
+
 DOCS = Path(__file__).parents[1] / "docs"
 # Pages that show how to extend the package are test files: their examples are run by pytest.
 GUIDES = sorted(DOCS.glob("adding-a-*.md"))
@@ -28,7 +30,13 @@ def test_pages_and_index_agree():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page, goldens, tmp_path):
     text = page.read_text()
-    names = {"bundle": goldens / "tf_bundle" / "t5_1_1_f32", "directory": tmp_path / "steps"}
+    names = {
+        "bundle": goldens / "tf_bundle" / "t5_1_1_f32",
+        "hugging_face": goldens / "safetensors" / "t5_1_1",
+        "directory": tmp_path / "steps",
+        "model": t5_model.T5(t5_model.T5Config()),
+        "scanned_model": t5_model.T5(t5_model.T5Config(scan_layers=True)),
+    }
     for block in _EXAMPLE.finditer(text):
         line = text[: block.start()].count("\n") + 1
         exec(compile("\n" * line + block[1], str(page), "exec"), names)

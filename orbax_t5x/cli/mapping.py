@@ -12,7 +12,7 @@ from orbax_t5x.cli.arguments import UsageError, read_rules, resuming_argument
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.rules import RulePack, infer
+from orbax_t5x.rules import infer
 from orbax_t5x.transforms import AssignmentMap, Transform, Translate
 from orbax_t5x.trees.flat import unflatten
 
@@ -57,8 +57,7 @@ class MappingOptions:
           RestorePlanError: no rule pack leads from the source to the target.
         """
         chain: list[Transform] = [Translate()] if self._is_translated(source) else []
-        chain += [infer(source.leaves, target)] if self._is_auto else self._packs
-        chain = [transform for transform in chain if not (isinstance(transform, RulePack) and not transform.steps)]
+        chain += infer(source.leaves, target).parts if self._is_auto else self._packs
         return chain if self._rules is None else [*chain, self._rules]
 
     def _is_translated(self, source: Checkpoint) -> bool:

@@ -155,7 +155,7 @@ def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
 
 def _without_place(pack: RulePack, source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[str, ...]:
     """Patterns of the optimizer's leaves, and of the step, that are no leaves of the target after a pack."""
-    names = pack.apply(_views(source), target, Diagnostics())
+    names = pack.apply(_views(source), target, Diagnostics()) if pack.steps else source
     patterns: list[str] = []
     for pattern in _TRAINING:
         found = [name for name in names if re.fullmatch(pattern, name)]
