@@ -78,6 +78,16 @@ def test_one_dtype_for_a_whole_model_is_one_entry():
     assert sorted(leaves) == ["      layers_{0…25}/bias ×26", "      layers_{0…25}/kernel ×26"]
 
 
+def test_one_shape_for_leaves_of_other_names_is_one_entry():
+    arrays = {f"layers_{i}/{part}": np.zeros(4, np.float32) for i in range(26) for part in ("kernel", "bias")}
+    target = {f"model/{name}": np.zeros((4, 2), np.float32) for name in arrays}
+    error = caught(checkpoint(arrays), target, ot.transforms.Rename([("(.*)", r"model/\1")]))
+    assert len(error.problems) == 52 and error.problems[0].message.endswith("(from layers_0/bias)")
+    _, entry, *leaves = str(error).splitlines()
+    assert entry.startswith("  - [shape] 52 leaves: the checkpoint has shape (4,), the target (4, 2) Fix: ")
+    assert len(leaves) == 2
+
+
 def test_one_typing_error_in_a_rule_is_short():
     arrays = {
         f"block_{i}/layer_{j}/kernel_of_a_long_name": np.zeros(2, np.float32) for i in range(16) for j in range(9)

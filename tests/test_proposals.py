@@ -147,6 +147,14 @@ def test_a_pack_is_added_to_what_was_given():
     assert problem.fix.startswith("pass transforms=[*transforms, ot.rules.t5_minimal_to_scanned(")
 
 
+def test_a_pack_is_proposed_in_place_of_translate():
+    """Names of Hugging Face, and the transform for Mesh TensorFlow's."""
+    target = parameters(HF_CONFIG)
+    (problem,) = problems_of(HF, target, [ot.transforms.Translate()])
+    assert problem.fix == "pass transforms=[ot.rules.hf_t5_to_t5x()] instead of Translate()"
+    assert ot.plan_restore(HF, target, applied(problem.fix)).unused == ()
+
+
 ARRAYS = {f"layer_{i}/{name}": np.full((2, 3), i, np.float32) for i in range(3) for name in ("kernel", "bias")}
 
 

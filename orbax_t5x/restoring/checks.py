@@ -30,6 +30,7 @@ class PlanChecks:
       target: what is to be filled.
       options: of the plan.
       stored: what the checkpoints have, by name.
+      source: the same as transforms get it.
       takes_rules: whether a rule more would be applied; not so when the run is resumed.
 
     Attributes:
@@ -43,6 +44,7 @@ class PlanChecks:
         target: Target,
         options: PlanOptions,
         stored: Mapping[str, Any],
+        source: Mapping[str, Any],
         *,
         takes_rules: bool,
     ):
@@ -50,6 +52,7 @@ class PlanChecks:
         self._transforms = transforms
         self._target = target
         self._options = options
+        self._source = source
         self._takes_rules = takes_rules
         self._names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
         self._fallback_problems: list[Problem] = []
@@ -69,13 +72,23 @@ class PlanChecks:
             return []
         outcome = self._outcome(matcher, state, diagnostics)
         if proposes and matcher.unfilled and self._target.kind == "tree":
-            after = cured(
-                outcome, self._target, self._attempting(state, diagnostics), has_transforms=bool(self._transforms)
-            )
+            after = self._cured(outcome, diagnostics)
             if after is not None:
                 return after
         hint = self._translation(len(matcher.missing), state) if matcher.missing and self._takes_rules else []
         return [*hint, *outcome.problems()]
+
+    def _cured(self, outcome: Matched, diagnostics: Diagnostics) -> list[Problem] | None:
+        """What is wrong, from one explanation on; None where there is none."""
+        is_translate = len(self._transforms) == 1 and any(one.kind == "translate" for one in diagnostics.problems)
+        if is_translate and not outcome.state:  # it knew no name at all
+            notes = Diagnostics(problems=list(self._target.problems))
+            matcher = self.matcher(self._source, notes)
+            matcher.entries()
+            untouched = self._outcome(matcher, self._source, notes)
+            return cured(untouched, self._target, self._attempting(self._source, notes), "instead of Translate()")
+        placing = "after" if self._transforms else "alone"
+        return cured(outcome, self._target, self._attempting(outcome.state, diagnostics), placing)
 
     def _outcome(self, matcher: Matcher, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matched:
         target = self._target.leaves

@@ -58,7 +58,7 @@ def build_plan(
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
     state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
-    checks = PlanChecks(checkpoints, transforms, flattened, options, stored, takes_rules=not resuming)
+    checks = PlanChecks(checkpoints, transforms, flattened, options, stored, source, takes_rules=not resuming)
     matcher = checks.matcher(state, diagnostics)
     entries = matcher.entries()
     # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.

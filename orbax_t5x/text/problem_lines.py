@@ -18,6 +18,8 @@ from orbax_t5x.text.wording import counted, leaves_text
 MOST_LINES = 56
 # Entries of all kinds together, where no kind has fewer than three.
 _MOST_ENTRIES = 20
+# Which leaf of the checkpoint a message is about: like problems of several leaves are one entry without it.
+_FROM = re.compile(r" \(from [^()]*\)$")
 # Messages of this length are read; longer ones are lists of names.
 _MOST_CHARACTERS = 600
 
@@ -107,7 +109,7 @@ def problem_lines(
 
 
 def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_ProblemGroup]:
-    """Problems whose messages are alike, and whose fixes differ in the leaf's name alone, as one entry."""
+    """Problems whose messages are alike but for where a leaf is from, and whose fixes differ in its name alone."""
     folded = fold([(one.leaf or "", one.message) for one in problems], [one.kind for one in problems])
     entries: dict[tuple[str, str, str], _ProblemGroup] = {}
     for row in folded:
@@ -115,10 +117,13 @@ def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_ProblemGroup]:
         fix = first.fix
         for name in (re.escape(first.leaf), first.leaf) if first.leaf else ():
             fix = fix.replace(name, "")
+        message = _FROM.sub("", row.texts[1])
         entry = entries.setdefault(
-            (first.kind, row.texts[1], fix),
+            (first.kind, message, fix),
             _ProblemGroup(first.kind, row.texts[1], first.fix, fix != first.fix, [], 0),
         )
+        if entry.message != row.texts[1]:
+            entry.message = message
         entry.count += len(row.members)
         if first.leaf:
             entry.leaves.append(row)

@@ -22,9 +22,10 @@ def corrected_template(
       names: all that exist.
 
     Returns:
-      None where no such change of one word is found.
+      None where no such change of one word is found, or two are.
     """
     words = _WORD.findall(expand_match(matches[0], template))
+    found: set[str] = set()
     for name in closest:
         wanted = _WORD.findall(name)
         changed = {(word, other) for word, other in zip(words, wanted, strict=False) if word != other}
@@ -34,5 +35,5 @@ def corrected_template(
         # No letter before or after, and no group's number or name: `\\g<word>` stays.
         mended = re.sub(rf"(?<![A-Za-z\\<]){word}(?![A-Za-z>])", other, template)
         if mended != template and all(expand_match(match, mended) in names for match in matches):
-            return mended
-    return None
+            found.add(mended)
+    return found.pop() if len(found) == 1 else None
