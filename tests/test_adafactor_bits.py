@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orbax_t5x.adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap
+from orbax_t5x.adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap, standard_logical_factor_rules
+from orbax_t5x.train_state import FlaxOptimTrainState
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests import adafactor_oracle as oracle
+from tests import t5_model
 
 STEPS = 5
 # Matrices by size, with the larger dimension first and last; a whole moment; a rule with BATCH and groups.
@@ -125,3 +130,50 @@ def test_five_steps_are_t5xs_bit_for_bit(case, dtype, mode):
             for slot, wanted in slots[name].items():
                 got = getattr(optimizer.state.param_states[tower][rest], slot)
                 assert_same_bits(got, wanted, f"step {t}, {name}/{slot}")
+
+
+def by_size(shape):
+    """(row dims, column dims) of a matrix that is factored: of the two the larger, or the later, is the column."""
+    if len(shape) != 2 or min(shape) < 8:
+        return None
+    return ((1,), (0,)) if shape[0] > shape[1] else ((0,), (1,))
+
+
+def test_five_steps_of_a_trainer_are_t5xs_bit_for_bit():
+    """Loss, gradients and update in one compiled function, as T5X's trainer has them."""
+    options = {"beta1": 0.9, "global_norm_clip_threshold": 0.5, "weight_decay_rate": 0.01}
+    config = t5_model.T5Config(encoder_layers=1, decoder_layers=1)
+    model, variables = t5_model.init(config)
+    definition = Adafactor(
+        min_dim_size_to_factor=8,
+        logical_factor_rules=standard_logical_factor_rules(),
+        dtype_momentum=jnp.bfloat16,
+        **options,
+    )
+    state = FlaxOptimTrainState.create(definition, variables)
+    loss_and_grads = jax.value_and_grad(partial(t5_model.loss, model))
+    factored = {name: dims for name, param in flatten(state.params).items() if (dims := by_size(param.shape))}
+
+    @jax.jit
+    def ours(state, rate, *batch):
+        loss, grads = loss_and_grads(state.params, *batch)
+        return state.apply_gradient(grads, rate), loss
+
+    @jax.jit
+    def theirs(params, slots, t, rate, *batch):
+        loss, grads = loss_and_grads(unflatten(params), *batch)
+        grads = {name: flatten(grads)[name] for name in params}
+        return *oracle.step(params, slots, grads, t, {**options, "learning_rate": rate}, factored, {}), loss
+
+    params = dict(sorted(flatten(state.params).items(), key=lambda item: item[0].split("/")))
+    slots = oracle.init(params, factored, beta1=0.9, dtype_momentum=jnp.bfloat16)
+    for t in range(STEPS):
+        rate, batch = jnp.float32(0.01 / (t + 1)), t5_model.batch(t, config)
+        state, loss = ours(state, rate, *batch)
+        params, slots, expected_loss = theirs(params, slots, jnp.int32(t), rate, *batch)
+        assert_same_bits(loss, expected_loss, f"step {t}, loss")
+    got = flatten(state.state_dict())
+    for name, value in params.items():
+        assert_same_bits(got[f"target/{name}"], value, name)
+        for slot, wanted in slots[name].items():
+            assert_same_bits(got[f"state/param_states/{name}/{slot}"], wanted, f"{name}/{slot}")
