@@ -306,6 +306,32 @@ def test_an_nnx_module_and_its_optimizer(abstract_model):
     assert state["step"].get_value().sharding.spec == P()
 
 
+@pytest.mark.filterwarnings("ignore:'sharding.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"sharding": ("data", "model")}, P("data", "model")),
+        ({"sharding_names": (None, "model")}, P(None, "model")),
+        ({"out_sharding": ("embed", "mlp")}, P(None, "model")),
+        ({"out_sharding": P(("data", "model"))}, P(("data", "model"))),
+        ({"out_sharding": ("mlp", "mlp_activations")}, P("model", None)),
+        ({"out_sharding": ("elsewhere",)}, P(None)),
+        ({}, P()),
+    ],
+    ids=str,
+)
+def test_every_form_of_an_nnx_variables_metadata(metadata, expected):
+    with nnx.use_eager_sharding(False):
+        variables = {"w": nnx.Param(jnp.ones((8, 8)), **metadata), "v": nnx.Param(jnp.ones(8), out_sharding=("mlp",))}
+    assert with_shardings(nnx.State(variables), mesh())["w"].get_value().sharding.spec == expected
+
+
+def test_a_sharding_as_metadata_of_an_nnx_variable():
+    with nnx.use_eager_sharding(False):
+        variable = nnx.Param(jnp.ones((8, 8)), out_sharding=NamedSharding(mesh(), P("data")))
+    assert with_shardings(nnx.State({"w": variable}), mesh())["w"].get_value().sharding.spec == P("data")
+
+
 def test_rules_for_names_split_any_tree():
     model = nn.Dense(16)
 
