@@ -325,6 +325,35 @@ class LoopThread:
         self.close()
 
 
+class ThreadCall(Generic[_Result]):
+    """A blocking call in a thread of its own, which goes on where its caller waits no longer.
+
+    Attributes:
+      ended: set when it has ended.
+    """
+
+    def __init__(self, function: Callable[[], _Result], name: str):
+        self.ended = threading.Event()
+        self._function = function
+        self._outcome: list[_Result] = []
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome.append(self._function())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.ended.set()
+
+    def result(self) -> _Result:
+        """What the call returned, once it has ended; raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]
+
+
 class _Call:
     """A coroutine that runs as a task of a loop of another thread; what it raises is kept as a value.
 

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
+from orbax_t5x.restoring.execute import heartbeat
 from orbax_t5x.trees.flat import unflatten
 
 
@@ -127,8 +128,56 @@ def restore_where_one_dies(path, where):
     handler.restore(epath.Path(path), ot.args.TrainStateRestore(target, transforms))
 
 
+def hurry():
+    """Beats and silences of a fraction of their seconds."""
+    heartbeat._BEAT_SECS, heartbeat._SILENT_SECS = 0.2, 2.0
+
+
+def restore_where_one_stops(path, stopped, where):
+    """One process is stopped while it reads, or while the processes agree on the plan."""
+    hurry()
+    stops = jax.process_index() == int(stopped)
+    target = state_target(path, PartitionSpec("x"))
+    transforms = [ot.transforms.Translate()]
+
+    def stop(*_):
+        if stops:
+            # It has given a sign of life, and the others have seen it.
+            wait_for_beats(5)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    if where == "reading":
+        ot.restore(path, target, transforms, progress=stop)
+    else:
+        handler = ot.TrainStateHandler()
+        chain = [lambda state, target, *, is_resuming=False: stop() or state, *transforms]
+        handler.restore(epath.Path(path), ot.args.TrainStateRestore(target, chain))
+
+
+def wait_for_beats(count):
+    pulse = heartbeat._shared.pulse
+    assert pulse is not None
+    first = pulse.beats
+    while pulse.beats < first + count:
+        pulse._ended.wait(0.01)
+
+
+def restore_where_one_is_slow(path):
+    """One process takes far longer than the others would wait for a silent one."""
+    hurry()
+
+    def slow(*_):
+        if jax.process_index() == 1 and not done:
+            done.append(True)
+            wait_for_beats(25)
+
+    done = []
+    ot.restore(path, state_target(path, PartitionSpec("x")), [ot.transforms.Translate()], progress=slow)
+    return {"slow": bool(done)}
+
+
 # Jobs after which a process ends alone: what JAX does at the end, all do together.
-_ENDS_ALONE = ("restore_where_one_dies",)
+_ENDS_ALONE = ("restore_where_one_dies", "restore_where_one_stops")
 
 
 def main():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,8 @@ _TIMEOUT_SECS = 240
 _REPOSITORY = Path(__file__).parents[1]
 
 
-def run_processes(count, job, *arguments, killed=()):
-    """What each process tells; None for those that are killed."""
+def run_processes(count, job, *arguments, killed=(), stopped=()) -> list[Any]:
+    """What each process tells; None for those that are killed, or that stop: these are killed when the others end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -39,14 +40,21 @@ def run_processes(count, job, *arguments, killed=()):
         for index in range(count)
     ]
     try:
-        outputs = [worker.communicate(timeout=_TIMEOUT_SECS) for worker in workers]
+        outputs = [("", "")] * count
+        for index in sorted(range(count), key=lambda index: index in stopped):
+            if index in stopped:
+                workers[index].kill()
+            outputs[index] = workers[index].communicate(timeout=_TIMEOUT_SECS)
     finally:
         for worker in workers:
             worker.kill()
     for index, (worker, (_, errors)) in enumerate(zip(workers, outputs, strict=True)):
-        assert worker.returncode == (-signal.SIGKILL if index in killed else 0), errors[-4000:]
+        assert worker.returncode == (-signal.SIGKILL if index in {*killed, *stopped} else 0), errors[-4000:]
     with folder:
-        return [None if index in killed else json.loads(result.read_text()) for index, result in enumerate(results)]
+        return [
+            None if index in {*killed, *stopped} else json.loads(result.read_text())
+            for index, result in enumerate(results)
+        ]
 
 
 @pytest.fixture
@@ -110,6 +118,21 @@ def test_a_process_that_dies_ends_the_others_with_an_error_that_names_the_checkp
     survivor, _ = run_processes(2, "restore_where_one_dies", bundle, where, killed=[1])
     assert survivor["error"] == "CheckpointIOError" and "has died" in survivor["text"]
     assert str(bundle) in survivor["path"]
+
+
+@pytest.mark.parametrize(("stopped", "where"), [(0, "reading"), (1, "planning")])
+def test_a_process_that_stops_ends_the_others_with_an_error(bundle, stopped, where):
+    """Process 0 holds the coordination service, which then does not answer either."""
+    results = run_processes(2, "restore_where_one_stops", bundle, stopped, where, stopped=[stopped])
+    survivor = results[1 - stopped]
+    assert survivor["error"] == "CheckpointIOError"
+    said = f"process {stopped} has given no sign of life", "the coordination service of JAX has not answered"
+    assert said[0] in survivor["text"] or (stopped == 0 and said[1] in survivor["text"])
+    assert str(bundle) in survivor["path"]
+
+
+def test_a_slow_process_is_waited_for(bundle):
+    assert run_processes(2, "restore_where_one_is_slow", bundle) == [{"slow": False}, {"slow": True}]
 
 
 def test_save_and_restore_through_a_manager(bundle, tmp_path):

@@ -18,6 +18,7 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError, Problem, RestorePlanError
 from orbax_t5x.restoring.execute.exchange import gather
+from orbax_t5x.restoring.execute.heartbeat import beating
 from orbax_t5x.restoring.lineage import Records
 
 
@@ -38,7 +39,8 @@ class Agreement:
     def planning(self) -> Generator[None, None, None]:
         """Tells the others, who wait at their next exchange, when this process fails."""
         try:
-            yield
+            with beating():
+                yield
         except BaseException:
             if not self._told_failure:
                 # This process's own error says more than that there is nobody to tell it to.

@@ -2,8 +2,7 @@
 that they read.
 
 Four bytes of crc and two offsets per part, in one small all-gather. Every process must call it, with the same leaves in
-the same order,
-also one whose reading failed: the others would wait for it.
+the same order, also one whose reading failed: the others would wait for it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.read_stats import ChecksummedRange
+from orbax_t5x.restoring.execute.heartbeat import call_with_living_peers
 
 _COLUMNS = 4  # leaf, start, stop, crc
 
@@ -29,11 +29,11 @@ def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
       path: of what is being restored, for the error.
 
     Raises:
-      CheckpointIOError: another process does not answer. JAX's runtime notices that one has died; one that was
-        stopped, or that a network parts, ends this process when JAX's own heartbeat says so.
+      CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
+        was stopped or is parted from the others.
     """
     try:
-        rows = np.asarray(multihost_utils.process_allgather(mine))
+        rows = call_with_living_peers(lambda: np.asarray(multihost_utils.process_allgather(mine)), path)
     except RuntimeError as error:  # `jax.errors.JaxRuntimeError` is one, and has no type for checkers
         text = " ".join(str(error).split())
         message = f"another process of this restore has died, or cannot be reached: {text}"

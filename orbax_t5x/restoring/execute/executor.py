@@ -31,6 +31,7 @@ from orbax_t5x.lazy import BlockingLeaf, ChecksummedRange, Leaf, ReadStats, Requ
 from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
+from orbax_t5x.restoring.execute.heartbeat import beating
 from orbax_t5x.restoring.execute.lowering import Shard, lower_shards
 from orbax_t5x.restoring.execute.steps import Part
 from orbax_t5x.restoring.fallback import ComputedLeaf
@@ -64,7 +65,8 @@ def execute_plan(
     """
     if options.broadcast and jax.process_count() > 1:
         raise ValueError("broadcast=True over several processes is not available in this version; use broadcast=False")
-    return _Execution(plan, options, on_progress).run()
+    with beating():
+        return _Execution(plan, options, on_progress).run()
 
 
 _Buffers = dict[str, list[np.ndarray]]

@@ -1,0 +1,169 @@
+"""Signs of life of the processes of one collective call, so that none waits for ever for one that has stopped.
+
+While a process is in a collective call of this package, a thread of its own writes a new number into the key-value
+store of JAX's coordination service every few seconds, and reads those of the others. A process that is slow goes on
+writing and is waited for, however long; so is one that has not come to the call yet. One whose number stays the same is
+stopped, or cannot be reached. A process that has died is noticed by JAX itself, at once.
+
+JAX's own heartbeat is another thing: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by default, after
+which JAX ends this process whatever is done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+from orbax_t5x.concurrency import ThreadCall
+from orbax_t5x.errors import CheckpointIOError
+
+# A number that is 20 s old when it is looked at was written at most 25 s ago: below 30 s, and enough for a process that
+# is held up.
+_BEAT_SECS = 5.0
+_SILENT_SECS = 20.0
+# How often a waiting caller looks; an interrupt is noticed as often.
+_POLL_SECS = 0.1
+_KEY = "orbax_t5x/beat/{}"
+_GONE = "gone"  # what stands in place of the number of a process that is in no call
+_NOT_FOUND = "NOT_FOUND"
+
+_Result = TypeVar("_Result")
+
+
+class Pulse:
+    """This process's signs of life, and what it knows of the others'.
+
+    Attributes:
+      beats: how many numbers were written.
+    """
+
+    def __init__(self, client: Any, process: int, count: int):
+        """Starts the thread.
+
+        Args:
+          client: of JAX's key-value store.
+          process: the index of this process.
+          count: how many processes there are.
+        """
+        self._client = client
+        self._process = process
+        self._others = [other for other in range(count) if other != process]
+        self._ended = threading.Event()
+        # The last number of each process, and when it was first seen here.
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._looked = time.monotonic()
+        self.beats: int = 0
+        self._beating = ThreadCall(self._run, "orbax_t5x-beat")
+
+    def _run(self) -> None:
+        for number in itertools.count(time.time_ns()):
+            # The coordinator may be gone: then `silent` says so, by how long ago the last look was.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._write(str(number))
+                self.beats += 1
+                for other in self._others:
+                    self._look_at(other)
+                self._looked = time.monotonic()
+            if self._ended.wait(_BEAT_SECS):
+                break
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._write(_GONE)
+
+    def _write(self, text: str) -> None:
+        self._client.key_value_set(_KEY.format(self._process), text, allow_overwrite=True)
+
+    def _look_at(self, other: int) -> None:
+        try:
+            text = self._client.key_value_try_get(_KEY.format(other))
+        except RuntimeError as error:
+            if _NOT_FOUND not in str(error):
+                raise
+            return
+        if text == _GONE:
+            self._seen.pop(other, None)
+        elif self._seen.get(other, ("", 0.0))[0] != text:
+            self._seen[other] = (text, time.monotonic())
+
+    def silent(self) -> str | None:
+        """Which process gives no sign of life, as text, or None."""
+        now = time.monotonic()
+        for other, (_, since) in sorted(self._seen.copy().items()):
+            if now - since > _SILENT_SECS:
+                return f"process {other} has given no sign of life for {now - since:.0f} s"
+        if now - self._looked > _SILENT_SECS:
+            return f"the coordination service of JAX has not answered for {now - self._looked:.0f} s"
+        return None
+
+    def stop(self) -> None:
+        """Says that this process is in no call any more."""
+        self._ended.set()
+        self._beating.ended.wait(_POLL_SECS)  # it may wait for a coordinator that does not answer
+
+
+class _Shared:
+    """The one pulse of this process, for all calls that run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self.pulse: Pulse | None = None
+
+    def enter(self) -> Pulse | None:
+        with self._lock:
+            self._users += 1
+            if self.pulse is None and jax.process_count() > 1:
+                # There is none where processes found each other by other means than `jax.distributed`.
+                with contextlib.suppress(ValueError):
+                    client = ocp.multihost.get_jax_distributed_client()
+                    self.pulse = Pulse(client, jax.process_index(), jax.process_count())
+            return self.pulse
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            pulse = None
+            if not self._users:
+                pulse, self.pulse = self.pulse, None
+        if pulse is not None:
+            pulse.stop()
+
+
+_shared = _Shared()
+
+
+@contextlib.contextmanager
+def beating() -> Generator[Pulse | None, None, None]:
+    """Signs of life while this lasts; calls within calls share them. With one process there are none."""
+    pulse = _shared.enter()
+    try:
+        yield pulse
+    finally:
+        _shared.leave()
+
+
+def call_with_living_peers(function: Callable[[], _Result], path: str | None) -> _Result:
+    """Calls what waits for all processes, for as long as they live.
+
+    Args:
+      function: called in a thread of its own, which goes on where this call gives up.
+      path: of what is being restored, for the error.
+
+    Raises:
+      CheckpointIOError: a process that was in the call gives no sign of life any more.
+    """
+    with beating() as pulse:
+        if pulse is None:
+            return function()
+        call = ThreadCall(function, "orbax_t5x-collective")
+        while not call.ended.wait(_POLL_SECS):
+            if (silent := pulse.silent()) is not None:
+                message = f"{silent}: it was stopped or cannot be reached, and this restore waits for it no longer"
+                raise CheckpointIOError(message, path=path)
+        return call.result()
