@@ -29,6 +29,8 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 # Orbax's own writers may still be finishing when we remove; what they create after us is removed on the next round.
 _ROUNDS = 50
 _ROUND_SECS = 0.1
+_METADATA_ROUNDS = 100
+_METADATA_SECS = 1.0
 # Directories are made in the background, in milliseconds; without an answer by then they are not coming.
 _CREATION_TIMEOUT_SECS = 20
 # TensorStore reports the system's errors as text.
@@ -80,7 +82,22 @@ def discard(directory: Any) -> None:
 
 
 async def _remove(directory: Any) -> None:
+    path = _local(directory)
+    if path is not None:
+        _wait_for_step_metadata(path)
     remove_temporary(directory)
+
+
+def _wait_for_step_metadata(path: Path) -> None:
+    """Waits a second at most until Orbax, in a thread of its own, has written into a step that it has just made.
+
+    Where the directory is gone before, that write fails, and Orbax raises its error instead of the save's.
+    """
+    step = path.parent if TEMPORARY_MARK in path.parent.name else path
+    for _ in range(_METADATA_ROUNDS):
+        if (step / _STEP_METADATA).exists():
+            return
+        time.sleep(_METADATA_SECS / _METADATA_ROUNDS)
 
 
 def remove_temporary(directory: Any) -> None:
