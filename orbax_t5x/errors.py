@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from orbax_t5x.text.problem_lines import problem_lines
-from orbax_t5x.text.wording import counted
+from orbax_t5x.text.wording import counted, plain
 
 
 class CheckpointError(Exception):
@@ -27,7 +27,8 @@ class CheckpointError(Exception):
         self.message = message
         self.path: str | None = None if path is None else os.fspath(path)
         self.leaf = leaf
-        where = [] if self.path is None else [self.path]
+        # A name of a directory may hold what a terminal obeys; the text is what Python's own traceback prints.
+        where = [] if self.path is None else [plain(self.path)]
         if leaf is not None:
             where.append(f"leaf {leaf!r}")
         super().__init__(": ".join([*where, message]))

@@ -9,6 +9,8 @@ from typing import Any
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+# More of a pattern than this is not shown.
+_SHOWN_PATTERN = 200
 
 
 class UsageError(Exception):
@@ -66,10 +68,14 @@ def _read_json(path: str, option: str) -> tuple[bytes, Any]:
         with open(path, "rb") as file:
             data = file.read()
         return data, json.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise UsageError(f"{option} {path}: the JSON is nested too deep") from None
     except json.JSONDecodeError as error:
         raise UsageError(f"{option} {path}: not JSON: {error}") from error
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{option} {path}: {error.strerror if isinstance(error, OSError) else error}") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise UsageError(f"{option} {path}: {error}") from error
 
 
 def _check_rule(path: str, number: int, rule: Any) -> None:
@@ -79,8 +85,9 @@ def _check_rule(path: str, number: int, rule: Any) -> None:
         raise UsageError(f"--map {path}: rule {number} is {json.dumps(rule)}; wanted is {wanted}")
     try:
         re.compile(rule[0])
-    except re.error as error:
-        raise UsageError(f"--map {path}: rule {number}: {rule[0]!r} is no regular expression: {error}") from error
+    except (re.error, OverflowError, RecursionError) as error:  # a count beyond what is counted, groups nested too deep
+        shown = repr(rule[0]) if len(rule[0]) <= _SHOWN_PATTERN else f"{rule[0][:_SHOWN_PATTERN]!r}…"
+        raise UsageError(f"--map {path}: rule {number}: {shown} is no regular expression: {error}") from error
 
 
 def _kind(value: Any) -> str:

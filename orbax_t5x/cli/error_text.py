@@ -65,14 +65,15 @@ _RULE_PACK = re.compile(r"--rules \S+")
 def error_text(error: CheckpointError) -> str:
     """The text of an error; problems that are alike are one entry."""
     if not isinstance(error, RestorePlanError) or not error.problems:
-        return _plain_lines(_with_options(str(error)))
+        return plain_lines(_with_options(str(error)))
     where = "" if error.path is None else f"{error.path}: "
     problems = [problem_with_options(problem) for problem in error.problems]
     lines = problem_lines(problems, width=terminal_width(), all_in="`plan --json`")
-    return _plain_lines("\n".join([where + problems_heading(problems), *lines]))
+    return plain_lines("\n".join([where + problems_heading(problems), *lines]))
 
 
-def _plain_lines(text: str) -> str:
+def plain_lines(text: str) -> str:
+    """A text without what a terminal obeys, in its lines."""
     return "\n".join(plain(line) for line in text.splitlines())
 
 

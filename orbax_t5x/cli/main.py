@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from orbax_t5x import __version__
 from orbax_t5x.cli.arguments import UsageError, size_argument
-from orbax_t5x.cli.error_text import error_text
+from orbax_t5x.cli.error_text import error_text, plain_lines
 from orbax_t5x.errors import CheckpointError
 
 _PROGRAM = "orbax-t5x"
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        return _fail(str(error), _USAGE)
+        return _fail(plain_lines(str(error)), _USAGE)
     except CheckpointError as error:
         return _fail(error_text(error), _PROBLEM)
     except BrokenPipeError:

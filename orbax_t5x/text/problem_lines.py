@@ -13,7 +13,7 @@ from typing import Protocol
 
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.table import wrapped
-from orbax_t5x.text.wording import counted, leaves_text
+from orbax_t5x.text.wording import counted, leaves_text, plain
 
 MOST_LINES = 56
 # Entries of all kinds together, where no kind has fewer than three.
@@ -64,13 +64,13 @@ class _ProblemGroup:
 
     def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
         """The message and the fix; the leaves below where there are several rows of them."""
-        labels = [row.label for row in self.leaves]
+        labels = [plain(row.label) for row in self.leaves]
         where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
         text = f"[{self.kind}] {where}{_cut(self.message, most_characters)}"
         if self.fix:
             heading = "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
             text += f" {heading}: {_cut(self.fix, most_characters)}"
-        first, *others = text.splitlines()
+        first, *others = map(plain, text.splitlines())
         lines = wrapped(first, width, "  - ", "    ")
         lines += [line for other in others for line in wrapped(other, width, "    ", "    ")]
         if len(labels) > 1:
