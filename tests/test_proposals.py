@@ -151,8 +151,21 @@ def test_a_pack_is_proposed_in_place_of_translate():
     """Names of Hugging Face, and the transform for Mesh TensorFlow's."""
     target = parameters(HF_CONFIG)
     (problem,) = problems_of(HF, target, [ot.transforms.Translate()])
-    assert problem.fix == "pass transforms=[ot.rules.hf_t5_to_t5x()] instead of Translate()"
+    assert problem.fix == "pass transforms=[ot.rules.hf_t5_to_t5x()] for Translate()"
     assert ot.plan_restore(HF, target, applied(problem.fix)).unused == ()
+
+
+def test_what_is_missing_after_auto_is_added_to_what_it_found():
+    """A head under another name, which no pack knows: a rule more, and the pack written out."""
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in ot.open_checkpoint(HF).leaves.items()}
+    arrays |= {f"head/old/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")}
+    target = {
+        **parameters(HF_CONFIG),
+        **{f"head/new/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")},
+    }
+    (problem,) = problems_of(checkpoint(arrays), target, "auto")
+    assert problem.fix.startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.AssignmentMap(")
+    assert ot.plan_restore(checkpoint(arrays), target, applied(problem.fix)).unused == ()
 
 
 ARRAYS = {f"layer_{i}/{name}": np.full((2, 3), i, np.float32) for i in range(3) for name in ("kernel", "bias")}

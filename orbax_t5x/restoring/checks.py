@@ -10,10 +10,12 @@ from typing import Any
 
 from orbax_t5x.errors import Problem
 from orbax_t5x.readers import Checkpoint
+from orbax_t5x.restoring.chains import FoundRules
 from orbax_t5x.restoring.cures import Matched, cured
 from orbax_t5x.restoring.fallback import open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.proposals import call_text
 from orbax_t5x.restoring.targets import Target
 from orbax_t5x.restoring.unplaced import leftover_problems, missing_problems
 from orbax_t5x.transforms import Transform
@@ -26,7 +28,8 @@ class PlanChecks:
 
     Args:
       checkpoints: the sources.
-      transforms: that the caller gave.
+      given: the transforms of the caller.
+      transforms: the same with what `"auto"` stands for.
       target: what is to be filled.
       options: of the plan.
       stored: what the checkpoints have, by name.
@@ -40,6 +43,7 @@ class PlanChecks:
     def __init__(
         self,
         checkpoints: Mapping[str, Checkpoint],
+        given: Sequence[Callable[..., Any]],
         transforms: Sequence[Callable[..., Any]],
         target: Target,
         options: PlanOptions,
@@ -49,6 +53,7 @@ class PlanChecks:
         takes_rules: bool,
     ):
         self._checkpoints = checkpoints
+        self._given = given
         self._transforms = transforms
         self._target = target
         self._options = options
@@ -86,9 +91,18 @@ class PlanChecks:
             matcher = self.matcher(self._source, notes)
             matcher.entries()
             untouched = self._outcome(matcher, self._source, notes)
-            return cured(untouched, self._target, self._attempting(self._source, notes), "instead of Translate()")
-        placing = "after" if self._transforms else "alone"
-        return cured(outcome, self._target, self._attempting(outcome.state, diagnostics), placing)
+            attempt = self._attempting(self._source, notes)
+            return cured(untouched, self._target, attempt, lambda calls: f"pass transforms=[{calls}] for Translate()")
+        return cured(outcome, self._target, self._attempting(outcome.state, diagnostics), self._fix)
+
+    def _fix(self, calls: str) -> str:
+        """What to pass to have one transform more than was given."""
+        if not self._given:
+            return f"add transforms=[{calls}]"
+        if any(isinstance(transform, FoundRules) for transform in self._given):
+            found = map(call_text, self._transforms)
+            return f"pass transforms=[{', '.join([*found, calls])}]"
+        return f"pass transforms=[*transforms, {calls}]"
 
     def _outcome(self, matcher: Matcher, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matched:
         target = self._target.leaves

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from orbax_t5x.errors import Problem
 from orbax_t5x.restoring.proposals import Proposal, is_optimizer_leaf, proposed_pack, proposed_prefix
@@ -33,12 +33,8 @@ class Matched:
     problems: Callable[[], list[Problem]]
 
 
-Placing = Literal["alone", "after", "instead of Translate()"]
-"""Where a proposed transform stands: nothing was given, or after what was given, or in place of it."""
-
-
 def cured(
-    outcome: Matched, target: Target, attempt: Callable[[Transform], Matched], placing: Placing
+    outcome: Matched, target: Target, attempt: Callable[[Transform], Matched], fix: Callable[[str], str]
 ) -> list[Problem] | None:
     """The problems of a plan when one transform explains its missing leaves: that it lacks, then those with it.
 
@@ -46,7 +42,7 @@ def cured(
       outcome: without it.
       target: what is to be filled.
       attempt: runs one transform more and matches again.
-      placing: of the transform in what the caller gave.
+      fix: what to pass, from the calls that make the transform.
 
     Returns:
       None where nothing was found.
@@ -63,7 +59,7 @@ def cured(
             break
     if best is None:
         return None
-    return [_problem(best[0], len(outcome.unfilled), len(best[1]), placing), *best[1]]
+    return [_problem(best[0], len(outcome.unfilled), len(best[1]), fix), *best[1]]
 
 
 def _proposals(outcome: Matched, target: Target) -> Iterator[Proposal]:
@@ -85,16 +81,9 @@ def _explains(before: Collection[str], after: Collection[str]) -> bool:
     return 2 * len(left) < len(model)
 
 
-def _problem(proposal: Proposal, unfilled: int, left: int, placing: Placing) -> Problem:
+def _problem(proposal: Proposal, unfilled: int, left: int, fix: Callable[[str], str]) -> Problem:
     has = "has no leaf" if unfilled == 1 else "have no leaf"
     message = f"{counted(unfilled, 'target leaf', 'target leaves')} {has} of their name and shape: {proposal.reason}"
     if left:
         message += f"; with the fix {counted(left, 'problem')} {'is' if left == 1 else 'are'} left, listed below"
-    calls = proposal.description
-    if placing == "alone":
-        fix = f"add transforms=[{calls}]"
-    elif placing == "after":
-        fix = f"pass transforms=[*transforms, {calls}]"
-    else:
-        fix = f"pass transforms=[{calls}] {placing}"
-    return Problem("missing", None, message, fix)
+    return Problem("missing", None, message, fix(proposal.description))

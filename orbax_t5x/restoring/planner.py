@@ -51,14 +51,14 @@ def build_plan(
     for name in (*flattened.train_states, *flattened.inference_states):
         source = _without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
-    transforms = written_out(transforms, source, flattened.original)
+    given, transforms = transforms, written_out(transforms, source, flattened.original)
     # First and alone: transforms that were applied already fail in ways that would only hide why.
     decision = decide_resuming(checkpoints, transforms, options, asking)
     if decision.warning:
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
     state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
-    checks = PlanChecks(checkpoints, transforms, flattened, options, stored, source, takes_rules=not resuming)
+    checks = PlanChecks(checkpoints, given, transforms, flattened, options, stored, source, takes_rules=not resuming)
     matcher = checks.matcher(state, diagnostics)
     entries = matcher.entries()
     # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.

@@ -63,12 +63,13 @@ def proposed_pack(source_leaves: Mapping[str, Any], target: Any) -> Proposal | N
 
 def pack_text(pack: RulePack) -> str:
     """The calls that make a pack, separated by commas."""
-    return ", ".join(map(_call_text, pack.parts))
+    return ", ".join(map(call_text, pack.parts))
 
 
-def _call_text(transform: Transform) -> str:
+def call_text(transform: Any) -> str:
+    """The call that makes a transform of this package."""
     if isinstance(transform, FollowOptimizer) and isinstance(transform.transform, Transform):
-        return f"ot.transforms.FollowOptimizer({_call_text(transform.transform)})"
+        return f"ot.transforms.FollowOptimizer({call_text(transform.transform)})"
     if not isinstance(transform, RulePack):
         return f"ot.transforms.{transform!r}"
     if transform.name == "mesh_tf_to_t5x()":
