@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from orbax_t5x.cli.main import _parser
+from orbax_t5x.cli.main import make_parser
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -57,7 +57,7 @@ def test_the_commands_parse():
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("orbax-t5x")]
     assert {command[0] for command in commands} == {"inspect", "plan", "convert"}
     for command in commands:
-        _parser().parse_args(command)
+        make_parser().parse_args(command)
 
 
 def test_targets_of_make_exist():

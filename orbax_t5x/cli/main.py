@@ -18,7 +18,7 @@ from orbax_t5x.cli.arguments import UsageError, size_argument
 from orbax_t5x.cli.error_text import error_text, plain_lines
 from orbax_t5x.errors import CheckpointError
 
-_PROGRAM = "orbax-t5x"
+PROGRAM = "orbax-t5x"
 _OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit code.
     """
     try:
-        options = _parser().parse_args(arguments)
+        options = make_parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
     try:
@@ -52,20 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"{_PROGRAM}: {text}", file=sys.stderr)
+    print(f"{PROGRAM}: {text}", file=sys.stderr)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; a command's module is not imported for it."""
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert them."
+        prog=PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert them."
     )
-    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_plan(commands)
     _add_convert(commands)
     _add_demo(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -180,3 +182,14 @@ def _add_demo(commands) -> None:
     parser.add_argument(
         "--keep", metavar="DIR", help="leave what is written in this new directory (default: nothing is left)"
     )
+
+
+def _add_completion(commands) -> None:
+    parser = _add(
+        commands,
+        "completion",
+        "completion_command",
+        "print a script that completes commands and options in a shell",
+        'For bash: eval "$(orbax-t5x completion bash)" in ~/.bashrc; for zsh alike in ~/.zshrc.',
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
