@@ -237,7 +237,7 @@ def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | Non
       names: translated names.
       target: the target's leaves by name; None for all placeholders. Of a parameter that the target has, only
         placeholders that are among its leaves are made. Of one with slots that it does not have, all are, if it has
-        Adafactor's slots at all: a later transform gives the parameter the target's name.
+        Adafactor's slots at all, T5X's or Optax's: a later transform gives them the target's names.
 
     Returns:
       The missing entries: float32, or the dtype of the target's own placeholder.
@@ -249,10 +249,10 @@ def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | Non
             slots.setdefault(state, set()).add(slot)
         elif name.startswith(_PARAMETERS) and target is not None:
             slots.setdefault(_STATES + name.removeprefix(_PARAMETERS), set())
-    known = frozenset[str]() if target is None else _parameters_of(target)
+    known = None if target is None else _known_parameters(target)
     placeholders: dict[str, np.ndarray] = {}
     for state, present in slots.items():
-        is_renamed_later = bool(known and present) and state not in known
+        is_renamed_later = known is not None and bool(present) and state not in known
         moments = present - {"m"} or _whole_moments(state, target or {})
         unused = {"m"} | ({"v"} if moments & _FACTORS else set()) | (_FACTORS if "v" in moments else set())
         for name in (f"{state}/{slot}" for slot in sorted(unused - present)):
@@ -274,12 +274,15 @@ def _is_placeholder(leaf: Any) -> bool:
     return tuple(getattr(leaf, "shape", (1,))) == (1,)
 
 
-def _parameters_of(target: Iterable[str]) -> frozenset[str]:
-    """The parameters of a target as their slots begin, `state/param_states/…`; none where it has no Adafactor slots."""
+def _known_parameters(target: Iterable[str]) -> frozenset[str] | None:
+    """The parameters whose slots a target names as T5X does, as the slots begin; None where it has no Adafactor slots.
+
+    None of them in a target with Optax's factored state (`…/v_row/<parameter>`), which has other names for all slots.
+    """
     names = list(target)
     slots = [name.rpartition("/") for name in names if name.startswith(_STATES)]
     with_slots = {parameter for parameter, _, slot in slots if slot in _FACTORS or slot in ("v", "m")}
     if not with_slots:
-        return frozenset()
+        return frozenset() if any("/v_row/" in name for name in names) else None
     parameters = (name.removeprefix(_PARAMETERS) for name in names if name.startswith(_PARAMETERS))
     return frozenset(with_slots | {_STATES + name for name in parameters})

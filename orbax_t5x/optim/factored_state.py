@@ -20,7 +20,8 @@ from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
 _SLOTS = ("v_row", "v_col", "v")
 _PLACEHOLDER: Shape = (1,)
 _T5X_STATES = "state/param_states/"
-T5X_STEP = "state/step"
+STEPS = ("state/step", "step")
+"""The step in T5X's train states, and in Flax's."""
 # Where a tree may keep the parameter: T5X's own place, and those that it may have in the other side's tree.
 _PARAMS = ("target/", "params/", "")
 _RESET = "start the optimizer anew: Drop the optimizer's leaves and give them by fallback="
@@ -96,7 +97,7 @@ def t5x_to_optax(
     result = Conversion()
     for prefix, params in _factored_states(target).items():
         pairing = _Pairing(result, source, target, prefix, _entries(target, prefix), rules or {}, to_optax=True)
-        result.renames.update(dict.fromkeys(pairing.counters(), T5X_STEP))
+        result.renames.update(dict.fromkeys(pairing.counters(), _step(source)))
         for param in params:
             pairing.convert(param)
     return result
@@ -111,10 +112,10 @@ def optax_to_t5x(
         pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, to_optax=False)
         counter, *others = pairing.counters()
         # A T5X checkpoint of an Optax optimizer has the step itself, too.
-        if T5X_STEP in source:
+        if STEPS[0] in source:
             result.unused.append(counter)
         else:
-            result.renames[T5X_STEP] = counter
+            result.renames[STEPS[0]] = counter
         result.unused.extend(others)
         for param in params:
             pairing.convert(param)
@@ -193,6 +194,11 @@ class _Pairing:
 
     def _problem(self, leaf: str, message: str) -> None:
         self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", _RESET))
+
+
+def _step(names: Mapping[str, Shape]) -> str:
+    """The name of the step: T5X's own, unless the tree has Flax's alone."""
+    return next((name for name in STEPS if name in names), STEPS[0])
 
 
 def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:

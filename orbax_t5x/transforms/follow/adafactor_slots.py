@@ -10,7 +10,7 @@ import numpy as np
 
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape
-from orbax_t5x.optim.factored_state import T5X_STEP, Conversion, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.factored_state import STEPS, Conversion, optax_to_t5x, t5x_to_optax
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
@@ -22,7 +22,7 @@ class AdafactorSlots(Transform):
 
     The target decides the direction; the factored state may be anywhere in it. Counters come from the step. Where the
     two libraries have averaged over different dimensions, or only one has factored or keeps momentum, nothing is
-    converted and the problem says why. `state/step` stays. Run it before transforms that rename parameters.
+    converted and the problem says why. The step stays. Run it before transforms that rename parameters.
 
     Attributes:
       rules: pairs (parameter name, T5X's rule for it as FactorDims) for parameters of rank 3 and more whose shapes do
@@ -62,7 +62,7 @@ class AdafactorSlots(Transform):
     ) -> dict[str, Any]:
         # The step is also the train state's: it stays, and the caller's other transforms decide about it.
         leaving = (*found.renames.values(), *found.unused)
-        moved = {name for name in leaving if (name not in target or name in found.renames) and name != T5X_STEP}
+        moved = {name for name in leaving if (name not in target or name in found.renames) and name not in STEPS}
         result = {name: value for name, value in state.items() if name not in moved}
         result.update({to: state[origin] for to, origin in found.renames.items()})
         result.update({name: np.zeros((1,), np.float32) for name in found.placeholders})
