@@ -75,6 +75,14 @@ class HttpStore:
         path = self.directory / name if self.directory is not None and name else None
         return path.read_bytes() if path is not None and path.is_file() else None
 
+    def answer_to(self, name: str, query: dict[str, list[str]]) -> bytes | tuple[int, bytes, dict[str, str]] | None:
+        """What stands under a name: the contents of a file; status, body and headers of something else; or None."""
+        return self.contents(name)
+
+    def generation(self, data: bytes) -> str | None:
+        """The generation of a file's contents, where the protocol has one besides the ETag."""
+        return None
+
     def note(self, request: Request) -> None:
         """Adds to the log."""
         with self._lock:
@@ -137,19 +145,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         store = self.server_store
-        name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).lstrip("/")
+        url = urllib.parse.urlsplit(self.path)
+        name = urllib.parse.unquote(url.path).lstrip("/")
         request = Request(self.command, name, self.headers.get("Range"))
         store.note(request)
         if store.latency:
             store.stopping.wait(store.latency)
         fault = store.fault(request)
-        data = store.contents(name)
-        if fault is not None and self.fail(fault, data, request):
+        found = store.answer_to(name, urllib.parse.parse_qs(url.query))
+        if fault is not None and self.fail(fault, found if isinstance(found, bytes) else None, request):
             return
-        if data is None:
+        if found is None:
             self.send(404, b"<html>not found</html>")
+        elif isinstance(found, bytes):
+            self.send_file(found, request)
         else:
-            self.send_file(data, request)
+            self.send(*found)
 
     def fail(self, fault: str, data: bytes | None, request: Request) -> bool:
         """Makes a failure happen; returns False where the right answer shall be sent after all."""
@@ -184,8 +195,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return True
 
     def tags(self, data: bytes) -> dict[str, str]:
-        tag = self.server_store.etag(data)
-        return {} if tag is None else {"ETag": tag}
+        tag, generation = self.server_store.etag(data), self.server_store.generation(data)
+        tags = {} if tag is None else {"ETag": tag}
+        return tags if generation is None else {**tags, "x-goog-generation": generation}
 
     def send_file(
         self, data: bytes, request: Request, *, cut: int = 0, short: int = 0, without_range: bool = False

@@ -39,9 +39,7 @@ def missing(path: str, text: str) -> CheckpointError:
     if close := _neighbours(path):
         message += f"; beside it: {', '.join(map(repr, close))}"
     elif _HUB_NAME.fullmatch(text):
-        message += (
-            f"; for a model of the Hugging Face hub, open what `huggingface_hub.snapshot_download({text!r})` returns"
-        )
+        message += f"; for a model of the Hugging Face hub, open {f'hf://{text}'!r}"
     return CheckpointNotFoundError(message, path=path)
 
 

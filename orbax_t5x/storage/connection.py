@@ -85,7 +85,7 @@ class Connection:
     Attributes:
       base: its URL.
       clock: of its answers.
-      denied: the first refusal that was taken for a missing file.
+      denied: refusals that were taken for missing files, by key.
     """
 
     def __init__(self, url: StoreUrl, timeout: float):
@@ -93,7 +93,7 @@ class Connection:
         self.can_list = url.can_list
         self.commits = url.commits
         self.clock = AnswerClock(timeout)
-        self.denied: BaseException | None = None
+        self.denied: dict[str, ValueError] = {}
         self._looks: dict[str, Look | None] = {}
         self._lists: dict[str, list[str]] = {}
         self._listed: dict[str, frozenset[str]] = {}
@@ -173,7 +173,7 @@ class Connection:
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
-            if self._is_no_file(error):
+            if self._is_no_file(request.key, error):
                 return None
             raise remote_error(error, "looking at it", path=self.url(request.key)) from error
         return None if answer is None else Look(answer.generation)
@@ -219,13 +219,13 @@ class Connection:
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
-            if self._is_no_file(error):
+            if self._is_no_file(request.key, error):
                 return None
             raise remote_error(error, "reading it", path=self.url(request.key)) from error
 
-    def _is_no_file(self, error: ValueError) -> bool:
+    def _is_no_file(self, key: str, error: ValueError) -> bool:
         if is_denied(error):
-            self.denied = self.denied or error
+            self.denied[key] = error
         return is_no_file(error)
 
     def _has_bytes(self, request: PendingRead) -> bool:
@@ -234,7 +234,7 @@ class Connection:
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
-            if is_beyond_end(error) or self._is_no_file(error):
+            if is_beyond_end(error) or self._is_no_file(request.key, error):
                 return False
             raise remote_error(error, "measuring it", path=self.url(request.key)) from error
 
@@ -273,7 +273,7 @@ class Connection:
 
     def forget(self) -> None:
         """Ends the memory of an opening."""
-        self._looks, self._lists, self._listed, self._wholes = {}, {}, {}, {}
+        self._looks, self._lists, self._listed, self._wholes, self.denied = {}, {}, {}, {}, {}
 
 
 class _Session:

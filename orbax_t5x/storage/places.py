@@ -171,5 +171,5 @@ def has_known_names(url: str) -> bool:
 
 def refused(url: str) -> CheckpointError | None:
     """The first refusal for missing credentials on the way to a URL."""
-    denied = connect(url).connection.denied
+    denied = next(iter(connect(url).connection.denied.values()), None)
     return None if denied is None else remote_error(denied, "looking at it", path=url)

@@ -10,6 +10,7 @@ from typing import Any
 from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.storage.connection import Connection, Look, connect
 from orbax_t5x.storage.paths import split_name
+from orbax_t5x.storage.remote_errors import remote_error
 from orbax_t5x.storage.remote_file import OpenState, RemoteFile
 from orbax_t5x.storage.urls import kvstore_spec
 
@@ -101,7 +102,10 @@ class RemoteFiles:
         key = self._store.key(name, leaf=leaf)
         look = self._store.connection.look([key])[0]
         if look is None:
-            raise CheckpointNotFoundError("no such file", path=self._store.join(name), leaf=leaf)
+            path = self._store.join(name)
+            if (denied := self._store.connection.denied.get(key)) is not None:
+                raise remote_error(denied, "looking at it", path=path, leaf=leaf) from denied
+            raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
         return RemoteFile(self._store.connection, key, name, look.generation, self._state)
 
     def require_open(self) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 
 from orbax_t5x.errors import CheckpointNotFoundError
+from orbax_t5x.storage import hub
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.urls import plain_url
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """The path as text, with `~` expanded in a local one.
+    """The path as text, with `~` expanded in a local one; what is on the Hugging Face hub is downloaded first.
 
     Raises:
       TypeError: it is no path.
       CheckpointNotFoundError: it is empty.
       UnsupportedCheckpointError: it is a URL that no store is behind.
+      CheckpointIOError: the hub failed.
     """
     if isinstance(path, (list, tuple)):
         raise TypeError(
@@ -31,8 +33,8 @@ def path_text(path: str | os.PathLike[str]) -> str:
         raise CheckpointNotFoundError("the path is empty; '.' is the working directory", path=text)
     if "\0" in text:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
-    if url_scheme(text) is not None:
-        return plain_url(text)
+    if (scheme := url_scheme(text)) is not None:
+        return hub.download(text) if scheme == hub.SCHEME else plain_url(text)
     return os.path.expanduser(text)
 
 

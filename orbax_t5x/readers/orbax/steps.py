@@ -154,6 +154,8 @@ def deleted_item(directory: str) -> str | None:
 
 def is_step(directory: str) -> bool:
     """Whether a directory with the name of a step is a finished one, as far as it shows by itself."""
+    if is_url(directory):
+        return _is_remote_step(directory)
     try:
         if is_item(directory) or is_file(directory, MSGPACK_FILE):
             return True

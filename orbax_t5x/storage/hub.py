@@ -1,0 +1,116 @@
+"""`hf://org/name[@revision][/file]`: models of the Hugging Face hub, through the `huggingface_hub` package.
+
+The package downloads the files that a format needs into its own cache, with its own token, and finds them there again
+without a network; from there they are read like all local files. It is an extra, `orbax-t5x[hf]`, and is imported when
+such a path is opened. `HF_ENDPOINT` names another hub.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.storage.paths import split_name
+
+SCHEME = "hf"
+_PATH = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.ASCII)
+_INDEX_SUFFIX = ".safetensors.index.json"
+_CONFIG = "config.json"
+# What a repository may hold, best first: the files of a format, and one of them that must be there.
+_SAFETENSORS = ("model.safetensors", "model-*.safetensors", f"model{_INDEX_SUFFIX}", _CONFIG)
+_FLAX = ("flax_model.msgpack", _CONFIG)
+
+
+class HubPath(NamedTuple):
+    """A path on the hub, taken apart.
+
+    Attributes:
+      repository: "org/name".
+      revision: a branch, a tag or a commit; None for the main branch.
+      file: a file or a directory in the repository, or "".
+    """
+
+    repository: str
+    revision: str | None
+    file: str
+
+
+def parse_hub_path(path: str) -> HubPath:
+    """Takes a path apart.
+
+    Raises:
+      UnsupportedCheckpointError: it is no such path.
+      UnsafeCheckpointError: the file's name leads upwards.
+    """
+    match = _PATH.fullmatch(path)
+    if match is None:
+        raise UnsupportedCheckpointError("a path on the hub is hf://org/name, hf://org/name@revision/file", path=path)
+    file = (match["file"] or "").strip("/")
+    if file:
+        split_name(file, path=path)
+    return HubPath(match["repository"], match["revision"], file)
+
+
+def download(path: str) -> str:
+    """Downloads what is not in the hub's cache; returns the local directory or file.
+
+    Raises:
+      UnsupportedCheckpointError: `huggingface_hub` is not installed, or the repository holds no format that is read.
+      CheckpointNotFoundError: there is no such repository, revision or file.
+      CheckpointIOError: the hub failed.
+    """
+    wanted = parse_hub_path(path)
+    if wanted.file:
+        snapshot = Path(_snapshot(path, wanted, _patterns_of(wanted.file)))
+        found = snapshot / wanted.file
+        if not os.path.lexists(found):
+            raise CheckpointNotFoundError("the repository has no such file", path=path)
+        return str(found)
+    for patterns in (_SAFETENSORS, _FLAX):
+        snapshot = Path(_snapshot(path, wanted, patterns))
+        if any(found.name != _CONFIG for pattern in patterns for found in snapshot.glob(pattern)):
+            return str(snapshot)
+    raise UnsupportedCheckpointError(
+        "the repository has neither model.safetensors (nor its index) nor flax_model.msgpack at its top; name a file "
+        "or a directory in it: hf://org/name/file",
+        path=path,
+    )
+
+
+def _patterns_of(file: str) -> list[str]:
+    """A file with its configuration and, of an index, the files that it names; or all of a directory."""
+    directory = f"{file.rpartition('/')[0]}/" if "/" in file else ""
+    patterns = [file, f"{file}/*", f"{directory}{_CONFIG}"]
+    if file.endswith(_INDEX_SUFFIX):
+        patterns.append(f"{file.removesuffix(_INDEX_SUFFIX)}-*.safetensors")
+    return patterns
+
+
+def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
+    try:
+        import huggingface_hub  # noqa: PLC0415
+        from huggingface_hub import errors  # noqa: PLC0415
+    except ImportError as error:
+        raise UnsupportedCheckpointError(
+            "hf:// paths need the package huggingface_hub: pip install 'orbax-t5x[hf]'", path=path
+        ) from error
+    try:
+        return huggingface_hub.snapshot_download(
+            wanted.repository,
+            revision=wanted.revision,
+            allow_patterns=list(patterns),
+            # Read at each call; the package itself reads it when it is imported.
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
+        raise CheckpointNotFoundError(f"not on the hub: {_first_line(error)}", path=path) from error
+    except (OSError, ValueError, errors.HfHubHTTPError) as error:
+        raise CheckpointIOError(f"the hub failed: {_first_line(error)}", path=path) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
