@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
+from orbax_t5x.text.html import html_fragment, html_list
 from orbax_t5x.text.problem_lines import problem_lines
 from orbax_t5x.text.wording import counted, plain
 
@@ -150,6 +151,11 @@ class RestorePlanError(CheckpointError, ValueError):
         self.problems: tuple[Problem, ...] = tuple(problems)
         super().__init__("\n".join([problems_heading(self.problems), *problem_lines(self.problems)]), path=path)
         self.leaf: str | None = self.problems[0].leaf if len(self.problems) == 1 else None
+
+    def _repr_html_(self) -> str:
+        where = "" if self.path is None else f"{self.path}: "
+        lines = [line.removeprefix("  - ") for line in problem_lines(self.problems)]
+        return html_fragment([html_list(lines, where + problems_heading(self.problems), is_open=True)])
 
 
 def problems_heading(problems: Sequence[Problem]) -> str:

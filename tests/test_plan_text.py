@@ -380,6 +380,23 @@ def test_html_has_the_rows_of_the_table(t5_plan):
         assert told in text
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "error"])
+def test_checkpoints_and_errors_are_html_too(kind):
+    name = "<b>layer_{}</b>/w"
+    arrays = {name.format(number): np.zeros((2, 3), np.float32) for number in range(12)}
+    shown = checkpoint(arrays)
+    if kind == "error":
+        with pytest.raises(ot.RestorePlanError) as caught:
+            ot.plan_restore(shown, dict.fromkeys(arrays, np.zeros(5, np.float32)))
+        shown = caught.value
+    parsed = Checked()
+    parsed.feed(shown._repr_html_())
+    parsed.close()
+    assert not parsed.open
+    text = "".join(parsed.text)
+    assert "<b>layer_{0…11}</b>/w ×12" in text and ("float32[2,3]" if kind == "checkpoint" else "(2, 3)") in text
+
+
 # -- explain
 
 

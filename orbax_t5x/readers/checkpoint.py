@@ -8,6 +8,13 @@ from typing import Any
 
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.text.fold import fold
+from orbax_t5x.text.html import html_fragment, html_paragraph, html_table
+from orbax_t5x.text.table import TableRow
+from orbax_t5x.text.wording import array_bytes, array_text, leaves_text, size_text
+
+# Rows shown in a notebook; repeated layers are one.
+_SHOWN_ROWS = 200
 
 
 def _insert(root: dict[str, Any], name: str, value: Any) -> None:
@@ -97,6 +104,21 @@ class Checkpoint:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _repr_html_(self) -> str:
+        views = list(self._leaves.values())
+        arrays = [array_text(view.dtype, view.shape) for view in views]
+        folded = fold([(name,) for name in self._leaves], arrays)
+        rows: list[TableRow] = []
+        for row in folded[:_SHOWN_ROWS]:
+            size = sum(array_bytes(views[member].dtype, views[member].shape) for member in row.members)
+            rows.append(TableRow(row.label, arrays[row.members[0]], size=size_text(size)))
+        step = "" if self.step is None else f", step {self.step}"
+        parts = [html_paragraph(f"{self.path}: {self.format}{step}, {leaves_text(len(views))}", bold=True)]
+        parts.append(html_table(rows, TableRow("leaf", "array", size="bytes")))
+        if left := sum(len(row.members) for row in folded[_SHOWN_ROWS:]):
+            parts.append(html_paragraph(f"… and {leaves_text(left)} more: see `leaves`"))
+        return html_fragment(parts)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {self.format}, {len(self._leaves)} leaves>"
