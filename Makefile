@@ -2,13 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The lowest versions that pyproject.toml allows, in an environment of their own.
+LOWEST := $(VENV)/lowest
 # Test processes: more than cores only makes them wait for one another.
 JOBS ?= 2
 # How long `make fuzz` looks for examples that break a property; it ends with the round that began before that.
 SECONDS ?= 600
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: check lint test fuzz demo bench clean
+.PHONY: check lint test test-lowest fuzz demo bench clean
 
 # The gate, locally and in CI.
 check: lint test
@@ -21,6 +23,10 @@ lint: $(VENV)/.lint-installed
 # The same examples in every run.
 test: $(VENV)/.tests-installed
 	$(PYTEST)
+
+# The same with the lowest version of each package that pyproject.toml names; of others, what those allow.
+test-lowest: $(LOWEST)/.tests-installed
+	$(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 # New random examples in every run, for the properties alone.
 fuzz: $(VENV)/.tests-installed
@@ -44,6 +50,12 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.tests-installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	touch $@ $(VENV)/.installed
+
+$(LOWEST)/.tests-installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable ".[test]"
+	touch $@
 
 $(VENV)/.lint-installed: $(VENV)/.tests-installed
 	$(BIN)/python -m pip install --quiet --editable ".[test,lint]"

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from orbax_t5x.lazy import Box
 
-ML_DTYPES = (
+# Those of the newest version of ml_dtypes, as far as this one has them.
+_ALL_ML_DTYPES = (
     "bfloat16 float4_e2m1fn float6_e2m3fn float6_e3m2fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
     "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int1 int2 int4 uint1 uint2 uint4"
-).split()
+)
+ML_DTYPES = [name for name in _ALL_ML_DTYPES.split() if hasattr(ml_dtypes, name)]
 NUMPY_DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )

@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 
 _GOLDENS = Path(__file__).parent / "goldens" / "t5x_native"
+# The first releases of Python 3.11 have no filters.
+_SAFELY = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 NATIVE = (
     *("d1_adafactor", "d1_adamw", "d1_multi", "d1_mutables", "d1_inference_params_only"),
@@ -51,7 +53,7 @@ def _unpacking_directory() -> Path:
 def golden(name: str) -> Golden:
     """A checkpoint by name; unpacked once per process, to be read and never changed."""
     with tarfile.open(_GOLDENS / f"{name}.tar.gz") as archive:
-        archive.extractall(_unpacking_directory(), filter="data")
+        archive.extractall(_unpacking_directory(), **_SAFELY)
     root = _unpacking_directory() / name
     said = json.loads((root / "expected_meta.json").read_text())["leaves"]
     with np.load(root / "expected.npz") as values:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -274,9 +275,17 @@ ML_DTYPES = (
 )
 
 
+def in_tensorstore(name):
+    """Whether this version of TensorStore, which writes, has a dtype."""
+    try:
+        return ts.dtype(name) is not None
+    except ValueError:
+        return False
+
+
 def test_every_other_dtype_survives(tmp_path):
     state = {name: np.ones(3, name) for name in NUMPY.split()}
-    state |= {name: np.ones(3, getattr(ml_dtypes, name)) for name in ML_DTYPES.split()}
+    state |= {name: np.ones(3, getattr(ml_dtypes, name)) for name in ML_DTYPES.split() if in_tensorstore(name)}
     restored = stock(save(tmp_path / "c", state))
     for name, array in state.items():
         assert restored[name].dtype == array.dtype.newbyteorder("=")

@@ -6,6 +6,7 @@ Nothing here is shared with the package: rules are tried one by one with `re.ful
 import itertools
 import re
 
+import jax
 import numpy as np
 
 
@@ -279,7 +280,8 @@ def average(source, weights, pattern=".*"):
             mean = np.average(
                 np.stack([np.asarray(values[first], np.float64) for first in weights]), 0, list(weights.values())
             )
-            dtype = values[next(iter(weights))].dtype
+            with jax.numpy_dtype_promotion("standard"):
+                dtype = np.dtype(jax.numpy.result_type(*(values[first].dtype for first in weights)))
             result.append((rest, (np.rint(mean) if dtype.kind in "iu" else mean).astype(dtype)))
     return _collect(result)
 
