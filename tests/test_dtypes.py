@@ -98,8 +98,17 @@ def test_complex_numbers_convert_as_their_parts():
     assert conversion(np.dtype("complex128"), np.dtype("complex64")) == "lossy"
 
 
+def jax_promotes(dtype):
+    """Whether this version of JAX knows what a dtype has in common with itself."""
+    try:
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            return bool(jnp.result_type(dtype, dtype))
+    except (jax.errors.JAXTypeError, ValueError, TypeError):
+        return False
+
+
 def test_common_dtypes_are_those_of_jax():
-    known = [dtype for dtype in DTYPES if dtype.name not in ("int1", "uint1")]
+    known = [dtype for dtype in DTYPES if dtype.name not in ("int1", "uint1") and jax_promotes(dtype)]
     rng = np.random.default_rng(0)
     triples = [tuple(known[i] for i in rng.integers(0, len(known), 3)) for _ in range(1500)]
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

@@ -14,7 +14,7 @@ from tests.lazy_leaf import ML_DTYPES, boxes
 
 # Python's own objects: lists, tuples, array headers, and about half a kilobyte for a request and its place. Arrays here
 # are far larger.
-_OBJECTS_BYTES = 24 << 10
+_OBJECTS_BYTES = 40 << 10
 _PIECE_BYTES = 1 << 10
 
 
