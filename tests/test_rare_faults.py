@@ -85,7 +85,7 @@ def test_a_destination_with_a_nul_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("write", [bundle, zarr])
-@pytest.mark.parametrize("kind", [RuntimeError, KeyError, ValueError])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError, ValueError, OSError])
 def test_what_progress_raises_leaves_as_it_is(write, kind, tmp_path, capfd):
     path = write(tmp_path)
     mine = kind("mine")

@@ -39,7 +39,7 @@ from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
 from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.text.progress_bar import Progress, shown_progress
+from orbax_t5x.text.progress_bar import OnProgress, Progress, shown_progress
 from orbax_t5x.text.wording import size_text
 
 _logger = logging.getLogger(__name__)
@@ -127,9 +127,34 @@ def convert_for(
         for checkpoint in plan.checkpoints.values():
             _check_apart(path, checkpoint.path)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
-        written = _write(plan, path, dataclasses.replace(writing, progress=on_progress))
+        callback = None if on_progress is None else _Callback(on_progress)
+        try:
+            written = _write(plan, path, dataclasses.replace(writing, progress=callback))
+        except CheckpointIOError:
+            if callback is not None and callback.error is not None:
+                raise callback.error from None
+            raise
     seconds = time.monotonic() - started
     return ConvertReport(str(path), writing.format, written.leaves, written.bytes, seconds, written.skipped)
+
+
+class _Callback:
+    """The caller's `progress`; an OSError that it raises is no failure of writing.
+
+    Attributes:
+      error: what it raised, or None.
+    """
+
+    def __init__(self, progress: OnProgress):
+        self.error: BaseException | None = None
+        self._progress = progress
+
+    def __call__(self, done_bytes: int, total_bytes: int, leaf: str) -> None:
+        try:
+            self._progress(done_bytes, total_bytes, leaf)
+        except BaseException as error:
+            self.error = error
+            raise
 
 
 def _check_options(writing: WriteOptions) -> None:

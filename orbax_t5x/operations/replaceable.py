@@ -14,7 +14,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.local_store import LocalStore
 
 # What Orbax writes into an item or a step beside arrays.
 _ORBAX_NAMES = re.compile(
@@ -50,7 +50,7 @@ def _names_of_orbax(target: Path, names: set[str]) -> set[str] | None:
     Raises:
       CheckpointError: the metadata is none of Orbax's.
     """
-    root = Root(target)
+    root = LocalStore(target)
     known: set[str] = set()
     if METADATA_FILE in names:
         nodes = read_item_metadata(root, "", Limits()).nodes
