@@ -269,6 +269,43 @@ def test_biases_of_every_layer_go_to_their_layers(hf):
 # -- MaxText
 
 
+def other_heads(layout):
+    """Packs for models of half and of twice as many heads of the same size."""
+    heads, dim = HEADS
+    make = getattr(rules, f"t5_minimal_to_{layout}")
+    return [make(heads // 2, dim), make(heads * 2, dim)]
+
+
+@pytest.mark.parametrize("layout", ["scanned", "unscanned"])
+def test_other_numbers_of_heads_are_a_problem_both_ways(shapes, layout):
+    """A reshape would take them: (E, H*D) has as many elements as (2E, H/2, D)."""
+    for pack in other_heads(layout):
+        for transform, source in ((pack, shapes["minimal"]), (pack.inverse(), shapes[layout])):
+            _, diagnostics = run(transform, {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in source.items()})
+            kernels = {name for name in source if name.endswith(("query/kernel", "out/kernel"))}
+            told = [problem for problem in diagnostics.problems if problem.kind == "shape"]
+            assert kernels <= {problem.leaf for problem in told}
+            assert all("heads of" in problem.message and "num_heads" in problem.fix for problem in told)
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_maxtext_has_the_heads_that_the_checkpoint_has(scanned):
+    heads, dim = 4, 8
+    state = {
+        f"target/decoder/layers_{layer}/self_attention/{kernel}/kernel": np.zeros(shape, np.float32)
+        for layer in range(2)
+        for kernel, shape in (("query", (32, heads * dim)), ("out", (heads * dim, 32)))
+    }
+    right = rules.t5x_decoder_to_maxtext(heads, dim, scanned=scanned)
+    wrong = rules.t5x_decoder_to_maxtext(heads // 2, dim, scanned=scanned)
+    there, diagnostics = run(right, state)
+    assert not diagnostics.problems
+    for pack, source in ((wrong, state), (wrong.inverse(), there)):
+        _, diagnostics = run(pack, source)
+        assert {problem.leaf for problem in diagnostics.problems} == set(source)
+        assert all("2 heads of 8 are 16" in problem.message for problem in diagnostics.problems)
+
+
 def test_a_decoder_gets_maxtext_names_and_comes_back():
     rng = np.random.default_rng(0)
     shapes = {

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.steps import HeadsFit
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
@@ -117,6 +118,8 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
     """
     heads, dim, axis = operator.index(num_heads), operator.index(head_dim), operator.index(scan_axis)
     attention = rf"{_MAXTEXT}decoder/layers_\d+/self_attention"
+    ours = rf"{_T5X}decoder/layers_\d+/self_attention"
+    theirs = rf"{_MAXTEXT}decoder/layers/self_attention" if scanned else attention
     steps: list[Transform] = [
         Rename(_layer_rules(), require_match=False),
         Reshape(rf"{attention}/(?:query|key|value)/kernel", (-1, heads, dim), require_match=False),
@@ -139,6 +142,6 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
         f"t5x_decoder_to_maxtext(num_heads={heads}, head_dim={dim}{shown})",
         "target/decoder/layers_0/self_attention/query/kernel",
         f"{_MAXTEXT}decoder/layers/self_attention/query/kernel",
-        _before=(_WhatMaxTextHas(), _Below(("target/", "params/", ""))),
-        _before_back=(_Below((_MAXTEXT,)),),
+        _before=(_WhatMaxTextHas(), _Below(("target/", "params/", "")), HeadsFit(ours, heads, dim)),
+        _before_back=(_Below((_MAXTEXT,)), HeadsFit(theirs, heads, dim, axis if scanned else None)),
     )

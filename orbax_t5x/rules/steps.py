@@ -113,6 +113,53 @@ class MergeEqualLayers(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadsFit(Transform):
+    """Kernels of attention that are not of so many heads are a problem.
+
+    A reshape alone finds that only where it does not divide: (32, 48) becomes (16, 6, 16), too, which mixes the
+    embedding with the heads.
+
+    Attributes:
+      attention: a regex of what stands before `query/kernel`, …, in whole names.
+      num_heads: H.
+      head_dim: D.
+      layers_axis: where the layers' axis stands, if there is one.
+    """
+
+    attention: str
+    num_heads: int
+    head_dim: int
+    layers_axis: int | None = None
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        """See `Transform.apply`."""
+        regex = compile_pattern(rf"(?:{self.attention})/(?P<which>query|key|value|out)/kernel", "rules")
+        heads, joined = (self.num_heads, self.head_dim), self.num_heads * self.head_dim
+        for name, value in state.items():
+            match = regex.fullmatch(name)
+            view = view_of(name, value, diagnostics) if match else None
+            if match is None or view is None:
+                continue
+            shape = list(view.shape)
+            if self.layers_axis is not None and -len(shape) <= self.layers_axis < len(shape):
+                del shape[self.layers_axis]
+            found = tuple(shape[:-1] if match["which"] == "out" else shape[1:])
+            if found not in ((joined,), heads) and view.size % joined == 0:
+                self._problem(name, view.shape, found, diagnostics)
+        return dict(state)
+
+    def _problem(self, name: str, shape: tuple[int, ...], found: tuple[int, ...], diagnostics: Diagnostics) -> None:
+        size = " x ".join(map(str, found)) or "no size"
+        diagnostics.problem(
+            "shape",
+            name,
+            f"its shape {shape} has {size} for the heads, and {self.num_heads} heads of {self.head_dim} are "
+            f"{self.num_heads * self.head_dim}",
+            "give the pack the model's num_heads and head_dim, or ask ot.rules.infer(source_leaves, target_leaves)",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class FirstName(Transform):
     """Of several names for one leaf, the first that is there, under the new name; the others are dropped.
 

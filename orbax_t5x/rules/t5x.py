@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 
 from orbax_t5x.rules.pack import RulePack
-from orbax_t5x.rules.steps import MergeEqualLayers, RepeatPerLayer
+from orbax_t5x.rules.steps import HeadsFit, MergeEqualLayers, RepeatPerLayer
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
@@ -109,6 +109,8 @@ def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) 
         f"t5_minimal_to_scanned(num_heads={heads}, head_dim={dim}{_axis_text(axis)})",
         _MINIMAL_EXAMPLE,
         _SCANNED_EXAMPLE,
+        _before=(HeadsFit(_LAYER + _ATTENTION, heads, dim),),
+        _before_back=(HeadsFit(rf"{_ROOT}{_TOWER}/\2/{_ATTENTION}", heads, dim, axis),),
     )
 
 
@@ -126,6 +128,8 @@ def t5_minimal_to_unscanned(num_heads: int, head_dim: int) -> RulePack:
         f"t5_minimal_to_unscanned(num_heads={heads}, head_dim={dim})",
         _MINIMAL_EXAMPLE,
         _MINIMAL_EXAMPLE,
+        _before=(HeadsFit(_LAYER + _ATTENTION, heads, dim),),
+        _before_back=(HeadsFit(_LAYER + _ATTENTION, heads, dim),),
     )
 
 
