@@ -39,6 +39,7 @@ class Leaf(abc.ABC):
         `bytes`).
       chunks: the shape of the unit in which the format can be read, or None where any byte range can be.
       error: what makes the leaf unreadable, found when the checkpoint was opened, or None. Reading raises it.
+      is_remote: whether reading it waits for another machine.
       is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
       prng_impl: the implementation of typed PRNG keys whose uint32 data this is, where the format records it.
       has_checksum: whether the format keeps a checksum of its data, so that reading all of it can verify it.
@@ -52,6 +53,7 @@ class Leaf(abc.ABC):
     path: str = ""
     chunks: tuple[int, ...] | None = None
     error: CheckpointError | None = None
+    is_remote: bool = False
     is_value: bool = False
     prng_impl: str | None = None
     has_checksum: bool = False

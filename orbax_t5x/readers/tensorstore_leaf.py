@@ -243,8 +243,28 @@ class TensorStoreLeaf(Leaf):
         """Fills the buffers; see `Leaf`."""
         self._open.check(self.path, self.name)
         self.raise_error()
-        if not self._files.was_checked(stats):
-            await run_in_pool(reader_pool(), self._files.check_unchanged, stats, leaf=self.name)
+        if self._files.was_checked(stats):
+            await self._read(requests, stats)
+            return
+        check = run_in_pool(reader_pool(), self._files.check_unchanged, stats, leaf=self.name)
+        if self._files.answers is None:
+            await check
+            await self._read(requests, stats)
+            return
+        # A look at a remote file is a round trip of its own, beside those of the reads. That it changed is why a read
+        # failed, where both do.
+        looking = asyncio.ensure_future(check)
+        try:
+            await self._read(requests, stats)
+        except asyncio.CancelledError:
+            looking.cancel()
+            raise
+        except Exception:
+            await looking
+            raise
+        await looking
+
+    async def _read(self, requests: Sequence[Request], stats: ReadStats) -> None:
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         first: dict[Any, np.ndarray] = {}
         writes = []

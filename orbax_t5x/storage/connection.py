@@ -69,6 +69,8 @@ class PendingRead(NamedTuple):
     begun: float
 
 
+# Below this a file is read whole without asking for its size; nearly all metadata are.
+_SMALL_BYTES = 1 << 20
 # What stands for no generation: of a server without strong ETags, and of an emulator of Google's that tells it for
 # looks and not for reads.
 _NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
@@ -98,6 +100,7 @@ class Connection:
         self._lists: dict[str, list[str]] = {}
         self._listed: dict[str, frozenset[str]] = {}
         self._wholes: dict[str, Answer] = {}
+        self._small: set[str] = set()
         try:
             spec = kvstore_spec(url.base)
             self._kvstore = ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
@@ -190,6 +193,14 @@ class Connection:
         requests = [self.begin(key, 0, 0) for key in keys]
         return [self._end_look(request) for request in requests]
 
+    def look_small(self, keys: Sequence[str]) -> list[Look | None]:
+        """As `look`, of files that will be read whole if they are there: it is learned at once which are small."""
+        new = [key for key in dict.fromkeys(keys) if key not in self._looks]
+        probes = [self.begin(key, _SMALL_BYTES, _SMALL_BYTES + 1) for key in new]
+        looks = self.look(keys)
+        self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
+        return looks
+
     def whole(self, keys: Sequence[str], limit: int) -> list[Answer | None]:
         """All bytes of each file, or None where there is none. A file of more than `limit` bytes is not read.
 
@@ -197,21 +208,23 @@ class Connection:
           LimitExceededError: a file is larger.
         """
         new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
-        # The file itself, and one byte of it where it would be too long.
-        begun = [(key, self.begin(key, limit, limit + 1), self.begin(key, 0, None)) for key in new]
-        try:
-            for key, beyond, request in begun:
-                if self._has_bytes(beyond):
-                    raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
-                answer = self._end_whole(request)
-                self._looks[key] = None if answer is None else Look(answer.generation)
-                if answer is not None:
-                    self._wholes[key] = answer
-        finally:
-            for _, beyond, request in begun:
-                beyond.future.cancel()
-                request.future.cancel()
+        # A request without an end is answered with whatever there is, so what is not known to be small is asked for one
+        # byte beyond the limit first.
+        unknown = [key for key in new if key not in self._small or limit < _SMALL_BYTES]
+        for key, too_long in zip(unknown, self._have_byte_each(unknown, limit), strict=True):
+            if too_long:
+                raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
+        requests = [self.begin(key, 0, None) for key in new]
+        for key, request in zip(new, requests, strict=True):
+            answer = self._end_whole(request)
+            self._looks[key] = None if answer is None else Look(answer.generation)
+            if answer is not None:
+                self._wholes[key] = answer
         return [self._wholes.get(key) for key in keys]
+
+    def _have_byte_each(self, keys: Sequence[str], offset: int) -> list[bool]:
+        requests = [self.begin(key, offset, offset + 1) for key in keys]
+        return [self._has_bytes(request) for request in requests]
 
     def _end_whole(self, request: PendingRead) -> Answer | None:
         try:
@@ -274,6 +287,7 @@ class Connection:
     def forget(self) -> None:
         """Ends the memory of an opening."""
         self._looks, self._lists, self._listed, self._wholes, self.denied = {}, {}, {}, {}, {}
+        self._small = set()
 
 
 class _Session:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.storage.paths import split_name
@@ -99,7 +99,8 @@ def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
             "hf:// paths need the package huggingface_hub: pip install 'orbax-t5x[hf]'", path=path
         ) from error
     try:
-        return huggingface_hub.snapshot_download(
+        # As Any: the package's own annotations hold types that no checker can resolve.
+        return cast(Any, huggingface_hub).snapshot_download(
             wanted.repository,
             revision=wanted.revision,
             allow_patterns=list(patterns),

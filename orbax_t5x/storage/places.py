@@ -129,8 +129,8 @@ def known_names(place: RemotePlace) -> list[str]:
     connection, key, _ = place
     inside = [f"{key}/{name}" if key else name for name in KNOWN_NAMES]
     beside = [key, f"{key}.index"] if key else []
-    connection.look([*inside, *beside])
-    return [name for name, look in zip(KNOWN_NAMES, connection.look(inside), strict=True) if look is not None]
+    looks = connection.look_small([*inside, *beside])
+    return [name for name, look in zip(KNOWN_NAMES, looks, strict=False) if look is not None]
 
 
 def remote_names(url: str) -> frozenset[str]:

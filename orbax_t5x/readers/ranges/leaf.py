@@ -15,6 +15,7 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import Outcome
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.readers.ranges.extents import StoredBytes
+from orbax_t5x.storage.places import is_url
 
 
 class RangeLeaf(BlockingLeaf):
@@ -24,13 +25,14 @@ class RangeLeaf(BlockingLeaf):
       error: what makes the leaf unreadable, found when the checkpoint was opened; reading raises it.
     """
 
-    __slots__ = ("dtype", "error", "name", "path", "shape")
+    __slots__ = ("dtype", "error", "is_remote", "name", "path", "shape")
 
     def __init__(
         self, name: str, path: str, shape: tuple[int, ...], dtype: np.dtype, error: CheckpointError | None = None
     ):
         self.name: str = name
         self.path: str = path
+        self.is_remote: bool = is_url(path)
         self.shape: tuple[int, ...] = shape
         self.dtype: np.dtype = dtype
         self.error: CheckpointError | None = error
