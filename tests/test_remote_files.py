@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
+from orbax_t5x.readers.tensorstore_leaf import chunk_boxes
 from orbax_t5x.storage import remote_file
 from orbax_t5x.storage.connection import remote_session
 from orbax_t5x.storage.limits import Limits
@@ -151,3 +152,19 @@ def test_a_box_costs_its_own_bytes(tmp_path):
         running.forget()
         np.testing.assert_array_equal(checkpoint.leaves["w"][:4, 1000:].get(), w[:4, 1000:])
         assert running.bytes_sent <= 4 * 4096 + 4096
+
+
+@given(st.data())
+def test_boxes_are_cut_at_the_borders_of_chunks(data):
+    """The pieces tile the box, and none of them reaches over the border of a chunk."""
+    rank = data.draw(st.integers(0, 3))
+    chunks = [data.draw(st.integers(1, 5)) for _ in range(rank)]
+    sides = [sorted(data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20)))) for _ in range(rank)]
+    box = tuple((low, high + 1) for low, high in sides)
+    seen = np.zeros([22] * rank, int)
+    for piece in chunk_boxes(box, chunks):
+        seen[tuple(slice(*side) for side in piece)] += 1
+        assert all(low // size == (high - 1) // size for (low, high), size in zip(piece, chunks, strict=True))
+    wanted = np.zeros_like(seen)
+    wanted[tuple(slice(*side) for side in box)] = 1
+    np.testing.assert_array_equal(seen, wanted)

@@ -156,6 +156,29 @@ def test_a_url_with_spaces_and_percents(tmp_path):
                 np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(4.0))
 
 
+def test_a_server_that_sends_elsewhere(tmp_path):
+    """As every server does that has moved to https."""
+    with serving(tmp_path) as store:
+        store.fault = lambda request: "redirect"
+        with pytest.raises(ot.errors.CheckpointIOError, match="open the URL to which the server sends"):
+            ot.open_checkpoint(f"{store.url}/model")
+
+
+def test_a_directory_that_is_sent_to_its_slash(root):
+    """What a web server does for directories says nothing about the files in them."""
+    with serving(root) as store:
+        store.fault = lambda request: "redirect" if request.name in ("", "4", "4/state") else None
+        with ot.open_checkpoint(f"{store.url}/4") as checkpoint:
+            assert checkpoint.step == 4
+
+
+def test_a_checkpoint_at_the_root_of_a_server(tmp_path):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "item", {"w": np.arange(4.0)})
+    with serving(tmp_path / "item") as store, ot.open_checkpoint(store.url) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(4.0))
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with serving(tmp_path) as store, pytest.raises(CheckpointNotFoundError, match=r"no such file"):
         ot.open_checkpoint(f"{store.url}/model.safetensors")

@@ -89,7 +89,7 @@ def array_spec(
     if ocdbt:
         kvstore = {**_database(directory), "path": inner}
     else:
-        kvstore = {**directory, "path": f"{directory['path']}/{inner}"}
+        kvstore = _below(directory, inner)
     return {
         "driver": "zarr3" if zarr3 else "zarr",
         "kvstore": kvstore,
@@ -99,9 +99,15 @@ def array_spec(
     }
 
 
+def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The spec of a name below a directory; the root of a bucket has no slash at its front."""
+    path = directory["path"]
+    slash = "" if not path or path.endswith("/") else "/"
+    return {**directory, "path": f"{path}{slash}{name}"}
+
+
 def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
-    base = {**directory, "path": f"{directory['path']}/"}
-    return {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"}
+    return {"driver": "ocdbt", "base": _below(directory, ""), "cache_pool": "cache_pool#ocdbt"}
 
 
 def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:

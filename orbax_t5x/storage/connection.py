@@ -18,7 +18,7 @@ import tensorstore as ts
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.storage.answers import AnswerClock
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.remote_errors import is_beyond_end, is_denied, is_no_file, remote_error
+from orbax_t5x.storage.remote_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.storage.urls import StoreUrl, kvstore_spec, parse_url
 
 # TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: a store
@@ -87,15 +87,14 @@ class Connection:
     Attributes:
       base: its URL.
       clock: of its answers.
-      denied: refusals that were taken for missing files, by key.
+      refused: answers that were taken for missing files, by key: refusals for want of credentials, and redirects.
     """
 
     def __init__(self, url: StoreUrl, timeout: float):
         self.base = url.base
         self.can_list = url.can_list
-        self.commits = url.commits
         self.clock = AnswerClock(timeout)
-        self.denied: dict[str, ValueError] = {}
+        self.refused: dict[str, ValueError] = {}
         self._looks: dict[str, Look | None] = {}
         self._lists: dict[str, list[str]] = {}
         self._listed: dict[str, frozenset[str]] = {}
@@ -145,16 +144,6 @@ class Connection:
             return result
         future.cancel()
         raise CheckpointIOError(f"{doing}: {self.clock.silence()}", path=path, leaf=leaf)
-
-    def read(self, key: str, start: int, stop: int | None, *, doing: str, leaf: str | None = None) -> Answer | None:
-        """Bytes [start, stop) of a file, or None where there is none; errors typed."""
-        request = self.begin(key, start, stop)
-        try:
-            return self.end(request, doing=doing, leaf=leaf)
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise remote_error(error, doing, path=self.url(key), leaf=leaf) from error
 
     # -- several at once
 
@@ -237,9 +226,10 @@ class Connection:
             raise remote_error(error, "reading it", path=self.url(request.key)) from error
 
     def _is_no_file(self, key: str, error: ValueError) -> bool:
-        if is_denied(error):
-            self.denied[key] = error
-        return is_no_file(error)
+        if not is_no_file(error):
+            return False
+        self.refused[key] = error
+        return True
 
     def _has_bytes(self, request: PendingRead) -> bool:
         try:
@@ -286,7 +276,7 @@ class Connection:
 
     def forget(self) -> None:
         """Ends the memory of an opening."""
-        self._looks, self._lists, self._listed, self._wholes, self.denied = {}, {}, {}, {}, {}
+        self._looks, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
         self._small = set()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +49,7 @@ class LocalStore(Root):
 
     def kvstore(self, name: str) -> dict[str, Any]:
         """See `Store.kvstore`."""
-        return {"driver": "file", "path": os.path.join(self.path, name) if name else self.path}
+        return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> TreeSnapshot:
         """See `Store.array_files`: all files of the directory, proven plain."""

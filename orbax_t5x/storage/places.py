@@ -13,7 +13,7 @@ from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.connection import RemotePlace, connect
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.paths import io_error, url_scheme
-from orbax_t5x.storage.remote_errors import remote_error
+from orbax_t5x.storage.remote_errors import is_denied, remote_error
 from orbax_t5x.storage.remote_store import RemoteStore
 from orbax_t5x.storage.store import Store
 
@@ -170,6 +170,12 @@ def has_known_names(url: str) -> bool:
 
 
 def refused(url: str) -> CheckpointError | None:
-    """The first refusal for missing credentials on the way to a URL."""
-    denied = next(iter(connect(url).connection.denied.values()), None)
-    return None if denied is None else remote_error(denied, "looking at it", path=url)
+    """Why the store would not say what is at a URL, or None.
+
+    A redirect of the URL itself says nothing: web servers send from a directory's name to the same with a slash.
+    """
+    place = connect(url)
+    for key, refusal in place.connection.refused.items():
+        if is_denied(refusal) or key != place.key:
+            return remote_error(refusal, "looking at it", path=url)
+    return None

@@ -103,8 +103,8 @@ class RemoteFiles:
         look = self._store.connection.look([key])[0]
         if look is None:
             path = self._store.join(name)
-            if (denied := self._store.connection.denied.get(key)) is not None:
-                raise remote_error(denied, "looking at it", path=path, leaf=leaf) from denied
+            if (refusal := self._store.connection.refused.get(key)) is not None:
+                raise remote_error(refusal, "looking at it", path=path, leaf=leaf) from refusal
             raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
         return RemoteFile(self._store.connection, key, name, look.generation, self._state)
 

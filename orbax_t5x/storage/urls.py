@@ -40,11 +40,6 @@ class StoreUrl(NamedTuple):
         """Whether the protocol tells which objects there are; web servers do not."""
         return url_scheme(self.base) not in _HTTP
 
-    @property
-    def commits(self) -> bool:
-        """Whether a save becomes visible piece by piece, so that its writer marks it when it is complete."""
-        return self.can_list
-
 
 def is_remote(path: str) -> bool:
     """Whether a path is a URL of a store."""

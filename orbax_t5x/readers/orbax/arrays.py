@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -74,21 +74,22 @@ class ItemArrays:
 
     def open(self, places: Sequence[Place], *, context: ts.Context, flag: OpenFlag, limits: Limits) -> Iterator[Leaf]:
         """The leaves of all places, in their order."""
+        directory = self.root.kvstore(self.name)
         for start in range(0, len(places), _OPENING_AT_ONCE):
             some = places[start : start + _OPENING_AT_ONCE]
             if self.database is None:
                 directories = [inside(self.name, place.node.param) for place in some]
                 self.root.look_ahead([inside(directory, self.array_metadata) for directory in directories])
-            opening = [self._start(place, context) for place in some]
+            opening = [self._start(place, directory, context) for place in some]
             for place, begun in zip(some, opening, strict=True):
                 yield self._finish(place, begun, flag, limits)
 
-    def _start(self, place: Place, context: ts.Context) -> _Begun | CheckpointError:
+    def _start(self, place: Place, directory: Mapping[str, Any], context: ts.Context) -> _Begun | CheckpointError:
         """Begins to open an array."""
         try:
             files = self._files(place) if self.database is None else self.database
             spec = array_spec(
-                self.root.kvstore(self.name),
+                directory,
                 place.node.param,
                 ocdbt=self.database is not None,
                 zarr3=self.metadata.use_zarr3,
