@@ -97,6 +97,16 @@ def orbax_state(folder: Path) -> Path:
     return path
 
 
+def in_format(folder: Path, name: str) -> Path:
+    """The parameters of T5.1.1-base, 0.99 GB: "safetensors", "msgpack", "orbax", "t5x_gzip" or "t5x_zstd"."""
+    path = folder / f"base.{name}"
+    if not path.exists():
+        maker, _, codec = name.partition("_")
+        arguments = [f"make_{maker}", str(path), *([codec] if codec else [])]
+        subprocess.run([sys.executable, "-m", "benchmarks.format_jobs", *arguments], check=True)
+    return path
+
+
 def layer_shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a decoder of `layers` layers, 40 MB each."""
     shapes: dict[str, tuple[int, ...]] = {}

@@ -5,70 +5,10 @@ Imports stand inside the jobs: what a job imports is part of what it costs.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 from benchmarks.measure import Clock
-
-_DEVICES = 8
-
-
-def nested(flat):
-    """'/'-joined names as nested dicts."""
-    root = {}
-    for name, value in flat.items():
-        *parents, last = name.split("/")
-        node = root
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return root
-
-
-def shardings(layout):
-    """shape -> NamedSharding over 8 devices: "rows" splits the first axis, "columns" the last of matrices, where 8
-    divides it.
-    """
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    mesh = Mesh(np.asarray(jax.devices()), ("x",))
-
-    def choose(shape):
-        if layout == "rows" and shape and shape[0] % _DEVICES == 0:
-            return NamedSharding(mesh, PartitionSpec("x"))
-        if layout == "columns" and len(shape) >= 2 and shape[-1] % _DEVICES == 0:
-            return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), "x"))
-        return NamedSharding(mesh, PartitionSpec())
-
-    return choose
-
-
-def abstract(shapes, layout):
-    """Nested ShapeDtypeStructs with shardings from name -> (shape, dtype)."""
-    import jax
-    import numpy as np
-
-    choose = shardings(layout)
-    return nested(
-        {
-            name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype), sharding=choose(tuple(shape)))
-            for name, (shape, dtype) in shapes.items()
-        }
-    )
-
-
-def read_shapes(path):
-    """The names, shapes and dtypes that `write_state` or `write_layers` noted beside the checkpoint."""
-    with open(str(path) + ".json") as file:
-        return json.load(file)
-
+from benchmarks.states import abstract, flattened, nested, note_shapes, read_shapes, result_mib, shardings
 
 # -- a bundle into a sharded state
 
@@ -85,7 +25,7 @@ def bundle_ours(clock, prefix, state_path, layout, *options):
     clock.start()
     state = restore(prefix, target, transforms, verify="off" if "unverified" in options else "touched")
     jax.block_until_ready(state)
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 def bundle_tensorflow(clock, prefix, state_path, layout):
@@ -110,7 +50,7 @@ def bundle_tensorflow(clock, prefix, state_path, layout):
     for name in placeholders:
         state[name] = jax.device_put(np.zeros((1,), np.float32), choose((1,)))
     jax.block_until_ready(state)
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 def orbax_plain(clock, path, layout):
@@ -124,7 +64,7 @@ def orbax_plain(clock, path, layout):
     clock.start()
     state = checkpointer.restore(path, args=arguments)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 def orbax_ours(clock, path, layout):
@@ -138,7 +78,7 @@ def orbax_ours(clock, path, layout):
     clock.start()
     state = restore(path, target)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 # -- transforms
@@ -156,7 +96,7 @@ def rename_ours(clock, path, layout):
     clock.start()
     state = restore(path, target, transforms)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 def rename_orbax_transforms(clock, path, layout):
@@ -174,7 +114,7 @@ def rename_orbax_transforms(clock, path, layout):
     clock.start()
     state = checkpointer.restore(path, args=arguments)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 def stack_ours(clock, path, layout):
@@ -194,7 +134,7 @@ def stack_ours(clock, path, layout):
     clock.start()
     state = restore(path, target, transforms)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 def stack_plain(clock, path, layout):
@@ -214,7 +154,7 @@ def stack_plain(clock, path, layout):
     for name, (shape, members) in groups.items():
         stack = jax.jit(lambda parts: jnp.stack(parts, 1), out_shardings=choose(shape))
         state[name] = jax.block_until_ready(stack([layers.pop(member) for member in members]))
-    clock.stop(result_MiB=_result_mib(state))
+    clock.stop(result_MiB=result_mib(state))
 
 
 def _layer_groups(shapes):
@@ -229,15 +169,6 @@ def _layer_groups(shapes):
         name: ((shape[0], len(members), *shape[1:]), [members[layer] for layer in sorted(members)])
         for name, (shape, members) in groups.items()
     }
-
-
-def flattened(tree, prefix=""):
-    """Nested dicts as '/'-joined names."""
-    flat = {}
-    for key, value in tree.items():
-        name = f"{prefix}/{key}" if prefix else key
-        flat.update(flattened(value, name) if isinstance(value, dict) else {name: value})
-    return flat
 
 
 def plan_many(clock, count):
@@ -294,19 +225,6 @@ def match_rules(clock, case, way):
     clock.stop(matched=found)
 
 
-def _result_mib(state):
-    """Host memory that the result occupies; replicas on CPU devices share one buffer where they were adopted from
-    one.
-    """
-    import jax
-
-    buffers = {}
-    for leaf in jax.tree_util.tree_leaves(state):
-        for shard in leaf.addressable_shards:
-            buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(buffers.values()) / (1 << 20)
-
-
 # -- imports
 
 
@@ -344,7 +262,7 @@ def write_state(_, prefix, path):
     flat = ot.state_utils.flatten_state_dict(state)
     flat["state/step"] = np.asarray(flat["state/step"], np.int32)
     ocp.PyTreeCheckpointer().save(path, nested(flat))
-    _note_shapes(path, flat)
+    note_shapes(path, flat)
 
 
 def write_layers(_, path, layers):
@@ -361,7 +279,7 @@ def write_layers(_, path, layers):
         for name, shape in layer_shapes(int(layers)).items()
     }
     ocp.PyTreeCheckpointer().save(path, nested(flat))
-    _note_shapes(path, flat)
+    note_shapes(path, flat)
 
 
 def write_small(_, path, count):
@@ -374,12 +292,7 @@ def write_small(_, path, count):
         f"block_{index % 30}/layer_{index}/scale": random.standard_normal(64, np.float32) for index in range(int(count))
     }
     ocp.PyTreeCheckpointer().save(path, nested(flat))
-    _note_shapes(path, flat)
-
-
-def _note_shapes(path, flat):
-    with open(path + ".json", "w") as file:
-        json.dump({name: (value.shape, str(value.dtype)) for name, value in flat.items()}, file)
+    note_shapes(path, flat)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 memory.
 
 A job is a function in `benchmarks.jobs` that returns nothing; it calls `Clock.start()` when its imports are done. Times
-are given with and without imports. Peak memory is the growth of the resident set over what stood before the job began
-(imports and devices included), read from the kernel's high-water mark, which is reset at that moment.
+are given with and without imports, and beside wall time stands the processor time of the process, user and system,
+which other work on the machine changes less. A ratio is the median of the ratios of the rounds: in one round the ways
+run one after the other, so that both have met about the same load. Peak memory is the growth of the resident set over
+what stood before the job began (imports and devices included), read from the kernel's high-water mark, which is reset
+at that moment.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -35,6 +38,12 @@ def reset_peak() -> None:
         control.write("5")
 
 
+def processor_seconds() -> float:
+    """User and system time of this process and all its threads so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
 class Clock:
     """Measures one job inside its process."""
 
@@ -45,16 +54,20 @@ class Clock:
         """Imports are done and devices are there: the job itself begins."""
         reset_peak()
         self.before_bytes = resident_bytes()
+        self.processor_started = processor_seconds()
         self.started = time.perf_counter()
 
     def stop(self, **extra: float) -> None:
         """The job is done and its result is held."""
         stopped = time.perf_counter()
+        processor = processor_seconds()
         print(
             json.dumps(
                 {
                     "seconds": stopped - self.started,
                     "with_import_seconds": stopped - self.born,
+                    "processor_seconds": processor - self.processor_started,
+                    "with_import_processor_seconds": processor,
                     "peak_growth_bytes": resident_bytes("VmHWM") - self.before_bytes,
                     **extra,
                 }
@@ -63,72 +76,60 @@ class Clock:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Medians over the runs of one way."""
+# What is compared: the figure, its heading, how it is printed, and what it is divided by.
+_COMPARED = (
+    ("seconds", "s", ".3g", 1),
+    ("processor_seconds", "CPU s", ".3g", 1),
+    ("with_import_seconds", "s with imports", ".2f", 1),
+    ("with_import_processor_seconds", "CPU s with imports", ".2f", 1),
+    ("peak_growth_bytes", "peak growth MiB", ",.0f", _MIB),
+)
 
-    seconds: float
-    with_import_seconds: float
-    peak_growth_bytes: float
-    extra: dict[str, float]
+Runs = dict[str, list[dict[str, float]]]
 
 
-def run_job(name: str, arguments: Sequence[str], environment: dict[str, str] | None = None) -> dict[str, float]:
+def run_job(name: str, arguments: Sequence[str], module: str = "benchmarks.jobs") -> dict[str, float]:
     """One run in a fresh process; its last line of output is the measurement."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.jobs", name, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(environment or {})},
-    )
+    done = subprocess.run([sys.executable, "-m", module, name, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def compare(title: str, ways: dict[str, tuple[str, Sequence[str]]], runs: int) -> dict[str, Result]:
+def compare(title: str, ways: dict[str, tuple[str, Sequence[str]]], runs: int, module: str = "benchmarks.jobs") -> None:
     """Alternates the ways `runs` times (after one unmeasured round that warms the page cache) and prints a table.
 
     Args:
       title: the heading.
       ways: label -> (job, its arguments). The first way is ours; ratios are ours over each other way's.
       runs: measured rounds.
+      module: that holds the jobs.
     """
-    measured: dict[str, list[dict[str, float]]] = {label: [] for label in ways}
+    measured: Runs = {label: [] for label in ways}
+    load = os.getloadavg()[0]
     for round_number in range(runs + 1):
         for label, (job, arguments) in ways.items():
-            figures = run_job(job, arguments)
+            figures = run_job(job, arguments, module)
             if round_number:
                 measured[label].append(figures)
-    results = {label: _summary(figures) for label, figures in measured.items()}
-    _print(title, results, measured, runs)
-    return results
+    _print(f"{title} ({runs} alternating runs; load {load:.1f} to {os.getloadavg()[0]:.1f})", measured)
 
 
-def _summary(figures: list[dict[str, float]]) -> Result:
-    median = {key: statistics.median(run[key] for run in figures) for key in figures[0]}
-    core = ("seconds", "with_import_seconds", "peak_growth_bytes")
-    return Result(*(median[key] for key in core), {key: value for key, value in median.items() if key not in core})
-
-
-def _print(title: str, results: dict[str, Result], measured: dict[str, list[dict[str, float]]], runs: int) -> None:
-    ours = next(iter(results.values()))
-    print(f"\n## {title} ({runs} alternating runs, medians)\n")
-    print("| way | s | min–max s | ours/it | s with imports | ours/it | peak growth MiB | ours/it | other |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for label, result in results.items():
-        times = [run["seconds"] for run in measured[label]]
-        extra = ", ".join(f"{key} {value:,.0f}" for key, value in result.extra.items())
-        cells = [
-            label,
-            f"{result.seconds:.2f}",
-            f"{min(times):.2f}–{max(times):.2f}",
-            f"{ours.seconds / result.seconds:.2f}",
-            f"{result.with_import_seconds:.2f}",
-            f"{ours.with_import_seconds / result.with_import_seconds:.2f}",
-            f"{result.peak_growth_bytes / _MIB:,.0f}",
-            f"{ours.peak_growth_bytes / max(1, result.peak_growth_bytes):.2f}",
-            extra,
-        ]
+def _print(title: str, measured: Runs) -> None:
+    """Medians of each way, and medians of the ratios of the rounds."""
+    ours = next(iter(measured.values()))
+    headings = [cell for _, heading, *_ in _COMPARED for cell in (heading, "ours/it")]
+    print(f"\n## {title}\n\n| way | min–max s | {' | '.join(headings)} | other |")
+    print("|---" * (len(headings) + 3) + "|")
+    for label, runs in measured.items():
+        times = [run["seconds"] for run in runs]
+        cells = [label, f"{min(times):.3g}–{max(times):.3g}"]
+        for key, _, form, unit in _COMPARED:
+            cells.append(format(statistics.median(run[key] for run in runs) / unit, form))
+            ratios = [mine[key] / max(its[key], 1e-9) for mine, its in zip(ours, runs, strict=True)]
+            cells.append(f"{statistics.median(ratios):.2f}")
+        compared = {key for key, *_ in _COMPARED}
+        others = [key for key in runs[0] if key not in compared]
+        cells.append(", ".join(f"{key} {statistics.median(run[key] for run in runs):,.0f}" for key in others))
         print("| " + " | ".join(cells) + " |")
     sys.stdout.flush()

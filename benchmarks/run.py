@@ -98,6 +98,59 @@ def rules(_: Path, runs: int) -> None:
         )
 
 
+# Each format: the label of its own reader.
+_FORMATS = {
+    "t5x_gzip": "T5X's way through TensorStore",
+    "t5x_zstd": "T5X's way through TensorStore",
+    "safetensors": "safetensors.flax.load_file",
+    "msgpack": "flax msgpack_restore",
+    "orbax": "plain Orbax",
+}
+_FORMAT_JOBS = "benchmarks.format_jobs"
+
+
+def opening(folder: Path, runs: int) -> None:
+    """All names, shapes and dtypes of 0.99 GB in each format."""
+    for name, peer in _FORMATS.items():
+        path, reader = str(data.in_format(folder, name)), name.partition("_")[0]
+        ways = {"open_checkpoint": ("open_ours", (path,)), peer: (f"open_{reader}", (path,))}
+        compare(f"opening {name}", ways, runs, _FORMAT_JOBS)
+    prefix = str(data.bundle(folder))
+    ways = {"open_checkpoint": ("open_ours", (prefix,)), "TensorFlow": ("open_tf_bundle", (prefix,))}
+    compare("opening tf_bundle, with slots", ways, runs, _FORMAT_JOBS)
+
+
+def whole(folder: Path, runs: int) -> None:
+    """0.99 GB in each format, on one device and over 8."""
+    for name, peer in _FORMATS.items():
+        path, reader = str(data.in_format(folder, name)), name.partition("_")[0]
+        for layout in ("single", "rows", "columns"):
+            ways = {
+                "ot.restore": ("whole_ours", (path, layout)),
+                peer: (f"whole_{reader}", (path, layout)),
+            }
+            compare(f"whole restore of {name}, {layout}", ways, runs, _FORMAT_JOBS)
+
+
+def part(folder: Path, runs: int) -> None:
+    """The first eighth of each array of 0.99 GB in each format."""
+    for name, peer in _FORMATS.items():
+        path, reader = str(data.in_format(folder, name)), name.partition("_")[0]
+        ways = {"ot.restore": ("part_ours", (path,)), peer: (f"part_{reader}", (path,))}
+        compare(f"one eighth of each array of {name}", ways, runs, _FORMAT_JOBS)
+
+
+def verifying(folder: Path, runs: int) -> None:
+    """What checking costs: the share of a restore is 1 less the second ratio."""
+    prefix, state = str(data.bundle(folder)), str(data.orbax_state(folder))
+    for layout in ("rows", "columns"):
+        ways = {
+            "verify='touched'": ("bundle_ours", (prefix, state, layout)),
+            "verify='off'": ("bundle_ours", (prefix, state, layout, "unverified")),
+        }
+        compare(f"verification of a 1 GB bundle, {layout}", ways, runs)
+
+
 ALL: dict[str, Callable[[Path, int], None]] = {
     "imports": imports,
     "bundle": bundle,
@@ -106,6 +159,10 @@ ALL: dict[str, Callable[[Path, int], None]] = {
     "stack": stack,
     "planning": planning,
     "rules": rules,
+    "opening": opening,
+    "whole": whole,
+    "part": part,
+    "verifying": verifying,
 }
 
 
