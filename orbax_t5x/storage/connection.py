@@ -190,6 +190,10 @@ class Connection:
         self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
         return looks
 
+    def whole_if_small(self, key: str) -> Answer | None:
+        """All bytes of a file that `look_small` has found to be small; None for others."""
+        return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
+
     def whole(self, keys: Sequence[str], limit: int) -> list[Answer | None]:
         """All bytes of each file, or None where there is none. A file of more than `limit` bytes is not read.
 

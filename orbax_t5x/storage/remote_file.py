@@ -128,8 +128,11 @@ class RemoteFile:
                 answer = self._connection.whole([self._key], limit)[0]
             except LimitExceededError:
                 return
-            self._content = self._proven(answer, None).data
-            self._size = len(self._content)
+            self._hold(self._proven(answer, None))
+
+    def _hold(self, answer: Answer) -> None:
+        self._content = answer.data
+        self._size = len(answer.data)
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
         """See `StoredFile.read`."""
@@ -139,6 +142,9 @@ class RemoteFile:
                 f"bytes {offset} to {offset + size} asked of a file of {self._size} bytes", path=self.path, leaf=leaf
             )
         if self._content is None and 0 < size <= _BLOCK_BYTES:
+            if (small := self._connection.whole_if_small(self._key)) is not None:
+                self._hold(self._proven(small, leaf))
+                return self.read(offset, size, leaf=leaf)
             return self._read_by_blocks(offset, size, leaf)
         data = bytearray(size)
         if size:
@@ -209,8 +215,13 @@ class RemoteFile:
         return data
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """See `StoredFile.check_unchanged`: every answer was compared when it came."""
+        """See `StoredFile.check_unchanged`.
+
+        Every answer was compared when it came; what is read from memory needs a look at what is there now.
+        """
         self._state.require_open()
+        if self._content is not None:
+            self._proven(self._connection.look_anew([self._key])[0], leaf)
 
     def require_open(self) -> None:
         """See `StoredFile.require_open`."""
