@@ -397,6 +397,24 @@ def test_an_interrupt_is_130(run, layers, monkeypatch):
     assert run("inspect", layers) == (130, "", "orbax-t5x: interrupted\n")
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a\n\x1b[2Jb"), MemoryError(), RecursionError("deep"), OSError(28, "full")]
+)
+def test_what_nobody_foresaw_is_one_line_and_1(run, layers, monkeypatch, error):
+    def broken(options):
+        raise error
+
+    monkeypatch.setattr(inspect_command, "run", broken)
+    monkeypatch.delenv("ORBAX_T5X_TRACEBACK", raising=False)
+    code, out, told = run("inspect", layers)
+    assert (code, out, told.count("\n")) == (1, "", 1)
+    assert told.startswith(f"orbax-t5x: unexpected {type(error).__name__}") and "\x1b" not in told
+    assert "ORBAX_T5X_TRACEBACK=1" in told and "Traceback" not in told
+    monkeypatch.setenv("ORBAX_T5X_TRACEBACK", "1")
+    code, _, told = run("inspect", layers)
+    assert code == 1 and "in broken" in told and told.splitlines()[-1].startswith("orbax-t5x: unexpected")
+
+
 def test_names_cannot_move_the_cursor(run, tmp_path):
     path = tmp_path / "evil.safetensors"
     safetensors.numpy.save_file({"a\x1b[2J/b": np.zeros(2, np.float32)}, path)

@@ -1,8 +1,8 @@
 """`orbax-t5x`: reads the arguments, runs one command, and turns what goes wrong into one line and an exit code.
 
 Exit codes: 0 ok; 1 a difference, damage or a problem; 2 usage; 3 nothing there that can be verified; 130 interrupted;
-141 whoever read the output stopped. A command's module is imported when it runs, so that `inspect` need not wait for
-JAX.
+141 whoever read the output stopped. What nobody foresaw is one line and 1, too; with ORBAX_T5X_TRACEBACK set its
+traceback is printed before. A command's module is imported when it runs, so that `inspect` need not wait for JAX.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from orbax_t5x import __version__
 from orbax_t5x.cli.arguments import UsageError, size_argument
 from orbax_t5x.cli.error_text import error_text, plain_lines
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.text.wording import plain
 
 PROGRAM = "orbax-t5x"
+# Any value but an empty one asks for the traceback of an error that is not one of the library's.
+_TRACEBACK = "ORBAX_T5X_TRACEBACK"
 _OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
@@ -49,6 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _PIPE_CLOSED
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
+    except Exception as error:
+        return _fail_unforeseen(error)
+
+
+def _fail_unforeseen(error: Exception) -> int:
+    """For an error that is not one of the library's: a defect, or a fault of the machine such as a full disk."""
+    if os.environ.get(_TRACEBACK):
+        traceback.print_exception(error)
+        hint = ""
+    else:
+        hint = f" (set {_TRACEBACK}=1 for the traceback)"
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return _fail(f"unexpected {plain(text)}{hint}", _PROBLEM)
 
 
 def _fail(text: str, code: int) -> int:
