@@ -13,6 +13,7 @@ end with it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import functools
@@ -167,6 +168,42 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterabl
         failure = asyncio.CancelledError("a task was cancelled from within")
     if failure is not None:
         raise as_carried(failure)
+
+
+class Budget:
+    """Bytes in flight, granted first in, first out; a request above the whole budget waits until it is alone.
+
+    For coroutines of one event loop.
+
+    Attributes:
+      limit: the whole budget.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._used = 0
+        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+
+    async def take(self, size: int) -> None:
+        """Waits until `size` bytes may be in flight."""
+        if not self._waiting and self._fits(size):
+            self._used += size
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, granted))
+        await granted
+
+    def give(self, size: int) -> None:
+        """Gives a share back."""
+        self._used -= size
+        while self._waiting and self._fits(self._waiting[0][0]):
+            next_size, granted = self._waiting.popleft()
+            if not granted.cancelled():
+                self._used += next_size
+                granted.set_result(None)
+
+    def _fits(self, size: int) -> bool:
+        return self._used == 0 or self._used + size <= self.limit
 
 
 async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:

@@ -17,13 +17,12 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import LoopThread, await_to_end, call_carried, wait_all
+from orbax_t5x.concurrency import Budget, LoopThread, await_to_end, call_carried, wait_all
 from orbax_t5x.handlers.chunks import ChunkWishes, choose_chunk, pieces
 from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
-from orbax_t5x.restoring.execute.executor import Budget
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
@@ -171,7 +170,7 @@ class _WriterRun:
     """One run of a writer: the budget, what was read, how far it is."""
 
     def __init__(self, limit: int, progress: OnProgress | None, total: int):
-        self.stats = ReadStats("touched")
+        self.stats = ReadStats("touched", limit)
         self._budget = Budget(limit)
         self._count = asyncio.Semaphore(_PIECES_IN_FLIGHT)
         self._progress = progress

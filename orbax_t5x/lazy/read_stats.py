@@ -5,7 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Literal, NamedTuple
 
+from orbax_t5x.concurrency import Budget
+
 Verify = Literal["touched", "full", "off"]
+
+# For decoded chunks where nobody gives a limit. Lower: fewer chunks are decoded at a time.
+_DECODING_BYTES = 256 << 20
 
 
 class ChecksummedRange(NamedTuple):
@@ -26,10 +31,13 @@ class ReadStats:
         `verify="full"` reads for checksums alone comes on top.
       gap_bytes: bytes read over because they lay between two wanted runs less than 4 KiB apart.
       fill_chunks: chunks that were legitimately absent and stand for the fill value.
+      decoding: memory for chunks, which are decoded as a whole beside the buffers that want a part of them; all leaves
+        of the execution share it, on one event loop.
     """
 
-    def __init__(self, verify: Verify = "touched"):
+    def __init__(self, verify: Verify = "touched", decoding_bytes: int = _DECODING_BYTES):
         self.verify: Verify = verify
+        self.decoding: Budget = Budget(decoding_bytes)
         self.bytes_read: int = 0
         self.gap_bytes: int = 0
         self.fill_chunks: int = 0

@@ -2,27 +2,27 @@
 
 The spec is always ours: driver, path and settings are written here, nothing of it comes from a file, and opening is for
 reading only. Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
-once, and all boxes of a call are under way together, so that a chunk that several of them touch is decoded once. A
-chunk that is not there is damage, never zeros. There is no checksum over the data. What TensorStore
-raises leaves here as a typed error that names the leaf.
+once, and all boxes of a call that touch a chunk are under way together, so that it is decoded once. Chunks are decoded
+as a whole: large ones wait for their share of the memory that an execution has for that. A chunk that is not there is
+damage, never zeros. There is no checksum over the data. What TensorStore raises leaves here as a typed error that names
+the leaf.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import reader_pool, run_in_pool
+from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -35,6 +35,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.box import Box, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, pieces_by_chunk
 from orbax_t5x.storage import places
 from orbax_t5x.storage.connection import REQUEST_SETTINGS
 from orbax_t5x.storage.limits import Limits
@@ -49,8 +50,6 @@ _OCDBT_CACHE_BYTES = 100_000_000
 _SHARD_INDEX_BYTES = 16
 # Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
-# Pieces of one box that are waited for one by one; more would cost more than they tell.
-_MAX_PIECES = 4096
 _STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
 _OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
 # What the operating system says where the files are not as they should be; whatever else it says is its own failure.
@@ -200,7 +199,19 @@ class TensorStoreLeaf(Leaf):
       prng_impl: the implementation of a typed PRNG key whose uint32 data this is ("threefry2x32", …), or None.
     """
 
-    __slots__ = ("_array", "_files", "_open", "chunks", "dtype", "error", "name", "path", "prng_impl", "shape")
+    __slots__ = (
+        "_array",
+        "_chunk_bytes",
+        "_files",
+        "_open",
+        "chunks",
+        "dtype",
+        "error",
+        "name",
+        "path",
+        "prng_impl",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -231,9 +242,10 @@ class TensorStoreLeaf(Leaf):
         chunk = _chunk_shape(array.chunk_layout.read_chunk, self.shape)
         self.chunks: tuple[int, ...] | None = chunk or None
         self.error: CheckpointError | None = None
+        self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
         try:
             # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
-            limits.require_chunk(math.prod(chunk) * self.dtype.itemsize, f"a chunk of shape {chunk}")
+            limits.require_chunk(self._chunk_bytes, f"a chunk of shape {chunk}")
             shard = _chunk_shape(array.chunk_layout.write_chunk, self.shape)
             if shard != chunk:
                 chunks_per_shard = math.prod(shard) // math.prod(chunk)
@@ -272,34 +284,60 @@ class TensorStoreLeaf(Leaf):
 
     async def _read(self, requests: Sequence[Request], stats: ReadStats) -> None:
         copies: list[tuple[np.ndarray, np.ndarray]] = []
-        first: dict[Any, np.ndarray] = {}
-        writes = []
+        first: dict[Box, np.ndarray] = {}
+        for box, out in requests:
+            if box in first:
+                copies.append((out, first[box]))
+                continue
+            if not box_size(box):
+                continue
+            buffer = out
+            if not out.flags.aligned:
+                buffer = np.empty(out.shape, out.dtype)
+                copies.append((out, buffer))
+            first[box] = buffer
         try:
-            for box, out in requests:
-                if box in first:
-                    copies.append((out, first[box]))
-                    continue
-                if not box_size(box):
-                    continue
-                buffer = out
-                if not out.flags.aligned:
-                    buffer = np.empty(out.shape, out.dtype)
-                    copies.append((out, buffer))
-                first[box] = buffer
-                writes += self._begin_writes(box, buffer)
-            await self._end_writes(writes)
-        except BaseException as error:
-            for write in writes:
-                write.copy.cancel()
-                write.commit.cancel()
-            if isinstance(error, CheckpointError):
-                raise
-            if isinstance(error, Exception):
-                raise typed_error(error, path=self.path, leaf=self.name, doing="reading it") from error
+            if first:
+                await self._read_boxes(first, stats.decoding)
+        except CheckpointError:
             raise
+        except Exception as error:
+            raise typed_error(error, path=self.path, leaf=self.name, doing="reading it") from error
         for out, buffer in copies:
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
+
+    async def _read_boxes(self, wanted: Mapping[Box, np.ndarray], decoding: Budget) -> None:
+        """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
+        chunks = self.chunks or ()
+        at_once = self._chunk_bytes * min(count_chunks(wanted, chunks), _FILE_IO_CONCURRENCY)
+        if at_once <= max(decoding.limit, self._chunk_bytes):
+            await decoding.take(at_once)
+            await self._read_pieces(wanted.items(), decoding, at_once)
+            return
+
+        async def by_chunk() -> AsyncIterator[Coroutine[Any, Any, None]]:
+            for pieces in pieces_by_chunk(wanted, chunks):
+                outs = [(piece, wanted[box][box_slices(shift(piece, box))]) for piece, box in pieces]
+                await decoding.take(self._chunk_bytes)
+                yield self._read_pieces(outs, decoding, self._chunk_bytes)
+
+        await wait_all(by_chunk())
+
+    async def _read_pieces(self, pieces: Iterable[tuple[Box, np.ndarray]], decoding: Budget, taken: int) -> None:
+        """Reads boxes into their buffers together, and gives back what was taken for their chunks."""
+        writes: list[ts.WriteFutures] = []
+        try:
+            for box, buffer in pieces:
+                writes += self._begin_writes(box, buffer)
+            await self._end_writes(writes)
+        except BaseException:
+            for write in writes:
+                write.copy.cancel()
+                write.commit.cancel()
+            raise
+        finally:
+            decoding.give(taken)
 
     def _begin_writes(self, box: Box, buffer: np.ndarray) -> Iterator[ts.WriteFutures]:
         """Begins to read a box into a buffer: at once, or remotely by pieces of whole chunks, each an answer."""
@@ -350,19 +388,6 @@ class TensorStoreLeaf(Leaf):
 
 async def _ended(write: ts.WriteFutures) -> None:
     await write.commit
-
-
-def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
-    """A box cut at the borders of chunks; of very many chunks, those of the last dimensions stay together."""
-    cuts: list[list[tuple[int, int]]] = [[side] for side in box]
-    count = 1
-    for dimension, ((low, high), size) in enumerate(zip(box, chunks, strict=False)):
-        borders = [low, *range((low // size + 1) * size, high, size), high]
-        count *= len(borders) - 1
-        if count > _MAX_PIECES:
-            break
-        cuts[dimension] = list(itertools.pairwise(borders))
-    yield from itertools.product(*cuts)
 
 
 class StringLeaf(Leaf):

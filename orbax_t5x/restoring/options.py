@@ -68,6 +68,7 @@ class ReadOptions(_FromKeywords):
     Attributes:
       verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read too; "off".
       memory_limit_bytes: host buffers in flight, None for `MEMORY_LIMIT_BYTES`; an item larger than that goes alone.
+        Chunks that are decoded beside them have as much memory of their own.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.
       broadcast: with one process nothing changes; several are an error in this version.

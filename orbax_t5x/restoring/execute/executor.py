@@ -8,7 +8,8 @@ made. Leaves that are read by blocking calls are read in worker threads, a group
 are awaited. Leaves that share stored bytes are in one group, so that each box is read once.
 
 Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's share
-is given back when its arrays have arrived there.
+is given back when its arrays have arrived there. What leaves of chunked formats need to decode chunks has a budget of
+its own, of the same size (`ReadStats.decoding`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import CallerThread, LoopThread, run_in_pool, wait_all
+from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import BlockingLeaf, ChecksummedRange, Leaf, ReadStats, Request, ValueLeaf, slices_within
 from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
@@ -74,36 +75,6 @@ def execute_plan(
 _Buffers = dict[str, list[np.ndarray]]
 
 
-class Budget:
-    """Bytes in flight, granted first in, first out; a request above the whole budget waits until it is alone."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._used = 0
-        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
-
-    async def take(self, size: int) -> None:
-        """Waits until `size` bytes may be in flight."""
-        if not self._waiting and self._fits(size):
-            self._used += size
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, granted))
-        await granted
-
-    def give(self, size: int) -> None:
-        """Gives a share back."""
-        self._used -= size
-        while self._waiting and self._fits(self._waiting[0][0]):
-            next_size, granted = self._waiting.popleft()
-            if not granted.cancelled():
-                self._used += next_size
-                granted.set_result(None)
-
-    def _fits(self, size: int) -> bool:
-        return self._used == 0 or self._used + size <= self._limit
-
-
 class _Execution:
     """One run of one plan."""
 
@@ -111,7 +82,7 @@ class _Execution:
         self._plan = plan
         self._limit = options.limit
         self._progress = on_progress
-        self._stats = ReadStats(options.verify)
+        self._stats = ReadStats(options.verify, options.limit)
         self._values: dict[str, Any] = {}
         self._caller = CallerThread()
         self._done_bytes = 0

@@ -1,0 +1,49 @@
+"""Which chunks of a chunked array index boxes touch: pure geometry over a regular grid that begins at the origin."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from orbax_t5x.lazy.box import Box, union_size
+
+# Pieces of one box that are waited for one by one; more would cost more than they tell.
+_MAX_PIECES = 4096
+
+
+def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
+    """A box cut at the borders of chunks; of very many chunks, those of the last dimensions stay together."""
+    cuts: list[list[tuple[int, int]]] = [[side] for side in box]
+    count = 1
+    for dimension, (side, size) in enumerate(zip(box, chunks, strict=False)):
+        cuts[dimension] = _cuts(side, size)
+        count *= len(cuts[dimension])
+        if count > _MAX_PIECES:
+            cuts[dimension] = [side]
+            break
+    yield from itertools.product(*cuts)
+
+
+def count_chunks(boxes: Iterable[Box], chunks: Sequence[int]) -> int:
+    """The number of chunks that boxes touch together."""
+    return union_size(tuple([_chunk_indices(box, chunks) for box in boxes]))
+
+
+def pieces_by_chunk(boxes: Iterable[Box], chunks: Sequence[int]) -> Iterator[list[tuple[Box, Box]]]:
+    """For each chunk that boxes touch: what each of them has of it, and that box itself."""
+    found: dict[tuple[int, ...], list[tuple[Box, Box]]] = {}
+    for box in boxes:
+        for piece in itertools.product(*map(_cuts, box, chunks)):
+            chunk = tuple([low // size for (low, _), size in zip(piece, chunks, strict=True)])
+            found.setdefault(chunk, []).append((piece, box))
+    yield from found.values()
+
+
+def _chunk_indices(box: Box, chunks: Sequence[int]) -> Box:
+    return tuple([(low // size, -(-high // size)) for (low, high), size in zip(box, chunks, strict=True)])
+
+
+def _cuts(side: tuple[int, int], size: int) -> list[tuple[int, int]]:
+    """One dimension of a box, cut at the borders of chunks."""
+    low, high = side
+    return list(itertools.pairwise([low, *range((low // size + 1) * size, high, size), high]))
