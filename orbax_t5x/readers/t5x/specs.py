@@ -127,7 +127,7 @@ def _require_kvstore(kvstore: Any) -> None:
     if not isinstance(kvstore, dict):
         raise CorruptCheckpointError("its spec has no kvstore")
     driver = kvstore.get("driver")
-    if driver not in _DRIVERS:
+    if not isinstance(driver, str) or driver not in _DRIVERS:
         raise UnsafeCheckpointError(
             f"its spec asks for the kvstore {_shown(driver)}; only 'file', 'gfile' and 'gcs' name what lies beside the "
             "checkpoint"

@@ -144,13 +144,14 @@ def _sizes(recorded: Any, field: str, corrupt) -> tuple[int, ...]:
 def _compressor(recorded: Any, unsupported) -> dict[str, Any] | None:
     if recorded is None:
         return None
-    if not isinstance(recorded, dict) or recorded.get("id") not in _CODECS:
+    codec = recorded.get("id") if isinstance(recorded, dict) else None
+    if not isinstance(codec, str) or codec not in _CODECS:
         raise unsupported("compressor")
-    if recorded.keys() - {"id"} - _CODECS[recorded["id"]]:
+    if recorded.keys() - {"id"} - _CODECS[codec]:
         raise unsupported("compressor")
     if not all(type(value) in (int, bool) for key, value in recorded.items() if key != "id"):
         raise unsupported("compressor")
-    return {"id": recorded["id"]} | ({"level": recorded["level"]} if "level" in recorded else {})
+    return {"id": codec} | ({"level": recorded["level"]} if "level" in recorded else {})
 
 
 def _fill_value(recorded: Any, dtype: np.dtype, unsupported) -> Any:
