@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 LOWEST := $(VENV)/lowest
 # Test processes: more than cores only makes them wait for one another.
 JOBS ?= 2
-# How long `make fuzz` looks for examples that break a property; it ends with the round that began before that.
+# How long `make fuzz` looks for inputs that break a parser, and then for examples that break a property; it ends with
+# the round that began before that.
 SECONDS ?= 600
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
@@ -28,9 +29,10 @@ test: $(VENV)/.tests-installed
 test-lowest: $(LOWEST)/.tests-installed
 	$(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile
 
-# New random examples in every run, for the properties alone.
-fuzz: $(VENV)/.tests-installed
-	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do \
+# New random inputs in every run: half of the time for the parsers, half for the properties.
+fuzz: $(VENV)/.fuzz-installed
+	$(BIN)/python -m tests.fuzz --seconds $$(( $(SECONDS) / 2 )) $(if $(KEEP),--keep $(KEEP))
+	@end=$$(( $$(date +%s) + $(SECONDS) / 2 )); while [ $$(date +%s) -lt $$end ]; do \
 	  $(PYTEST) --quiet --hypothesis-profile=fuzz --timeout=3600 -m hypothesis || exit 1; \
 	done
 
@@ -55,6 +57,11 @@ $(LOWEST)/.tests-installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable ".[test]"
+	touch $@
+
+# Atheris has wheels for Linux alone.
+$(VENV)/.fuzz-installed: $(VENV)/.tests-installed
+	$(BIN)/python -m pip install --quiet --editable ".[test,fuzz]"
 	touch $@
 
 $(VENV)/.lint-installed: $(VENV)/.tests-installed
