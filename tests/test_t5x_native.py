@@ -136,34 +136,6 @@ def mesh():
     return Mesh(np.asarray(jax.devices()).reshape(2, 4), ("x", "y"))
 
 
-SPECS = {
-    "replicated": lambda shape: P(),
-    "rows": lambda shape: P("x") if shape and shape[0] % 2 == 0 else P(),
-    "columns": lambda shape: P(*[None] * (len(shape) - 1), "y") if shape and shape[-1] % 4 == 0 else P(),
-    "both": lambda shape: P("x", "y") if len(shape) == 2 and shape[0] % 2 == 0 and shape[1] % 4 == 0 else P(),
-}
-
-
-@pytest.mark.parametrize(
-    "name", ["d1_adafactor", "d8_bf16", "d8_adafactor_sds_smallchunks", "v2_uint16", "d1_mutables"]
-)
-@pytest.mark.parametrize("sharding", SPECS)
-def test_shardings(name, sharding):
-    root, _, values, _ = golden(name)
-    target = unflatten(
-        {
-            leaf: jax.ShapeDtypeStruct(
-                value.shape, value.dtype, sharding=NamedSharding(mesh(), SPECS[sharding](value.shape))
-            )
-            for leaf, value in values.items()
-        }
-    )
-    restored = flatten(ot.restore(root, target))
-    for leaf, wanted in flatten(target).items():
-        assert restored[leaf].sharding == wanted.sharding
-        assert_same(np.asarray(restored[leaf]), values[leaf])
-
-
 def test_a_box_reads_the_chunks_that_hold_it(tmp_path):
     """Of 16 chunks the two that the box meets: the others hold nothing that could be decoded."""
     value = np.random.default_rng(0).random((64, 64), np.float32)
