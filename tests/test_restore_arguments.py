@@ -1,5 +1,6 @@
 """What a restore says of arguments that are no transforms, and of functions that several leaves share."""
 
+import flax.linen
 import jax
 import numpy as np
 import pytest
@@ -20,7 +21,12 @@ TARGET = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
 @pytest.mark.parametrize(
     "transforms, text",
     [
-        ("foo", "transforms='foo' is text"),
+        ("foo", "transforms='foo' is text; pass 'auto'"),
+        ("hf_t5_to_t5x", r"is text; pass ot\.rules\.hf_t5_to_t5x\(\)$"),
+        (["Translate"], r"'Translate' is no transform; pass ot\.transforms\.Translate\("),
+        (["auto", ot.transforms.Drop(["b"])], r"'auto' stands alone, or is a source's: .* ot\.Source\(path, 'auto'\)"),
+        (ot.rules.mesh_tf_to_t5x, r"mesh_tf_to_t5x is a function .* makes: ot\.rules\.mesh_tf_to_t5x\(\)$"),
+        ([ot.rules.t5_minimal_to_scanned], r"makes: ot\.rules\.t5_minimal_to_scanned\(num_heads=…, head_dim=…\)$"),
         (ot.transforms.Translate, r"Translate is a class; pass an instance of it: Translate\("),
         ([ot.transforms.Intersect], r"Intersect is a class"),
         ([("a", "b")], r"\('a', 'b'\) is no transform"),
@@ -29,6 +35,13 @@ TARGET = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
 def test_what_is_no_transform_is_said_plainly(path, transforms, text):
     with pytest.raises(TypeError, match=text):
         ot.plan_restore(path, TARGET, transforms)
+
+
+def test_a_model_is_no_target(path):
+    for function in (flax.linen.Dense(3), flax.linen.Dense(3).init):
+        with pytest.raises(ot.RestorePlanError) as caught:
+            ot.plan_restore(path, {"a": function})
+        assert "jax.eval_shape(model.init, …)" in caught.value.problems[0].fix
 
 
 def test_the_function_of_an_array_that_two_leaves_share_is_called_once(path):

@@ -7,13 +7,16 @@ asks whether the transforms were applied already, and the transforms of a source
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from orbax_t5x import rules
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.rules import infer
 from orbax_t5x.transforms import Transform
+from orbax_t5x.transforms import __all__ as transform_names
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
@@ -24,6 +27,10 @@ _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 Transforms = Sequence[Callable[..., Any]] | Callable[..., Any] | Literal["auto"]
+# The functions that make rule packs, by name.
+_PACKS: dict[str, Callable[..., Any]] = {
+    name: getattr(rules, name) for name in rules.__all__ if name not in ("RulePack", "infer")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,19 +102,43 @@ def chain_of(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
     """The transforms as a tuple.
 
     Raises:
-      TypeError: one of them is no transform: text, or the class of one instead of an instance.
+      TypeError: one of them is no transform: text, or the class of one, or a function that makes a rule pack, instead
+        of what it makes.
     """
     if isinstance(transforms, str):
         if transforms == AUTO:
             return (FoundRules(),)
-        raise TypeError(f"transforms={transforms!r} is text; pass {AUTO!r}, transforms of ot.transforms, or functions")
+        instead = _call_of(transforms) or f"{AUTO!r}, transforms of ot.transforms, or functions"
+        raise TypeError(f"transforms={transforms!r} is text; pass {instead}")
     chain = (transforms,) if callable(transforms) else transforms or ()
     for transform in chain:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
+        pack = next((name for name, function in _PACKS.items() if transform is function), None)
+        if pack is not None:
+            raise TypeError(f"{pack} is a function that makes a rule pack; pass what it makes: {_call_of(pack)}")
         if not callable(transform):
-            raise TypeError(f"{transform!r} is no transform; pass transforms of ot.transforms, or functions")
+            raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
     return tuple(chain)
+
+
+def _instead_of(something: object) -> str:
+    """What to pass instead of something in a list of transforms."""
+    if something == AUTO:
+        return (
+            f"{AUTO!r} stands alone, or is a source's: restore from ot.Source(path, {AUTO!r}) with the other transforms"
+        )
+    call = _call_of(something) if isinstance(something, str) else None
+    return f"pass {call or 'transforms of ot.transforms, or functions'}"
+
+
+def _call_of(name: str) -> str | None:
+    """The call that makes the transform or the rule pack of this name; None where there is neither."""
+    if name in _PACKS:
+        parameters = inspect.signature(_PACKS[name]).parameters.values()
+        wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+        return f"ot.rules.{name}({', '.join(f'{parameter}=…' for parameter in wanted)})"
+    return f"ot.transforms.{name}(…)" if name in transform_names else None
 
 
 def written_out(

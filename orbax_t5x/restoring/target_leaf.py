@@ -92,6 +92,10 @@ def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: 
 
 def _unknown(name: str, leaf: Any, message: str) -> Problem:
     fix = "use jax.ShapeDtypeStruct, jax.Array, np.ndarray, a scalar, or ... to leave it out"
+    if callable(leaf):
+        fix = (
+            "give the shapes of what it makes: jax.eval_shape(function), of a linen model jax.eval_shape(model.init, …)"
+        )
     return Problem("target", name, message, fix)
 
 
