@@ -329,7 +329,7 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
 
 
 def test_an_empty_path_and_a_list_of_paths(tmp_path):
-    with pytest.raises(CheckpointNotFoundError, match="the path is empty"):
+    with pytest.raises(CheckpointNotFoundError, match=r"^the path is empty"):
         ot.open_checkpoint("")
     with pytest.raises(TypeError, match="one path is opened at a time"):
         ot.open_checkpoint([tmp_path, tmp_path])
@@ -372,6 +372,17 @@ def test_a_digit_that_is_missing(tmp_path):
     bundle_of({"w": np.ones(2, np.float32)}, 2).write(tmp_path, "model.ckpt-1000000")
     with pytest.raises(CheckpointNotFoundError, match=r"beside it: 'model\.ckpt-1000000'"):
         ot.open_checkpoint(tmp_path / "model.ckpt-100000")
+    with pytest.raises(CheckpointNotFoundError, match=rf"in {tmp_path.parent} there is {tmp_path.name!r}"):
+        ot.open_checkpoint(tmp_path.with_name(tmp_path.name[:-1]) / "model.ckpt-1000000")
+
+
+def test_a_step_that_is_not_there(tmp_path):
+    for step in range(0, 50, 10):
+        bundle = tmp_path / str(step) / "state"
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(bundle, {"w": np.ones(3)})
+    with pytest.raises(CheckpointNotFoundError, match="finished steps beside it: '0', '10', '20' and 2 more"):
+        ot.open_checkpoint(tmp_path / "99")
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ot.Limits)])

@@ -11,6 +11,7 @@ from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsafeChe
 from orbax_t5x.readers.detect.foreign import foreign_format
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
+from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
 from orbax_t5x.readers.tf_bundle.format import prefix_of_shard
 from orbax_t5x.storage.paths import LEADS_OUT
 from orbax_t5x.storage.places import can_list, is_url
@@ -36,8 +37,13 @@ def missing(path: str, text: str) -> CheckpointError:
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
     if is_url(path):
         return _missing_remotely(path, message)
-    if close := _neighbours(path):
-        message += f"; beside it: {', '.join(map(repr, close))}"
+    directory = os.path.dirname(path)
+    there = _existing(directory)
+    if close := _close_names(there, path[len(there) :].strip(os.sep).split(os.sep)[0]):
+        where = "beside it:" if there == directory else f"in {there} there is"
+        message += f"; {where} {', '.join(map(repr, close))}"
+    elif step_of_name(os.path.basename(path)) is not None and (steps := finished_steps(there)):
+        message += f"; finished steps beside it: {listed([repr(step.name) for step in steps], _SHOWN_NEIGHBOURS)}"
     elif _HUB_NAME.fullmatch(text):
         message += f"; for a model of the Hugging Face hub, open {f'hf://{text}'!r}"
     return CheckpointNotFoundError(message, path=path)
@@ -54,9 +60,15 @@ def _missing_remotely(url: str, message: str) -> CheckpointError:
     )
 
 
-def _neighbours(path: str) -> list[str]:
-    """Names beside a path that are close to its own: bundles by their prefix."""
-    directory, name = os.path.split(path)
+def _existing(directory: str) -> str:
+    """The directory, or the nearest one above it that exists."""
+    while not os.path.isdir(directory) and directory != os.path.dirname(directory):
+        directory = os.path.dirname(directory)
+    return directory
+
+
+def _close_names(directory: str, name: str) -> list[str]:
+    """Names in a directory that are close to one that is not there: bundles by their prefix."""
     names = {entry.removesuffix(".index") for entry in probe_path(directory).names if prefix_of_shard(entry) is None}
     return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 

@@ -30,7 +30,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
     if not isinstance(text, str):
         raise TypeError(f"the path {path!r} is not text")
     if not text:
-        raise CheckpointNotFoundError("the path is empty; '.' is the working directory", path=text)
+        raise CheckpointNotFoundError("the path is empty; '.' is the working directory")
     if "\0" in text:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
     if (scheme := url_scheme(text)) is not None:
