@@ -431,9 +431,9 @@ def test_sizes(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "0", "M", "-1", "1X", "0.1"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(ValueError):
-        size_argument(text)
+def test_sizes_that_are_none(text, capsys):
+    assert main(["convert", "source", "destination", f"--memory-limit={text}"]) == 2
+    assert f"argument --memory-limit: {text!r} is no size; write bytes" in capsys.readouterr().err
 
 
 def test_width_without_a_terminal(monkeypatch):

@@ -152,6 +152,9 @@ def test_hugging_face_to_t5x_and_back_is_one_command_each(run, tmp_path):
 def test_names_of_hugging_face_are_told(run, tmp_path):
     code, out, _ = run("convert", HUGGING_FACE, tmp_path / "orbax")
     assert code == 0 and "--rules hf_t5_to_t5x makes them T5X's" in out
+    run("convert", HUGGING_FACE, tmp_path / "t5x", "--rules", "hf_t5_to_t5x")
+    code, out, _ = run("convert", tmp_path / "t5x", tmp_path / "as_t5x", "--format", "safetensors")
+    assert code == 0 and "--rules t5x_to_hf_t5 makes them those that from_pretrained reads" in out
     code, out, _ = run("convert", HUGGING_FACE, tmp_path / "files", "--format", "safetensors", "--dtype", "bfloat16")
     assert code == 0 and "also needs a config.json: --config" in out
     assert {array.dtype for array in arrays_of(tmp_path / "files").values()} == {np.dtype(ml_dtypes.bfloat16)}

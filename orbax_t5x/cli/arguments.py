@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -21,14 +22,12 @@ def size_argument(text: str) -> int:
     """Bytes from `268435456`, `256M`, `256MiB` or `1.5G`; all units are powers of 1024.
 
     Raises:
-      ValueError: argparse reports it.
+      argparse.ArgumentTypeError: argparse reports it.
     """
     match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError(text)
-    count = int(float(match[1]) * _UNITS[match[2].upper()])
+    count = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if count < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with K, M, G or T: 256M")
     return count
 
 

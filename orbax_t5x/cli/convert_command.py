@@ -54,6 +54,8 @@ def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOpti
     lines = [f"mapped by {', '.join(rules)}" if rules else "names, shapes and dtypes are the source's"]
     with open_checkpoint(report.destination) as written:
         layout = layout_of(written.leaves).kind
+    if layout == "minimal" and writing.format == "safetensors":
+        lines.append("the names are T5X's: --rules t5x_to_hf_t5 makes them those that from_pretrained reads")
     if layout != "hugging face":
         return lines
     if writing.format == "orbax":
