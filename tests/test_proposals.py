@@ -16,7 +16,7 @@ from orbax_t5x.restoring import cures, similar
 from orbax_t5x.restoring.proposals import pack_text, proposed_pack
 from orbax_t5x.restoring.similar import Similar, named
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
-from orbax_t5x.trees.flat import flatten
+from orbax_t5x.trees.flat import flatten, unflatten
 from tests import t5_model
 from tests.conftest import GOLDENS
 from tests.memory_checkpoint import checkpoint
@@ -319,6 +319,21 @@ def test_an_untied_checkpoint_and_a_tied_model(has_pack):
     assert (head.kind, head.leaf) == ("leftover", "target/decoder/logits_dense/kernel")
     assert "logits" in head.message and "embedding" in head.message
     assert "logits_via_embedding=False" in head.fix and "strict" not in head.fix and "Drop" not in head.fix
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_model_of_another_size_or_kind_is_said_to_be_one(is_gated):
+    source = parameters(dataclasses.replace(HF_CONFIG, gated=is_gated))
+    target = parameters(dataclasses.replace(HF_CONFIG, gated=not is_gated, encoder_layers=4))
+    stored = checkpoint({name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in source.items()})
+    one, another, *left = problems_of(stored, unflatten(target))
+    assert {problem.kind for problem in left} == {"leftover"}
+    fewer, other = sorted((one, another), key=lambda problem: problem.message)
+    assert fewer.message == "the checkpoint's encoder has 2 layers, the target's 4"
+    wanted = "mlp_activations=('gelu', 'linear')" if is_gated else "mlp_activations=('relu',)"
+    assert "feed-forward" in other.message and wanted in other.fix
+    others = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in target.items() if name not in source}
+    ot.plan_restore(stored, unflatten(target), fallback=unflatten(others), strict=False)
 
 
 def test_other_leftovers_of_an_untied_checkpoint_are_told_apart():

@@ -58,7 +58,10 @@ def proposed_pack(source_leaves: Mapping[str, Any], target: Any) -> Proposal | N
         return None
     if not pack.steps:
         return None
-    return Proposal(pack, pack_text(pack), f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}")
+    reason = f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}"
+    if all(isinstance(part, Rename) for part in pack.parts):
+        reason = "the checkpoint has them below another prefix"
+    return Proposal(pack, pack_text(pack), reason)
 
 
 def pack_text(pack: RulePack) -> str:

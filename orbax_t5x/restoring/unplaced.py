@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Problem
+from orbax_t5x.restoring.other_model import other_models
 from orbax_t5x.restoring.proposals import assignment
 from orbax_t5x.restoring.similar import Named, Similar, named
 from orbax_t5x.restoring.target_leaf import TargetLeaf
@@ -55,7 +56,7 @@ class MissingLeaf:
 def missing_problems(
     missing: Sequence[MissingLeaf], state: Mapping[str, Any], target: Collection[str], *, takes_rules: bool
 ) -> list[Problem]:
-    """One problem per leaf.
+    """One problem per leaf; leaves that only another model has are one together.
 
     Args:
       missing: in the target's order.
@@ -66,11 +67,14 @@ def missing_problems(
     wanted = [one for one in missing if not one.is_none and not one.is_reset]
     if not wanted:
         return [_problem(one, (), None) for one in missing]
+    explained = other_models([one.name for one in wanted], state, target)
+    missing = [one for one in missing if one.name not in explained]
+    wanted = [one for one in wanted if one.name not in explained]
     free = {name: value for name, value in state.items() if value is not None and name not in target}
     closest = ClosestNames(list(free) or list(state))
     similar = Similar([one.named for one in wanted], named(free)) if takes_rules else None
     looked_up = {one.name for one in wanted[:_LOOKUPS]}
-    return [
+    return [*dict.fromkeys(explained.values())] + [
         _problem(one, closest.to(one.name, _CLOSEST), similar.to(one.named) if similar is not None else None)
         if one.name in looked_up
         else _problem(one, (), None)
