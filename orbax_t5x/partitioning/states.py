@@ -8,7 +8,7 @@ boxes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -161,11 +161,13 @@ def _with_metadata(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules) -> An
         shard, tree, is_leaf=lambda node: isinstance(node, Partitioned) or _is_variable(node)
     )
     if not said:
+        axes = isinstance(tree, Mapping) and "params_axes" in tree
         raise TypeError(
             "with_shardings takes a train state with logical axes (FlaxOptimTrainState, InferenceState), or a tree "
             f"with nn.Partitioned boxes or NNX metadata, and {type(tree).__name__} has none; for any other tree give "
             "rules of names, (regex, PartitionSpec), or put jax.ShapeDtypeStruct(shape, dtype, sharding=...) in the "
             "place of the leaves"
+            + ("; variables with params_axes become a train state by InferenceState.create(variables)" if axes else "")
         )
     return abstract
 
