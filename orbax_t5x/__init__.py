@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from orbax_t5x.lazy import repeat as repeat
     from orbax_t5x.lazy import stack as stack
     from orbax_t5x.operations.convert import convert as convert
+    from orbax_t5x.operations.restore_or_initialize import restore_or_initialize as restore_or_initialize
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES as STANDARD_LOGICAL_AXIS_RULES
     from orbax_t5x.partitioning import with_shardings as with_shardings
     from orbax_t5x.readers import Checkpoint as Checkpoint
@@ -75,6 +76,7 @@ _PUBLIC: dict[str, str] = {
     "plan_restore": "orbax_t5x.restoring.api",
     "repeat": "orbax_t5x.lazy",
     "restore": "orbax_t5x.restoring.api",
+    "restore_or_initialize": "orbax_t5x.operations.restore_or_initialize",
     "rules": "",
     "stack": "orbax_t5x.lazy",
     "state_utils": "",

@@ -52,10 +52,16 @@ class Agreement:
         """The primary's records of the source, as every process takes them."""
         if not self._several:
             return mine
-        text = json.dumps({name: None if lineage is None else list(lineage) for name, lineage in mine.items()})
-        texts = self._exchange(text.encode() if jax.process_index() == self._primary else b"")
-        loaded = json.loads(texts[self._primary])
-        return {name: None if lineage is None else tuple(lineage) for name, lineage in loaded.items()}
+        known = self.of_primary({name: None if lineage is None else list(lineage) for name, lineage in mine.items()})
+        return {name: None if lineage is None else tuple(lineage) for name, lineage in known.items()}
+
+    def of_primary(self, mine: Any) -> Any:
+        """What the primary process tells, anything that JSON holds; every process takes it for its own."""
+        return self.of_all(mine if jax.process_index() == self._primary else None)[self._primary]
+
+    def of_all(self, mine: Any) -> list[Any]:
+        """What each process tells, anything that JSON holds, by its index."""
+        return [json.loads(text) for text in self._exchange(json.dumps(mine).encode())]
 
     def plan(self, sources: Sequence[str], provenance: Sequence[Mapping[str, Any]]) -> None:
         """Compares what the processes are about to restore.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 # `CommitFutureAwaitingContractedSignals` starts a coroutine at once, in a thread, after Orbax has made the directories
@@ -43,6 +44,15 @@ def write_spec(info: Any, shape: Sequence[int], chunk: Sequence[int], dtype: np.
         dtype=dtype,
         process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
     )
+
+
+def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
+    """Where a manager has one of its steps, by the names that it was told to give them.
+
+    A manager tells its root and the numbers of its steps. What makes names of numbers are its options, as users passed
+    them; only the manager itself has what these come to.
+    """
+    return manager._get_read_step_directory(step, manager.directory)
 
 
 class RecordedType:

@@ -34,9 +34,10 @@ from orbax_t5x.provenance.records import (
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
 
-Asker = Literal["own step", "restore", "convert"]
-"""Who wants the transforms: a restore of the run's own step (a handler's, without `source=`); any other restore or
-plan; or what makes a new checkpoint or a new run (`convert`, `init_from=`, the command line)."""
+Asker = Literal["own step", "resumed run", "restore", "convert"]
+"""Who wants the transforms: a restore of the run's own step (a handler's, without `source=`); the same where the run
+goes on whatever is recorded (`restore_or_initialize`); any other restore or plan; or what makes a new checkpoint or a
+new run (`convert`, `init_from=`, the command line)."""
 
 _SHOWN_DIFFERENCES = 8
 
@@ -94,6 +95,8 @@ def decide(record: Lineage | None, question: Question) -> Decision:
     lineage = record or ()
     if not question.chain:
         return Decision(question.answer is True, lineage or (_entry(question),))
+    if question.asker == "resumed run":
+        return _resumed(lineage, question)
     if question.answer is not None:
         return _answered(lineage, question)
     applied = [entry for entry in lineage if applied_rules(entry)]
@@ -134,6 +137,16 @@ def _answered(lineage: Lineage, question: Question) -> Decision:
         what = "is_resuming=False would apply transforms again that the run's own record says were applied already"
         return Decision(False, lineage, problem=(what, "remove is_resuming=False"))
     return _apply(lineage, question)
+
+
+def _resumed(lineage: Lineage, question: Question) -> Decision:
+    """A run that goes on: nothing is applied and nobody is asked; other rules than its own are told and recorded."""
+    decision = _answered(lineage, dataclasses.replace(question, answer=True))
+    applied = [entry for entry in lineage if applied_rules(entry)]
+    if decision.lineage == lineage or not applied or not all(map(has_digest, applied)):
+        return decision
+    what = f"the run began with other transforms than those given: {_differences(applied[-1], question.chain)}"
+    return dataclasses.replace(decision, warning=f"{what}; it goes on without those given, which are recorded")
 
 
 def _apply(lineage: Lineage, question: Question) -> Decision:

@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 from orbax_t5x.provenance.records import Lineage
 
+EVERY_ITEM = ""
+
 
 class RunKey(NamedTuple):
     """Whose lineage it is.
 
     Attributes:
       root: the resolved root directory, or its URL.
-      item: the item's name in each step.
+      item: the item's name in each step; `EVERY_ITEM` for each item of the root that has no lineage of its own.
     """
 
     root: str
@@ -31,12 +33,20 @@ _lineages: dict[RunKey, Lineage] = {}
 def known_lineage(run: RunKey) -> Lineage | None:
     """The lineage of a run's state; None where this process has neither restored, saved nor read a step of it."""
     with _lock:
-        return _lineages.get(run)
+        return _lineages.get(run, _lineages.get(RunKey(run.root, EVERY_ITEM)))
 
 
 def remember(run: RunKey, lineage: Lineage) -> None:
     """Sets the lineage of a run's state."""
     with _lock:
+        _lineages[run] = tuple(lineage)
+
+
+def begin(run: RunKey, lineage: Lineage) -> None:
+    """Sets the lineage of a run that begins: what this process knows of an earlier one at the same place is over."""
+    with _lock:
+        for known in [known for known in _lineages if known.root == run.root and run.item in (EVERY_ITEM, known.item)]:
+            del _lineages[known]
         _lineages[run] = tuple(lineage)
 
 

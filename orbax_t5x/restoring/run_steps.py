@@ -59,10 +59,15 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
     certain = step_name.isdecimal() or parent.name != step_name or url_scheme(os.fspath(path)) is not None
     if not certain and not (parent / STEP_METADATA_FILE).exists():
         return None
-    return StepItem(RunKey(_resolved(parent.parent), item), step)
+    return StepItem(run_of(parent.parent, item), step)
 
 
-def _resolved(root: epath.Path) -> str:
+def run_of(root: str | os.PathLike[str], item: str) -> RunKey:
+    """The run in a root, as `step_item` finds it from a directory below; `item` as in `RunKey`."""
+    return RunKey(_resolved(root), item)
+
+
+def _resolved(root: str | os.PathLike[str]) -> str:
     text = os.fspath(root)
     return text if url_scheme(text) is not None else os.path.realpath(text)
 

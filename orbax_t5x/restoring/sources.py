@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
-from orbax_t5x.restoring.chains import OneSource, Transforms, chain_of
+from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import PlanOptions
 
 Path = str | os.PathLike[str]
@@ -92,3 +92,25 @@ def own_chain(sources: Mapping[str, Source]) -> tuple[Callable[..., Any], ...]:
         else:
             chain.extend(steps)
     return tuple(chain)
+
+
+def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Callable[..., Any], ...]:
+    """The chain of a restore whose sources are not opened: it has the digest of the real one, and is not applied.
+
+    Empty where `"auto"` stands in it: what that found at the time is not known without the source.
+
+    Args:
+      source: as `orbax_t5x.restore` takes it, or None.
+      transforms: of the restore.
+    """
+    chain: list[Callable[..., Any]] = []
+    for name, one in source.items() if isinstance(source, Mapping) else [("", source)]:
+        steps = chain_of(one.transforms) if isinstance(one, Source) else ()
+        chain.extend([OneSource(name, steps)] if steps and name else steps)
+    chain.extend(chain_of(transforms))
+    is_known = all(
+        not isinstance(step, FoundRules)
+        for transform in chain
+        for step in (transform.steps if isinstance(transform, OneSource) else (transform,))
+    )
+    return tuple(chain) if is_known else ()

@@ -27,4 +27,5 @@ def _counts(plan: PlanData) -> str:
 
 def _sources(plan: PlanData) -> str:
     """The paths, with their formats; a path could hold what moves a terminal's cursor."""
-    return ", ".join(f"{plain(checkpoint.path)} ({checkpoint.format})" for checkpoint in plan.checkpoints.values())
+    paths = [f"{plain(checkpoint.path)} ({checkpoint.format})" for checkpoint in plan.checkpoints.values()]
+    return ", ".join(paths) or "no checkpoint"
