@@ -17,9 +17,14 @@ def findings(name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.glob("*"))} if directory.is_dir() else {}
 
 
+def grown_path(name: str) -> Path:
+    """The archive of what fuzzing grew."""
+    return _CORPUS / "grown" / f"{name}.zip"
+
+
 def grown(name: str) -> dict[str, bytes]:
     """Inputs that together reach what fuzzing has reached, by their digest."""
-    path = _CORPUS / "grown" / f"{name}.zip"
+    path = grown_path(name)
     if not path.exists():
         return {}
     with zipfile.ZipFile(path) as archive:
