@@ -217,6 +217,8 @@ async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:
         await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()  # nobody else asks for it, and asyncio would complain on standard error
         raise
 
 

@@ -78,6 +78,13 @@ class CheckpointIOError(CheckpointError, OSError):
         self.errno = errno
 
 
+def error_at(error: CheckpointError, *, path: str | os.PathLike[str] | None, leaf: str | None) -> CheckpointError:
+    """The same error about another file or leaf; a new exception, because a traceback belongs to one raise."""
+    if isinstance(error, CheckpointIOError):
+        return CheckpointIOError(error.message, path=path, leaf=leaf, errno=error.errno)
+    return type(error)(error.message, path=path, leaf=leaf)
+
+
 class LeafMismatchError(CheckpointError, ValueError):
     """A file disagrees with itself about a leaf, or a T5X function found a shape that does not fit."""
 

@@ -55,6 +55,79 @@ def test_with_any_number_of_descriptors_left_a_restore_works_or_says_so_and_leak
     assert lines == [str(errno.EMFILE)] * failed + ["['a', 'b']"] * (20 - failed) and 1 <= failed < 15
 
 
+FULL = """
+import errno, resource, signal, sys
+import orbax_t5x as ot
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with ot.open_checkpoint(sys.argv[1]) as checkpoint:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    try:
+        ot.convert(checkpoint, sys.argv[2])
+    except ot.errors.CheckpointIOError as error:
+        print(errno.errorcode[error.errno])
+"""
+
+
+def test_several_writes_that_fail_together_are_one_error_and_no_complaints(tmp_path):
+    """A limit on the size of files stands for a full disk; the writes that are cancelled fail, too."""
+    noise = np.random.default_rng(0)
+    source = bundle_of({f"a{i}": noise.random(1 << 17) for i in range(6)}).write(tmp_path)
+    arguments = [sys.executable, "-c", FULL, str(source), str(tmp_path / "out")]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "EFBIG\n"), run.stderr[-2000:]
+    assert "never retrieved" not in run.stderr and not (tmp_path / "out").exists()
+
+
+# A process that may read everything gives that up: files without permissions are what the system refuses to open.
+REFUSED = """
+import ctypes, struct, sys
+from pathlib import Path
+assert ctypes.CDLL(None).capset(struct.pack("<II", 0x20080522, 0), bytes(24)) == 0
+import orbax_t5x as ot
+
+def errors(path):
+    found = {}
+    try:
+        with ot.open_checkpoint(path) as checkpoint:
+            for name, leaf in checkpoint.leaves.items():
+                try:
+                    leaf.get()
+                except ot.errors.CheckpointIOError as error:
+                    found[error.leaf] = error.errno
+    except ot.errors.CheckpointIOError as error:
+        found[None] = error.errno
+    return found
+
+path = Path(sys.argv[1])
+for file in sorted(file for file in path.rglob("*") if file.is_file()):
+    file.chmod(0)
+    print(file.relative_to(path), errors(path))
+    file.chmod(0o600)
+"""
+
+
+def zarr3(directory: Path) -> Path:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)) as checkpointer:
+        checkpointer.save(directory / "item", args=ocp.args.PyTreeSave(TREE))
+    return directory / "item"
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (zarr, {"a/.zarray": "a", "a/0": "a", "b/.zarray": "b", "b/0.0": "b", "_METADATA": None}),
+        (zarr3, {"a/zarr.json": "a", "a/c/0": "a", "b/zarr.json": "b", "b/c/0/0": "b", "_METADATA": None}),
+    ],
+)
+def test_a_file_that_may_not_be_opened_costs_its_leaf_and_says_why(write, expected, tmp_path):
+    arguments = [sys.executable, "-c", REFUSED, str(write(tmp_path))]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = run.stdout.splitlines()
+    for file, leaf in expected.items():
+        assert f"{file} { ({leaf: errno.EACCES}) }" in lines
+
+
 @pytest.mark.parametrize("what", ["directory", "prefix", "index"])
 def test_an_index_that_cannot_be_looked_at_is_no_missing_one(what, tmp_path, monkeypatch):
     prefix = bundle(tmp_path)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.lazy.box import Box, union_size
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 
@@ -97,7 +97,7 @@ class Leaf(abc.ABC):
     def raise_error(self) -> None:
         """Raises `error` where there is one, a new exception each time: a traceback belongs to one raise."""
         if self.error is not None:
-            raise type(self.error)(self.error.message, path=self.error.path, leaf=self.error.leaf)
+            raise error_at(self.error, path=self.error.path, leaf=self.error.leaf)
 
 
 class BlockingLeaf(Leaf):

@@ -18,6 +18,7 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
+    error_at,
 )
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf, Request
@@ -90,7 +91,7 @@ def leaf_of(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
     try:
         return _leaf(name, node, file, limits)
     except CheckpointError as error:
-        return BrokenLeaf(name, type(error)(error.message, path=file.path, leaf=name))
+        return BrokenLeaf(name, error_at(error, path=file.path, leaf=name))
 
 
 def _leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:

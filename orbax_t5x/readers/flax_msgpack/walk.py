@@ -14,7 +14,13 @@ from typing import NamedTuple, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+    error_at,
+)
 from orbax_t5x.readers.flax_msgpack.headers import Header, HeaderReader
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
@@ -208,7 +214,7 @@ class _MessageWalker:
                 return self._array()
             raise reader.corrupt(f"the extension {header.value} is none of Flax's", self._name)
         except CheckpointError as error:
-            return BrokenNode(type(error)(error.message, path=self._path, leaf=self._name))
+            return BrokenNode(error_at(error, path=self._path, leaf=self._name))
         finally:
             reader.stop = outer
             reader.skip(end - reader.position)

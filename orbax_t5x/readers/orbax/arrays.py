@@ -19,6 +19,7 @@ from orbax_t5x.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    error_at,
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -129,7 +130,7 @@ class ItemArrays:
         try:
             limits.require_shape(array.shape, np.dtype(array.dtype.numpy_dtype))
         except CheckpointError as error:
-            return BrokenLeaf(place.name, type(error)(error.message, path=self.directory, leaf=place.name))
+            return BrokenLeaf(place.name, error_at(error, path=self.directory, leaf=place.name))
         impl = self.prng_impls.get(place.node.param)
         return TensorStoreLeaf(
             place.name, self.directory, array, flag, prng_impl=impl, files=begun.files, limits=limits

@@ -23,6 +23,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
+    error_at,
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.provenance import records as provenance
@@ -309,7 +310,7 @@ class _OrbaxOpening:
             message = f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, which is missing"
             self._break(place, CorruptCheckpointError(message, path=self._root.join(item), leaf=place.name))
         except CheckpointError as error:
-            self._break(place, type(error)(error.message, path=error.path, leaf=place.name))
+            self._break(place, error_at(error, path=error.path, leaf=place.name))
 
     def _break(self, place: Place, error: CheckpointError) -> None:
         self._leaves[place.name] = BrokenLeaf(place.name, error)
@@ -344,4 +345,4 @@ class _OrbaxOpening:
                 self._limits.require_shape(shape, dtype)
                 self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
             except CheckpointError as error:
-                self._leaves[place] = BrokenLeaf(place, type(error)(error.message, path=directory, leaf=place))
+                self._leaves[place] = BrokenLeaf(place, error_at(error, path=directory, leaf=place))

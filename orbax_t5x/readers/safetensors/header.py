@@ -17,7 +17,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+    error_at,
+)
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
 from orbax_t5x.storage.strict_json import parse_object
@@ -194,5 +200,5 @@ def _dtype(
     try:
         limits.require_shape(shape, DTYPES[code])
     except CheckpointError as error:
-        return None, type(error)(error.message, path=path, leaf=name)
+        return None, error_at(error, path=path, leaf=name)
     return DTYPES[code], None

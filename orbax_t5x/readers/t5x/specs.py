@@ -15,7 +15,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+    error_at,
+)
 from orbax_t5x.readers.flax_msgpack.walk import Node, StoredText
 from orbax_t5x.storage.paths import split_name
 
@@ -189,4 +195,4 @@ def _shown(said: Any) -> str:
 
 def located(error: CheckpointError, path: str, leaf: str) -> CheckpointError:
     """An error of a pure function, with file and leaf."""
-    return type(error)(error.message, path=path, leaf=leaf)
+    return error_at(error, path=path, leaf=leaf)

@@ -20,6 +20,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     LimitExceededError,
     UnsupportedCheckpointError,
+    error_at,
 )
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf
@@ -167,7 +168,7 @@ class BundleLeaves:
         try:
             self._limits.require_shape(shape, dtype)
         except CheckpointError as error:
-            raise type(error)(error.message, path=self._index_path, leaf=leaf) from None
+            raise error_at(error, path=self._index_path, leaf=leaf) from None
 
     def _range(self, leaf: str, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
         """The bytes of an entry, proven to lie in their shard and to be as many as the shape takes."""
