@@ -22,7 +22,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, RestorePlanError
 from orbax_t5x.readers.tf_bundle import leaves as bundle_leaves
 from orbax_t5x.readers.tf_bundle.proto import Extent
-from orbax_t5x.readers.tf_bundle.tiling import MAX_TILING_STEPS, check_tiling
+from orbax_t5x.readers.tiling import MAX_TILING_STEPS, check_tiling
 from orbax_t5x.storage.strict_json import parse_object, parsed_bytes
 from tests.bundle_writer import bundle_of, entry
 

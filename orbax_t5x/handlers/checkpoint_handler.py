@@ -1,9 +1,9 @@
 """The handler for Orbax's `CheckpointManager` and `Checkpointer`: Orbax writes, our plan reads.
 
 Saving, finalizing and metadata are `ocp.PyTreeCheckpointHandler`'s, so that what is written is a plain Orbax
-checkpoint; added are checks before anything is written, lazy leaves that are streamed, a record of provenance, and
-that a failed save leaves nothing. Restoring with a target is `orbax_t5x.restore`, on any format; without one it is
-stock Orbax.
+checkpoint; added are checks before anything is written, lazy leaves that are streamed, a record of provenance,
+checksums beside the arrays, and that a failed save leaves nothing. Restoring with a target is `orbax_t5x.restore`, on
+any format; without one it is stock Orbax.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -20,6 +21,7 @@ from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.handlers import failed_saves as _failed_saves
 from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
+from orbax_t5x.handlers.checksums import RunningSaves, SaveSums, merge_parts
 from orbax_t5x.handlers.orbax_names import RecordedType
 from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.stock_restore import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
@@ -57,18 +59,21 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         save_device_host_concurrent_gb: int | None = None,
         multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
         type_handler_registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
+        checksums: bool = True,
         **options: Any,
     ):
         """Args are those of `ocp.PyTreeCheckpointHandler`, which says what they mean; all have its defaults.
 
         `restore_concurrent_gb` bounds restores with a target too: their `memory_limit_bytes` is at most that, and that
         where it is not given. `type_handler_registry` is asked in them for leaves of types that no array becomes, and
-        for what its own handlers stored.
+        for what its own handlers stored. `checksums` of what is saved are written beside it, and checked by restores
+        and by `orbax_t5x.verify`; on accelerators that copies the state to the host a second time.
         """
         processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
         self._primary_host = processes.primary_host
         self._given_registry = type_handler_registry
-        self._registry = WithStreamedLeaves(type_handler_registry or GlobalTypeHandlers())
+        self._saves = RunningSaves() if checksums else None
+        self._registry = WithStreamedLeaves(type_handler_registry or GlobalTypeHandlers(), self._saves)
         self._orbax = ocp.PyTreeCheckpointHandler(
             use_ocdbt=use_ocdbt,
             use_zarr3=use_zarr3,
@@ -93,26 +98,34 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
           RestorePlanError: transforms or `dtype` do not fit the tree.
         """
         try:
-            prepared = self._prepare(directory, args, deferred=False)
-            futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
+            with self._summing(directory) as sums:
+                prepared = self._prepare(directory, args, sums, deferred=False)
+                futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
             self._discard(directory)
             raise
-        return [_failed_saves.GuardedCommit(futures or (), directory, self._is_primary())]
+        finish = None if sums is None else partial(sums.write_part, directory)
+        return [_failed_saves.GuardedCommit(futures or (), directory, self._is_primary(), finish)]
 
     def save(self, directory: epath.Path, args: TrainStateSave) -> None:
         """Saves, and returns when all is on disk; see `async_save`.
 
         An interrupt stops it and leaves nothing behind.
         """
-        try:
-            prepared = self._prepare(directory, args, deferred=True)
-        except BaseException:
-            self._discard(directory)
-            raise
+        with self._summing(directory) as sums:
+            try:
+                prepared = self._prepare(directory, args, sums, deferred=True)
+            except BaseException:
+                self._discard(directory)
+                raise
+            self._save(directory, args, prepared, sums)
+
+    def _save(self, directory: epath.Path, args: TrainStateSave, prepared: Prepared, sums: SaveSums | None) -> None:
         try:
             self._orbax.save(directory, args=_orbax_args(args, prepared))
             prepared.writer.run_deferred()
+            if sums is not None:
+                sums.write_part(directory)
         except BaseException as error:
             self._discard(directory)
             _failed_saves.raise_as_checkpoint_error(error, directory)
@@ -121,18 +134,25 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         """Merges what the processes wrote and makes it durable; Orbax calls it on one process."""
         try:
             self._orbax.finalize(directory)
+            if self._saves is not None:
+                merge_parts(directory)
             _failed_saves.sync_tree(directory)
         except BaseException as error:
             self._discard(directory)
             _failed_saves.raise_as_checkpoint_error(error, directory)
 
-    def _prepare(self, directory: epath.Path, args: TrainStateSave, *, deferred: bool) -> Prepared:
+    def _summing(self, directory: epath.Path) -> contextlib.AbstractContextManager[SaveSums | None]:
+        return contextlib.nullcontext() if self._saves is None else self._saves.of(directory)
+
+    def _prepare(
+        self, directory: epath.Path, args: TrainStateSave, sums: SaveSums | None, *, deferred: bool
+    ) -> Prepared:
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
         given = None if args.provenance is None else provenance.checked_lineage(args.provenance)
         place = step_item(directory)
         lineage = provenance.extended(self._known_lineage(place), given)
-        prepared = prepare(args, lineage, self._registry, deferred=deferred)
+        prepared = prepare(args, lineage, self._registry, deferred=deferred, sums=sums)
         # The other processes write no metadata; they learn the lineage when they restore.
         if place is not None and self._is_primary():
             remember(place.run, lineage)

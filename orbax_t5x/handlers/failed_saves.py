@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,8 +131,16 @@ def _local(directory: Any) -> Path | None:
 class GuardedCommit:
     """Orbax's commit futures as one that, where they fail, leaves nothing behind and raises a typed error."""
 
-    def __init__(self, futures: Sequence[Any], directory: epath.Path, remove: bool):
+    def __init__(
+        self,
+        futures: Sequence[Any],
+        directory: epath.Path,
+        remove: bool,
+        finish: Callable[[], None] | None = None,
+    ):
+        """Args: `remove`: whether this process removes the directory; `finish`: called once all have succeeded."""
         self._futures = tuple(futures)
+        self._finish = finish
         self._directory = directory
         self._remove = remove
 
@@ -142,6 +150,8 @@ class GuardedCommit:
         try:
             for future in self._futures:
                 future.result(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
+            if self._finish is not None:
+                self._finish()
         except TimeoutError:
             raise
         except BaseException as error:

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 
 from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
+from orbax_t5x.handlers.checksums import SaveSums
 from orbax_t5x.handlers.chunks import ChunkWishes
 from orbax_t5x.handlers.leaf_options import save_options
 from orbax_t5x.handlers.storable import check_leaves, check_names, storable
@@ -55,7 +56,14 @@ class Prepared:
     writer: ChunkWriter
 
 
-def prepare(args: TrainStateSave, records: Sequence[Mapping[str, Any]], registry: Any, *, deferred: bool) -> Prepared:
+def prepare(
+    args: TrainStateSave,
+    records: Sequence[Mapping[str, Any]],
+    registry: Any,
+    *,
+    deferred: bool,
+    sums: SaveSums | None = None,
+) -> Prepared:
     """Checks what is to be saved and makes it ready for Orbax; writes nothing.
 
     Args:
@@ -63,6 +71,7 @@ def prepare(args: TrainStateSave, records: Sequence[Mapping[str, Any]], registry
       records: the provenance to write.
       registry: the type handlers that will write.
       deferred: whether streamed leaves wait for `ChunkWriter.run_deferred`.
+      sums: where the checksums of streamed leaves go.
 
     Raises:
       UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
@@ -71,7 +80,7 @@ def prepare(args: TrainStateSave, records: Sequence[Mapping[str, Any]], registry
     if args.on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
     tree = _named_tree(args)
-    writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred)
+    writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred, sums=sums)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [leaf_name(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]

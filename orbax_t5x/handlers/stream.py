@@ -4,7 +4,7 @@ A view is cut into the chunks of the array it becomes, and each piece is read in
 TensorStore. One byte budget bounds buffers, scratch and the encoded copies that TensorStore holds until they are on
 disk: at most `memory_limit_bytes`, whatever the size of a leaf (one piece larger than that goes alone). Which chunks
 a view is cut into is pure geometry, decided in one place; every process writes its share of them. Where the source
-has checksums, all that was read is checked against them.
+has checksums, all that was read is checked against them; the checksums of what is written are made on the way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import Budget, LoopThread, await_to_end, call_carried, wait_all
+from orbax_t5x.concurrency import Budget, LoopThread, await_to_end, call_carried, reader_pool, run_in_pool, wait_all
+from orbax_t5x.handlers.checksums import SaveSums
 from orbax_t5x.handlers.chunks import ChunkWishes, choose_chunk, pieces
 from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
+from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
@@ -62,6 +64,7 @@ class Job(NamedTuple):
       context: TensorStore's.
       path: the directory, for errors.
       chunks: what its caller wants of its chunks.
+      key: under which Orbax stores it, for its checksums.
     """
 
     view: View
@@ -70,6 +73,7 @@ class Job(NamedTuple):
     context: ts.Context | None
     path: str
     chunks: ChunkWishes = ChunkWishes()
+    key: str = ""
 
 
 class ChunkWriter:
@@ -81,14 +85,20 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, memory_limit_bytes: int | None = None, progress: Progress | None = None, *, deferred: bool = False
+        self,
+        memory_limit_bytes: int | None = None,
+        progress: Progress | None = None,
+        *,
+        deferred: bool = False,
+        sums: SaveSums | None = None,
     ):
-        """Args: as in `TrainStateSave`; `deferred` jobs wait for `run_deferred`."""
+        """Args: as in `TrainStateSave`; `deferred` jobs wait for `run_deferred`; checksums go to `sums`."""
         limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
         if limit < 1:
             raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
         check_progress(progress)
         self.deferred = deferred
+        self._sums = sums
         self._limit = limit
         self._progress: Progress | None = progress
         self._jobs: list[Job] = []
@@ -114,7 +124,7 @@ class ChunkWriter:
           CarriedError: `progress` raised something that event loops do not survive.
         """
         with shown_progress(self._progress, "saving") as on_progress:
-            run = _WriterRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs))
+            run = _WriterRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums)
             await wait_all(self._moves(jobs, run))
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
@@ -169,7 +179,8 @@ class TensorStoreArray:
 class _WriterRun:
     """One run of a writer: the budget, what was read, how far it is."""
 
-    def __init__(self, limit: int, progress: OnProgress | None, total: int):
+    def __init__(self, limit: int, progress: OnProgress | None, total: int, sums: SaveSums | None):
+        self._sums = sums
         self.stats = ReadStats("touched", limit)
         self._budget = Budget(limit)
         self._count = asyncio.Semaphore(_PIECES_IN_FLIGHT)
@@ -192,6 +203,9 @@ class _WriterRun:
             await wait_all(leaf.read_into(requests, self.stats) for leaf, requests in group_reads(lowered.reads))
             for step in lowered.finish:
                 step()
+            if self._sums is not None:
+                crc = await run_in_pool(reader_pool(), array_crc, out)
+                self._sums.add(job.key, job.view.shape, out.dtype.name, box, crc)
             try:
                 await output.write(box, out)
             except Exception as error:

@@ -13,6 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from orbax_t5x.handlers.checksums import RunningSaves, SummedHandler, summed_types
 from orbax_t5x.handlers.chunks import ChunkWishes
 from orbax_t5x.handlers.orbax_names import CommitFuture, write_spec
 from orbax_t5x.handlers.stream import ChunkWriter, Job, TensorStoreArray
@@ -77,19 +78,28 @@ def _job(value: StreamedLeaf, info: Any) -> Job:
     def output(chunk: tuple[int, ...], context: ts.Context | None) -> TensorStoreArray:
         return TensorStoreArray(write_spec(info, view.shape, chunk, view.dtype), context)
 
-    return Job(view, value.name, output, info.ts_context, str(info.parent_dir), value.chunks)
+    return Job(view, value.name, output, info.ts_context, str(info.parent_dir), value.chunks, info.name)
 
 
 class WithStreamedLeaves:
     """A table of type handlers with one more: what it does not know is looked up in the table below, each time anew."""
 
-    def __init__(self, below: Any):
+    def __init__(self, below: Any, saves: RunningSaves | None = None):
+        """Args: the table below; `saves`: where checksums of what is written go, or None."""
         self._below = below
+        self._saves = saves
         self._streamed = LazyArrayHandler()
+        self._summed: dict[Any, SummedHandler] = {}
 
     def get(self, ty: Any) -> Any:
         """The handler for a type, or for the text that stands for one on disk."""
-        return self._streamed if ty is StreamedLeaf else self._below.get(ty)
+        if ty is StreamedLeaf:
+            return self._streamed
+        handler = self._below.get(ty)
+        if self._saves is None or type(handler) not in summed_types():
+            return handler
+        # The same one each time: Orbax hands over together what one handler writes.
+        return self._summed.setdefault(handler, SummedHandler(handler, self._saves))
 
     def has(self, ty: Any) -> bool:
         """Whether there is a handler."""

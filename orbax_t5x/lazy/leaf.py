@@ -43,6 +43,7 @@ class Leaf(abc.ABC):
       is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
       prng_impl: the implementation of typed PRNG keys whose uint32 data this is, where the format records it.
       has_checksum: whether the format keeps a checksum of its data, so that reading all of it can verify it.
+      chunk_checksum: what compares a checksum of each chunk whenever one is read ("gzip", …), or None.
     """
 
     __slots__ = ("__weakref__",)
@@ -57,6 +58,7 @@ class Leaf(abc.ABC):
     is_value: bool = False
     prng_impl: str | None = None
     has_checksum: bool = False
+    chunk_checksum: str | None = None
 
     @abc.abstractmethod
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:

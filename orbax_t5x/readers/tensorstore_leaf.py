@@ -4,8 +4,9 @@ The spec is always ours: driver, path and settings are written here, nothing of 
 reading only. Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
 once, and all boxes of a call that touch a chunk are under way together, so that it is decoded once. Chunks are decoded
 as a whole: large ones wait for their share of the memory that an execution has for that. A chunk that is not there is
-damage, never zeros. There is no checksum over the data. What TensorStore raises leaves here as a typed error that names
-the leaf.
+damage, never zeros. The arrays have no checksum of their own; where the checkpoint keeps some beside them (`BoxSums`),
+the elements that were read are compared with those. What TensorStore raises leaves here as a typed error that names the
+leaf.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.box import Box, box_size, box_slices, full_box, shift
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
+from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, pieces_by_chunk
+from orbax_t5x.readers.tiling import box_text
+from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage import places
 from orbax_t5x.storage.connection import REQUEST_SETTINGS
 from orbax_t5x.storage.limits import Limits
@@ -50,6 +54,10 @@ _OCDBT_CACHE_BYTES = 100_000_000
 _SHARD_INDEX_BYTES = 16
 # Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
+# What `verify="full"` reads at a time for checksums alone, where a row of chunks is not larger.
+_VERIFY_BYTES = 32 << 20
+# Codecs that end what they wrote with a checksum, which TensorStore compares. Of zstd that is an option.
+_CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 _STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
 _OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
 # What the operating system says where the files are not as they should be; whatever else it says is its own failure.
@@ -197,6 +205,7 @@ class TensorStoreLeaf(Leaf):
       chunks: the unit in which the array is read, or None for a rank-0 array.
       error: that a chunk takes more memory than the limits allow, or None.
       prng_impl: the implementation of a typed PRNG key whose uint32 data this is ("threefry2x32", …), or None.
+      sums: the checksums that the checkpoint keeps of the array, why they cannot be used, or None.
     """
 
     __slots__ = (
@@ -211,6 +220,7 @@ class TensorStoreLeaf(Leaf):
         "path",
         "prng_impl",
         "shape",
+        "sums",
     )
 
     def __init__(
@@ -221,6 +231,7 @@ class TensorStoreLeaf(Leaf):
         flag: OpenFlag,
         *,
         prng_impl: str | None = None,
+        sums: BoxSums | CheckpointError | None = None,
         files: Snapshot,
         limits: Limits,
     ):
@@ -231,7 +242,7 @@ class TensorStoreLeaf(Leaf):
           path: the directory that holds the array.
           array: opened for reading.
           flag: of the checkpoint.
-          prng_impl: see above.
+          prng_impl, sums: see above; checksums of another shape or dtype cannot be used.
           files: those that hold the array, as they were before it was opened.
           limits: on its chunks.
         """
@@ -253,9 +264,31 @@ class TensorStoreLeaf(Leaf):
         except LimitExceededError as error:
             self.error = LimitExceededError(error.message, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
+        self.sums: BoxSums | CheckpointError | None = self._usable(sums)
         self._array = array
         self._open = flag
         self._files = files
+
+    @property
+    def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the checkpoint keeps checksums of the array."""
+        return self.sums is not None
+
+    @property
+    def chunk_checksum(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The codec of the chunks that has a checksum of its own, or None."""
+        spec = self._array.spec().to_json()
+        return _checking_codec(spec.get("metadata", {}))
+
+    def _usable(self, sums: BoxSums | CheckpointError | None) -> BoxSums | CheckpointError | None:
+        if not isinstance(sums, BoxSums) or (sums.shape, sums.dtype) == (self.shape, self.dtype.name):
+            return sums
+        return CorruptCheckpointError(
+            f"its checksums are of another array: {sums.dtype}{list(sums.shape)}, and this one is "
+            f"{self.dtype.name}{list(self.shape)}",
+            path=self.path,
+            leaf=self.name,
+        )
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """Fills the buffers; see `Leaf`."""
@@ -306,6 +339,57 @@ class TensorStoreLeaf(Leaf):
         for out, buffer in copies:
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
+        if isinstance(self.sums, BoxSums) and stats.verify != "off":
+            reads = [Request(box, buffer) for box, buffer in first.items()]
+            await run_in_pool(reader_pool(), self._add_sums, reads, self.sums, stats)
+
+    def _add_sums(self, reads: Sequence[Request], sums: BoxSums, stats: ReadStats) -> None:
+        for part in sums_of(reads, sums):
+            stats.add_range(self, part)
+
+    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+        """See `Leaf.verify_checksum`."""
+        if self.sums is None or stats.verify == "off":
+            return None
+        if not isinstance(self.sums, BoxSums):
+            raise type(self.sums)(self.sums.message, path=self.sums.path, leaf=self.name)
+        sums = self.sums
+        found = compare(parts, sums)
+        if found.mismatch is not None:
+            raise await run_in_pool(reader_pool(), self._damage, sums, found.mismatch)
+        if found.uncovered and stats.verify == "full":
+            for number in found.uncovered:
+                crc = await self._read_crc(sums.boxes[number], stats)
+                if crc != sums.crcs[number]:
+                    raise await run_in_pool(reader_pool(), self._damage, sums, Mismatch(number, crc))
+            return True
+        return not found.uncovered
+
+    async def _read_crc(self, box: Box, stats: ReadStats) -> int:
+        """Reads a box for its checksum alone, some rows of chunks at a time."""
+        crc = 0
+        rows = self.chunks[0] if self.chunks else 1
+        reading = ReadStats("off")
+        for part in row_boxes(box, self.dtype.itemsize, _VERIFY_BYTES, rows):
+            out = np.empty(box_shape(part), self.dtype)
+            await self.read_into([Request(part, out)], reading)
+            crc = await run_in_pool(reader_pool(), array_crc, out, crc)
+        stats.count(reading.bytes_read)
+        return crc
+
+    def _damage(self, sums: BoxSums, mismatch: Mismatch) -> CheckpointError:
+        """What a wrong checksum means: the files changed while they were read, or the data are damaged."""
+        try:
+            self._files.check_unchanged(ReadStats(), leaf=self.name)
+        except CheckpointError as error:
+            return error
+        box = box_text(sums.boxes[mismatch.number]) if self.shape else "its value"
+        stored = sums.crcs[mismatch.number]
+        if mismatch.crc is None:
+            message = f"{box} gave different values when read twice; the files are changing"
+        else:
+            message = f"{box} has the crc32c {mismatch.crc:#010x}, stored is {stored:#010x}; the data are damaged"
+        return CorruptCheckpointError(message, path=self.path, leaf=self.name)
 
     async def _read_boxes(self, wanted: Mapping[Box, np.ndarray], decoding: Budget) -> None:
         """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
@@ -390,19 +474,59 @@ async def _ended(write: ts.WriteFutures) -> None:
     await write.commit
 
 
+def _checking_codec(metadata: Mapping[str, Any]) -> str | None:
+    """The codec in the metadata of a zarr array that has a checksum of its own."""
+    pending = [*metadata.get("codecs", ()), metadata.get("compressor")]
+    while pending:
+        codec = pending.pop(0)
+        if not isinstance(codec, Mapping):
+            continue
+        name = codec.get("name", codec.get("id"))
+        settings = codec.get("configuration", codec)
+        if name in _CHECKING_CODECS or (name == "zstd" and settings.get("checksum")):
+            return name
+        pending += settings.get("codecs", ())
+    return None
+
+
 class StringLeaf(Leaf):
     """A string that the format keeps outside its arrays; a rank-0 array of dtype object whose element is `bytes`."""
 
-    __slots__ = ("_open", "_value", "chunks", "dtype", "name", "path", "shape")
+    __slots__ = ("_open", "_value", "chunks", "dtype", "name", "path", "shape", "sums")
 
-    def __init__(self, name: str, path: str, value: bytes, flag: OpenFlag):
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        value: bytes,
+        flag: OpenFlag,
+        sums: BoxSums | CheckpointError | None = None,
+    ):
         self.name: str = name
         self.path: str = path
         self.shape: tuple[int, ...] = ()
         self.dtype: np.dtype = np.dtype(object)
         self.chunks: tuple[int, ...] | None = None
+        self.sums = sums
         self._value = value
         self._open = flag
+
+    @property
+    def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the checkpoint keeps a checksum of the string."""
+        return self.sums is not None
+
+    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+        """Compares the whole string, whatever was read."""
+        if self.sums is None or stats.verify == "off":
+            return None
+        if not isinstance(self.sums, BoxSums):
+            raise type(self.sums)(self.sums.message, path=self.sums.path, leaf=self.name)
+        found, stored = _crc.extend(0, self._value), self.sums.crcs[0]
+        if found != stored or self.sums.shape:
+            message = f"the string has the crc32c {found:#010x}, stored is {stored:#010x}; it is damaged"
+            raise CorruptCheckpointError(message, path=self.path, leaf=self.name)
+        return True
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         """None: the string was read when the checkpoint was opened."""

@@ -23,6 +23,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.item_files import inside
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, typed_error
@@ -58,6 +59,7 @@ class ItemArrays:
       database: the files of the database that holds them all, or None where each array has a directory of its own.
       prng_impls: the implementation of typed keys, by the key under which their data is stored.
       plain_directories: names of the item's subdirectories that are no symlinks.
+      sums: the checksums of the arrays.
     """
 
     root: Store
@@ -67,6 +69,7 @@ class ItemArrays:
     metadata: ItemMetadata
     prng_impls: Mapping[str, str]
     plain_directories: frozenset[str]
+    sums: ItemSums
 
     @property
     def array_metadata(self) -> str:
@@ -131,7 +134,13 @@ class ItemArrays:
             limits.require_shape(array.shape, np.dtype(array.dtype.numpy_dtype))
         except CheckpointError as error:
             return BrokenLeaf(place.name, error_at(error, path=self.directory, leaf=place.name))
-        impl = self.prng_impls.get(place.node.param)
         return TensorStoreLeaf(
-            place.name, self.directory, array, flag, prng_impl=impl, files=begun.files, limits=limits
+            place.name,
+            self.directory,
+            array,
+            flag,
+            prng_impl=self.prng_impls.get(place.node.param),
+            sums=self.sums.of(place.node.param),
+            files=begun.files,
+            limits=limits,
         )

@@ -1,4 +1,4 @@
-"""Which files an Orbax item has besides its list of names: strings, metadata of arrays, a database.
+"""Which files an Orbax item has besides its list of names: strings, checksums, metadata of arrays, a database.
 
 A local item is listed, and what TensorStore will open is proven to be plain files inside the root. A remote one is
 asked for the files that Orbax may have written: web servers list nothing, and a list of a bucket names every chunk.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orbax_t5x.readers.detect.probe import is_file
+from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.store import Snapshot, Store
@@ -30,6 +31,7 @@ class ItemFiles(NamedTuple):
     Attributes:
       manifest: whether the item has an OCDBT database.
       strings: whether it has a file of strings.
+      checksums: whether it has a file of checksums.
       array_metadatas: the names of the files of metadata of arrays.
       plain_directories: names of its subdirectories that are no symlinks.
       database: the names of the database's files and directories.
@@ -37,6 +39,7 @@ class ItemFiles(NamedTuple):
 
     manifest: bool
     strings: bool
+    checksums: bool
     array_metadatas: Sequence[str]
     plain_directories: frozenset[str]
     database: Sequence[str]
@@ -61,6 +64,7 @@ def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
     return ItemFiles(
         manifest=is_file(directory, MANIFEST_FILE),
         strings=STRINGS_FILE in entries,
+        checksums=CHECKSUMS_FILE in entries,
         array_metadatas=metadatas,
         plain_directories=frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False)),
         database=sorted(name for name in entries if name in _DATABASE or name.startswith(_PROCESS_PREFIX)),
@@ -68,8 +72,8 @@ def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
 
 
 def _find_remote(store: Store, item: str) -> ItemFiles:
-    wanted = [MANIFEST_FILE, STRINGS_FILE, *_metadata_names(0)]
-    manifest, strings, *found = store.has_files([inside(item, name) for name in wanted])
+    wanted = [MANIFEST_FILE, STRINGS_FILE, CHECKSUMS_FILE, *_metadata_names(0)]
+    manifest, strings, checksums, *found = store.has_files([inside(item, name) for name in wanted])
     metadatas: list[str] = []
     while True:
         names = _metadata_names(len(metadatas))
@@ -78,7 +82,7 @@ def _find_remote(store: Store, item: str) -> ItemFiles:
         if count < len(names):
             break
         found = store.has_files([inside(item, name) for name in _metadata_names(len(metadatas))])
-    return ItemFiles(manifest, strings, metadatas, frozenset(), [MANIFEST_FILE])
+    return ItemFiles(manifest, strings, checksums, metadatas, frozenset(), [MANIFEST_FILE])
 
 
 def _metadata_names(first: int) -> list[str]:

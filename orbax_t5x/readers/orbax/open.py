@@ -33,9 +33,11 @@ from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, s
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, Place
-from orbax_t5x.readers.orbax.item_files import database_files, find_item_files
+from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
+from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, inside
 from orbax_t5x.readers.orbax.metadata import (
     METADATA_FILE,
+    ItemMetadata,
     read_item_metadata,
     read_prng_impls,
     read_strings,
@@ -271,19 +273,20 @@ class _OrbaxOpening:
             check_database(self._root.kvstore(item), directory, self._context)
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         strings = read_strings(self._root, item, self._limits) if files.strings else {}
+        sums = self._read_sums(item, metadata) if files.checksums else NO_SUMS
         arrays = []
         for node in metadata.nodes:
             place = Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
             if node.is_empty:
                 self._empties[place.name] = node.empty_value
             elif node.value_type == "string":
-                self._add_string(place, strings, directory)
+                self._add_string(place, strings, directory, sums)
             elif node.skipped:
                 self._add_aggregated(item, place)
             else:
                 arrays.append(place)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
-        opener = ItemArrays(self._root, item, directory, database, metadata, impls, files.plain_directories)
+        opener = ItemArrays(self._root, item, directory, database, metadata, impls, files.plain_directories, sums)
         for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
             self._leaves[leaf.name] = leaf
         return {
@@ -293,6 +296,10 @@ class _OrbaxOpening:
             "value_types": {node.name: node.value_type for node in metadata.nodes},
             "prng_impls": {node.name: impls[node.param] for node in metadata.nodes if node.param in impls},
         }
+
+    def _read_sums(self, item: str, metadata: ItemMetadata) -> ItemSums:
+        params = [node.param for node in metadata.nodes if not node.is_empty]
+        return read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
 
     def _aggregate(self, item: str) -> Aggregate:
         """The msgpack file of an item that an early Orbax wrote."""
@@ -315,13 +322,14 @@ class _OrbaxOpening:
     def _break(self, place: Place, error: CheckpointError) -> None:
         self._leaves[place.name] = BrokenLeaf(place.name, error)
 
-    def _add_string(self, place: Place, strings: Mapping[str, bytes], directory: str) -> None:
+    def _add_string(self, place: Place, strings: Mapping[str, bytes], directory: str, sums: ItemSums) -> None:
         if place.node.param not in strings:
             self._break(
                 place, CorruptCheckpointError("the string is missing in _strings.json", path=directory, leaf=place.name)
             )
             return
-        self._leaves[place.name] = StringLeaf(place.name, directory, strings[place.node.param], self._flag)
+        value, own = strings[place.node.param], sums.of(place.node.param)
+        self._leaves[place.name] = StringLeaf(place.name, directory, value, self._flag, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
         """Adds the arrays without elements that our handler left out, by its record: Orbax stores none."""

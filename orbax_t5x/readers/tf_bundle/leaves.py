@@ -39,7 +39,7 @@ from orbax_t5x.readers.tf_bundle.proto import (
     variable_of_slice,
 )
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
-from orbax_t5x.readers.tf_bundle.tiling import MAX_TILING_STEPS, box_text, check_tiling
+from orbax_t5x.readers.tiling import MAX_TILING_STEPS, box_text, check_tiling
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import OpenFiles, Store, StoredFile

@@ -1,0 +1,208 @@
+"""`_CHECKSUMS.json`: the checksums of an item's arrays, in a file that Orbax does not look at.
+
+It is written by this package's saves. One JSON object: `version` (1), `leaves`, and `crc32c`, the checksum of `leaves`
+as compact JSON with sorted keys. `leaves` maps the key under which Orbax stores a leaf to its `shape`, its `dtype`,
+the `boxes` of the array as lists of start and stop of each dimension in turn, and the `crc32c` of each box (see
+`readers.box_sums`). Boxes tile the array. A string has the dtype "string", no dimension and one box.
+
+Nothing in the file decides what is read: the worst that a hostile one can do is to call good data damaged, or, beside
+data that its author changed as well, to be no witness. It finds damage, not forgery.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.lazy.box import Box, box_size
+from orbax_t5x.readers.box_sums import BoxSums
+from orbax_t5x.readers.tiling import check_tiling
+from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.strict_json import parse_object, read_small
+from orbax_t5x.text.wording import listed
+
+CHECKSUMS_FILE = "_CHECKSUMS.json"
+STRING = "string"
+"""The dtype of strings, which Orbax stores in a file of their own."""
+_VERSION = 1
+_KEYS = frozenset({"version", "leaves", "crc32c"})
+_LEAF_KEYS = frozenset({"shape", "dtype", "boxes", "crc32c"})
+# More names than this in one error hide the first.
+_SHOWN_NAMES = 5
+_MAX_CRC = (1 << 32) - 1
+# Steps in which the boxes of all leaves together may be compared; far above what saves write.
+_MAX_TILING_STEPS = 20_000_000
+
+
+class ItemSums:
+    """The checksums of one item, or why they cannot be used."""
+
+    def __init__(self, leaves: Mapping[str, BoxSums], error: CheckpointError | None = None):
+        self._leaves = leaves
+        self._error = error
+
+    def of(self, param: str) -> BoxSums | CheckpointError | None:
+        """Those of a leaf, by the key under which it is stored; None where there are none."""
+        return self._error or self._leaves.get(param)
+
+
+NO_SUMS = ItemSums({})
+
+
+def read_item_sums(root: Store, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
+    """The checksums of an item.
+
+    A file that cannot be used makes verifying an error, not opening: the data may be sound.
+
+    Args:
+      root: the directory that was opened.
+      name: of the file, relative to it.
+      params: the keys under which the item's leaves are stored.
+      limits: on the file.
+    """
+    try:
+        leaves = read_checksums(root, name, limits)
+    except CheckpointIOError:
+        raise
+    except CheckpointError as error:
+        return ItemSums({}, error)
+    unknown = sorted(leaves.keys() - set(params))
+    if not unknown:
+        return ItemSums(leaves)
+    others = sorted(set(params) - leaves.keys())
+    message = f"the checksums are of another tree: they name {_listed(unknown)}, which this item lacks"
+    if others:
+        message += f"; the item has {_listed(others)}, which they lack"
+    return ItemSums({}, CorruptCheckpointError(message, path=root.join(name)))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return listed([repr(name[:200]) for name in names], _SHOWN_NAMES)
+
+
+def encode_checksums(leaves: Mapping[str, BoxSums]) -> bytes:
+    """The contents of the file."""
+    entries = {
+        name: {
+            "shape": list(sums.shape),
+            "dtype": sums.dtype,
+            "boxes": [[edge for side in box for edge in side] for box in sums.boxes],
+            "crc32c": list(sums.crcs),
+        }
+        for name, sums in leaves.items()
+    }
+    return _compact({"version": _VERSION, "leaves": entries, "crc32c": _crc.extend(0, _compact(entries))})
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def read_checksums(root: Store, name: str, limits: Limits) -> dict[str, BoxSums]:
+    """Reads and checks the file.
+
+    Raises:
+      CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: naming the file.
+    """
+    return parse_checksums(read_small(root, name, limit=limits.index_bytes), root.join(name), limits)
+
+
+def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:
+    """The checksums by the key under which a leaf is stored; see `read_checksums`.
+
+    Args:
+      data: the whole file.
+      path: the file, for errors.
+      limits: on what it holds.
+      complete: False: it is what one process of a save wrote, whose boxes need not tile an array.
+    """
+    parsed = parse_object(data, path)
+    version = parsed.get("version")
+    if type(version) is int and version > _VERSION:
+        raise UnsupportedCheckpointError(f"its version is {version}; this release reads {_VERSION}", path=path)
+    leaves = parsed.get("leaves")
+    if parsed.keys() != _KEYS or version != _VERSION or type(version) is not int or not isinstance(leaves, dict):
+        raise CorruptCheckpointError("it is no object of version, leaves and crc32c", path=path)
+    if len(leaves) > limits.entries:
+        raise LimitExceededError(f"{len(leaves)} leaves, more than Limits.entries = {limits.entries}", path=path)
+    found = _crc.extend(0, _compact(leaves))
+    if type(parsed["crc32c"]) is not int or parsed["crc32c"] != found:
+        raise CorruptCheckpointError(
+            f"its own checksum is {str(parsed['crc32c'])[:40]}, its contents have {found}; the file is damaged",
+            path=path,
+        )
+    parser = _LeafParser(path, limits, complete)
+    return {name: parser.parse(name, entry) for name, entry in leaves.items()}
+
+
+class _LeafParser:
+    """Parses the entries of one file, within one bound on the work of comparing boxes."""
+
+    def __init__(self, path: str, limits: Limits, complete: bool):
+        self._path = path
+        self._limits = limits
+        self._complete = complete
+        self._steps = _MAX_TILING_STEPS
+
+    def parse(self, name: str, entry: Any) -> BoxSums:
+        if not isinstance(entry, dict) or entry.keys() != _LEAF_KEYS:
+            raise self._wrong(name, "the entry is no object of shape, dtype, boxes and crc32c")
+        dtype, crcs, boxes = entry["dtype"], entry["crc32c"], entry["boxes"]
+        shape = self._numbers(name, entry["shape"], "shape")
+        if len(shape) > self._limits.rank:
+            raise self._wrong(name, f"{len(shape)} dimensions are more than Limits.rank = {self._limits.rank}")
+        if not isinstance(dtype, str) or not _is_dtype(dtype) or (dtype == STRING and shape):
+            raise self._wrong(name, f"the dtype is {str(dtype)[:40]!r}")
+        sums = self._numbers(name, crcs, "crc32c")
+        if not isinstance(boxes, list) or len(boxes) != len(sums) or not boxes:
+            raise self._wrong(name, "there is not one checksum for each box")
+        if max(sums) > _MAX_CRC:
+            raise self._wrong(name, "a checksum has more than 32 bits")
+        parsed = [self._box(name, box, shape) for box in boxes]
+        if self._complete:
+            tiling = check_tiling(shape, parsed, self._steps)
+            self._steps -= tiling.steps
+            if tiling.problem is not None:
+                raise self._wrong(name, f"the boxes do not tile the array: {tiling.problem}")
+        return BoxSums(shape, dtype, tuple(parsed), sums)
+
+    def _box(self, name: str, numbers: Any, shape: tuple[int, ...]) -> Box:
+        edges = self._numbers(name, numbers, "box")
+        box = tuple(zip(edges[::2], edges[1::2], strict=False))
+        inside = len(edges) == 2 * len(shape) and all(
+            start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
+        )
+        if not inside or (box_size(box) == 0) != (0 in shape):
+            raise self._wrong(name, f"{str(numbers)[:80]} is no box of an array of shape {list(shape)}")
+        return box
+
+    def _numbers(self, name: str, values: Any, what: str) -> tuple[int, ...]:
+        if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+            raise self._wrong(name, f"the {what} is {str(values)[:80]}, no list of natural numbers")
+        return tuple(values)
+
+    def _wrong(self, name: str, message: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"the entry of {name[:200]!r}: {message}", path=self._path)
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether this is the name of a dtype of numbers."""
+    if name == STRING:
+        return True
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError):
+        return False
+    return dtype.name == name and not dtype.hasobject and dtype.fields is None and dtype.itemsize > 0
