@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orbax_t5x.lazy import stack as stack
     from orbax_t5x.operations.convert import convert as convert
     from orbax_t5x.operations.restore_or_initialize import restore_or_initialize as restore_or_initialize
+    from orbax_t5x.operations.verify import verify as verify
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES as STANDARD_LOGICAL_AXIS_RULES
     from orbax_t5x.partitioning import with_shardings as with_shardings
     from orbax_t5x.readers import Checkpoint as Checkpoint
@@ -82,6 +83,7 @@ _PUBLIC: dict[str, str] = {
     "state_utils": "",
     "train_state": "",
     "transforms": "",
+    "verify": "orbax_t5x.operations.verify",
     "with_shardings": "orbax_t5x.partitioning",
 }
 

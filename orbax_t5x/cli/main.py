@@ -76,13 +76,14 @@ def _fail(text: str, code: int) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; a command's module is not imported for it."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert them."
+        prog=PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert and verify them."
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_plan(commands)
     _add_convert(commands)
+    _add_verify(commands)
     _add_demo(commands)
     _add_completion(commands)
     return parser
@@ -186,6 +187,18 @@ def _add_convert(commands) -> None:
         "--memory-limit", type=size_argument, metavar="SIZE", help="host buffers in flight, such as 256M"
     )
     _add_json(parser, "what was done")
+
+
+def _add_verify(commands) -> None:
+    parser = _add(
+        commands,
+        "verify",
+        "verify_command",
+        "read all of a checkpoint and compare it with its checksums",
+        "Exit code 1 when a leaf is damaged or cannot be read, 3 when there is nothing to compare with.",
+    )
+    _add_source(parser, "path")
+    _add_json(parser, "what was found for each leaf")
 
 
 def _add_demo(commands) -> None:

@@ -32,6 +32,7 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
+    error_at,
 )
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Leaf, Request
@@ -352,7 +353,7 @@ class TensorStoreLeaf(Leaf):
         if self.sums is None or stats.verify == "off":
             return None
         if not isinstance(self.sums, BoxSums):
-            raise type(self.sums)(self.sums.message, path=self.sums.path, leaf=self.name)
+            raise error_at(self.sums, path=self.sums.path, leaf=self.name)
         sums = self.sums
         found = compare(parts, sums)
         if found.mismatch is not None:
@@ -521,7 +522,7 @@ class StringLeaf(Leaf):
         if self.sums is None or stats.verify == "off":
             return None
         if not isinstance(self.sums, BoxSums):
-            raise type(self.sums)(self.sums.message, path=self.sums.path, leaf=self.name)
+            raise error_at(self.sums, path=self.sums.path, leaf=self.name)
         found, stored = _crc.extend(0, self._value), self.sums.crcs[0]
         if found != stored or self.sums.shape:
             message = f"the string has the crc32c {found:#010x}, stored is {stored:#010x}; it is damaged"

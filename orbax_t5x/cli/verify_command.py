@@ -1,0 +1,24 @@
+"""`verify`: all of a checkpoint is read and compared with its checksums; a table of leaves, or JSON.
+
+Exit code 0 where what can be compared is right, 1 where a leaf is damaged or cannot be read, 3 where there is nothing
+to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from orbax_t5x.cli.output import emit, emit_json
+from orbax_t5x.operations.verify import verify
+
+_EXIT_CODES = {"ok": 0, "damaged": 1, "no checksum": 3}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was found."""
+    report = verify(options.path, item=options.item, progress=None if options.json else "bar")
+    if options.json:
+        emit_json(report.to_json())
+    else:
+        emit(str(report))
+    return _EXIT_CODES[report.status]

@@ -1,0 +1,104 @@
+"""What a verification found, as data and as text."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from orbax_t5x.text.fold import fold
+from orbax_t5x.text.table import TableRow, table_lines, terminal_width
+from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
+
+Status = Literal["ok", "damaged", "no checksum", "unreadable"]
+HOLDS = "its checksum holds"
+NOTHING = "nothing to compare with"
+"""Reasons that say no more than the status."""
+STATUSES: tuple[Status, ...] = ("damaged", "unreadable", "no checksum", "ok")
+
+_WORDS = {"no checksum": "without checksum"}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafVerification:
+    """What was found for one leaf.
+
+    Attributes:
+      name: of the leaf.
+      shape, dtype: of the array; the dtype by its name.
+      status: "ok": all its bytes were read and their checksums hold. "damaged": they do not, or what was read is not
+        what the format says. "no checksum": it was read, and nothing is there to compare with. "unreadable": it could
+        not be read, for another reason than damage.
+      reason: what held, or what is wrong.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    status: Status
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyReport:
+    """What `orbax_t5x.verify` found; `print(report)` is a table.
+
+    Attributes:
+      path: what was opened.
+      format: of the checkpoint.
+      leaves: in the order of their names.
+      bytes_read: of array data.
+      seconds: wall time.
+    """
+
+    path: str
+    format: str
+    leaves: tuple[LeafVerification, ...]
+    bytes_read: int
+    seconds: float
+
+    @property
+    def status(self) -> Literal["ok", "damaged", "no checksum"]:
+        """The whole checkpoint's.
+
+        Damaged where some leaf is or cannot be read, else ok where some leaf was compared.
+        """
+        found = {leaf.status for leaf in self.leaves}
+        if found & {"damaged", "unreadable"}:
+            return "damaged"
+        return "ok" if "ok" in found else "no checksum"
+
+    def summary(self) -> str:
+        """Counts, in one line."""
+        counts = collections.Counter(leaf.status for leaf in self.leaves)
+        parts = [f"{leaves_text(counts[status])} {_WORDS.get(status, status)}" for status in STATUSES if counts[status]]
+        read = f"{size_text(self.bytes_read)} read in {self.seconds:.1f} s"
+        return ", ".join([*(parts or ["no leaves"]), read])
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        return {**dataclasses.asdict(self), "status": self.status}
+
+    def lines(self, width: int) -> list[str]:
+        """The table, leaves that differ in one number alone on one line; what is wrong comes first."""
+        lines = [f"{plain(self.path)}: {self.format}"]
+        for status in STATUSES:
+            some = [leaf for leaf in self.leaves if leaf.status == status]
+            if some:
+                lines += ["", f"{status}:", *table_lines(list(_rows(some)), width)]
+        return [*lines, "", self.summary()]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(terminal_width()))
+
+
+def _rows(leaves: Sequence[LeafVerification]) -> Iterator[TableRow]:
+    folded = fold([(leaf.name, leaf.reason) for leaf in leaves], [(leaf.dtype, leaf.shape) for leaf in leaves])
+    for row in folded:
+        leaf = leaves[row.members[0]]
+        array = array_text(np.dtype(leaf.dtype), leaf.shape)
+        reason = "" if leaf.reason in (HOLDS, NOTHING) else plain(row.texts[1])
+        yield TableRow(plain(row.label), array, source=reason, has_remark=True)
