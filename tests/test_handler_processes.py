@@ -48,7 +48,10 @@ SCRIPT = """
             for leaf, whole in ((restored["params"]["w"], w), (restored["lazy"], opened.leaves["a"].get())):
                 for shard in leaf.addressable_shards:
                     np.testing.assert_array_equal(shard.data, whole[shard.index])
-    print(json.dumps([len(written), manager.all_steps()]))
+            target["lazy"] = jax.ShapeDtypeStruct((512, 16384), np.uint8, sharding=rows)
+            plan = ot.plan_restore(root, target)
+            plan.execute()
+    print(json.dumps([len(written), manager.all_steps(), plan.report.verified]))
 """
 
 
@@ -90,6 +93,11 @@ def test_two_processes_save_and_restore_together(tmp_path):
     pieces = [json.loads(text)[0] for text in told]
     assert min(pieces) >= 3 and sum(pieces) == 8 + 1
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["0"]
+    # One file of checksums holds the boxes of both, and what both read together is compared with it.
+    assert [json.loads(text)[2] for text in told] == [["lazy", "params/w", "small"]] * 2
+    report = ot.verify(tmp_path / "root")
+    assert {leaf.name: leaf.status for leaf in report.leaves} == dict.fromkeys(["lazy", "params/w", "small"], "ok")
+    assert not list((tmp_path / "root").rglob("_CHECKSUMS.process_*"))
 
     item = tmp_path / "root" / "0" / "default"
     with ocp.PyTreeCheckpointer() as checkpointer:
