@@ -371,6 +371,7 @@ class TensorStoreLeaf(Leaf):
         crc = 0
         rows = self.chunks[0] if self.chunks else 1
         reading = ReadStats("off")
+        reading.decoding = stats.decoding
         for part in row_boxes(box, self.dtype.itemsize, _VERIFY_BYTES, rows):
             out = np.empty(box_shape(part), self.dtype)
             await self.read_into([Request(part, out)], reading)
