@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+
+from tests.sparse_checkpoints import t5_xxl, write_bundle, write_t5x
 
 # T5.1.1-base: 248 million parameters, 0.99 GB in float32, and Adafactor's factored slots.
 _EMBED, _HEADS, _MLP, _VOCAB, _BUCKETS, _LAYERS = 768, 12 * 64, 2048, 32128, 32, 12
@@ -69,6 +72,17 @@ def _write_bundle(prefix: str) -> None:
         prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=[tensors[name] for name in names]
     )
     (Path(prefix).parent / "checkpoint").write_text(f'model_checkpoint_path: "{_PREFIX}"\n')
+
+
+def sparse(folder: Path) -> dict[str, Path]:
+    """T5.1.1-XXL with Adafactor's slots as a bundle and as a step of T5X's, without the bytes of its arrays."""
+    places = {"bundle": folder / "sparse_bundle", "T5X step": folder / "sparse_t5x"}
+    writers = {"bundle": partial(write_bundle, num_shards=8), "T5X step": write_t5x}
+    for name, place in places.items():
+        if not place.exists():
+            place.mkdir(parents=True)
+            writers[name](place, t5_xxl())
+    return places
 
 
 def orbax_layers(folder: Path, layers: int = 24) -> Path:

@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.readers.tf_bundle.proto import Extent, slice_key
-from orbax_t5x.storage.crc32c import combine
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 STRING = 7
@@ -285,34 +284,3 @@ def bundle_of(arrays: Mapping[str, np.ndarray], num_shards: int = 1, *, big_endi
     for name, array in arrays.items():
         bundle.add(name, array)
     return bundle
-
-
-def zeros_crc(size: int) -> int:
-    """The crc32c of that many zeros, without making them."""
-    unit = 1 << 16
-    whole, rest = divmod(size, unit)
-    parts = [google_crc32c.value(bytes(unit))] * whole + [google_crc32c.value(bytes(rest))]
-    return combine(parts, [unit] * whole + [rest])
-
-
-def write_sparse(directory: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]], num_shards: int) -> Path:
-    """A bundle of zeros whose shards are holes: entries of any size, checksums that hold, no disk.
-
-    Args:
-      shapes: (dtype, shape) by name.
-    """
-    ends = [0] * num_shards
-    crcs: dict[int, int] = {}
-    entries: list[tuple[bytes, bytes]] = [(b"", header(num_shards))]
-    for number, (name, (dtype, shape)) in enumerate(sorted(shapes.items())):
-        shard = number % num_shards
-        size = int(np.prod(shape, dtype=np.int64)) * np_dtype(dtype).itemsize
-        crc = crcs[size] = crcs[size] if size in crcs else zeros_crc(size)
-        entries.append((name.encode(), entry(dtype, shape, shard=shard, offset=ends[shard], size=size, crc=crc)))
-        ends[shard] += size
-    prefix = directory / "model.ckpt-1000000"
-    for shard, end in enumerate(ends):
-        with open(shard_path(prefix, shard, num_shards), "wb") as file:
-            file.truncate(end)
-    Path(f"{prefix}.index").write_bytes(table(entries))
-    return prefix

@@ -12,36 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bundle_writer import np_dtype, write_sparse
+from tests.bundle_writer import np_dtype
+from tests.sparse_checkpoints import t5_xxl, write_bundle
 
 MIB = 1 << 20
-
-
-def t5_xxl() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The names and shapes of T5.1.1-XXL as Mesh TensorFlow saves it, with its Adafactor slots."""
-    model, hidden, heads, layers, vocabulary = 4096, 10240, 64 * 64, 24, 32128
-    shapes: dict[str, tuple[int, ...]] = {
-        "shared/embedding": (vocabulary, model),
-        "decoder/logits/kernel": (model, vocabulary),
-    }
-    attention = {"q": (model, heads), "k": (model, heads), "v": (model, heads), "o": (heads, model)}
-    feed_forward = {"wi_0/kernel": (model, hidden), "wi_1/kernel": (model, hidden), "wo/kernel": (hidden, model)}
-    for tower, blocks in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
-        shapes[f"{tower}/block_000/layer_000/SelfAttention/relative_attention_bias"] = (64, 32)
-        shapes[f"{tower}/rms_norm/scale"] = (model,)
-        for layer in range(layers):
-            parts = [(block, attention) for block in blocks] + [("DenseReluDense", feed_forward)]
-            for number, (block, weights) in enumerate(parts):
-                place = f"{tower}/block_{layer:03d}/layer_{number:03d}"
-                shapes[f"{place}/rms_norm/scale"] = (model,)
-                shapes |= {f"{place}/{block}/{name}": shape for name, shape in weights.items()}
-    slots = {}
-    for name, shape in shapes.items():
-        if len(shape) == 2:
-            slots[f"{name}_slot_vr"], slots[f"{name}_slot_vc"] = (shape[0],), (shape[1],)
-        else:
-            slots[f"{name}_slot_v"] = shape
-    return {name: ("float32", shape) for name, shape in {**shapes, **slots}.items()} | {"global_step": ("int64", ())}
 
 
 CHILD = """
@@ -89,7 +63,7 @@ CHILD = """
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_bundle_of_45_gb_opens_lists_and_reads_in_little_memory(tmp_path: Path, record_property) -> None:
     shapes = t5_xxl()
-    prefix = write_sparse(tmp_path, shapes, 8)
+    prefix = write_bundle(tmp_path, shapes, 8)
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(prefix)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
