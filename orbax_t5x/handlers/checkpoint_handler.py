@@ -98,7 +98,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
           RestorePlanError: transforms or `dtype` do not fit the tree.
         """
         try:
-            with self._summing(directory) as sums:
+            with self._summing(directory, later=True) as sums:
                 prepared = self._prepare(directory, args, sums, deferred=False)
                 futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
@@ -112,7 +112,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
         An interrupt stops it and leaves nothing behind.
         """
-        with self._summing(directory) as sums:
+        with self._summing(directory, later=False) as sums:
             try:
                 prepared = self._prepare(directory, args, sums, deferred=True)
             except BaseException:
@@ -141,8 +141,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             self._discard(directory)
             _failed_saves.raise_as_checkpoint_error(error, directory)
 
-    def _summing(self, directory: epath.Path) -> contextlib.AbstractContextManager[SaveSums | None]:
-        return contextlib.nullcontext() if self._saves is None else self._saves.of(directory)
+    def _summing(self, directory: epath.Path, *, later: bool) -> contextlib.AbstractContextManager[SaveSums | None]:
+        return contextlib.nullcontext() if self._saves is None else self._saves.of(directory, later=later)
 
     def _prepare(
         self, directory: epath.Path, args: TrainStateSave, sums: SaveSums | None, *, deferred: bool

@@ -36,9 +36,15 @@ _CAST_BYTES = 1 << 22
 
 
 class SaveSums:
-    """The checksums that this process has made for one save; filled from any thread."""
+    """The checksums that this process has made for one save; filled from any thread.
+
+    Attributes:
+      begin: set when summing may begin. It holds the interpreter much of the time, so an asynchronous save first gives
+        its caller the control back.
+    """
 
     def __init__(self) -> None:
+        self.begin = threading.Event()
         self._lock = threading.Lock()
         self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
         self._boxes: dict[str, dict[Box, int]] = {}
@@ -90,13 +96,16 @@ class RunningSaves:
         self._saves: dict[str, SaveSums] = {}
 
     @contextlib.contextmanager
-    def of(self, directory: epath.Path) -> Iterator[SaveSums]:
-        """A new save into a directory."""
+    def of(self, directory: epath.Path, *, later: bool) -> Iterator[SaveSums]:
+        """A new save into a directory; `later`: summing begins when the context ends."""
         sums = self._saves[str(directory)] = SaveSums()
+        if not later:
+            sums.begin.set()
         try:
             yield sums
         finally:
             del self._saves[str(directory)]
+            sums.begin.set()
 
     def find(self, infos: Sequence[Any]) -> SaveSums | None:
         """The save that leaves belong to."""
@@ -197,7 +206,8 @@ def _on_host(data: jax.Array, info: Any) -> Any:
 
 
 async def _sum(held: list[_Held], sums: SaveSums) -> None:
-    """Sums and lets go, one after the other."""
+    """Sums and lets go, one after the other; in a thread of its own, which may wait."""
+    sums.begin.wait()
     held.reverse()
     while held:
         one = held.pop()
