@@ -381,7 +381,9 @@ def test_a_step_that_is_not_there(tmp_path):
         bundle = tmp_path / str(step) / "state"
         with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(bundle, {"w": np.ones(3)})
-    with pytest.raises(CheckpointNotFoundError, match="finished steps beside it: '0', '10', '20' and 2 more"):
+    with pytest.raises(
+        CheckpointNotFoundError, match="finished steps beside it, the newest first: '40', '30', '20' and 2 more"
+    ):
         ot.open_checkpoint(tmp_path / "99")
 
 

@@ -43,7 +43,8 @@ def missing(path: str, text: str) -> CheckpointError:
         where = "beside it:" if there == directory else f"in {there} there is"
         message += f"; {where} {', '.join(map(repr, close))}"
     elif step_of_name(os.path.basename(path)) is not None and (steps := finished_steps(there)):
-        message += f"; finished steps beside it: {listed([repr(step.name) for step in steps], _SHOWN_NEIGHBOURS)}"
+        newest = [repr(step.name) for step in reversed(steps)]
+        message += f"; finished steps beside it, the newest first: {listed(newest, _SHOWN_NEIGHBOURS)}"
     elif _HUB_NAME.fullmatch(text):
         message += f"; for a model of the Hugging Face hub, open {f'hf://{text}'!r}"
     return CheckpointNotFoundError(message, path=path)
