@@ -175,8 +175,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault in ("403", "404", "429", "500", "503"):
             self.send(int(fault), b"<html>sorry</html>")
-        elif fault == "redirect":
-            self.send(302, b"", {"Location": "/elsewhere"})
+        elif fault in ("301", "302"):
+            self.send(int(fault), b"", {"Location": "/elsewhere"})
         elif fault == "no ranges":
             self.send(200, data, self.tags(data))
         elif fault == "html":

@@ -31,7 +31,8 @@ FAULTS = {
     "429": CheckpointIOError,
     "500": CheckpointIOError,
     "503": CheckpointIOError,
-    "redirect": CheckpointIOError,
+    "301": CheckpointIOError,
+    "302": CheckpointIOError,
     "no ranges": UnsupportedCheckpointError,
     "html": CheckpointError,
     "html for a range": CheckpointError,
@@ -72,6 +73,16 @@ def test_byte_ranges(store, fault):
         assert (caught.value.path, caught.value.leaf) == (url_of(store), "w")
         store.fault = lambda request: None
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+def test_a_table_on_a_server_without_ranges(tmp_path):
+    """The checkpoint is not damaged; it is the server that cannot be read."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "item", {"w": W})
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        store.fault = lambda request: "no ranges"
+        with pytest.raises(UnsupportedCheckpointError, match="only a server that answers byte ranges"):
+            checkpoint.leaves["w"].get()
 
 
 # Chunks are read whole: nothing asks for a range of them.

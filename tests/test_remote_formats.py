@@ -156,18 +156,20 @@ def test_a_url_with_spaces_and_percents(tmp_path):
                 np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(4.0))
 
 
-def test_a_server_that_sends_elsewhere(tmp_path):
+@pytest.mark.parametrize("redirect", ["301", "302"])
+def test_a_server_that_sends_elsewhere(tmp_path, redirect):
     """As every server does that has moved to https."""
     with serving(tmp_path) as store:
-        store.fault = lambda request: "redirect"
+        store.fault = lambda request: redirect
         with pytest.raises(ot.errors.CheckpointIOError, match="open the URL to which the server sends"):
             ot.open_checkpoint(f"{store.url}/model")
 
 
-def test_a_directory_that_is_sent_to_its_slash(root):
+@pytest.mark.parametrize("redirect", ["301", "302"])
+def test_a_directory_that_is_sent_to_its_slash(root, redirect):
     """What a web server does for directories says nothing about the files in them."""
     with serving(root) as store:
-        store.fault = lambda request: "redirect" if request.name in ("", "4", "4/state") else None
+        store.fault = lambda request: redirect if request.name in ("", "4", "4/state") else None
         with ot.open_checkpoint(f"{store.url}/4") as checkpoint:
             assert checkpoint.step == 4
 

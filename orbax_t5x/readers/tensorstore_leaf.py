@@ -44,7 +44,7 @@ from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage import places
 from orbax_t5x.storage.connection import REQUEST_SETTINGS
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.remote_errors import remote_error
+from orbax_t5x.storage.remote_errors import is_ignored_range, remote_error
 from orbax_t5x.storage.store import Answers, Snapshot
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
@@ -175,7 +175,7 @@ def _typed_remote(error: BaseException, status: str, message: str, path: str, le
     """As `typed_error`; a chunk or a table that is not there is damage, in every store."""
     if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
         return UnsupportedCheckpointError(message, path=path, leaf=leaf)
-    if status in _IO_STATUSES or (status == "FAILED_PRECONDITION" and "HTTP code" in message):
+    if status in _IO_STATUSES or "HTTP code" in message or is_ignored_range(error):
         doing = message.partition(": ")[0]
         return remote_error(error, doing, path=path, leaf=leaf)
     return CorruptCheckpointError(message, path=path, leaf=leaf)

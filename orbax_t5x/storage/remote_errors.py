@@ -42,7 +42,12 @@ def is_no_file(error: BaseException) -> bool:
     Servers redirect from a directory's name to the same with a slash, and buckets that may not be listed deny what they
     do not hold.
     """
-    return is_denied(error) or (status_of(error) == "FAILED_PRECONDITION" and _REDIRECT.search(str(error)) is not None)
+    return is_denied(error) or _REDIRECT.search(str(error)) is not None
+
+
+def is_ignored_range(error: BaseException) -> bool:
+    """Whether a server answered with other bytes of the file than those that were asked for."""
+    return _IGNORED_RANGE.search(_PAYLOADS.sub("", str(error))) is not None
 
 
 def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | None = None) -> CheckpointError:
@@ -63,7 +68,7 @@ def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | Non
         return CorruptCheckpointError(f"{message}; the file ends before what was asked of it", path=path, leaf=leaf)
     if status == "NOT_FOUND":
         return CheckpointNotFoundError(message, path=path, leaf=leaf)
-    if status == "FAILED_PRECONDITION" and _IGNORED_RANGE.search(text):
+    if is_ignored_range(error):
         return UnsupportedCheckpointError(
             f"{message}; only a server that answers byte ranges (206) can be read", path=path, leaf=leaf
         )
