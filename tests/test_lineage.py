@@ -147,6 +147,17 @@ def test_an_answer_is_followed_and_remembered(row, asker):
                 assert again.problem is None or row == "unrecorded after an entry"
 
 
+@pytest.mark.parametrize("row", TABLE)
+def test_a_run_that_goes_on_is_never_asked(row):
+    record, chain, _ = TABLE[row]
+    decision = decided(record, chain, "resumed run", True)
+    assert decision.is_resuming and decision.problem is None
+    assert bool(decision.warning) == ("other digests" in row)
+    # What was told is recorded, and told once.
+    again = decided(decision.lineage, chain, "resumed run", True)
+    assert not again.warning and again.lineage == decision.lineage
+
+
 def test_a_fallback_takes_the_exemption_away():
     for record, chain in (((UNRECORDED,), SELECTS), ((made(MINE),), SELECTS)):
         assert decided(record, chain, "own step", has_fallback=True).problem is not None

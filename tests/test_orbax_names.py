@@ -12,7 +12,7 @@ import tensorstore as ts
 from etils import epath
 
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
-from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture, write_spec
+from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture, step_directory, write_spec
 from orbax_t5x.readers.orbax import steps
 from orbax_t5x.restoring import run_steps
 
@@ -97,6 +97,14 @@ def test_a_commit_future_runs_its_coroutine_and_raises_its_errors(fails):
 
 def test_parameters_wait_for_their_directory():
     assert callable(ocp.type_handlers.ParamInfo.await_path_creation)
+
+
+def test_a_manager_knows_where_its_steps_are(tmp_path):
+    options = ocp.CheckpointManagerOptions(step_prefix="run", step_format_fixed_length=8)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"a": np.ones(2)}))
+        manager.wait_until_finished()
+        assert step_directory(manager, 3) == epath.Path(tmp_path / "run_00000003")
 
 
 def test_the_recorded_type_is_orbaxs_and_the_registered_one_ours():

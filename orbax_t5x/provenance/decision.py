@@ -12,6 +12,9 @@ Transforms happen once within a run. The first row that fits decides, unless the
 
 Where a row asks, or other digests are a problem, transforms that only select or cast are applied all the same, as long
 as there is no `fallback` that would fill what they take out: no value that is restored can be wrong by that.
+
+A run that goes on whatever is recorded is in no row: nothing is applied, nobody is asked, and other digests are a
+warning.
 """
 
 from __future__ import annotations
