@@ -70,9 +70,19 @@ def cut(file):
     file.write_bytes(data[: len(data) // 2])
 
 
+def largest(item):
+    """The largest data file of an item."""
+    return max((file for file in item.rglob("d/*")), key=lambda file: file.stat().st_size)
+
+
 def cut_data(item):
-    """Halves the largest data file of an item."""
-    cut(max((file for file in item.rglob("d/*")), key=lambda file: file.stat().st_size))
+    cut(largest(item))
+
+
+def flip_a_bit(item):
+    data = bytearray(largest(item).read_bytes())
+    data[len(data) // 2] ^= 1
+    largest(item).write_bytes(data)
 
 
 # -- the three ways
@@ -287,6 +297,7 @@ def empty(item):
 
 DAMAGE = {
     "data": cut_data,
+    "a bit of the data": flip_a_bit,
     "manifest": lambda item: cut(item / "manifest.ocdbt"),
     "metadata": lambda item: cut(item / "_METADATA"),
     "no metadata": remove_metadata,
