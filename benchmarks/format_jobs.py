@@ -7,6 +7,7 @@ readers as their users call them; what they lack (shardings, a part of an array)
 
 from __future__ import annotations
 
+import math
 import sys
 
 from benchmarks.measure import Clock
@@ -363,7 +364,7 @@ def make_t5x(_, path, codec):
     flat = {f"target/{name}": value for name, value in _values().items()}
     specs = {}
     for name, value in flat.items():
-        spec = _t5x_spec(name, value, codec)
+        spec = _t5x_spec(name, value.shape, value.dtype, codec)
         on_disk = {**spec, "kvstore": {"driver": "file", "path": os.path.join(path, spec["kvstore"]["path"])}}
         ts.open(on_disk, create=True, open=True).result().write(value).result()
         specs[name] = spec
@@ -374,19 +375,62 @@ def make_t5x(_, path, codec):
     note_shapes(path, flat)
 
 
-def _t5x_spec(name, value, codec):
-    rows = value.shape[0]
+def make_sparse_bundle(_, path):
+    """45 GB of holes in the shapes of T5-XXL with Adafactor's slots."""
+    from pathlib import Path
+
+    from tests.bundle_writer import write_sparse
+    from tests.test_tf_bundle_memory import t5_xxl
+
+    Path(path).parent.mkdir()
+    write_sparse(Path(path).parent, t5_xxl(), 8)
+
+
+def make_sparse_t5x(_, path):
+    """The same as T5X's: parameters are zarr arrays whose chunks are holes, slots are in the msgpack file."""
+    import json
+    import os
+    from pathlib import Path
+
+    import numpy as np
+    from flax import serialization
+
+    from tests.test_tf_bundle_memory import t5_xxl
+
+    tree = {}
+    for name, (_, shape) in t5_xxl().items():
+        if "_slot_" in name or not shape:
+            tree[f"state/param_states/{name}"] = np.zeros(shape, np.float32)
+            continue
+        spec = _t5x_spec(f"target/{name}", shape, np.dtype(np.float32), "gzip")
+        directory = Path(path, spec["kvstore"]["path"])
+        directory.mkdir(parents=True)
+        metadata = spec["metadata"]
+        recorded = {**metadata, "dtype": "<f4", "fill_value": None, "filters": None, "order": "C", "zarr_format": 2}
+        (directory / ".zarray").write_text(json.dumps(recorded))
+        chunks = metadata["chunks"]
+        for index in np.ndindex(*[size // chunk for size, chunk in zip(shape, chunks, strict=True)]):
+            with open(directory / ".".join(map(str, index)), "wb") as file:
+                os.truncate(file.fileno(), int(np.prod(chunks)) * 4)
+        tree[f"target/{name}"] = spec
+    with open(os.path.join(path, "checkpoint"), "wb") as file:
+        file.write(serialization.msgpack_serialize({"version": 3, "optimizer": nested(tree)}))
+
+
+def _t5x_spec(name, shape, dtype, codec):
+    rows = shape[0]
     if codec == "zstd":
         rows = rows // 8 if rows % 8 == 0 else rows
-    while rows * value.nbytes // value.shape[0] > _T5X_CHUNK_BYTES:
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    while rows * row_bytes > _T5X_CHUNK_BYTES:
         rows = next(rows // factor for factor in (2, 3, 5, 7, rows) if rows % factor == 0)
     return {
         "driver": "zarr",
-        "dtype": value.dtype.name,
+        "dtype": dtype.name,
         "kvstore": {"driver": "file", "path": name.replace("/", ".") + "/"},
         "metadata": {
-            "shape": list(value.shape),
-            "chunks": [rows, *value.shape[1:]],
+            "shape": list(shape),
+            "chunks": [rows, *shape[1:]],
             "compressor": {"id": codec, "level": 1},
         },
     }
