@@ -80,6 +80,8 @@ class ZarrArrays:
 
     def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
         """Says which specs will become leaves, so that a remote store is asked for all their metadata at once."""
+        if not self._root.is_remote:
+            return
         names: list[str] = []
         for node in nodes:
             with contextlib.suppress(CheckpointError):
