@@ -121,15 +121,6 @@ def in_format(folder: Path, name: str) -> Path:
     return path
 
 
-def sparse(folder: Path, name: str) -> Path:
-    """45 GB of holes in the shapes of T5-XXL: "bundle" or "t5x"; only opened, never read."""
-    directory = folder / f"sparse_{name}"
-    path = directory / _PREFIX if name == "bundle" else directory
-    if not directory.exists():
-        subprocess.run([sys.executable, "-m", "benchmarks.format_jobs", f"make_sparse_{name}", str(path)], check=True)
-    return path
-
-
 def layer_shapes(layers: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a decoder of `layers` layers, 40 MB each."""
     shapes: dict[str, tuple[int, ...]] = {}

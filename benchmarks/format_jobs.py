@@ -375,48 +375,6 @@ def make_t5x(_, path, codec):
     note_shapes(path, flat)
 
 
-def make_sparse_bundle(_, path):
-    """45 GB of holes in the shapes of T5-XXL with Adafactor's slots."""
-    from pathlib import Path
-
-    from tests.bundle_writer import write_sparse
-    from tests.test_tf_bundle_memory import t5_xxl
-
-    Path(path).parent.mkdir()
-    write_sparse(Path(path).parent, t5_xxl(), 8)
-
-
-def make_sparse_t5x(_, path):
-    """The same as T5X's: parameters are zarr arrays whose chunks are holes, slots are in the msgpack file."""
-    import json
-    import os
-    from pathlib import Path
-
-    import numpy as np
-    from flax import serialization
-
-    from tests.test_tf_bundle_memory import t5_xxl
-
-    tree = {}
-    for name, (_, shape) in t5_xxl().items():
-        if "_slot_" in name or not shape:
-            tree[f"state/param_states/{name}"] = np.zeros(shape, np.float32)
-            continue
-        spec = _t5x_spec(f"target/{name}", shape, np.dtype(np.float32), "gzip")
-        directory = Path(path, spec["kvstore"]["path"])
-        directory.mkdir(parents=True)
-        metadata = spec["metadata"]
-        recorded = {**metadata, "dtype": "<f4", "fill_value": None, "filters": None, "order": "C", "zarr_format": 2}
-        (directory / ".zarray").write_text(json.dumps(recorded))
-        chunks = metadata["chunks"]
-        for index in np.ndindex(*[size // chunk for size, chunk in zip(shape, chunks, strict=True)]):
-            with open(directory / ".".join(map(str, index)), "wb") as file:
-                os.truncate(file.fileno(), int(np.prod(chunks)) * 4)
-        tree[f"target/{name}"] = spec
-    with open(os.path.join(path, "checkpoint"), "wb") as file:
-        file.write(serialization.msgpack_serialize({"version": 3, "optimizer": nested(tree)}))
-
-
 def _t5x_spec(name, shape, dtype, codec):
     rows = shape[0]
     if codec == "zstd":

@@ -118,10 +118,6 @@ def opening(folder: Path, runs: int) -> None:
     prefix = str(data.bundle(folder))
     ways = {"open_checkpoint": ("open_ours", (prefix,)), "TensorFlow": ("open_tf_bundle", (prefix,))}
     compare("opening tf_bundle, with slots", ways, runs, _FORMAT_JOBS)
-    for name, reader, peer in (("bundle", "tf_bundle", "TensorFlow"), ("t5x", "t5x", _FORMATS["t5x_gzip"])):
-        path = str(data.sparse(folder, name))
-        ways = {"open_checkpoint": ("open_ours", (path,)), peer: (f"open_{reader}", (path,))}
-        compare(f"opening 45 GB of T5-XXL, {reader}", ways, runs, _FORMAT_JOBS)
 
 
 def listing(folder: Path, runs: int) -> None:
