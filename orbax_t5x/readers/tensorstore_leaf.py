@@ -44,6 +44,7 @@ from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage import places
 from orbax_t5x.storage.connection import REQUEST_SETTINGS
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.memory import naming_memory_errors, require_memory
 from orbax_t5x.storage.remote_errors import is_ignored_range, remote_error
 from orbax_t5x.storage.store import Answers, Snapshot
 
@@ -51,6 +52,8 @@ from orbax_t5x.storage.store import Answers, Snapshot
 _FILE_IO_CONCURRENCY = 16
 # B-tree nodes of an OCDBT database, read once instead of once per leaf.
 _OCDBT_CACHE_BYTES = 100_000_000
+# What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
+_DECODING_COPIES = 1.25
 # A shard of zarr v3 begins or ends with two numbers of eight bytes for each of its chunks, which are read whole.
 _SHARD_INDEX_BYTES = 16
 # Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
@@ -396,6 +399,9 @@ class TensorStoreLeaf(Leaf):
     async def _read_boxes(self, wanted: Mapping[Box, np.ndarray], decoding: Budget) -> None:
         """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
         chunks = self.chunks or ()
+        with naming_memory_errors(self.path, self.name):
+            # Other memory was taken since the leaf was opened.
+            require_memory(int(_DECODING_COPIES * self._chunk_bytes), f"decoding a chunk of shape {chunks}")
         at_once = self._chunk_bytes * min(count_chunks(wanted, chunks), _FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)

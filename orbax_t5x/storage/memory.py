@@ -3,7 +3,7 @@
 What a file claims about an array decides how much memory is asked for, and asking for too much ends badly: Python's
 own error names no file, a library below may end the process, and a kernel that promises more than it has ends it later.
 So what is sized by a file's claim is compared first with the smallest of the machine's memory, the limits of the
-process's control groups (versions 1 and 2) and the limit on its address space.
+process's control groups (versions 1 and 2) and what the limit on its address space leaves.
 """
 
 from __future__ import annotations
@@ -20,16 +20,27 @@ import numpy as np
 
 from orbax_t5x.errors import LimitExceededError
 
-_PHYSICAL_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PHYSICAL_BYTES = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
 # Arrays below this are made without asking: most are, and there are many.
 _FREE_BYTES = 1 << 28
 
 
 def most_memory_bytes() -> int:
-    """The smallest of physical memory, the control groups' limits and RLIMIT_AS."""
+    """The smallest of physical memory, the control groups' limits and what RLIMIT_AS leaves."""
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [_PHYSICAL_BYTES, *_cgroup_limits()]
-    return min(limits if address_space == resource.RLIM_INFINITY else [*limits, address_space])
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(max(0, address_space - address_space_bytes()))
+    return min(limits)
+
+
+def address_space_bytes() -> int:
+    """The address space that this process has taken; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+    except OSError:
+        return 0
 
 
 @functools.cache
