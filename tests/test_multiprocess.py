@@ -116,7 +116,9 @@ def test_a_process_that_can_not_read_ends_the_others_too(bundle):
 @pytest.mark.parametrize("where", ["reading", "planning"])
 def test_a_process_that_dies_ends_the_others_with_an_error_that_names_the_checkpoint(bundle, where):
     survivor, _ = run_processes(2, "restore_where_one_dies", bundle, where, killed=[1])
-    assert survivor["error"] == "CheckpointIOError" and "has died" in survivor["text"]
+    # On a busy machine the silence of its key is noticed before its connection's end.
+    assert survivor["error"] == "CheckpointIOError"
+    assert "has died" in survivor["text"] or "process 1 has given no sign of life" in survivor["text"]
     assert str(bundle) in survivor["path"]
 
 

@@ -5,6 +5,7 @@ its leaves.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -137,15 +138,16 @@ class HeadsFit(Transform):
         heads, joined = (self.num_heads, self.head_dim), self.num_heads * self.head_dim
         for name, value in state.items():
             match = regex.fullmatch(name)
-            view = view_of(name, value, diagnostics) if match else None
-            if match is None or view is None:
+            # An optimizer's None, or what is no array, has no heads.
+            whole = getattr(value, "shape", None)
+            if match is None or whole is None:
                 continue
-            shape = list(view.shape)
+            shape = list(whole)
             if self.layers_axis is not None and -len(shape) <= self.layers_axis < len(shape):
                 del shape[self.layers_axis]
             found = tuple(shape[:-1] if match["which"] == "out" else shape[1:])
-            if found not in ((joined,), heads) and view.size % joined == 0:
-                self._problem(name, view.shape, found, diagnostics)
+            if found not in ((joined,), heads) and math.prod(whole) % joined == 0:
+                self._problem(name, tuple(whole), found, diagnostics)
         return dict(state)
 
     def _problem(self, name: str, shape: tuple[int, ...], found: tuple[int, ...], diagnostics: Diagnostics) -> None:
