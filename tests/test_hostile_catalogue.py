@@ -108,7 +108,11 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     "1.2.14": ("missing chunks", ("t5x_native:absent_chunks", "t5x_hostile:chunks")),
     "1.2.15": (
         "chunks short, long, bombs, of a size that is claimed",
-        ("t5x_hostile:chunks", "memory_claims:a_chunk_beyond_the_limit_is_refused_and_its_leaf_listed"),
+        (
+            "t5x_hostile:chunks",
+            "memory_claims:a_chunk_beyond_the_limit_is_refused_and_its_leaf_listed",
+            "large_chunks:no_more_chunks_are_decoded_at_once_than_the_limit_holds",
+        ),
     ),
     "1.2.16": ("metadata of an array", ("t5x_hostile:metadata", "t5x_hostile:metadata_that_is_none")),
     "1.2.17": (
