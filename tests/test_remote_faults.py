@@ -40,6 +40,7 @@ FAULTS = {
     "shorter": CheckpointError,
     "no content range": UnsupportedCheckpointError,
 }
+# Where TensorStore retries or waits, until this ends it.
 LIMITS = ot.Limits(io_timeout_secs=1.0)
 
 
@@ -136,7 +137,7 @@ def test_a_changed_etag_is_never_mixed_bytes(store):
     """The file is replaced by one of the same length between two requests for parts of one leaf."""
     path = store.directory / "model.safetensors"
     old = path.read_bytes()
-    with ot.open_checkpoint(url_of(store), limits=LIMITS) as checkpoint:
+    with ot.open_checkpoint(url_of(store)) as checkpoint:
         store.files["model.safetensors"] = old[:-5000] + bytes(5000)
         with pytest.raises(CheckpointGoneError, match="changed after the checkpoint was opened"):
             checkpoint.leaves["w"].get()
@@ -144,7 +145,7 @@ def test_a_changed_etag_is_never_mixed_bytes(store):
 
 def test_a_file_that_changes_between_two_ranges(store):
     data = (store.directory / "model.safetensors").read_bytes()
-    with ot.open_checkpoint(url_of(store), limits=LIMITS) as checkpoint:
+    with ot.open_checkpoint(url_of(store)) as checkpoint:
         seen: list[object] = []
 
         def swap(request):
@@ -162,7 +163,7 @@ def test_a_file_that_changes_between_two_ranges(store):
 
 
 def test_a_changed_metadata_file_of_a_chunked_array(chunked):
-    with ot.open_checkpoint(url_of(chunked), limits=LIMITS) as checkpoint:
+    with ot.open_checkpoint(url_of(chunked)) as checkpoint:
         metadata = json.loads((chunked.directory / "item" / "w" / ".zarray").read_text())
         chunked.files["item/w/.zarray"] = json.dumps(metadata, indent=3).encode()
         with pytest.raises(CheckpointGoneError, match="changed"):
@@ -177,7 +178,7 @@ def test_a_server_without_etags_is_read(store):
 
 def test_a_file_that_became_shorter(store):
     data = (store.directory / "model.safetensors").read_bytes()
-    with ot.open_checkpoint(url_of(store), limits=LIMITS) as checkpoint:
+    with ot.open_checkpoint(url_of(store)) as checkpoint:
         store.files["model.safetensors"] = data[:1000]
         with pytest.raises(CheckpointGoneError):
             checkpoint.leaves["w"].get()
