@@ -138,7 +138,13 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
         "manifest and tree of a database",
         ("orbax_reader_hostile:flips_in_manifest_and_tree", "orbax_reader_hostile:files_cut"),
     ),
-    "1.3.2": ("data flipped, no checksum", ("hostile_catalogue:data_without_a_checksum_is_said_to_have_none",)),
+    "1.3.2": (
+        "data flipped, with a checksum and without",
+        (
+            "checksums:no_flipped_bit_gives_another_value",
+            "hostile_catalogue:data_without_a_checksum_is_said_to_have_none",
+        ),
+    ),
     "1.3.3": ("data cut or missing", ("orbax_reader_hostile:files_cut", "orbax_reader_hostile:files_missing")),
     "1.3.4": (
         "_METADATA missing, broken, hostile keys",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -350,6 +352,18 @@ def test_rules_for_names_split_any_tree():
     assert specs(with_shardings(state, mesh(), [("target/w", P("data")), ("mlp", "model")]))["target/w"] == P("data")
     boxed = {"w": nn.Partitioned(np.ones((4, 8)), ("data", "model"))}
     assert with_shardings(boxed, mesh(), [("w", P())])["w"].value.sharding.spec == P()
+
+
+def test_a_rule_that_no_leaf_takes_is_a_warning():
+    """`kernel` is no whole name: without a word the leaf would be on every device."""
+    tree = {"layer": {"kernel": np.ones((4, 8)), "bias": np.ones(8)}}
+    rules = [("kernel", P("data")), (".*/bias", P()), ("layer/bias", P("model"))]
+    with pytest.warns(UserWarning, match=r"no leaf's whole name matches.*: 'kernel', 'layer/bias'\."):
+        found = with_shardings(tree, mesh(), rules)
+    assert found["layer"]["kernel"].sharding.spec == P()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_shardings(tree, mesh(), [(".*/kernel", P("data")), (".*", P())])
 
 
 def test_metadata_that_does_not_fit_is_named():

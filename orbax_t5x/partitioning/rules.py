@@ -46,6 +46,7 @@ class AxisRules:
     Attributes:
       problems: leaves that do not fit, as text.
       has_patterns: whether some rules are for names of leaves.
+      unused_patterns: those that no leaf has taken yet.
     """
 
     def __init__(self, rules: LogicalAxisRules, mesh: Mesh | AbstractMesh):
@@ -54,12 +55,14 @@ class AxisRules:
         self._axes = self._on_mesh((name, axes) for name, axes in rules if not isinstance(axes, PartitionSpec))
         self.problems: list[str] = []
         self.has_patterns: bool = bool(self._patterns)
+        self.unused_patterns: dict[str, None] = dict.fromkeys(pattern.pattern for pattern, _ in self._patterns)
 
     def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         """What the first pattern that matches a leaf's whole name says; None where none does."""
-        spec = next((spec for pattern, spec in self._patterns if pattern.fullmatch(name)), None)
-        if spec is None:
+        pattern, spec = next((rule for rule in self._patterns if rule[0].fullmatch(name)), (None, None))
+        if pattern is None or spec is None:
             return None
+        self.unused_patterns.pop(pattern.pattern, None)
         kept = PartitionSpec(*(self._present(axes) for axes in spec))
         if len(kept) > len(shape):
             self.problems.append(f"{name}: {kept} for shape {shape}")

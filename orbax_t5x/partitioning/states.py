@@ -8,6 +8,7 @@ boxes.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,7 @@ from flax.core.meta import Partitioned
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, AxisNames, AxisRules, LogicalAxisRules
+from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.pytree_names import key_text, leaf_name
 
 # Leaves named in one error; a mesh that does not fit a model fits hundreds of its leaves not.
@@ -45,7 +47,8 @@ def with_shardings(
 
     Returns:
       A state of the same kind and structure (boxes and metadata included) whose leaves are `jax.ShapeDtypeStruct`s
-      with a `NamedSharding`. Leaves of which nothing says how to split them are not split.
+      with a `NamedSharding`. Leaves of which nothing says how to split them are not split. A regex that no leaf has
+      taken is a warning.
 
     Raises:
       TypeError: nothing says how to split any leaf.
@@ -69,6 +72,13 @@ def with_shardings(
         raise ValueError(
             f"{len(problems)} leaves do not fit the mesh {dict(mesh.shape)} under these rules:\n{text}"
             + (f"\n  … and {more} more" if more > 0 else "")
+        )
+    if axis_rules.unused_patterns:
+        patterns = listed(map(repr, axis_rules.unused_patterns), 5)
+        warnings.warn(
+            f"rules that no leaf's whole name matches, or none that an earlier rule leaves: {patterns}. What they are "
+            "meant for is not split by them",
+            stacklevel=2,
         )
     return cast(_State, abstract)
 
