@@ -11,6 +11,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
+from orbax_t5x.storage.tree_checks import TreeSnapshot
 from tests.bundle_writer import bundle_of
 
 ARRAYS = {name: np.random.default_rng(seed).random((16, 8), np.float32) for seed, name in enumerate("ab")}
@@ -204,3 +205,19 @@ def test_a_fifo_put_in_the_place_of_a_file(tmp_path, ocdbt, zarr3):
             os.mkfifo(file)
         with pytest.raises(CheckpointError, match=r"regular file|FIFO"):
             checkpoint.leaves["a"].get()
+
+
+def test_a_chunk_that_is_removed_after_the_look_before_reading_is_gone(tmp_path, monkeypatch):
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "item", {"w": np.arange(6, dtype=np.float32)})
+    look = TreeSnapshot.check_unchanged
+
+    def look_and_remove(self, execution, *, leaf=None):
+        look(self, execution, leaf=leaf)
+        (tmp_path / "item" / "w" / "0").unlink(missing_ok=True)
+
+    with ot.open_checkpoint(tmp_path / "item") as checkpoint:
+        monkeypatch.setattr(TreeSnapshot, "check_unchanged", look_and_remove)
+        with pytest.raises(CheckpointGoneError) as caught:
+            checkpoint.leaves["w"].get()
+    assert caught.value.leaf == "w"

@@ -339,6 +339,11 @@ class TensorStoreLeaf(Leaf):
         except CheckpointError:
             raise
         except Exception as error:
+            if self._files.answers is None:
+                # What was removed after the look before reading is gone, not damaged: as an execution of its own this
+                # looks again.
+                again = ReadStats(stats.verify)
+                await run_in_pool(reader_pool(), self._files.check_unchanged, again, leaf=self.name)
             raise typed_error(error, path=self.path, leaf=self.name, doing="reading it") from error
         for out, buffer in copies:
             out[...] = buffer
