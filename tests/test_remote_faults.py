@@ -210,7 +210,7 @@ def test_a_stalled_store_is_given_up_in_a_restore(chunked):
 
 def test_slow_answers_are_not_silence(store):
     """The clock is of the store, not of one request: what takes longer than the limit in all is waited for."""
-    limits = ot.Limits(io_timeout_secs=1.0)
+    limits = ot.Limits(io_timeout_secs=2.0)
     store.latency = 0.4
     with ot.open_checkpoint(url_of(store), limits=limits) as checkpoint:
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
