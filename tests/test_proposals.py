@@ -137,6 +137,17 @@ def test_a_bundle_without_translate_is_one_problem():
     assert_same(flatten(plan.execute()), flatten(translated))
 
 
+@pytest.mark.parametrize("name", ["encoder/encoder_norm/scale", "token_embedder/embedding"])
+def test_a_part_of_a_model_without_translate_is_one_problem(name):
+    """So small a part has no layout that `infer` could tell."""
+    whole = ot.plan_restore(BUNDLE, None, [ot.transforms.Translate()]).execute()
+    target = unflatten({f"target/{name}": flatten(whole)[f"target/{name}"]})
+    (problem,) = problems_of(BUNDLE, target, strict=False)
+    assert problem.fix == "add transforms=[ot.transforms.Translate()]"
+    restored = ot.restore(BUNDLE, target, applied(problem.fix), strict=False)
+    assert_same(flatten(restored), flatten(target))
+
+
 def test_a_pack_is_added_to_what_was_given():
     """A scanned target, and a rule of the caller's own."""
     minimal = {name: np.zeros(leaf.shape, np.float32) for name, leaf in parameters(HF_CONFIG).items()}

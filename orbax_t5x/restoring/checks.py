@@ -18,6 +18,7 @@ from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.proposals import call_text
 from orbax_t5x.restoring.targets import Target
 from orbax_t5x.restoring.unplaced import leftover_problems, missing_problems
+from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.translate import missing_translation
@@ -133,5 +134,6 @@ class PlanChecks:
         fix = missing_translation(formats, self._transforms, state)
         if fix is None:
             return []
-        message = f"{missing} target leaves are missing, and the checkpoint's names are Mesh TensorFlow's"
+        leaves = counted(missing, "target leaf is", "target leaves are")
+        message = f"{leaves} missing, and the checkpoint's names are Mesh TensorFlow's"
         return [Problem("missing", None, message, fix)]

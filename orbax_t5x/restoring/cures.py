@@ -12,7 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Problem
-from orbax_t5x.restoring.proposals import Proposal, is_optimizer_leaf, proposed_pack, proposed_prefix
+from orbax_t5x.restoring.proposals import (
+    Proposal,
+    is_optimizer_leaf,
+    proposed_pack,
+    proposed_prefix,
+    proposed_translation,
+)
 from orbax_t5x.restoring.targets import Target
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Transform
@@ -63,7 +69,7 @@ def cured(
 
 
 def _proposals(outcome: Matched, target: Target) -> Iterator[Proposal]:
-    pack = proposed_pack(outcome.state, target.original)
+    pack = proposed_pack(outcome.state, target.original) or proposed_translation(outcome.state)
     if pack is not None:
         yield pack
     yield from proposed_prefix(outcome.state, {name: target.leaves[name] for name in outcome.unfilled})

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.restoring.similar import SLOT_WORDS
 from orbax_t5x.rules import RulePack, infer
-from orbax_t5x.transforms import AssignmentMap, FollowOptimizer, Rename, Transform
+from orbax_t5x.rules.layouts import layout_of
+from orbax_t5x.transforms import AssignmentMap, FollowOptimizer, Rename, Transform, Translate
 
 _INVERSE = "inverse of "
 # What the optimizer keeps, in T5X's and Flax's train states.
@@ -62,6 +63,13 @@ def proposed_pack(source_leaves: Mapping[str, Any], target: Any) -> Proposal | N
     if all(isinstance(part, Rename) for part in pack.parts):
         reason = "the checkpoint has them below another prefix"
     return Proposal(pack, pack_text(pack), reason)
+
+
+def proposed_translation(state: Mapping[str, Any]) -> Proposal | None:
+    """`Translate`, for a bundle's own names and a target that is too small a part of a model for `infer`."""
+    if layout_of(state).kind != "mesh tf":
+        return None
+    return Proposal(Translate(), "ot.transforms.Translate()", "the checkpoint's names are Mesh TensorFlow's")
 
 
 def pack_text(pack: RulePack) -> str:
