@@ -16,7 +16,8 @@ from orbax_t5x.readers.empty_leaf import EmptyLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.ranges.sliced_leaf import SlicedLeaf
-from orbax_t5x.readers.tensorstore_leaf import StringLeaf, TensorStoreLeaf
+from orbax_t5x.readers.string_leaf import StringLeaf
+from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.storage.files import FileSet

@@ -92,8 +92,8 @@ def _patterns_of(file: str) -> list[str]:
 
 def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
     try:
-        import huggingface_hub  # noqa: PLC0415
-        from huggingface_hub import errors  # noqa: PLC0415
+        import huggingface_hub  # noqa: PLC0415  (an extra)
+        from huggingface_hub import errors  # noqa: PLC0415  (the same)
     except ImportError as error:
         raise UnsupportedCheckpointError(
             "hf:// paths need the package huggingface_hub: pip install 'orbax-t5x[hf]'", path=path

@@ -27,7 +27,7 @@ def fuzz_one(name: str, seconds: int, keep: Path) -> None:
     import atheris  # noqa: PLC0415  (an extra; nothing else needs it)
 
     with atheris.instrument_imports(include=["orbax_t5x.readers", "orbax_t5x.storage"]):
-        from tests.fuzz import corpus, mutations, targets  # noqa: PLC0415
+        from tests.fuzz import corpus, mutations, targets  # noqa: PLC0415  (instrumented as they load)
 
     target = targets.TARGETS[name]
     scratch = Path(tempfile.mkdtemp())

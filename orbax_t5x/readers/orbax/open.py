@@ -56,9 +56,9 @@ from orbax_t5x.readers.orbax.steps import (
     newest_directory,
     step_of_name,
 )
+from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.tensorstore_leaf import (
     OpenFlag,
-    StringLeaf,
     check_database,
     make_context,
 )
