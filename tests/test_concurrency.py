@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orbax_t5x import concurrency
-from orbax_t5x.concurrency import LoopThread, carry, run_in_pool, run_on_read_thread, wait_all
+from orbax_t5x.concurrency import LoopThread, carry, process_threads, run_in_pool, run_on_read_thread, wait_all
 from orbax_t5x.errors import CheckpointIOError
 
 KINDS = [
@@ -141,7 +140,7 @@ def test_an_ended_read_thread_is_replaced():
         done.append(threading.current_thread())
 
     run_on_read_thread(read())
-    concurrency._process_threads.read_thread().close()
+    process_threads._process_threads.read_thread().close()
     run_on_read_thread(read())
     assert len(set(done)) == 2
 

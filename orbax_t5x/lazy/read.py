@@ -1,6 +1,6 @@
 """Reads boxes of nodes outside a plan: what `View.get()` does.
 
-Leaves are read on the read thread of the process (`concurrency.py`). Memory: the buffers given, what lowering needs
+Leaves are read on the read thread of the process (`concurrency`). Memory: the buffers given, what lowering needs
 beside them, nothing else. Checksums of what is read are checked ("touched").
 """
 

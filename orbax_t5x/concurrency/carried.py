@@ -1,0 +1,107 @@
+"""What a user's function raises, carried through event loops and threads as a value."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, cast
+
+from orbax_t5x.errors import CheckpointError
+
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+
+
+class CarriedError(Exception):
+    """Carries an exception through an event loop that would not survive it.
+
+    Attributes:
+      error: what the caller is to see.
+    """
+
+    def __init__(self, error: BaseException):
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+def as_carried(error: BaseException) -> Exception:
+    """An exception as one that event loops and futures pass on unchanged."""
+    if isinstance(error, StopIteration):
+        # Python itself turns a StopIteration that leaves a coroutine into a RuntimeError (PEP 479).
+        failure = RuntimeError("a function raised StopIteration")
+        failure.__cause__ = error
+        return failure
+    return error if isinstance(error, Exception) else CarriedError(error)
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """What the caller is to see of a failure: of a group the first that names a leaf, else the first."""
+    flat = list(_leaves_of(error))
+    return next((failure for failure in flat if isinstance(failure, CheckpointError)), flat[0])
+
+
+def _leaves_of(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        for member in group.exceptions:
+            yield from _leaves_of(member)
+    elif isinstance(error, CarriedError):
+        yield from _leaves_of(error.error)
+    else:
+        yield error
+
+
+async def carry(awaitable: Awaitable[_Result]) -> _Result:
+    """Awaits what a user's code made; what it raises passes through event loops of ours.
+
+    Raises:
+      CancelledError: this task was cancelled. One that the user's code raised by itself is carried like the rest.
+    """
+    try:
+        return await awaitable
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise as_carried(error) from None
+    except BaseException as error:
+        carried = as_carried(error)
+        if carried is error:
+            raise
+        raise carried from carried.__cause__
+
+
+async def run_in_pool(
+    pool: concurrent.futures.Executor | None,
+    function: Callable[_Arguments, _Result],
+    *arguments: _Arguments.args,
+    **keywords: _Arguments.kwargs,
+) -> _Result:
+    """Awaits a blocking call in a pool of threads (None: the loop's own); what it raises is carried.
+
+    Cancelling does not stop a call that has begun.
+    """
+    loop = asyncio.get_running_loop()
+    result, error = await loop.run_in_executor(pool, functools.partial(_outcome, function, *arguments, **keywords))
+    if error is not None:
+        raise error
+    return result
+
+
+def call_carried(
+    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+) -> _Result:
+    """Calls a user's function on an event loop; what it raises is carried."""
+    result, error = _outcome(function, *arguments, **keywords)
+    if error is not None:
+        raise error
+    return result
+
+
+def _outcome(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, Exception | None]:
+    try:
+        return function(*arguments, **keywords), None
+    except BaseException as error:
+        return None, as_carried(error)

@@ -1,0 +1,226 @@
+"""Event loops and single calls in threads of their own, and the thread that waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from orbax_t5x.concurrency.carried import first_failure
+from orbax_t5x.errors import CheckpointIOError
+
+_Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
+
+# How late a signal, or the end of a thread, may be noticed. Lower: more wake-ups of a caller that waits for long.
+_POLL_SECS = 0.2
+# An event loop's own: those of its selector and of the pair of sockets that wakes it.
+_LOOP_DESCRIPTORS = 3
+
+
+class CallerThread:
+    """Functions that an event loop has run in the thread that waits for it.
+
+    JAX's settings (`enable_x64`, `default_device`, the mesh in use) belong to that thread. What a function raises is
+    raised there, so that no exception of a user's callback meets the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    async def run(
+        self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+    ) -> _Result:
+        """Awaits the result of a call in the caller's thread."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[_Result] = loop.create_future()
+
+        def deliver(value: _Result) -> None:
+            if not result.done():
+                result.set_result(value)
+
+        def job() -> None:
+            loop.call_soon_threadsafe(deliver, function(*arguments, **keywords))
+
+        self._jobs.put(job)
+        return await result
+
+    def serve(self, timeout: float) -> None:
+        """Runs the next function that comes within `timeout` seconds; what it raises is raised here."""
+        try:
+            job = self._jobs.get(timeout=timeout)
+        except queue.Empty:
+            return
+        if job is not None:
+            job()
+
+    def wake(self) -> None:
+        """Ends a wait in `serve`."""
+        self._jobs.put(None)
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop.
+
+    Raises:
+      CheckpointIOError: the process is short of descriptors.
+    """
+    try:
+        # A loop that cannot be made to its end complains when it is collected: whether it can is tried first.
+        with contextlib.ExitStack() as spare:
+            for _ in range(_LOOP_DESCRIPTORS):
+                spare.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        return asyncio.new_event_loop()
+    except OSError as error:
+        message = f"an event loop to read with cannot be made: {error.strerror}"
+        raise CheckpointIOError(message, errno=error.errno) from error
+
+
+class LoopThread:
+    """An event loop in a thread of its own, on which coroutines are run for callers of other threads.
+
+    Never the caller's loop or thread: it works where a loop is already running, and no coroutine that holds arrays is
+    ever handed to `asyncio.run` (whose runner formats the finished task, and so the arrays, on exit).
+    """
+
+    def __init__(self, name: str = "orbax_t5x-read") -> None:
+        self._loop = _new_event_loop()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            # A task that fails with KeyboardInterrupt or SystemExit ends the loop, and a user's coroutine may stop it.
+            # What is left to do in it is still there.
+            with contextlib.suppress(BaseException):
+                self._loop.run_forever()
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread, where waiting for it would never end."""
+        return threading.current_thread() is self._thread
+
+    def is_alive(self) -> bool:
+        """Whether the thread still serves."""
+        return self._thread.is_alive() and not self._closing
+
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, None],
+        *,
+        wait_for_cancelled: bool = True,
+        caller: CallerThread | None = None,
+    ) -> None:
+        """Runs a coroutine that returns None to its end, and raises what it raises, never a group.
+
+        Args:
+          coroutine: what to run.
+          wait_for_cancelled: an interrupt of the caller cancels the coroutine. True: the interrupt is raised when the
+            coroutine has ended, and nothing that it was doing goes on. False: at once.
+          caller: runs functions for the coroutine in the calling thread. What they raise counts as an interrupt.
+
+        Raises:
+          RuntimeError: the thread has ended.
+        """
+        call = _Call(coroutine, caller)
+        try:
+            self._loop.call_soon_threadsafe(call.start)
+            while not call.ended.wait(_POLL_SECS if caller is None else 0):
+                if caller is not None:
+                    caller.serve(_POLL_SECS)
+                if not self._thread.is_alive() and not call.ended.is_set():
+                    raise RuntimeError("the thread that reads has ended before this was read")
+        except BaseException:
+            if not self._thread.is_alive():
+                coroutine.close()
+                raise
+            self._loop.call_soon_threadsafe(call.cancel)
+            while wait_for_cancelled and self._thread.is_alive() and not call.ended.wait(_POLL_SECS):
+                pass
+            raise
+        failure, call.failure = call.failure, None
+        if failure is not None:
+            try:
+                raise first_failure(failure)
+            finally:
+                del failure
+
+    def close(self) -> None:
+        """Stops the loop; the thread ends."""
+        self._closing = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Call:
+    """A coroutine that runs as a task of a loop of another thread; what it raises is kept as a value.
+
+    Attributes:
+      ended: set when it has ended.
+      failure: what it raised, if anything.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], caller: CallerThread | None):
+        self.ended = threading.Event()
+        self.failure: BaseException | None = None
+        self._coroutine = coroutine
+        self._caller = caller
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            await self._coroutine
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.ended.set()
+            if self._caller is not None:
+                self._caller.wake()
+
+
+class ThreadCall(Generic[_Result]):
+    """A blocking call in a thread of its own, which goes on where its caller waits no longer.
+
+    Attributes:
+      ended: set when it has ended.
+    """
+
+    def __init__(self, function: Callable[[], _Result], name: str):
+        self.ended = threading.Event()
+        self._function = function
+        self._outcome: list[_Result] = []
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome.append(self._function())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.ended.set()
+
+    def result(self) -> _Result:
+        """What the call returned, once it has ended; raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]

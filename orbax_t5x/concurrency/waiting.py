@@ -1,0 +1,97 @@
+"""Coroutines that are awaited together, in full, or within a budget of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import AsyncIterable, Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from orbax_t5x.concurrency.carried import as_carried, first_failure
+
+_Result = TypeVar("_Result")
+
+
+async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterable[Coroutine[Any, Any, Any]]) -> None:
+    """Awaits coroutines together; the first failure cancels the rest, and is raised when all have ended.
+
+    Args:
+      coroutines: each is begun as it is taken; an asynchronous iterable may wait before it gives the next.
+    """
+    failure: BaseException | None = None
+    cancelled: list[asyncio.Task[Any]] = []
+
+    def note_end(task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            cancelled.append(task)
+
+    def begin(group: asyncio.TaskGroup, coroutine: Coroutine[Any, Any, Any]) -> None:
+        group.create_task(coroutine).add_done_callback(note_end)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            if isinstance(coroutines, AsyncIterable):
+                async for coroutine in coroutines:
+                    begin(group, coroutine)
+            else:
+                for coroutine in coroutines:
+                    begin(group, coroutine)
+    except BaseExceptionGroup as failures:
+        failure = first_failure(failures)
+    if failure is None and cancelled:
+        # A task group takes a task that was cancelled from elsewhere for one that is done.
+        failure = asyncio.CancelledError("a task was cancelled from within")
+    if failure is not None:
+        raise as_carried(failure)
+
+
+async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
+    """Awaits what goes on although nobody waits for it; a cancellation is raised when it has ended."""
+
+    async def wait() -> _Result:
+        return await awaitable
+
+    waiting = asyncio.ensure_future(wait())
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()  # nobody else asks for it, and asyncio would complain on standard error
+        raise
+
+
+class Budget:
+    """Bytes in flight, granted first in, first out; a request above the whole budget waits until it is alone.
+
+    For coroutines of one event loop.
+
+    Attributes:
+      limit: the whole budget.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._used = 0
+        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+
+    async def take(self, size: int) -> None:
+        """Waits until `size` bytes may be in flight."""
+        if not self._waiting and self._fits(size):
+            self._used += size
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, granted))
+        await granted
+
+    def give(self, size: int) -> None:
+        """Gives a share back."""
+        self._used -= size
+        while self._waiting and self._fits(self._waiting[0][0]):
+            next_size, granted = self._waiting.popleft()
+            if not granted.cancelled():
+                self._used += next_size
+                granted.set_result(None)
+
+    def _fits(self, size: int) -> bool:
+        return self._used == 0 or self._used + size <= self.limit
