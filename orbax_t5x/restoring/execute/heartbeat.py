@@ -1,9 +1,9 @@
 """Signs of life of the processes of one collective call, so that none waits for ever for one that has stopped.
 
 While a process is in a collective call of this package, a thread of its own writes a new number into the key-value
-store of JAX's coordination service every few seconds, and reads those of the others. A process that is slow goes on
-writing and is waited for, however long; so is one that has not come to the call yet. One whose number stays the same is
-stopped, or cannot be reached. A process that has died is noticed by JAX itself, at once.
+store of JAX's coordination service every few seconds, and reads those of all in one request. A process that is slow
+goes on writing and is waited for, however long; so is one that has not come to the call yet. One whose number stays the
+same is stopped, or cannot be reached. A process that has died is noticed by JAX itself, at once.
 
 JAX's own heartbeat is another thing: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by default, after
 which JAX ends this process whatever is done here.
@@ -30,9 +30,8 @@ _BEAT_SECS = 5.0
 _SILENT_SECS = 20.0
 # How often a waiting caller looks; an interrupt is noticed as often.
 _POLL_SECS = 0.1
-_KEY = "orbax_t5x/beat/{}"
+_KEYS = "orbax_t5x/beat/"
 _GONE = "gone"  # what stands in place of the number of a process that is in no call
-_NOT_FOUND = "NOT_FOUND"
 
 _Result = TypeVar("_Result")
 
@@ -44,17 +43,15 @@ class Pulse:
       beats: how many numbers were written.
     """
 
-    def __init__(self, client: Any, process: int, count: int):
+    def __init__(self, client: Any, process: int):
         """Starts the thread.
 
         Args:
           client: of JAX's key-value store.
           process: the index of this process.
-          count: how many processes there are.
         """
         self._client = client
         self._process = process
-        self._others = [other for other in range(count) if other != process]
         self._ended = threading.Event()
         # The last number of each process, and when it was first seen here.
         self._seen: dict[int, tuple[str, float]] = {}
@@ -68,8 +65,7 @@ class Pulse:
             with contextlib.suppress(RuntimeError, ValueError):
                 self._write(str(number))
                 self.beats += 1
-                for other in self._others:
-                    self._look_at(other)
+                self._look()
                 self._looked = time.monotonic()
             if self._ended.wait(_BEAT_SECS):
                 break
@@ -77,19 +73,15 @@ class Pulse:
             self._write(_GONE)
 
     def _write(self, text: str) -> None:
-        self._client.key_value_set(_KEY.format(self._process), text, allow_overwrite=True)
+        self._client.key_value_set(f"{_KEYS}{self._process}", text, allow_overwrite=True)
 
-    def _look_at(self, other: int) -> None:
-        try:
-            text = self._client.key_value_try_get(_KEY.format(other))
-        except RuntimeError as error:
-            if _NOT_FOUND not in str(error):
-                raise
-            return
-        if text == _GONE:
-            self._seen.pop(other, None)
-        elif self._seen.get(other, ("", 0.0))[0] != text:
-            self._seen[other] = (text, time.monotonic())
+    def _look(self) -> None:
+        for key, text in self._client.key_value_dir_get(_KEYS):
+            process = int(key.rpartition("/")[2])
+            if text == _GONE or process == self._process:
+                self._seen.pop(process, None)
+            elif self._seen.get(process, ("", 0.0))[0] != text:
+                self._seen[process] = (text, time.monotonic())
 
     def silent(self) -> str | None:
         """Which process gives no sign of life, as text, or None."""
@@ -122,7 +114,7 @@ class _Shared:
                 # There is none where processes found each other by other means than `jax.distributed`.
                 with contextlib.suppress(ValueError):
                     client = ocp.multihost.get_jax_distributed_client()
-                    self.pulse = Pulse(client, jax.process_index(), jax.process_count())
+                    self.pulse = Pulse(client, jax.process_index())
             return self.pulse
 
     def leave(self) -> None:

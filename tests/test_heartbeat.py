@@ -1,0 +1,59 @@
+"""What a process asks of the coordination service while it waits for others."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+from orbax_t5x.restoring.execute import heartbeat
+
+
+class Service:
+    """A key-value store with the numbers of many processes, one of which never changes."""
+
+    def __init__(self, processes: int):
+        self.values = {f"orbax_t5x/beat/{process}": "0" for process in range(processes)}
+        self.still = "orbax_t5x/beat/1"
+        self.requests = 0
+        self.looks = threading.Semaphore(0)
+
+    def key_value_set(self, key, text, *, allow_overwrite):
+        assert allow_overwrite
+        self.requests += 1
+        self.values[key] = text
+
+    def key_value_dir_get(self, prefix):
+        self.requests += 1
+        for key in self.values.keys() - {self.still}:
+            self.values[key] += "1"
+        self.looks.release()
+        return [(key, text) for key, text in self.values.items() if key.startswith(prefix)]
+
+
+def test_the_numbers_of_512_processes_are_one_request_and_the_still_one_is_named():
+    service = Service(512)
+    with mock.patch.multiple(heartbeat, _BEAT_SECS=0.01, _SILENT_SECS=0.2):
+        pulse = heartbeat.Pulse(service, 0)
+        try:
+            silent = None
+            while silent is None:
+                assert service.looks.acquire(timeout=30)
+                silent = pulse.silent()
+            beats, requests = pulse.beats, service.requests
+        finally:
+            pulse.stop()
+    assert silent.startswith("process 1 has given no sign of life")
+    assert 2 * beats - 1 <= requests <= 2 * beats + 2
+
+
+def test_a_process_that_has_left_its_call_is_not_silent():
+    service = Service(2)
+    service.values[service.still] = "gone"
+    with mock.patch.multiple(heartbeat, _BEAT_SECS=0.01, _SILENT_SECS=0.05):
+        pulse = heartbeat.Pulse(service, 0)
+        try:
+            for _ in range(20):
+                assert service.looks.acquire(timeout=30)
+                assert "process 1" not in (pulse.silent() or "")
+        finally:
+            pulse.stop()
