@@ -23,16 +23,14 @@ from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.checksums import RunningSaves, SaveSums, merge_parts
 from orbax_t5x.handlers.orbax_names import RecordedType
+from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
 from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.stock_restore import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, WithStreamedLeaves
 from orbax_t5x.provenance import records as provenance
-from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.runs import known_lineage, remember
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
-from orbax_t5x.restoring.run_steps import StepItem, has_older_record, newest_lineage, step_item
 
 _GB = 10**9  # Orbax's
 
@@ -149,21 +147,10 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     ) -> Prepared:
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
-        given = None if args.provenance is None else provenance.checked_lineage(args.provenance)
-        place = step_item(directory)
-        lineage = provenance.extended(self._known_lineage(place), given)
-        prepared = prepare(args, lineage, self._registry, deferred=deferred, sums=sums)
-        # The other processes write no metadata; they learn the lineage when they restore.
-        if place is not None and self._is_primary():
-            remember(place.run, lineage)
+        recorded = SavedLineage(directory, args.provenance, primary=self._is_primary())
+        prepared = prepare(args, recorded.lineage, self._registry, deferred=deferred, sums=sums)
+        recorded.remember()
         return prepared
-
-    def _known_lineage(self, place: StepItem | None) -> provenance.Lineage | None:
-        """What happened to the state of a run, as far as this process, or else its newest step, knows."""
-        if place is None or not self._is_primary():
-            return None
-        known = known_lineage(place.run)
-        return newest_lineage(place.run, except_step=place.step) if known is None else known
 
     def _discard(self, directory: epath.Path) -> None:
         if self._is_primary():
@@ -221,14 +208,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     def _stock_restore(self, directory: epath.Path) -> Any:
         metadata = read_metadata(directory)
         restored = restore_whole(self._orbax, directory, metadata)
-        # The record is carried along whoever restored: a run that loses it would be transformed twice.
-        recorded = provenance.from_metadata(metadata.get("custom_metadata"), path=directory)
-        place = step_item(directory)
-        if recorded is None and place is not None and has_older_record(place):
-            recorded = (provenance.UNRECORDED,)
-        if recorded is None:
-            recorded = (provenance.make_entry(os.fspath(directory), "orbax", ChainRecord()),)
-        self._note_restored(directory, recorded)
+        self._note_restored(directory, recorded_lineage(directory, metadata))
         return restored
 
     def _note_restored(self, own: epath.Path | None, lineage: provenance.Lineage) -> None:
@@ -239,9 +219,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
           lineage: of what was restored.
         """
         self._restored = tuple(lineage)
-        place = None if own is None else step_item(own)
-        if place is not None:
-            remember(place.run, lineage)
+        if own is not None:
+            remember_restored(own, lineage)
 
     # -- the rest
 

@@ -112,7 +112,7 @@ class RunningSaves:
         return self._saves.get(str(infos[0].parent_dir)) if infos else None
 
 
-class _Held(NamedTuple):
+class HeldBox(NamedTuple):
     """What will be summed: a box of an array, the same bytes that Orbax writes, and the dtype in which they are stored.
 
     Attributes:
@@ -143,17 +143,18 @@ class SummedHandler:
             return await self._handler.serialize(values, infos, args)
         args = args or [ocp.SaveArgs()] * len(values)
         # The caller may write over NumPy arrays as soon as this returns. Orbax copies them; it gets the copy made here.
-        values = [_Copied.of(value) if isinstance(value, np.ndarray) else value for value in values]
+        values = [CopiedArray.of(value) if isinstance(value, np.ndarray) else value for value in values]
         futures = await self._handler.serialize(values, infos, args)
-        held = [one for leaf in zip(values, infos, args, strict=True) for one in _hold(*leaf)]
-        return [*futures, CommitFuture(_sum(held, sums), name="orbax_t5x_checksums")]
+        held = [one for leaf in zip(values, infos, args, strict=True) for one in hold(*leaf)]
+        return [*futures, CommitFuture(sum_held(held, sums), name="orbax_t5x_checksums")]
 
 
-class _Copied(np.ndarray):
+class CopiedArray(np.ndarray):
     """A copy of an array that nobody else has, so that copying it once more is not needed."""
 
     @classmethod
-    def of(cls, value: np.ndarray) -> _Copied:
+    def of(cls, value: np.ndarray) -> CopiedArray:
+        """A copy of an array, in row-major order."""
         return np.array(value, order="C").view(cls)
 
     def __deepcopy__(self, memo: Any) -> np.ndarray:
@@ -167,23 +168,29 @@ def summed_types() -> tuple[type, ...]:
     return *arrays, known.NumpyHandler, known.ScalarHandler, known.StringHandler
 
 
-def _hold(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[_Held]:
-    """What this process writes of a leaf, kept as it is now."""
+def hold(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HeldBox]:
+    """What this process writes of a leaf, kept as it is now.
+
+    Args:
+      value: the leaf; a NumPy array is one that nobody writes over (`CopiedArray`).
+      info: has the `name` under which Orbax stores it, and Orbax's `device_host_byte_limiter`, or None.
+      arg: its `dtype` is that in which it is stored; None for its own.
+    """
     if isinstance(value, jax.Array):
         array = jax.random.key_data(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value
         dtype = np.dtype(array.dtype if arg.dtype is None else arg.dtype)
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
                 box = tuple(side.indices(size)[:2] for side, size in zip(shard.index, array.shape, strict=True))
-                yield _Held(info.name, array.shape, box, _on_host(shard.data, info), dtype)
+                yield HeldBox(info.name, array.shape, box, _on_host(shard.data, info), dtype)
     elif jax.process_index() == 0:
         if isinstance(value, str):
-            yield _Held(info.name, (), (), value, np.dtype(object))
+            yield HeldBox(info.name, (), (), value, np.dtype(object))
         elif isinstance(value, np.ndarray | np.generic | bool | int | float):
             array = np.asarray(value).view(np.ndarray)
             array = array.astype(array.dtype.newbyteorder("="), copy=False)
             dtype = np.dtype(array.dtype if arg.dtype is None else arg.dtype)
-            yield _Held(info.name, array.shape, full_box(array.shape), array, dtype.newbyteorder("="))
+            yield HeldBox(info.name, array.shape, full_box(array.shape), array, dtype.newbyteorder("="))
 
 
 def _on_host(data: jax.Array, info: Any) -> Any:
@@ -205,8 +212,8 @@ def _on_host(data: jax.Array, info: Any) -> Any:
     return jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
 
 
-async def _sum(held: list[_Held], sums: SaveSums) -> None:
-    """Sums and lets go, one after the other; in a thread of its own, which may wait."""
+async def sum_held(held: list[HeldBox], sums: SaveSums) -> None:
+    """Sums what is held and lets go of it, one after the other; in a thread of its own, which may wait."""
     sums.begin.wait()
     held.reverse()
     while held:
