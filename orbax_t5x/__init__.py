@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orbax_t5x.errors import Problem as Problem
     from orbax_t5x.errors import RestorePlanError as RestorePlanError
     from orbax_t5x.handlers import args as args
+    from orbax_t5x.handlers import v1 as v1
     from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler as TrainStateHandler
     from orbax_t5x.lazy import LazyArray as LazyArray
     from orbax_t5x.lazy import LazyAwaitableArray as LazyAwaitableArray
@@ -83,6 +84,7 @@ _PUBLIC: dict[str, str] = {
     "state_utils": "",
     "train_state": "",
     "transforms": "",
+    "v1": "orbax_t5x.handlers",
     "verify": "orbax_t5x.operations.verify",
     "with_shardings": "orbax_t5x.partitioning",
 }
@@ -98,9 +100,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'orbax_t5x' has no attribute {name!r}") from None
     if not module:
         return importlib.import_module(f"orbax_t5x.{name}")
-    value = (
-        importlib.import_module(f"{module}.args") if name == "args" else getattr(importlib.import_module(module), name)
-    )
+    if name in ("args", "v1"):
+        value = importlib.import_module(f"{module}.{name}")
+    else:
+        value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 

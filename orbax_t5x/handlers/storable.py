@@ -91,7 +91,7 @@ def check_names(paths: Sequence[tuple[Any, Any]], skipped: Mapping[str, Any]) ->
         name = leaf_name(path)
         if name in skipped:
             continue
-        joined = ".".join(leaf_name((key,)) for key in path)
+        joined = storage_key(path)
         other = stored.setdefault(joined, name)
         if other is not name:
             problems.append(
@@ -101,3 +101,8 @@ def check_names(paths: Sequence[tuple[Any, Any]], skipped: Mapping[str, Any]) ->
             )
     if problems:
         raise RestorePlanError(problems)
+
+
+def storage_key(path: Sequence[Any]) -> str:
+    """The name under which Orbax stores a leaf: its keys, joined with dots."""
+    return ".".join(leaf_name((key,)) for key in path)

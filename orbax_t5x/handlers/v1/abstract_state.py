@@ -1,0 +1,107 @@
+"""What Orbax v1 is given to load into: a target, and how a checkpoint becomes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as v1
+
+from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.readers import Limits
+from orbax_t5x.restoring.chains import Transforms, chain_of
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.sources import AnySource
+from orbax_t5x.text.progress_bar import Progress
+
+_WHERE = "loaded inside `with ot.v1.context():`"
+# Orbax names the key in its error where the state is loaded without our handler.
+_KEY = jax.tree_util.DictKey(f"AbstractTrainState is {_WHERE}")
+
+
+# Not compared by value: the target may hold arrays.
+@dataclasses.dataclass(eq=False, repr=False)
+class AbstractTrainState:
+    """A target with the keywords of `orbax_t5x.restore`, which says what they mean, for `ocp.load` of Orbax v1.
+
+    A pytree whose one child is the target. It is loaded inside `with ot.v1.context():`, and what comes back has the
+    type, the structure, the dtypes and the shardings of the target.
+
+    Attributes:
+      target: the tree to load into, or what `ocp.metadata` returned; None: everything, as NumPy.
+      transforms: called in order on the state dict of the checkpoint.
+      source: loaded from instead of the path that Orbax is given, which must be an Orbax checkpoint all the same: any
+        path or format, an opened checkpoint, an `orbax_t5x.Source`, or a mapping of several.
+      item: which item of a `source` with several; Orbax names those of its own path by `checkpointable_name`.
+
+    Raises:
+      TypeError: the target is an `AbstractTrainState` itself, or `transforms` holds no transforms.
+      ValueError: an unknown `verify` or `progress`, or a limit below one byte.
+    """
+
+    target: Any
+    transforms: Transforms = ()
+    _: dataclasses.KW_ONLY
+    source: AnySource | None = None
+    item: str | None = PlanOptions.item
+    fallback: Any = PlanOptions.fallback
+    is_resuming: bool | None = PlanOptions.is_resuming
+    strict: bool = PlanOptions.strict
+    dtype: Any = PlanOptions.dtype
+    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast
+    verify: Verify = ReadOptions.verify
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
+    progress: Progress | None = ReadOptions.progress
+    limits: Limits | None = PlanOptions.limits
+    broadcast: bool = ReadOptions.broadcast
+
+    def __post_init__(self) -> None:
+        self.target = plain_target(self.target)
+        chain_of(self.transforms)
+        PlanOptions.of(self)
+        ReadOptions.of(self)
+
+    def __repr__(self) -> str:
+        return f"AbstractTrainState({type(self.target).__name__}, transforms={self.transforms!r}; {_WHERE})"
+
+
+def plain_target(target: Any) -> Any:
+    """A target as `orbax_t5x.restore` takes it, of what Orbax v1 takes.
+
+    Raises:
+      TypeError: it is an `AbstractTrainState`.
+    """
+    if isinstance(target, AbstractTrainState):
+        raise TypeError("the target is an AbstractTrainState; pass its own target, and its keywords beside it")
+    return jax.tree.map(_leaf_of_metadata, target.metadata) if isinstance(target, v1.CheckpointMetadata) else target
+
+
+def _leaf_of_metadata(leaf: Any) -> Any:
+    """A leaf that Orbax describes, as one of a target: what has no place for a sharding was a NumPy array."""
+    if hasattr(leaf, "shape") and not hasattr(type(leaf), "sharding"):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # one element, whatever the shape
+    return leaf
+
+
+def _keywords(state: AbstractTrainState) -> tuple[tuple[str, Any], ...]:
+    names = [field.name for field in dataclasses.fields(state) if field.name != "target"]
+    return tuple((name, getattr(state, name)) for name in names)
+
+
+def _flatten(state: AbstractTrainState) -> tuple[Iterable[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
+    return ((_KEY, state.target),), _keywords(state)
+
+
+def _unflatten(keywords: tuple[tuple[str, Any], ...], children: Iterable[Any]) -> AbstractTrainState:
+    # JAX puts anything in place of leaves: nothing is checked again.
+    state = object.__new__(AbstractTrainState)
+    (state.target,) = children
+    for name, value in keywords:
+        setattr(state, name, value)
+    return state
+
+
+jax.tree_util.register_pytree_with_keys(AbstractTrainState, _flatten, _unflatten)

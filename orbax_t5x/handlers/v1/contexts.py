@@ -1,0 +1,84 @@
+"""The Orbax context in which train states are saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import orbax.checkpoint.experimental.v1 as v1
+
+from orbax_t5x.handlers.v1.handler import SaveOptions, V1TrainStateHandler
+from orbax_t5x.handlers.v1.orbax_v1_names import recorded_type
+from orbax_t5x.provenance.records import checked_lineage
+
+
+def context(
+    base: v1.Context | None = None,
+    *,
+    checksums: bool = True,
+    provenance: Sequence[Mapping[str, Any]] | None = None,
+    on_unsupported: Literal["error", "skip"] = "error",
+) -> v1.Context:
+    """A context for Orbax v1 whose registry, of its own, has our handler: `with ot.v1.context(): ocp.load(…)`.
+
+    In it `ocp.save` and all other functions of Orbax save trees with our handler, under whatever name, and load
+    what is wrapped in an `AbstractTrainState`. Handlers of your own keep what they can handle. Set further options on
+    what is returned, before you enter it: `made = ot.v1.context(); made.array.saving.use_zarr3 = False`.
+
+    Args:
+      base: whose options the new context has; None for Orbax's defaults, as in `ocp.Context`.
+      checksums: whether saves write checksums beside the arrays, for later loads and `orbax_t5x.verify`.
+      provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. It holds for
+        all later saves into the same root, in this context or another.
+      on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
+        "skip": it is left out, and its name, shape and dtype are recorded.
+
+    Returns:
+      A context that is not entered yet, for one `with` or many.
+
+    Raises:
+      TypeError: `base` is no context.
+      ValueError: `provenance` is no lineage, or `on_unsupported` is something else.
+    """
+    if base is not None and not isinstance(base, v1.Context):
+        raise TypeError(f"base must be an ocp.Context of Orbax v1, not a {type(base).__name__}")
+    if on_unsupported not in ("error", "skip"):
+        raise ValueError(f"on_unsupported must be 'error' or 'skip', not {on_unsupported!r}")
+    lineage = None if provenance is None else checked_lineage(provenance)
+    made = v1.Context(base)
+    options = SaveOptions(checksums, lineage, on_unsupported)
+    handler = type(V1TrainStateHandler.__name__, (V1TrainStateHandler,), {"options": options})
+    made.checkpointables.registry = _with_handler(made.checkpointables.registry, handler)
+    return made
+
+
+def _with_handler(
+    given: v1.handlers.CheckpointableHandlerRegistry, handler: type[V1TrainStateHandler]
+) -> v1.handlers.CheckpointableHandlerRegistry:
+    """A registry like the given one where our handler stands at the place of `PyTreeHandler`, before the users' own.
+
+    Of handlers that can handle something, Orbax takes the last. `PyTreeHandler` stays, for trees that are loaded
+    without a plan. What it saved is ours to load, whatever its name: so our handler claims its recorded types.
+    """
+    stock = v1.handlers.PyTreeHandler
+    entries = given.get_all_entries()
+    ours_by_name = [name for cls, name in entries if name and (cls is stock or _is_ours(cls))]
+    others = [(cls, name) for cls, name in entries if not _is_ours(cls) and not (cls is stock and name)]
+    made = v1.handlers.local_registry(include_global_registry=False)
+
+    def add_ours() -> None:
+        made.add(handler, secondary_typestrs=[recorded_type(), *given.get_secondary_typestrs(stock)])
+        for name in ours_by_name:
+            made.add(handler, checkpointable_name=name)
+
+    if (stock, None) not in others:
+        add_ours()
+    for cls, name in others:
+        made.add(cls, checkpointable_name=name, secondary_typestrs=given.get_secondary_typestrs(cls) or None)
+        if cls is stock:
+            add_ours()
+    return made
+
+
+def _is_ours(cls: type) -> bool:
+    return issubclass(cls, V1TrainStateHandler)

@@ -1,0 +1,136 @@
+"""The handler for checkpointables of Orbax v1: Orbax's handler for trees writes, our plan loads.
+
+Orbax makes a handler anew for each use, by its class alone. So there is no state here but the options of the context
+(`orbax_t5x.v1.context`), which makes a class with them; what is known of a run is kept for the whole process
+(`orbax_t5x.provenance.runs`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import orbax.checkpoint.experimental.v1 as v1
+from etils import epath
+
+from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.handlers.args import TrainStateSave
+from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
+from orbax_t5x.handlers.save_tree import Prepared, prepare
+from orbax_t5x.handlers.stock_restore import read_metadata
+from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers
+from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
+from orbax_t5x.handlers.v1.loading import load_into
+from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type
+from orbax_t5x.handlers.v1.saving import RunningSave, finish, hold_tree
+from orbax_t5x.lazy import LazyArray
+from orbax_t5x.trees.named_leaves import is_train_state, named_leaves
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SaveOptions:
+    """What the saves of a context have in common; `orbax_t5x.args.TrainStateSave` says what the fields mean."""
+
+    checksums: bool = True
+    provenance: Sequence[Mapping[str, Any]] | None = None
+    on_unsupported: Literal["error", "skip"] = "error"
+
+
+class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
+    """Saves train states and other trees as plain Orbax; loads a checkpoint of any format into one.
+
+    It is public as `orbax_t5x.v1.TrainStateHandler`; `orbax_t5x.v1.context` registers it. Saving is `PyTreeHandler`'s;
+    added are checks before anything is written, checksums, and the record of provenance. A T5X train state is written
+    by its state dict. Loading into an `AbstractTrainState`, or into a T5X train state, is `orbax_t5x.restore`; anything
+    else is loaded by `PyTreeHandler`.
+    """
+
+    options: ClassVar[SaveOptions] = SaveOptions()
+    _recorded: ClassVar[type[V1TrainStateHandler] | None] = None
+
+    def __new__(cls) -> V1TrainStateHandler:
+        """An instance of a class that has the name of `PyTreeHandler`.
+
+        Orbax records the name of the class of the handler that saved. Anyone loads what is saved here, so what is
+        recorded is the name of the handler that anyone has.
+        """
+        if "_recorded" not in cls.__dict__:
+            module, _, name = recorded_type().rpartition(".")
+            cls._recorded = type(cls.__name__, (cls,), {"__module__": module, "__qualname__": name})
+        return object.__new__(cls._recorded or cls)
+
+    def __init__(self) -> None:
+        self._context = active_context()
+        self._orbax = v1.handlers.PyTreeHandler(context=self._context)
+
+    # -- saving
+
+    async def save(self, directory: v1.path.PathAwaitingCreation, checkpointable: Any) -> Awaitable[None]:
+        """Checks everything, copies what is on devices, and returns the rest; see `v1.CheckpointableHandler`.
+
+        Raises:
+          UnsupportedCheckpointError: leaves that Orbax cannot store, by name; nothing was written.
+        """
+        prepared = self._prepare(directory, checkpointable)
+        tree, held = hold_tree(prepared.tree, self._context) if self.options.checksums else (prepared.tree, None)
+        written = await self._orbax.save(directory, tree)
+        rest = partial(finish, directory, written, held, prepared.custom_metadata, primary=self._is_primary())
+        return RunningSave(written, rest)
+
+    def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> Prepared:
+        lazy = [name for name, leaf in named_leaves(tree).items() if isinstance(leaf, LazyArray)]
+        if lazy:
+            fix = "read them with .get(), or save with orbax_t5x.TrainStateHandler, which streams them"
+            raise UnsupportedCheckpointError(f"{len(lazy)} leaves are lazy arrays: {fix}", leaf=lazy[0])
+        recorded = SavedLineage(directory.path, self.options.provenance, primary=self._is_primary())
+        args = TrainStateSave(tree, on_unsupported=self.options.on_unsupported)
+        prepared = prepare(args, recorded.lineage, GlobalTypeHandlers(), deferred=True)
+        recorded.remember()
+        return prepared
+
+    def _is_primary(self) -> bool:
+        return v1.multihost.is_primary_host(self._context.multiprocessing.primary_host)
+
+    # -- loading
+
+    async def load(self, directory: epath.Path, abstract_checkpointable: Any | None = None) -> Awaitable[Any]:
+        """Loads into what is abstract, or, where that is None, what was saved; see `v1.CheckpointableHandler`.
+
+        Raises:
+          CheckpointError: what `orbax_t5x.restore` raises.
+        """
+        if self.is_abstract_handleable(abstract_checkpointable):
+            abstract = abstract_checkpointable
+            if not isinstance(abstract, AbstractTrainState):
+                abstract = AbstractTrainState(abstract)
+            # Here and not in the background: what is raised there, `load_checkpointables` hides in an error that calls
+            # the handler incompatible.
+            return _done(load_into(directory, abstract, self._context))
+        loading = await self._orbax.load(directory, abstract_checkpointable)
+        return self._load_saved(directory, loading) if abstract_checkpointable is None else loading
+
+    async def _load_saved(self, directory: epath.Path, loading: Awaitable[Any]) -> Any:
+        loaded = await loading
+        if self._is_primary():
+            remember_restored(directory, recorded_lineage(directory, read_metadata(directory)))
+        return loaded
+
+    # -- the rest
+
+    async def metadata(self, directory: epath.Path) -> Any:
+        """Orbax's metadata of the checkpointable."""
+        return await self._orbax.metadata(directory)
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether it is a tree that can be saved."""
+        return is_train_state(checkpointable) or self._orbax.is_handleable(checkpointable)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """Whether it is loaded by a plan; Orbax's own handler loads into all other trees."""
+        return isinstance(abstract_checkpointable, AbstractTrainState) or is_train_state(abstract_checkpointable)
+
+
+async def _done(value: Any) -> Any:
+    return value

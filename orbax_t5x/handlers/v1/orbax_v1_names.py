@@ -1,0 +1,51 @@
+"""What is used of Orbax v1 beyond its documented interface, all in one place.
+
+A handler must obey the options of the context that is active, and Orbax exports no function that returns it;
+`tests/test_orbax_names.py` says when this one has moved. Fields of options are read by their documented names, those
+that the lowest allowed version lacks with a default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import orbax.checkpoint.experimental.v1 as v1
+from orbax.checkpoint.experimental.v1._src.context.context import get_context
+
+__all__ = ["active_context", "recorded_type", "stored_dtype", "transfer_limit"]
+
+
+def active_context() -> v1.Context:
+    """The context of the innermost `with ocp.Context()` of this thread, or one with Orbax's defaults."""
+    return get_context()
+
+
+def recorded_type() -> str:
+    """What Orbax records about a tree that its own handler has saved."""
+    return f"{v1.handlers.PyTreeHandler.__module__}.{v1.handlers.PyTreeHandler.__qualname__}"
+
+
+def stored_dtype(context: v1.Context, path: tuple[Any, ...], value: Any) -> Any:
+    """The dtype in which Orbax stores a leaf by the options of a context; None for its own.
+
+    Args:
+      context: of the save.
+      path: of the leaf, as JAX gives it.
+      value: the leaf.
+    """
+    saving = context.array.saving
+    of_leaf = saving.scoped_storage_options_creator
+    options = None if of_leaf is None else of_leaf(path, value)
+    if options is not None and options.dtype is not None:
+        return jax.numpy.dtype(options.dtype)
+    dtype = None if saving.storage_options is None else saving.storage_options.dtype
+    return None if dtype is None else jax.numpy.dtype(dtype)
+
+
+def transfer_limit(context: v1.Context) -> int | None:
+    """How many bytes a save may move from devices at a time by the options of a context; None for any number."""
+    regulator = getattr(context.memory, "regulator_options", None)
+    if regulator is not None:
+        return regulator.regulator.current_limit_bytes
+    return context.memory.transfer_concurrent_bytes

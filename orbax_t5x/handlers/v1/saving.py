@@ -1,0 +1,129 @@
+"""What a save of Orbax v1 gets beside the files that Orbax writes: checksums, and the record of provenance.
+
+Orbax's handler for trees writes; it has no place for a checkpointable's own metadata, and hides what it writes with. So
+the leaves are held and summed here while it writes, and when it is done, the process that finalizes puts the record
+into the metadata file and makes one file of the checksums of all processes. All of that happens before Orbax commits
+the checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
+from etils import epath
+
+from orbax_t5x.concurrency import first_failure
+from orbax_t5x.handlers.checksums import CopiedArray, HeldBox, SaveSums, hold, merge_parts, sum_held
+from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error, sync_tree
+from orbax_t5x.handlers.storable import storage_key
+from orbax_t5x.handlers.v1.orbax_v1_names import stored_dtype, transfer_limit
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+
+
+class _Limiter(NamedTuple):
+    """How much Orbax moves from devices at a time."""
+
+    max_bytes: int | None
+
+
+class _StoredLeaf(NamedTuple):
+    """What `hold` asks of a leaf that is saved."""
+
+    name: str
+    device_host_byte_limiter: _Limiter
+
+
+def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[HeldBox]]:
+    """What this process writes of a tree, kept as it is now for its checksums.
+
+    Args:
+      tree: that Orbax saves.
+      context: of the save.
+
+    Returns:
+      The tree to give to Orbax, whose NumPy arrays nobody writes over, and what is held.
+    """
+    limiter = _Limiter(transfer_limit(context))
+    copied = context.memory.deepcopy_host_arrays
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves: list[Any] = []
+    held: list[HeldBox] = []
+    for path, leaf in paths:
+        stored = ocp.SaveArgs(dtype=stored_dtype(context, path, leaf))
+        # Orbax would copy it once more, were it not of this class.
+        value = CopiedArray.of(leaf) if copied and isinstance(leaf, np.ndarray) else leaf
+        held.extend(hold(value, _StoredLeaf(storage_key(path), limiter), stored))
+        leaves.append(value)
+    return jax.tree_util.tree_unflatten(treedef, leaves), held
+
+
+class RunningSave:
+    """A save whose files Orbax's handler writes in the background; awaited, it is finished by what is written here.
+
+    Attributes:
+      commit_futures: Orbax's, which cancels them where a save is stopped.
+    """
+
+    def __init__(self, written: Awaitable[None], finish: Callable[[], Coroutine[Any, Any, None]]):
+        self.commit_futures: Sequence[Any] = getattr(written, "commit_futures", ())
+        self._finish = finish
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._finish().__await__()
+
+
+async def finish(
+    directory: v1.path.PathAwaitingCreation,
+    written: Awaitable[None],
+    held: list[HeldBox] | None,
+    custom_metadata: Mapping[str, Any] | None,
+    *,
+    primary: bool,
+) -> None:
+    """Waits for Orbax's files and adds ours.
+
+    Args:
+      directory: of the checkpointable.
+      written: what Orbax's handler returned.
+      held: what is to be summed; None for no checksums.
+      custom_metadata: for the metadata file.
+      primary: whether this process finalizes.
+
+    Raises:
+      CheckpointIOError: something could not be written.
+    """
+    path = await directory.await_creation()
+    try:
+        if held is not None:
+            await asyncio.to_thread(_write_sums, path, held)
+        # All processes wait for one another in there: their files of checksums are there when it returns.
+        await written
+        if primary:
+            await asyncio.to_thread(_complete, path, held is not None, custom_metadata)
+    except BaseException as error:
+        raise_as_checkpoint_error(first_failure(error), path)
+
+
+def _write_sums(directory: epath.Path, held: list[HeldBox]) -> None:
+    sums = SaveSums()
+    sums.begin.set()
+    asyncio.run(sum_held(held, sums))
+    sums.write_part(directory)
+
+
+def _complete(directory: epath.Path, has_sums: bool, custom_metadata: Mapping[str, Any] | None) -> None:
+    if has_sums:
+        merge_parts(directory)
+    if custom_metadata:
+        file = directory / METADATA_FILE
+        metadata = json.loads(file.read_text())
+        metadata["custom_metadata"] = {**(metadata.get("custom_metadata") or {}), **custom_metadata}
+        file.write_text(json.dumps(metadata))
+    sync_tree(directory)
