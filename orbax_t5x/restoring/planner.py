@@ -18,6 +18,7 @@ from orbax_t5x.restoring.lineage import Asking, decide_resuming
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.source_leaves import source_leaves
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
@@ -47,7 +48,7 @@ def build_plan(
     """
     flattened = flatten_target(target)
     diagnostics = Diagnostics()
-    stored = source = _source_leaves(checkpoints, diagnostics)
+    stored = source = source_leaves(checkpoints, diagnostics)
     for name in (*flattened.train_states, *flattened.inference_states):
         source = _without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
@@ -85,33 +86,6 @@ def build_plan(
 
 def _paths(checkpoints: Mapping[str, Checkpoint]) -> str | None:
     return ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
-
-
-def _source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostics) -> dict[str, Any]:
-    """All leaves by name, and None where a checkpoint says None; several sources are told apart by a prefix."""
-    if len(checkpoints) == 1 and "" in checkpoints:
-        return _leaves_of(checkpoints[""])
-    source: dict[str, Any] = {}
-    prefix_of: dict[str, str] = {}
-    for prefix, checkpoint in checkpoints.items():
-        for short, value in _leaves_of(checkpoint).items():
-            name = f"{prefix}/{short}"
-            if name in source:
-                diagnostics.problem(
-                    "duplicate",
-                    name,
-                    f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name",
-                    "give one of the sources another name",
-                )
-            source[name] = value
-            prefix_of[name] = prefix
-    return source
-
-
-def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    leaves: dict[str, Any] = dict(checkpoint.leaves)
-    leaves.update((name, None) for name, empty in checkpoint.empties.items() if empty is None)
-    return leaves
 
 
 def _without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""The leaves of a source after transforms, as views: what a restore would match with a target, for who has none.
+
+A comparison takes them, for example: names and shapes that differ are what it looks for, where a plan would have
+problems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
+from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
+from orbax_t5x.restoring.lineage import Asking, decide_resuming
+from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.source_leaves import source_leaves
+from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
+from orbax_t5x.transforms.describe import describe_transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TransformedLeaves:
+    """What a source holds after transforms.
+
+    Attributes:
+      path: of the source; of several, all of them.
+      views: the leaves by name; None, which has no values, is not among them.
+      rules: the transforms that were applied, as text.
+      warnings: what the transforms, and the record of those that were applied before, warn of.
+    """
+
+    path: str
+    views: Mapping[str, View]
+    rules: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def open_transformed(
+    source: AnySource,
+    target: Mapping[str, Any],
+    transforms: Transforms,
+    options: PlanOptions,
+    stack: contextlib.ExitStack,
+) -> TransformedLeaves:
+    """Opens a source and runs transforms on its leaves; no array is read.
+
+    Args:
+      source: as `orbax_t5x.restore` takes it.
+      target: the leaves that transforms get as the target's, by name; empty: there are none.
+      transforms: in order, after those of the source; what `"auto"` finds leads to `target`.
+      options: `item`, `limits` and `is_resuming`.
+      stack: closes what is opened here.
+
+    Raises:
+      RestorePlanError: with all that is wrong with the transforms.
+      CheckpointError: the source cannot be opened.
+    """
+    chain = chain_of(transforms)
+    sources = open_sources(source, options, stack)
+    checkpoints = checkpoints_of(sources)
+    path = ", ".join(checkpoint.path for checkpoint in checkpoints.values())
+    diagnostics = Diagnostics()
+    stored = source_leaves(checkpoints, diagnostics)
+    applied = written_out((*own_chain(sources), *chain), stored, target)
+    decision = decide_resuming(checkpoints, applied, options, Asking("convert"))
+    resuming = decision.is_resuming
+    state = run_transforms(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
+    views = _views(state, diagnostics)
+    if diagnostics.problems:
+        raise RestorePlanError(diagnostics.problems, path=path)
+    warnings = [decision.warning, *diagnostics.warnings] if decision.warning else diagnostics.warnings
+    rules = [] if resuming else [describe_transform(transform) for transform in applied]
+    return TransformedLeaves(path, views, tuple(rules), tuple(warnings))
+
+
+def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View]:
+    """The leaves as views; what is no array, and what only a restore can fill, are problems."""
+    views: dict[str, View] = {}
+    # Two leaves may have one array behind a function: it is called once for both.
+    functions: dict[LazyArray, View] = {}
+    for name, value in state.items():
+        if value is None:
+            continue
+        try:
+            if isinstance(value, LazyArray):
+                view = functions.setdefault(value, as_view(value, name))
+            else:
+                view = as_view(value, name)
+        except TypeError as error:
+            diagnostics.problems.append(Problem("transform", name, f"not an array: {error}"))
+            continue
+        if has_unfilled(view.leaves()):
+            message = "Pad takes new elements from the fallback of a restore, and there is none here"
+            diagnostics.problems.append(Problem("fallback", name, message, "pad with a number"))
+            continue
+        views[name] = view
+    return views
