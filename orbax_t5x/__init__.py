@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orbax_t5x.lazy import repeat as repeat
     from orbax_t5x.lazy import stack as stack
     from orbax_t5x.operations.convert import convert as convert
+    from orbax_t5x.operations.diff import diff as diff
     from orbax_t5x.operations.restore_or_initialize import restore_or_initialize as restore_or_initialize
     from orbax_t5x.operations.verify import verify as verify
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES as STANDARD_LOGICAL_AXIS_RULES
@@ -70,6 +71,7 @@ _PUBLIC: dict[str, str] = {
     "checkpoint_importer": "",
     "concatenate": "orbax_t5x.lazy",
     "convert": "orbax_t5x.operations.convert",
+    "diff": "orbax_t5x.operations.diff",
     "errors": "",
     "latest_step": "orbax_t5x.readers",
     "nnx": "",

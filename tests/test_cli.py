@@ -348,12 +348,12 @@ def test_wrong_usage_is_2(run, arguments):
 
 def test_help_and_version_are_0(run):
     assert run("--version") == (0, f"orbax-t5x {ot.__version__}\n", "")
-    for arguments in ([], ["inspect"], ["plan"], ["convert"], ["verify"], ["demo"]):
+    for arguments in ([], ["inspect"], ["plan"], ["convert"], ["diff"], ["verify"], ["demo"]):
         code, out, _ = run(*arguments, "--help")
         assert code == 0 and "usage" in out
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["plan"], ["convert", "{}/out"], ["verify"]])
+@pytest.mark.parametrize("command", [["inspect"], ["plan"], ["convert", "{}/out"], ["diff", "{}"], ["verify"]])
 def test_a_missing_checkpoint_is_one_line(run, tmp_path, command):
     first, *rest = (part.format(tmp_path) for part in command)
     code, out, err = run(first, tmp_path / "nothing", *rest)

@@ -54,7 +54,7 @@ def test_names_of_files_are_left_to_the_shell(complete, script):
 
 def test_every_option_that_is_completed_is_taken(complete):
     """argparse says so: its help of the command has the option."""
-    for command in ("inspect", "plan", "convert", "demo"):
+    for command in ("inspect", "plan", "convert", "diff", "demo"):
         options = complete(command, "--")
         taken = make_parser()._subparsers._group_actions[0].choices[command].format_help()
         assert options and all(option in taken for option in options)

@@ -14,8 +14,8 @@ PUBLIC = set(
     """
     STANDARD_LOGICAL_AXIS_RULES Checkpoint LazyArray LazyAwaitableArray LazyThreadPoolArray Limits PlanEntry Problem
     RestorePlan RestorePlanError Source TrainStateHandler adafactor args broadcast_to checkpoint_importer concatenate
-    convert errors latest_step nnx open_checkpoint optimizers plan_restore repeat restore restore_or_initialize rules
-    stack state_utils train_state transforms v1 verify with_shardings
+    convert diff errors latest_step nnx open_checkpoint optimizers plan_restore repeat restore restore_or_initialize
+    rules stack state_utils train_state transforms v1 verify with_shardings
     """.split()
 )
 

@@ -59,6 +59,8 @@ def check_all(base):
     target = {"w": jax.ShapeDtypeStruct(W.shape, jnp.float32)}
     for name in ("bundle", "hugging", "hugging/model.safetensors"):
         np.testing.assert_array_equal(ot.restore(f"{base}/{name}", target)["w"], W)
+    (leaf,) = ot.diff(f"{base}/bundle", f"{base}/root").leaves
+    assert (leaf.status, leaf.differing, leaf.absolute.value) == ("values", 24, 12.0)
     assert ot.latest_step(f"{base}/root") == 12, "40 has no mark of its writer"
     assert ot.latest_step(f"{base}/root/", validated=True) == 12
     for place in ("root", "root/12", "root/12/default"):

@@ -49,6 +49,13 @@ def test_convert(url, tmp_path):
     np.testing.assert_array_equal(ot.restore(tmp_path / "converted", None)["w"], W)
 
 
+def test_diff(url, tmp_path):
+    safetensors.numpy.save_file({"w": W + 1}, tmp_path / "other.safetensors")
+    assert ot.diff(url, url).equal
+    (leaf,) = ot.diff(url, tmp_path / "other.safetensors").leaves
+    assert (leaf.status, leaf.differing, leaf.absolute.value) == ("values", 64, 1.0)
+
+
 def test_a_train_state_over_eight_devices(url):
     """Each device's rows are read once, all of them over one connection's requests."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

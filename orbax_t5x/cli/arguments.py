@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,21 @@ def size_argument(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with K, M, G or T: 256M")
     return count
+
+
+def tolerance_argument(text: str) -> float:
+    """A number from 0 on, such as `1e-6`.
+
+    Raises:
+      argparse.ArgumentTypeError: argparse reports it.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value >= 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; write a number from 0 on, such as 1e-6")
+    return value
 
 
 def resuming_argument(text: str | None) -> bool | None:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 
 from orbax_t5x import __version__
-from orbax_t5x.cli.arguments import UsageError, size_argument
+from orbax_t5x.cli.arguments import UsageError, size_argument, tolerance_argument
 from orbax_t5x.cli.error_text import error_text, plain_lines
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.text.wording import plain
@@ -76,13 +76,15 @@ def _fail(text: str, code: int) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; a command's module is not imported for it."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Checkpoints of the T5 family: look at them, plan a restore, convert and verify them."
+        prog=PROGRAM,
+        description="Checkpoints of the T5 family: look at them, plan a restore, convert, compare and verify them.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_plan(commands)
     _add_convert(commands)
+    _add_diff(commands)
     _add_verify(commands)
     _add_demo(commands)
     _add_completion(commands)
@@ -115,12 +117,8 @@ def _add_inspect(commands) -> None:
     parser.add_argument("--all", action="store_true", help="every leaf on a line of its own, repeated layers included")
 
 
-def _add_mapping(parser: argparse.ArgumentParser) -> None:
-    """What becomes of which leaf: the same options for `plan` and `convert`."""
-    parser.add_argument(
-        "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
-    )
-    parser.add_argument("--target-item", help="which item of the target's Orbax step")
+def _add_rules(parser: argparse.ArgumentParser, source: str) -> None:
+    """Under which names leaves come out: the same options for `plan`, `convert` and `diff`."""
     parser.add_argument(
         "--translate",
         action=argparse.BooleanOptionalAction,
@@ -140,8 +138,23 @@ def _add_mapping(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resuming",
         choices=("yes", "no"),
-        help="whether the names were translated and mapped before the source was written (default: by its record)",
+        help=f"whether the names were translated and mapped before {source} was written (default: by its record)",
     )
+
+
+def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory-limit", type=size_argument, metavar="SIZE", help="host buffers in flight, such as 256M"
+    )
+
+
+def _add_mapping(parser: argparse.ArgumentParser) -> None:
+    """What becomes of which leaf: the same options for `plan` and `convert`."""
+    parser.add_argument(
+        "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
+    )
+    parser.add_argument("--target-item", help="which item of the target's Orbax step")
+    _add_rules(parser, "the source")
     parser.add_argument("--no-strict", dest="strict", action="store_false", help="leaves without a place stay unread")
     parser.add_argument("--allow-lossy-cast", action="store_true", help="permit conversions that may lose values")
 
@@ -183,10 +196,35 @@ def _add_convert(commands) -> None:
         default="error",
         help="what to do with leaves that the format cannot store (default: error)",
     )
-    parser.add_argument(
-        "--memory-limit", type=size_argument, metavar="SIZE", help="host buffers in flight, such as 256M"
-    )
+    _add_memory_limit(parser)
     _add_json(parser, "what was done")
+
+
+def _add_diff(commands) -> None:
+    parser = _add(
+        commands,
+        "diff",
+        "diff_command",
+        "compare two checkpoints: names, shapes, dtypes and values",
+        "Block by block, in bounded memory. Exit code 1 when something differs or is damaged.",
+    )
+    _add_source(parser, "a")
+    parser.add_argument("b", help="the other one, of any format")
+    parser.add_argument("--item-b", help="which item of b's Orbax step (default: that of --item)")
+    _add_rules(parser, "a")
+    parser.add_argument(
+        "--values", choices=("yes", "no"), default="yes", help="no: names, shapes and dtypes alone (default: yes)"
+    )
+    for name in ("atol", "rtol"):
+        parser.add_argument(
+            f"--{name}",
+            type=tolerance_argument,
+            default=0.0,
+            metavar="NUMBER",
+            help="elements are equal where |a - b| <= atol + rtol * |b| (default: 0)",
+        )
+    _add_memory_limit(parser)
+    _add_json(parser, "what was found for each leaf")
 
 
 def _add_verify(commands) -> None:

@@ -1,4 +1,4 @@
-"""What `plan` and `convert` share: the target, and what `--translate`, `--rules` and `--map` stand for."""
+"""What `plan`, `convert` and `diff` share: what `--translate`, `--rules` and `--map` stand for, and the target."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from orbax_t5x.transforms import AssignmentMap, Transform, Translate
 from orbax_t5x.trees.flat import unflatten
 
 
-class MappingOptions:
-    """The arguments that say what becomes of which leaf; checked before anything is opened.
+class RuleOptions:
+    """The arguments that say under which names leaves come out; checked before anything is opened.
 
     Args:
       options: of the command line.
@@ -29,18 +29,56 @@ class MappingOptions:
 
     def __init__(self, options: argparse.Namespace):
         self._translate: bool | None = options.translate
-        self._target_path: str | None = options.target
-        self._target_item: str | None = options.target_item
         named: list[str] = options.rules or []
         self._is_auto = AUTO in named
-        if self._target_path is None and options.map is not None:
-            raise UsageError("--map needs --target: its patterns match the target's names")
-        if self._target_path is None and self._is_auto:
-            raise UsageError("--rules auto needs --target: it finds what leads from the source's names to the target's")
         if self._is_auto and (len(named) > 1 or self._translate is not None):
             raise UsageError("--rules auto finds everything by itself: give no other --rules and no --translate")
         self._packs = [] if self._is_auto else [pack_argument(text) for text in named]
         self._rules = None if options.map is None else AssignmentMap(tuple(read_rules(options.map)))
+
+    def transforms(
+        self, source: Checkpoint, target: Mapping[str, Any] | None, *, is_bundle: bool = False
+    ) -> list[Transform]:
+        """The transforms in order: the translation, rule packs, the file's rules.
+
+        Args:
+          source: whose names are mapped.
+          target: what they are mapped to; None where there is none.
+          is_bundle: whether the target is a TensorFlow bundle, whose names are Mesh TensorFlow's, too.
+
+        Raises:
+          RestorePlanError: no rule pack leads from the source to the target.
+        """
+        chain: list[Transform] = [Translate()] if self._is_translated(source, is_bundle) else []
+        chain += infer(source.leaves, target).parts if self._is_auto else self._packs
+        return chain if self._rules is None else [*chain, self._rules]
+
+    def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:
+        """Bundles have Mesh TensorFlow's names, unless something else was said or does it."""
+        if self._translate is not None:
+            return self._translate
+        is_done = self._is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)
+        return source.format == "tf_bundle" and not is_done and not is_bundle
+
+
+class MappingOptions(RuleOptions):
+    """The same, and a target.
+
+    Args:
+      options: of the command line.
+
+    Raises:
+      UsageError: they contradict one another, or one of them cannot be read.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self._target_path: str | None = options.target
+        self._target_item: str | None = options.target_item
+        if self._target_path is None and options.map is not None:
+            raise UsageError("--map needs --target: its patterns match the target's names")
+        if self._target_path is None and AUTO in (options.rules or []):
+            raise UsageError("--rules auto needs --target: it finds what leads from the source's names to the target's")
+        super().__init__(options)
 
     def target(self) -> dict[str, Any] | None:
         """The target's names, shapes and dtypes as NumPy arrays that take no memory; None where there is none."""
@@ -49,23 +87,6 @@ class MappingOptions:
         with open_checkpoint(self._target_path, item=self._target_item) as checkpoint:
             leaves = {name: _stand_in(view) for name, view in checkpoint.leaves.items()}
         return unflatten(leaves, join_clashes=True)
-
-    def transforms(self, source: Checkpoint, target: Mapping[str, Any] | None) -> list[Transform]:
-        """The transforms in order: the translation, rule packs, the file's rules.
-
-        Raises:
-          RestorePlanError: no rule pack leads from the source to the target.
-        """
-        chain: list[Transform] = [Translate()] if self._is_translated(source) else []
-        chain += infer(source.leaves, target).parts if self._is_auto else self._packs
-        return chain if self._rules is None else [*chain, self._rules]
-
-    def _is_translated(self, source: Checkpoint) -> bool:
-        """Bundles have Mesh TensorFlow's names, unless something else was said or does it."""
-        if self._translate is not None:
-            return self._translate
-        is_done = self._is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)
-        return source.format == "tf_bundle" and not is_done
 
 
 def plan_options(options: argparse.Namespace) -> PlanOptions:

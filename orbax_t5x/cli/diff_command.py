@@ -1,0 +1,42 @@
+"""`diff`: two checkpoints are compared; a table of what differs, or JSON.
+
+Exit code 0 where they are equal, 1 where something differs, is damaged or cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from orbax_t5x.cli.arguments import resuming_argument
+from orbax_t5x.cli.mapping import RuleOptions
+from orbax_t5x.cli.output import emit, emit_json
+from orbax_t5x.operations.diff import diff
+from orbax_t5x.readers import open_checkpoint
+
+_EQUAL, _DIFFERENT = 0, 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what differs."""
+    mapping = RuleOptions(options)
+    item_b = options.item if options.item_b is None else options.item_b
+    with contextlib.ExitStack() as stack:
+        a = stack.enter_context(open_checkpoint(options.a, item=options.item))
+        b = stack.enter_context(open_checkpoint(options.b, item=item_b))
+        report = diff(
+            a,
+            b,
+            mapping.transforms(a, b.leaves, is_bundle=b.format == "tf_bundle"),
+            values=options.values == "yes",
+            atol=options.atol,
+            rtol=options.rtol,
+            memory_limit_bytes=options.memory_limit,
+            progress=None if options.json else "bar",
+            is_resuming=resuming_argument(options.resuming),
+        )
+    if options.json:
+        emit_json(report.to_json())
+    else:
+        emit(str(report))
+    return _EQUAL if report.equal else _DIFFERENT
