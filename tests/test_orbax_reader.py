@@ -15,7 +15,7 @@ from orbax.checkpoint import type_handlers
 
 import orbax_t5x as ot
 from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.readers.tensorstore_leaf import array_spec
+from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read
 from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
 

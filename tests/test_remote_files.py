@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
-from orbax_t5x.readers.tensorstore_leaf import chunk_boxes
+from orbax_t5x.readers.chunk_grid import chunk_boxes
 from orbax_t5x.storage import remote_file
 from orbax_t5x.storage.connection import remote_session
 from orbax_t5x.storage.limits import Limits

@@ -11,7 +11,7 @@ from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
-from orbax_t5x.readers.tensorstore_leaf import OpenFlag
+from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.storage import crc32c
 
 

@@ -1,7 +1,6 @@
 """Leaves that TensorStore reads: chunked zarr arrays, in files of their own or inside an OCDBT database.
 
-The spec is always ours: driver, path and settings are written here, nothing of it comes from a file, and opening is for
-reading only. Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
+Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
 once, and all boxes of a call that touch a chunk are under way together, so that it is decoded once. Chunks are decoded
 as a whole: large ones wait for their share of the memory that an execution has for that. A chunk that is not there is
 damage, never zeros. The arrays have no checksum of their own; where the checkpoint keeps some beside them (`BoxSums`),
@@ -12,10 +11,7 @@ leaf.
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
-import os
-import re
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,12 +22,9 @@ import tensorstore as ts
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all
 from orbax_t5x.errors import (
     CheckpointError,
-    CheckpointGoneError,
     CheckpointIOError,
     CorruptCheckpointError,
     LimitExceededError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
     error_at,
 )
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
@@ -39,166 +32,27 @@ from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, pieces_by_chunk
+from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.tensorstore_errors import typed_error
+from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
-from orbax_t5x.storage import places
-from orbax_t5x.storage.connection import REQUEST_SETTINGS
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.memory import naming_memory_errors, require_memory
-from orbax_t5x.storage.remote_errors import is_ignored_range, remote_error
 from orbax_t5x.storage.store import Answers, Snapshot
 
-# Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
-_FILE_IO_CONCURRENCY = 16
-# B-tree nodes of an OCDBT database, read once instead of once per leaf.
-_OCDBT_CACHE_BYTES = 100_000_000
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
 _DECODING_COPIES = 1.25
 # A shard of zarr v3 begins or ends with two numbers of eight bytes for each of its chunks, which are read whole.
 _SHARD_INDEX_BYTES = 16
-# Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
-_PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
 # What `verify="full"` reads at a time for checksums alone, where a row of chunks is not larger.
 _VERIFY_BYTES = 32 << 20
 # Codecs that end what they wrote with a checksum, which TensorStore compares. Of zstd that is an option.
 _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
-_STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
-_OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
-# What the operating system says where the files are not as they should be; whatever else it says is its own failure.
-_DAMAGE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
-# Statuses of absl that tell of a store that failed, not of bytes that are wrong.
-_IO_STATUSES = frozenset(
-    {"PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNAUTHENTICATED"}
-)
-
-
-def make_context() -> ts.Context:
-    """The settings with which one checkpoint is read: no cache of chunks, a small one of OCDBT nodes, few threads."""
-    return ts.Context(
-        {
-            "file_io_concurrency": {"limit": _FILE_IO_CONCURRENCY},
-            "cache_pool": {"total_bytes_limit": 0},
-            "cache_pool#ocdbt": {"total_bytes_limit": _OCDBT_CACHE_BYTES},
-            **REQUEST_SETTINGS,
-        }
-    )
-
-
-def array_spec(
-    directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
-) -> dict[str, Any]:
-    """Our own spec of one array of a checkpoint.
-
-    Args:
-      directory: the spec of the OCDBT database's directory, or of the one that holds the array's; see `Store.kvstore`.
-      name: the array's key prefix in the database, or the path of its directory relative to `directory`.
-      ocdbt: whether it is a database.
-      zarr3: whether the array is zarr v3, or v2.
-      absent_is_fill: whether a chunk that is not there stands for the fill value.
-    """
-    inner = f"{name}/" if name else ""
-    if ocdbt:
-        kvstore = {**_database(directory), "path": inner}
-    else:
-        kvstore = _below(directory, inner)
-    return {
-        "driver": "zarr3" if zarr3 else "zarr",
-        "kvstore": kvstore,
-        "recheck_cached_metadata": False,
-        "recheck_cached_data": False,
-        "fill_missing_data_reads": absent_is_fill,
-    }
-
-
-def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The spec of a name below a directory; the root of a bucket has no slash at its front."""
-    path = directory["path"]
-    slash = "" if not path or path.endswith("/") else "/"
-    return {**directory, "path": f"{path}{slash}{name}"}
-
-
-def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": _below(directory, ""), "cache_pool": "cache_pool#ocdbt"}
-
-
-def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
-    """Reads the manifest and the root node of an OCDBT database, which every array of it needs.
-
-    Args:
-      directory: its spec; see `Store.kvstore`.
-      path: the same, for errors.
-      context: of the checkpoint.
-
-    Raises:
-      CorruptCheckpointError, UnsafeCheckpointError, CheckpointIOError: naming the directory.
-    """
-    spec = {**_database(directory), "path": ""}
-    try:
-        ts.KvStore.open(spec, context=context).result().read("/").result()
-    except (ValueError, NotImplementedError) as error:
-        raise typed_error(error, path=path, leaf=None, doing="opening its OCDBT database") from error
-
-
-def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
-    """What a failure inside TensorStore means for a checkpoint.
-
-    Args:
-      error: what TensorStore raised.
-      path: the directory that holds the array.
-      leaf: the leaf concerned.
-      doing: what was being done, for the text.
-    """
-    text = _PAYLOADS.sub("", str(error))
-    match = _STATUS.match(text)
-    status = match["status"] if match else ""
-    message = f"{doing}: {text[match.end() if match else 0 :]}"
-    if places.is_url(path):
-        return _typed_remote(error, status, message, path, leaf)
-    if not os.path.isdir(path):
-        return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
-    if found := _OS_ERROR.search(str(error)):
-        number = int(found["errno"])
-        if number not in _DAMAGE_ERRNOS:
-            return CheckpointIOError(message, path=path, leaf=leaf, errno=number)
-    elif status in _IO_STATUSES:
-        return CheckpointIOError(message, path=path, leaf=leaf)
-    if "Invalid key: " in text or "Invalid file path: " in text:
-        return UnsafeCheckpointError(message, path=path, leaf=leaf)
-    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
-        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
-    return CorruptCheckpointError(message, path=path, leaf=leaf)
 
 
 def _chunk_shape(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a grid's cells; a dimension without a size of its own is not cut."""
     return tuple(max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True))
-
-
-def _typed_remote(error: BaseException, status: str, message: str, path: str, leaf: str | None) -> CheckpointError:
-    """As `typed_error`; a chunk or a table that is not there is damage, in every store."""
-    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
-        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
-    if status in _IO_STATUSES or "HTTP code" in message or is_ignored_range(error):
-        doing = message.partition(": ")[0]
-        return remote_error(error, doing, path=path, leaf=leaf)
-    return CorruptCheckpointError(message, path=path, leaf=leaf)
-
-
-class OpenFlag:
-    """Whether a checkpoint is still open; shared by its leaves, so that closing reaches them all."""
-
-    __slots__ = ("closed",)
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def close(self) -> None:
-        """Makes every later read a ValueError."""
-        self.closed: bool = True
-
-    def check(self, path: str, leaf: str) -> None:
-        """Raises ValueError after `close`."""
-        if self.closed:
-            raise ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed")
 
 
 class TensorStoreLeaf(Leaf):
@@ -406,7 +260,7 @@ class TensorStoreLeaf(Leaf):
         with naming_memory_errors(self.path, self.name):
             # Other memory was taken since the leaf was opened.
             require_memory(int(_DECODING_COPIES * self._chunk_bytes), f"decoding a chunk of shape {chunks}")
-        at_once = self._chunk_bytes * min(count_chunks(wanted, chunks), _FILE_IO_CONCURRENCY)
+        at_once = self._chunk_bytes * min(count_chunks(wanted, chunks), FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)
             await self._read_pieces(wanted.items(), decoding, at_once)

@@ -23,10 +23,13 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.item_files import inside
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
-from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, typed_error
+from orbax_t5x.readers.tensorstore_errors import typed_error
+from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
+from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Snapshot, Store
 

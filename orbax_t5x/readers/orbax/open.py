@@ -31,6 +31,7 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
+from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, Place
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
@@ -57,11 +58,7 @@ from orbax_t5x.readers.orbax.steps import (
     step_of_name,
 )
 from orbax_t5x.readers.string_leaf import StringLeaf
-from orbax_t5x.readers.tensorstore_leaf import (
-    OpenFlag,
-    check_database,
-    make_context,
-)
+from orbax_t5x.readers.tensorstore_specs import check_database, make_context
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import LEADS_OUT, is_name
 from orbax_t5x.storage.places import open_store, resolved

@@ -30,9 +30,12 @@ from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.walk import Node
+from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.t5x.specs import ArraySpec, located, parse_spec
 from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, parse_zarr_metadata
-from orbax_t5x.readers.tensorstore_leaf import OpenFlag, TensorStoreLeaf, array_spec, make_context, typed_error
+from orbax_t5x.readers.tensorstore_errors import typed_error
+from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
+from orbax_t5x.readers.tensorstore_specs import array_spec, make_context
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Snapshot, Store
 from orbax_t5x.storage.strict_json import read_small

@@ -18,12 +18,12 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import StateFile, named_by_caller, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
+from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.aggregate import is_early_item
 from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_directory, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
 from orbax_t5x.readers.t5x.specs import is_spec
-from orbax_t5x.readers.tensorstore_leaf import OpenFlag
 from orbax_t5x.storage import places
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Store

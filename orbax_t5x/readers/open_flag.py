@@ -1,0 +1,21 @@
+"""Whether a checkpoint is still open: one flag that all its leaves share."""
+
+from __future__ import annotations
+
+
+class OpenFlag:
+    """Whether a checkpoint is still open; shared by its leaves, so that closing reaches them all."""
+
+    __slots__ = ("closed",)
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self) -> None:
+        """Makes every later read a ValueError."""
+        self.closed: bool = True
+
+    def check(self, path: str, leaf: str) -> None:
+        """Raises ValueError after `close`."""
+        if self.closed:
+            raise ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed")

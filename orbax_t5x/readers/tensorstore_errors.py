@@ -1,0 +1,69 @@
+"""What TensorStore raises becomes a typed error that names the checkpoint's path and the leaf."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.storage import places
+from orbax_t5x.storage.remote_errors import is_ignored_range, remote_error
+
+# Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
+_PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
+_STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
+_OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
+# What the operating system says where the files are not as they should be; whatever else it says is its own failure.
+_DAMAGE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+# Statuses of absl that tell of a store that failed, not of bytes that are wrong.
+_IO_STATUSES = frozenset(
+    {"PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNAUTHENTICATED"}
+)
+
+
+def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
+    """What a failure inside TensorStore means for a checkpoint.
+
+    Args:
+      error: what TensorStore raised.
+      path: the directory that holds the array.
+      leaf: the leaf concerned.
+      doing: what was being done, for the text.
+    """
+    text = _PAYLOADS.sub("", str(error))
+    match = _STATUS.match(text)
+    status = match["status"] if match else ""
+    message = f"{doing}: {text[match.end() if match else 0 :]}"
+    if places.is_url(path):
+        return _typed_remote(error, status, message, path, leaf)
+    if not os.path.isdir(path):
+        return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
+    if found := _OS_ERROR.search(str(error)):
+        number = int(found["errno"])
+        if number not in _DAMAGE_ERRNOS:
+            return CheckpointIOError(message, path=path, leaf=leaf, errno=number)
+    elif status in _IO_STATUSES:
+        return CheckpointIOError(message, path=path, leaf=leaf)
+    if "Invalid key: " in text or "Invalid file path: " in text:
+        return UnsafeCheckpointError(message, path=path, leaf=leaf)
+    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
+        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
+    return CorruptCheckpointError(message, path=path, leaf=leaf)
+
+
+def _typed_remote(error: BaseException, status: str, message: str, path: str, leaf: str | None) -> CheckpointError:
+    """As `typed_error`; a chunk or a table that is not there is damage, in every store."""
+    if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
+        return UnsupportedCheckpointError(message, path=path, leaf=leaf)
+    if status in _IO_STATUSES or "HTTP code" in message or is_ignored_range(error):
+        doing = message.partition(": ")[0]
+        return remote_error(error, doing, path=path, leaf=leaf)
+    return CorruptCheckpointError(message, path=path, leaf=leaf)

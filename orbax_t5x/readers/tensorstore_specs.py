@@ -1,0 +1,86 @@
+"""The specs and the context with which TensorStore opens arrays: ours alone, for reading only.
+
+Driver, path and settings are written here; nothing of a spec comes from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from orbax_t5x.readers.tensorstore_errors import typed_error
+from orbax_t5x.storage.connection import REQUEST_SETTINGS
+
+# Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
+FILE_IO_CONCURRENCY = 16
+# B-tree nodes of an OCDBT database, read once instead of once per leaf.
+_OCDBT_CACHE_BYTES = 100_000_000
+
+
+def make_context() -> ts.Context:
+    """The settings with which one checkpoint is read: no cache of chunks, a small one of OCDBT nodes, few threads."""
+    return ts.Context(
+        {
+            "file_io_concurrency": {"limit": FILE_IO_CONCURRENCY},
+            "cache_pool": {"total_bytes_limit": 0},
+            "cache_pool#ocdbt": {"total_bytes_limit": _OCDBT_CACHE_BYTES},
+            **REQUEST_SETTINGS,
+        }
+    )
+
+
+def array_spec(
+    directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
+) -> dict[str, Any]:
+    """Our own spec of one array of a checkpoint.
+
+    Args:
+      directory: the spec of the OCDBT database's directory, or of the one that holds the array's; see `Store.kvstore`.
+      name: the array's key prefix in the database, or the path of its directory relative to `directory`.
+      ocdbt: whether it is a database.
+      zarr3: whether the array is zarr v3, or v2.
+      absent_is_fill: whether a chunk that is not there stands for the fill value.
+    """
+    inner = f"{name}/" if name else ""
+    if ocdbt:
+        kvstore = {**_database(directory), "path": inner}
+    else:
+        kvstore = _below(directory, inner)
+    return {
+        "driver": "zarr3" if zarr3 else "zarr",
+        "kvstore": kvstore,
+        "recheck_cached_metadata": False,
+        "recheck_cached_data": False,
+        "fill_missing_data_reads": absent_is_fill,
+    }
+
+
+def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The spec of a name below a directory; the root of a bucket has no slash at its front."""
+    path = directory["path"]
+    slash = "" if not path or path.endswith("/") else "/"
+    return {**directory, "path": f"{path}{slash}{name}"}
+
+
+def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": _below(directory, ""), "cache_pool": "cache_pool#ocdbt"}
+
+
+def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
+    """Reads the manifest and the root node of an OCDBT database, which every array of it needs.
+
+    Args:
+      directory: its spec; see `Store.kvstore`.
+      path: the same, for errors.
+      context: of the checkpoint.
+
+    Raises:
+      CorruptCheckpointError, UnsafeCheckpointError, CheckpointIOError: naming the directory.
+    """
+    spec = {**_database(directory), "path": ""}
+    try:
+        ts.KvStore.open(spec, context=context).result().read("/").result()
+    except (ValueError, NotImplementedError) as error:
+        raise typed_error(error, path=path, leaf=None, doing="opening its OCDBT database") from error
