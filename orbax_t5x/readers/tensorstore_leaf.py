@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
+from orbax_t5x.readers.array_layout import ArrayLayout, UnopenedArray
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, pieces_by_chunk
 from orbax_t5x.readers.open_flag import OpenFlag
@@ -50,11 +51,6 @@ _VERIFY_BYTES = 32 << 20
 _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 
 
-def _chunk_shape(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a grid's cells; a dimension without a size of its own is not cut."""
-    return tuple(max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True))
-
-
 class TensorStoreLeaf(Leaf):
     """One zarr array; implements `lazy.Leaf`.
 
@@ -70,6 +66,7 @@ class TensorStoreLeaf(Leaf):
         "_chunk_bytes",
         "_files",
         "_open",
+        "_open_array",
         "chunks",
         "dtype",
         "error",
@@ -84,7 +81,7 @@ class TensorStoreLeaf(Leaf):
         self,
         name: str,
         path: str,
-        array: ts.TensorStore,
+        array: ts.TensorStore | UnopenedArray,
         flag: OpenFlag,
         *,
         prng_impl: str | None = None,
@@ -97,7 +94,7 @@ class TensorStoreLeaf(Leaf):
         Args:
           name: of the leaf.
           path: the directory that holds the array.
-          array: opened for reading.
+          array: opened for reading, or what opens it on the first read.
           flag: of the checkpoint.
           prng_impl, sums: see above; checksums of another shape or dtype cannot be used.
           files: those that hold the array, as they were before it was opened.
@@ -105,16 +102,17 @@ class TensorStoreLeaf(Leaf):
         """
         self.name: str = name
         self.path: str = path
-        self.shape: tuple[int, ...] = tuple(array.shape)
-        self.dtype: np.dtype = np.dtype(array.dtype.numpy_dtype)
-        chunk = _chunk_shape(array.chunk_layout.read_chunk, self.shape)
+        opened = isinstance(array, ts.TensorStore)
+        layout = ArrayLayout.of(array) if opened else array.layout
+        chunk, shard = layout.chunk, layout.shard
+        self.shape: tuple[int, ...] = layout.shape
+        self.dtype: np.dtype = layout.dtype
         self.chunks: tuple[int, ...] | None = chunk or None
         self.error: CheckpointError | None = None
         self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
         try:
             # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
             limits.require_chunk(self._chunk_bytes, f"a chunk of shape {chunk}")
-            shard = _chunk_shape(array.chunk_layout.write_chunk, self.shape)
             if shard != chunk:
                 chunks_per_shard = math.prod(shard) // math.prod(chunk)
                 limits.require_chunk(chunks_per_shard * _SHARD_INDEX_BYTES, f"the index of a shard of shape {shard}")
@@ -122,7 +120,8 @@ class TensorStoreLeaf(Leaf):
             self.error = LimitExceededError(error.message, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
         self.sums: BoxSums | CheckpointError | None = self._usable(sums)
-        self._array = array
+        self._array: ts.TensorStore | None = array if opened else None
+        self._open_array: Callable[[], ts.TensorStore] | None = None if opened else array.open
         self._open = flag
         self._files = files
 
@@ -134,8 +133,16 @@ class TensorStoreLeaf(Leaf):
     @property
     def chunk_checksum(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The codec of the chunks that has a checksum of its own, or None."""
-        spec = self._array.spec().to_json()
+        spec = self._opened().spec().to_json()
         return _checking_codec(spec.get("metadata", {}))
+
+    def _opened(self) -> ts.TensorStore:
+        """The array, opened where it was not; two threads that both open it do no harm."""
+        array = self._array
+        if array is None:
+            assert self._open_array is not None
+            array = self._array = self._open_array()
+        return array
 
     def _usable(self, sums: BoxSums | CheckpointError | None) -> BoxSums | CheckpointError | None:
         if not isinstance(sums, BoxSums) or (sums.shape, sums.dtype) == (self.shape, self.dtype.name):
@@ -291,13 +298,14 @@ class TensorStoreLeaf(Leaf):
 
     def _begin_writes(self, box: Box, buffer: np.ndarray) -> Iterator[ts.WriteFutures]:
         """Begins to read a box into a buffer: at once, or remotely by pieces of whole chunks, each an answer."""
+        array = self._opened()
         if self._files.answers is None:
-            source = self._array if box == full_box(self.shape) else self._array[box_slices(box)]
+            source = array if box == full_box(self.shape) else array[box_slices(box)]
             yield ts.array(buffer, write=True, copy=False).write(source)
             return
         out = ts.array(buffer, write=True, copy=False)
         for piece in chunk_boxes(box, self.chunks or ()):
-            yield out[box_slices(shift(piece, box))].write(self._array[box_slices(piece)])
+            yield out[box_slices(shift(piece, box))].write(array[box_slices(piece)])
 
     async def _end_writes(self, writes: Sequence[ts.WriteFutures]) -> None:
         if self._files.answers is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from typing import Any
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.files import FileSet
-from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.paths import FILE_FLAGS, Root
+from orbax_t5x.storage.store import ArrayDirectory
 from orbax_t5x.storage.strict_json import read_small
 from orbax_t5x.storage.tree_checks import TreeSnapshot
 
@@ -54,3 +57,31 @@ class LocalStore(Root):
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> TreeSnapshot:
         """See `Store.array_files`: all files of the directory, proven plain."""
         return TreeSnapshot(self, [directory], leaf=leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        """See `Store.array_directory`: the directory is walked to once, and its metadata opened from there."""
+        with self._walk(directory, leaf) as (fd, last, path):
+            found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
+            files = self.array_files(directory, metadata, leaf=leaf)
+            data = _read_plain(fd, metadata, limit) if last is None else None
+        if data is None:
+            # A link, or something that is wrong: the walk down the whole name follows it, or says what it is.
+            data = read_small(self, f"{directory}/{metadata}", limit=limit, leaf=leaf, bound="Limits.json_bytes")
+        kvstore = {"driver": "file", "path": path}
+        return ArrayDirectory(path, (found.st_dev, found.st_ino), kvstore, data, files)
+
+
+def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
+    """All bytes of a regular file in an open directory; None for anything else, and where it cannot be read."""
+    try:
+        fd = os.open(name, FILE_FLAGS, dir_fd=directory)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+                return None
+            data = os.pread(fd, found.st_size, 0)
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    return data if len(data) == found.st_size else None

@@ -32,7 +32,8 @@ LEADS_OUT = "a symlink leads out of the checkpoint's directory"
 _MAX_LINKS = 40
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
+# Of a file below a root: never a link, and never a wait for the other end of a FIFO.
+FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
 _HUB_BLOB = re.compile(r"(?P<cache>.*/models--[^/]+)/blobs/(?P<blob>[0-9a-f]{40}|[0-9a-f]{64})")
 _HUB_SNAPSHOT = re.compile(r"(?P<cache>.*/models--[^/]+)/snapshots(/.*)?")
 _KINDS = {
@@ -146,7 +147,7 @@ class Root:
         try:
             yield walker.run()
         except OSError as error:
-            if isinstance(error, (CheckpointNotFoundError, CheckpointIOError)):
+            if isinstance(error, CheckpointError):
                 raise
             raise _os_error(error, self.join(name), leaf, "opening it") from error
         finally:
@@ -164,7 +165,7 @@ class Root:
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
-            fd = os.open(last, _FILE_FLAGS, dir_fd=directory)
+            fd = os.open(last, FILE_FLAGS, dir_fd=directory)
             try:
                 found = os.fstat(fd)
                 _require_regular(found, path, leaf)

@@ -12,6 +12,7 @@ from orbax_t5x.storage.connection import Connection, Look, connect
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.remote_errors import remote_error
 from orbax_t5x.storage.remote_file import OpenState, RemoteFile
+from orbax_t5x.storage.store import ArrayDirectory
 from orbax_t5x.storage.urls import kvstore_spec
 
 
@@ -88,6 +89,13 @@ class RemoteStore:
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
         """See `Store.array_files`."""
         return RemoteSnapshot(self, f"{directory}/{metadata}" if directory else metadata, leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        """See `Store.array_directory`."""
+        path = self.locate(directory, leaf=leaf)
+        files = self.array_files(directory, metadata, leaf=leaf)
+        data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf)
+        return ArrayDirectory(path, path, self.kvstore(directory), data, files)
 
 
 class RemoteFiles:

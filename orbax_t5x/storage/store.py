@@ -8,8 +8,8 @@ read chunked arrays from. A name is always relative, with '/', and never leaves 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -149,6 +149,24 @@ class Snapshot(Protocol):
         ...
 
 
+class ArrayDirectory(NamedTuple):
+    """The directory of one array that TensorStore reads by itself.
+
+    Attributes:
+      path: resolved.
+      identity: equal for two names of the same directory.
+      kvstore: TensorStore's spec of it, without the slash at the path's end.
+      metadata: the bytes of the array's metadata file.
+      files: of the array, as they were before the metadata were read.
+    """
+
+    path: str
+    identity: Hashable
+    kvstore: dict[str, Any]
+    metadata: bytes
+    files: Snapshot
+
+
 class Store(Protocol):
     """The files below one root.
 
@@ -207,5 +225,17 @@ class Store(Protocol):
           directory: of the array; "" for the root.
           metadata: the name of its metadata file in there, the only one that is looked at in a remote store.
           leaf: for errors.
+        """
+        ...
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        """All that opening an array needs, in one look at its directory; see `array_files`.
+
+        Args:
+          directory, metadata, leaf: as there.
+          limit: on the bytes of the metadata, `Limits.json_bytes`.
+
+        Raises:
+          CheckpointError: as `locate`, `array_files` and `read_small`.
         """
         ...

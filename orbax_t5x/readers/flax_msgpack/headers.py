@@ -30,7 +30,6 @@ _NUMBERS = {
     0xD2: struct.Struct(">i"),
     0xD3: struct.Struct(">q"),
 }
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 # First byte -> kind of value, and of how many bytes its length is.
 _SIZED = {
     0xC4: ("bytes", 1),
@@ -67,6 +66,26 @@ class Header(NamedTuple):
     value: Any = None
 
 
+def _short_header(first: int) -> Header | None:
+    """What a first byte says by itself; None where more bytes belong to the header, or where it is none."""
+    if first <= 0x7F:
+        return Header("value", 0, first)
+    if first <= 0x8F:
+        return Header("map", first & 0x0F)
+    if first <= 0x9F:
+        return Header("array", first & 0x0F)
+    if first <= 0xBF:
+        return Header("text", first & 0x1F)
+    if first >= 0xE0:
+        return Header("value", 0, first - 0x100)
+    constants = {0xC0: None, 0xC2: False, 0xC3: True}
+    return Header("value", 0, constants[first]) if first in constants else None
+
+
+# By first byte. Most headers of a tree of names are short, and are not made anew each time.
+_SHORT = tuple(map(_short_header, range(0x100)))
+
+
 class HeaderReader:
     """Reads headers and short byte strings of a file in file order.
 
@@ -100,44 +119,38 @@ class HeaderReader:
         Raises:
           CorruptCheckpointError: there is none, it is none, or it announces more than there is.
         """
-        first = self.take(1)[0]
-        if first <= 0x7F:
-            return Header("value", 0, first)
-        if first >= 0xE0:
-            return Header("value", 0, first - 0x100)
-        if first <= 0x8F:
-            return self._counted("map", first & 0x0F)
-        if first <= 0x9F:
-            return self._counted("array", first & 0x0F)
-        if first <= 0xBF:
-            return self._sized("text", first & 0x1F)
+        at = self._at
+        if at < len(self._data):
+            first, self._at = self._data[at], at + 1
+        else:
+            first = self.take(1)[0]
+        short = _SHORT[first]
+        if short is not None:
+            return short if short.kind == "value" else self._announced(short)
         if first in _SIZED:
             kind, width = _SIZED[first]
-            size = int.from_bytes(self.take(width), "big")
-            if kind in _LEAST_BYTES:
-                return self._counted(kind, size)
-            return self._sized(kind, size)
+            return self._sized(kind, int.from_bytes(self.take(width), "big"))
         if first in _NUMBERS:
             number = _NUMBERS[first]
             return Header("value", 0, number.unpack(self.take(number.size))[0])
         if first in _FIXED_EXTENSIONS:
             return self._sized("extension", _FIXED_EXTENSIONS[first])
-        if first in _CONSTANTS:
-            return Header("value", 0, _CONSTANTS[first])
         raise self.corrupt(f"the byte {first:#04x} begins no msgpack value")
-
-    def _counted(self, kind: str, count: int) -> Header:
-        if count * _LEAST_BYTES[kind] > self.left:
-            raise self.corrupt(f"a {kind} of {count} entries in the {self.left} bytes that are left")
-        return Header(kind, count)
 
     def _sized(self, kind: str, size: int) -> Header:
         code = None
         if kind == "extension":
             code = int.from_bytes(self.take(1), "big", signed=True)
-        if size > self.left:
-            raise self.corrupt(f"{kind} of {size} bytes, and {self.left} are left")
-        return Header(kind, size, code)
+        return self._announced(Header(kind, size, code))
+
+    def _announced(self, header: Header) -> Header:
+        """A header, where what it announces can be in the bytes that are left."""
+        kind, size, _ = header
+        if size * _LEAST_BYTES.get(kind, 1) <= self.left:
+            return header
+        if kind in _LEAST_BYTES:
+            raise self.corrupt(f"a {kind} of {size} entries in the {self.left} bytes that are left")
+        raise self.corrupt(f"{kind} of {size} bytes, and {self.left} are left")
 
     def take(self, size: int) -> bytes:
         """The next bytes; the caller has bounded `size`."""

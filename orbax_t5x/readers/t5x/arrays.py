@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import tensorstore as ts
@@ -28,6 +27,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.readers.array_layout import UnopenedArray
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.open_flag import OpenFlag
@@ -37,8 +37,7 @@ from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec, make_context
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import Snapshot, Store
-from orbax_t5x.storage.strict_json import read_small
+from orbax_t5x.storage.store import ArrayDirectory, Snapshot, Store
 
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
 _LAST_UINT16_VERSION = 2
@@ -46,13 +45,6 @@ _LAST_UINT16_VERSION = 2
 
 class SharedDirectoryError(CorruptCheckpointError):
     """Two leaves are stored in one directory, so nothing tells which of them it holds."""
-
-
-class _DirectoryIdentity(NamedTuple):
-    """A directory as the file system knows it."""
-
-    device: int
-    inode: int
 
 
 class ZarrArrays:
@@ -78,7 +70,8 @@ class ZarrArrays:
         self._flag = flag
         self._limits = limits
         self._context = make_context()
-        self._leaf_of: dict[_DirectoryIdentity | str, str] = {}
+        self._leaf_of: dict[Hashable, str] = {}
+        self._accepted: set[Hashable] = set()
         self.index_bytes: int = 0
 
     def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
@@ -102,10 +95,10 @@ class ZarrArrays:
         except CheckpointError as error:
             return BrokenLeaf(name, located(error, self._file, name))
         try:
-            path = self._root.locate(spec.directory, leaf=name)
-            self._claim(path, spec, name)
-            files = self._root.array_files(spec.directory, METADATA_FILE, leaf=name)
-            return self._open(name, spec.directory, path, self._metadata(spec, name), files)
+            limit = self._limits.json_bytes
+            found = self._root.array_directory(spec.directory, METADATA_FILE, limit=limit, leaf=name)
+            self._claim(found, spec, name)
+            return self._open(name, found, self._metadata(found, spec, name))
         except (CheckpointNotFoundError, CheckpointGoneError):
             error = CorruptCheckpointError(
                 "the directory of its array, or the metadata in it, is missing",
@@ -118,13 +111,9 @@ class ZarrArrays:
         except CheckpointError as error:
             return BrokenLeaf(name, located(error, error.path or self._file, name))
 
-    def _claim(self, path: str, spec: ArraySpec, name: str) -> None:
-        """Notes whose directory it is; by inode, because some file systems take two names for one."""
-        identity: _DirectoryIdentity | str = path
-        if not self._root.is_remote:
-            found = os.stat(path)
-            identity = _DirectoryIdentity(found.st_dev, found.st_ino)
-        other = self._leaf_of.setdefault(identity, name)
+    def _claim(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> None:
+        """Notes whose directory it is; not by its name, because some file systems take two names for one."""
+        other = self._leaf_of.setdefault(found.identity, name)
         if other != name:
             raise SharedDirectoryError(
                 f"is stored in {spec.directory!r}, and so is {other!r}: one was written over the other",
@@ -132,47 +121,77 @@ class ZarrArrays:
                 leaf=name,
             )
 
-    def _metadata(self, spec: ArraySpec, name: str) -> ZarrMetadata:
+    def _metadata(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> ZarrMetadata:
         """`.zarray`, compared with the spec."""
-        file = f"{spec.directory}/{METADATA_FILE}"
-        data = read_small(self._root, file, limit=self._limits.json_bytes, leaf=name, bound="Limits.json_bytes")
-        self.index_bytes += len(data)
-        metadata = parse_zarr_metadata(data, self._root.join(file), name, self._limits)
+        self.index_bytes += len(found.metadata)
+        file = self._root.join(f"{spec.directory}/{METADATA_FILE}")
+        metadata = parse_zarr_metadata(found.metadata, file, name, self._limits)
         if spec.shape not in (None, metadata.shape):
             raise LeafMismatchError(
                 f"the msgpack file says shape {list(spec.shape or ())}, {METADATA_FILE} says {list(metadata.shape)}",
-                path=self._root.join(file),
+                path=file,
                 leaf=name,
             )
         for dtype in spec.dtypes:
             if dtype not in (metadata.stored_dtype, metadata.dtype.name):
                 raise LeafMismatchError(
                     f"the msgpack file says dtype {dtype[:200]!r}, {METADATA_FILE} says {metadata.stored_dtype!r}",
-                    path=self._root.join(file),
+                    path=file,
                     leaf=name,
                 )
         return metadata
 
-    def _open(self, name: str, directory: str, path: str, metadata: ZarrMetadata, files: Snapshot) -> Leaf:
+    def _open(self, name: str, found: ArrayDirectory, metadata: ZarrMetadata) -> Leaf:
         as_bfloat16 = metadata.dtype == np.uint16
         if as_bfloat16 and self._version > _LAST_UINT16_VERSION:
             raise UnsupportedCheckpointError(
                 f"its dtype is uint16, which T5X writes for bfloat16 up to version {_LAST_UINT16_VERSION} and never in "
                 f"version {self._version}",
-                path=path,
+                path=found.path,
                 leaf=name,
             )
+        array = self._array(name, found, metadata, as_bfloat16)
+        if metadata.fill_value is None:
+            return TensorStoreLeaf(name, found.path, array, self._flag, files=found.files, limits=self._limits)
+        return FilledLeaf(
+            name,
+            found.path,
+            array,
+            self._flag,
+            files=found.files,
+            limits=self._limits,
+            separator=metadata.separator,
+        )
+
+    def _array(
+        self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
+    ) -> ts.TensorStore | UnopenedArray:
+        """An array that opens when it is read, where TensorStore has accepted another one of the same kind.
+
+        What it may refuse is found now, and a checkpoint of many arrays opens without opening each.
+        """
+        unopened = UnopenedArray(
+            metadata.layout(as_bfloat16=as_bfloat16),
+            partial(self._open_array, name, found, metadata, as_bfloat16),
+        )
+        kind = metadata.kind
+        if kind in self._accepted:
+            return unopened
+        array = unopened.open()
+        if kind is not None:
+            self._accepted.add(kind)
+        return array
+
+    def _open_array(
+        self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
+    ) -> ts.TensorStore:
         absent_is_fill = metadata.fill_value is not None
-        ours = array_spec(self._root.kvstore(directory), "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
+        ours = array_spec(found.kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
         ours["metadata"] = metadata.spec(as_bfloat16=as_bfloat16)
         try:
-            array = ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
+            return ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
         except (ValueError, NotImplementedError) as error:
-            raise typed_error(error, path=path, leaf=name, doing="opening it") from error
-        if absent_is_fill:
-            separator = metadata.separator
-            return FilledLeaf(name, path, array, self._flag, files=files, limits=self._limits, separator=separator)
-        return TensorStoreLeaf(name, path, array, self._flag, files=files, limits=self._limits)
+            raise typed_error(error, path=found.path, leaf=name, doing="opening it") from error
 
 
 class FilledLeaf(TensorStoreLeaf):
@@ -184,7 +203,7 @@ class FilledLeaf(TensorStoreLeaf):
         self,
         name: str,
         path: str,
-        array: ts.TensorStore,
+        array: ts.TensorStore | UnopenedArray,
         flag: OpenFlag,
         *,
         files: Snapshot,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.strict_json import parse_object
 
@@ -24,6 +26,8 @@ _OPTIONAL = ("dimension_separator",)
 # Codecs that T5X used, and the parameters that decide nothing for reading.
 _CODECS = {"gzip": {"level"}, "zstd": {"level", "checksum"}}
 _BFLOAT16 = "bfloat16"
+# Below this, TensorStore can count every index of an array and of its last chunk, which may end outside it.
+_UNCOUNTED = 1 << 60
 
 _DTYPES: dict[str, np.dtype] = {
     "|b1": np.dtype(np.bool_),
@@ -64,6 +68,8 @@ class ZarrMetadata:
         fill = self.fill_value
         if as_bfloat16 and fill is not None:
             fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
+        # Where both orders are the same, TensorStore takes C alone.
+        either = sum(size > 1 for size in self.chunks) < 2
         return {
             "zarr_format": 2,
             "shape": list(self.shape),
@@ -71,10 +77,26 @@ class ZarrMetadata:
             "dtype": _BFLOAT16 if as_bfloat16 else self.stored_dtype,
             "compressor": self.compressor,
             "fill_value": fill,
-            "order": self.order,
+            "order": "C" if either else self.order,
             "filters": None,
             "dimension_separator": self.separator,
         }
+
+    def layout(self, *, as_bfloat16: bool) -> ArrayLayout:
+        """The layout of the array."""
+        dtype = _DTYPES[_BFLOAT16] if as_bfloat16 else self.dtype
+        return ArrayLayout(self.shape, dtype, self.chunks, self.chunks)
+
+    @property
+    def kind(self) -> Hashable | None:
+        """Equal for arrays that TensorStore either accepts all or none of: they differ in their sizes alone.
+
+        None for an array of sizes near those that TensorStore cannot count.
+        """
+        if max((*self.shape, *self.chunks), default=0) >= _UNCOUNTED:
+            return None
+        codec = tuple((self.compressor or {}).items())
+        return self.stored_dtype, codec, repr(self.fill_value), self.order, self.separator, len(self.shape)
 
 
 def parse_zarr_metadata(data: bytes, path: str, leaf: str, limits: Limits) -> ZarrMetadata:

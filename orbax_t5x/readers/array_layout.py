@@ -1,0 +1,52 @@
+"""What a chunked array is before it is opened: shape, dtype and chunks, from metadata or from TensorStore itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorstore as ts
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayLayout:
+    """The layout of one chunked array.
+
+    Attributes:
+      shape: of the array.
+      dtype: of its elements.
+      chunk: the shape of what is decoded at a time, () for a rank-0 array.
+      shard: the shape of what holds the index of its chunks; the same as `chunk` where chunks are stored by themselves.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: ts.TensorStore) -> ArrayLayout:
+        """The layout of an array that is open."""
+        shape = tuple(array.shape)
+        layout = array.chunk_layout
+        chunk, shard = _cell(layout.read_chunk, shape), _cell(layout.write_chunk, shape)
+        return cls(shape, np.dtype(array.dtype.numpy_dtype), chunk, shard)
+
+
+class UnopenedArray(NamedTuple):
+    """An array that TensorStore opens when it is first read.
+
+    Attributes:
+      layout: what opening it would tell.
+      open: opens it, without reading anything; blocks, and may be called from any thread.
+    """
+
+    layout: ArrayLayout
+    open: Callable[[], ts.TensorStore]
+
+
+def _cell(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a grid's cells; a dimension without a size of its own is not cut."""
+    return tuple([max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True)])

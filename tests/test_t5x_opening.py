@@ -1,0 +1,138 @@
+"""Opening a native T5X step: what is known without opening arrays, and when TensorStore is asked."""
+
+import json
+import math
+
+import flax.serialization
+import hypothesis.extra.numpy as hnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given
+from hypothesis import strategies as st
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.readers.array_layout import ArrayLayout
+from orbax_t5x.readers.t5x import arrays
+from orbax_t5x.readers.t5x.zarr_metadata import parse_zarr_metadata
+
+DTYPES = [np.dtype(kind) for kind in ("bool", "int8", "uint16", "int64", "float16", "float32", "complex64")]
+
+
+def zarray(shape, chunks, dtype="<f4", **changes):
+    """`.zarray` as TensorStore writes it."""
+    said = {"chunks": list(chunks), "compressor": {"id": "gzip", "level": 1}, "dtype": dtype, "fill_value": None}
+    said |= {"filters": None, "order": "C", "shape": list(shape), "zarr_format": 2}
+    return json.dumps(said | changes)
+
+
+def step_of(tmp_path, documents):
+    """A step whose arrays have metadata and no chunks."""
+    specs = {}
+    for name, document in documents.items():
+        (tmp_path / "checkpoint_1" / name).mkdir(parents=True)
+        (tmp_path / "checkpoint_1" / name / ".zarray").write_text(document)
+        kvstore = {"driver": "file", "path": f"{name}/"}
+        specs[name] = {"driver": "zarr", "kvstore": kvstore, "metadata": {}}
+    tree = {"version": 3, "optimizer": specs}
+    (tmp_path / "checkpoint_1" / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+    return tmp_path / "checkpoint_1"
+
+
+@pytest.fixture
+def openings(monkeypatch):
+    """The specs with which the reader has TensorStore open arrays."""
+    seen = []
+
+    class Counting:
+        TensorStore, Context = ts.TensorStore, ts.Context
+
+        @staticmethod
+        def open(spec, **keywords):
+            seen.append(spec)
+            return ts.open(spec, **keywords)
+
+    monkeypatch.setattr(arrays, "ts", Counting)
+    return seen
+
+
+@given(
+    st.data(),
+    st.sampled_from(DTYPES),
+    hnp.array_shapes(min_dims=0, max_dims=4, max_side=40),
+)
+def test_the_layout_is_what_tensorstore_says(data, dtype, shape):
+    chunks = data.draw(st.tuples(*[st.integers(1, 50)] * len(shape)))
+    order = data.draw(st.sampled_from(["C", "F"]))
+    as_bfloat16 = dtype == np.uint16 and data.draw(st.booleans())
+    document = zarray(shape, chunks, dtype.str, order=order)
+    metadata = parse_zarr_metadata(document.encode(), "file", "leaf", ot.Limits())
+    spec = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata.spec(as_bfloat16=as_bfloat16)}
+    opened = ts.open(spec, open=True, assume_metadata=True).result()
+    layout = metadata.layout(as_bfloat16=as_bfloat16)
+    assert layout == ArrayLayout.of(opened)
+    assert layout.dtype == (ml_dtypes.bfloat16 if as_bfloat16 else dtype)
+
+
+def test_arrays_alike_but_for_their_sizes_are_opened_when_they_are_read(tmp_path, openings):
+    values = {f"layer_{size}": np.arange(4.0 * size, dtype=np.float32).reshape(4, size) for size in (3, 5, 7)}
+    step = step_of(tmp_path, {name: zarray(value.shape, (2, 3)) for name, value in values.items()})
+    for name, value in values.items():
+        spec = {"driver": "zarr", "kvstore": f"file://{step}/{name}/"}
+        ts.open(spec, open=True).result().write(value).result()
+    with ot.open_checkpoint(step) as checkpoint:
+        assert len(openings) == 1
+        assert {name: leaf.shape for name, leaf in checkpoint.leaves.items()} == {k: v.shape for k, v in values.items()}
+        for _ in range(2):
+            for name, value in values.items():
+                np.testing.assert_array_equal(checkpoint.leaves[name][1:].get(), value[1:])
+    assert len(openings) == len(values)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compressor": {"id": "gzip", "level": 77}},
+        {"dtype": "<i4", "fill_value": 1.5},
+        {"fill_value": True},
+    ],
+    ids=["level", "fill", "fill_bool"],
+)
+def test_what_tensorstore_refuses_is_known_before_reading(tmp_path, changes):
+    metadata = json.loads(zarray((4, 3), (2, 3))) | changes
+    with pytest.raises(ValueError):
+        ts.open({"driver": "zarr", "kvstore": "memory://", "metadata": metadata}, create=True).result()
+    step = step_of(tmp_path, {"a_good": zarray((4, 3), (2, 3)), "bad": json.dumps(metadata)})
+    with ot.open_checkpoint(step) as checkpoint:
+        (leaf,) = checkpoint.leaves["bad"].leaves()
+        assert isinstance(leaf.error, CorruptCheckpointError) and "opening it" in leaf.error.message
+        (good,) = checkpoint.leaves["a_good"].leaves()
+        assert good.error is None
+
+
+def test_sizes_that_tensorstore_cannot_count_are_known_before_reading(tmp_path):
+    sizes = {"a": 7, "just": (1 << 62) - 1, "too_many": (1 << 63) - 1}
+    documents = {name: zarray((size,), (min(size, 1 << 20),), "|u1") for name, size in sizes.items()}
+    with ot.open_checkpoint(step_of(tmp_path, documents)) as checkpoint:
+        errors = {name: view.leaves()[0].error for name, view in checkpoint.leaves.items()}
+    refused = {}
+    for name, document in documents.items():
+        metadata = {**json.loads(document)}
+        try:
+            ts.open({"driver": "zarr", "kvstore": "memory://", "metadata": metadata}, create=True).result()
+        except ValueError:
+            refused[name] = True
+    assert {name for name, error in errors.items() if error is not None} >= refused.keys()
+    assert errors["a"] is None and refused
+
+
+def test_metadata_behind_a_link_inside_the_step_are_read(tmp_path):
+    step = step_of(tmp_path, {"a": zarray((4, 3), (2, 3)), "b": zarray((5, 3), (2, 3))})
+    (step / "a" / ".zarray").rename(step / "kept")
+    (step / "a" / ".zarray").symlink_to("../kept")
+    (step / "b").rename(step / "elsewhere")
+    (step / "b").symlink_to("elsewhere")
+    with ot.open_checkpoint(step) as checkpoint:
+        assert [math.prod(leaf.shape) for leaf in checkpoint.leaves.values()] == [12, 15]
