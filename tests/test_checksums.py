@@ -16,6 +16,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.handlers.checksums import written_boxes
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.box_sums import BoxSums, array_crc, compare, sums_of
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, encode_checksums, parse_checksums
@@ -109,6 +110,17 @@ def test_a_dtype_of_the_save_is_summed_as_it_is_stored(tmp_path):
     assert entries(path)["params.host"]["dtype"] == "bfloat16"
     _, report = restored(path)
     assert len(report.verified) == 3
+
+
+@pytest.mark.parametrize("axes", [(), ("data",), ("model",), (None, "model"), ("data", "model"), (("data", "model"),)])
+def test_what_is_written_of_an_array_are_the_shards_that_jax_calls_replica_0(axes):
+    array = jax.device_put(np.zeros((16, 32)), sharding(*axes))
+    own = {
+        shard.device: tuple(side.indices(size)[:2] for side, size in zip(shard.index, array.shape, strict=True))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    }
+    assert written_boxes(array.sharding, array.shape) == own
 
 
 def test_a_caller_may_write_over_arrays_at_once(tmp_path):

@@ -65,7 +65,8 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         `restore_concurrent_gb` bounds restores with a target too: their `memory_limit_bytes` is at most that, and that
         where it is not given. `type_handler_registry` is asked in them for leaves of types that no array becomes, and
         for what its own handlers stored. `checksums` of what is saved are written beside it, and checked by restores
-        and by `orbax_t5x.verify`; on accelerators that copies the state to the host a second time.
+        and by `orbax_t5x.verify`. They are made of the copy on the host that Orbax writes from; where that is in pinned
+        memory, as on GPUs, the state is copied to the host a second time.
         """
         processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
         self._primary_host = processes.primary_host
@@ -96,14 +97,16 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
           RestorePlanError: transforms or `dtype` do not fit the tree.
         """
         try:
-            with self._summing(directory, later=True) as sums:
+            with self._registry.remembering(), self._summing(directory, later=True) as sums:
                 prepared = self._prepare(directory, args, sums, deferred=False)
                 futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
             self._discard(directory)
             raise
-        finish = None if sums is None else partial(sums.write_part, directory)
-        return [_failed_saves.GuardedCommit(futures or (), directory, self._is_primary(), finish)]
+        commit = _failed_saves.GuardedCommit(futures or (), directory, self._is_primary())
+        if sums is not None:
+            commit.meanwhile, commit.finish = sums.sum_kept, partial(sums.write, directory)
+        return [commit]
 
     def save(self, directory: epath.Path, args: TrainStateSave) -> None:
         """Saves, and returns when all is on disk; see `async_save`.
@@ -123,7 +126,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             self._orbax.save(directory, args=_orbax_args(args, prepared))
             prepared.writer.run_deferred()
             if sums is not None:
-                sums.write_part(directory)
+                sums.write(directory)
         except BaseException as error:
             self._discard(directory)
             _failed_saves.raise_as_checkpoint_error(error, directory)

@@ -9,8 +9,9 @@ checksum here: nobody knows what they store.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,15 +40,24 @@ class SaveSums:
     """The checksums that this process has made for one save; filled from any thread.
 
     Attributes:
-      begin: set when summing may begin. It holds the interpreter much of the time, so an asynchronous save first gives
-        its caller the control back.
+      later: whether what is to be summed is kept for `sum_kept`. Summing holds the interpreter much of the time, so an
+        asynchronous save first gives its caller the control back.
     """
 
-    def __init__(self) -> None:
-        self.begin = threading.Event()
+    def __init__(self, *, later: bool) -> None:
+        self.later: bool = later
+        self._kept: list[Held] = []
         self._lock = threading.Lock()
         self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
         self._boxes: dict[str, dict[Box, int]] = {}
+
+    def keep(self, held: Iterable[Held]) -> None:
+        """Keeps what is to be summed."""
+        self._kept.extend(held)
+
+    def sum_kept(self) -> None:
+        """Sums what was kept, and lets go of it."""
+        sum_held(self._kept, self)
 
     def add(self, key: str, shape: Sequence[int], dtype: str, box: Box, crc: int) -> None:
         """Notes the checksum of one box of an array, by the key under which Orbax stores it."""
@@ -55,15 +65,16 @@ class SaveSums:
             self._arrays[key] = tuple(shape), dtype
             self._boxes.setdefault(key, {})[box] = crc
 
-    def write_part(self, directory: epath.Path) -> None:
-        """Writes this process's file."""
+    def write(self, directory: epath.Path) -> None:
+        """Writes this process's file; where it is the only process, the item's, which needs no merging."""
         with self._lock:
             sums = {
                 key: BoxSums(shape, dtype, tuple(self._boxes[key]), tuple(self._boxes[key].values()))
                 for key, (shape, dtype) in self._arrays.items()
             }
-        path = directory / _PART_FILES.replace("*", str(jax.process_index()))
-        path.write_bytes(encode_checksums(sums))
+        name = _PART_FILES.replace("*", str(jax.process_index())) if jax.process_count() > 1 else CHECKSUMS_FILE
+        if sums or name != CHECKSUMS_FILE:
+            (directory / name).write_bytes(encode_checksums(sums))
 
 
 def merge_parts(directory: epath.Path) -> None:
@@ -97,32 +108,29 @@ class RunningSaves:
 
     @contextlib.contextmanager
     def of(self, directory: epath.Path, *, later: bool) -> Iterator[SaveSums]:
-        """A new save into a directory; `later`: summing begins when the context ends."""
-        sums = self._saves[str(directory)] = SaveSums()
-        if not later:
-            sums.begin.set()
+        """A new save into a directory, while Orbax hands over its leaves; `later`: see `SaveSums`."""
+        sums = self._saves[str(directory)] = SaveSums(later=later)
         try:
             yield sums
         finally:
             del self._saves[str(directory)]
-            sums.begin.set()
 
     def find(self, infos: Sequence[Any]) -> SaveSums | None:
         """The save that leaves belong to."""
         return self._saves.get(str(infos[0].parent_dir)) if infos else None
 
 
-class HeldBox(NamedTuple):
-    """What will be summed: a box of an array, the same bytes that Orbax writes, and the dtype in which they are stored.
+class Held(NamedTuple):
+    """What will be summed: boxes of an array, the bytes that Orbax writes, and the dtype in which they are stored.
 
     Attributes:
-      data: on the host, or on its way there.
+      parts: the elements of each box, on the host or on their way there; a text has itself as its one part.
     """
 
     key: str
     shape: tuple[int, ...]
-    box: Box
-    data: Any
+    boxes: Sequence[Box]
+    parts: Sequence[Any]
     dtype: np.dtype
 
 
@@ -144,9 +152,14 @@ class SummedHandler:
         args = args or [ocp.SaveArgs()] * len(values)
         # The caller may write over NumPy arrays as soon as this returns. Orbax copies them; it gets the copy made here.
         values = [CopiedArray.of(value) if isinstance(value, np.ndarray) else value for value in values]
-        futures = await self._handler.serialize(values, infos, args)
+        # Before Orbax's threads begin to write: they would take the interpreter from the caller, who waits.
+        _start_transfers(values, infos)
         held = [one for leaf in zip(values, infos, args, strict=True) for one in hold(*leaf)]
-        return [*futures, CommitFuture(sum_held(held, sums), name="orbax_t5x_checksums")]
+        futures = await self._handler.serialize(values, infos, args)
+        if sums.later:
+            sums.keep(held)
+            return futures
+        return [*futures, CommitFuture(_sum_soon(held, sums), name="orbax_t5x_checksums")]
 
 
 class CopiedArray(np.ndarray):
@@ -161,67 +174,101 @@ class CopiedArray(np.ndarray):
         return self.view(np.ndarray)
 
 
-def summed_types() -> tuple[type, ...]:
+@functools.cache
+def summed_types() -> frozenset[type]:
     """The type handlers of which it is known what they write."""
     known = ocp.type_handlers
     arrays = known.ArrayHandler, known.SingleReplicaArrayHandler
-    return *arrays, known.NumpyHandler, known.ScalarHandler, known.StringHandler
+    return frozenset((*arrays, known.NumpyHandler, known.ScalarHandler, known.StringHandler))
 
 
-def hold(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HeldBox]:
+def hold(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[Held]:
     """What this process writes of a leaf, kept as it is now.
 
     Args:
       value: the leaf; a NumPy array is one that nobody writes over (`CopiedArray`).
-      info: has the `name` under which Orbax stores it, and Orbax's `device_host_byte_limiter`, or None.
+      info: has the `name` under which Orbax stores it, Orbax's `device_host_byte_limiter`, or None, and
+        `enable_pinned_host_transfer`, which counts as set where it is missing.
       arg: its `dtype` is that in which it is stored; None for its own.
     """
     if isinstance(value, jax.Array):
         array = jax.random.key_data(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value
         dtype = np.dtype(array.dtype if arg.dtype is None else arg.dtype)
-        for shard in array.addressable_shards:
-            if shard.replica_id == 0:
-                box = tuple(side.indices(size)[:2] for side, size in zip(shard.index, array.shape, strict=True))
-                yield HeldBox(info.name, array.shape, box, _on_host(shard.data, info), dtype)
+        devices = written_boxes(array.sharding, array.shape)
+        shards = [shard for shard in array.addressable_shards if shard.device in devices]
+        boxes = [devices[shard.device] for shard in shards]
+        parts = map(_to_host(devices, info), [shard.data for shard in shards])
+        yield Held(info.name, array.shape, boxes, list(parts), dtype)
     elif jax.process_index() == 0:
         if isinstance(value, str):
-            yield HeldBox(info.name, (), (), value, np.dtype(object))
+            yield Held(info.name, (), [()], [value], np.dtype(object))
         elif isinstance(value, np.ndarray | np.generic | bool | int | float):
             array = np.asarray(value).view(np.ndarray)
             array = array.astype(array.dtype.newbyteorder("="), copy=False)
             dtype = np.dtype(array.dtype if arg.dtype is None else arg.dtype)
-            yield HeldBox(info.name, array.shape, full_box(array.shape), array, dtype.newbyteorder("="))
+            yield Held(info.name, array.shape, [full_box(array.shape)], [array], dtype.newbyteorder("="))
 
 
-def _on_host(data: jax.Array, info: Any) -> Any:
-    """A shard that the caller may give away from now on.
+@functools.lru_cache(maxsize=4096)  # as many layouts of arrays as Orbax remembers
+def written_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """What is written of an array, by device: each box once, by the first device that has it (its replica 0)."""
+    first: dict[Box, Any] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = tuple(side.indices(size)[:2] for side, size in zip(index or (), shape, strict=True))
+        first.setdefault(box, device)
+    return {device: box for box, device in first.items() if device.process_index == jax.process_index()}
 
-    On CPU it is the buffer that Orbax writes from. From an accelerator it is copied once more, while the caller goes
-    on: Orbax's copy cannot be had. Where Orbax was told to move little at a time, it leaves shards where they are until
-    it writes them, and so does this.
+
+def _start_transfers(values: Sequence[Any], infos: Sequence[Any]) -> None:
+    """Starts copying shards from accelerators, as Orbax does: all are on their way before one is waited for."""
+    for value, info in zip(values, infos, strict=True):
+        if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            boxes = written_boxes(value.sharding, value.shape)
+            if any(device.platform != "cpu" for device in boxes) and _to_host(boxes, info) is np.asarray:
+                for shard in value.addressable_shards:
+                    if shard.device in boxes:
+                        shard.data.copy_to_host_async()
+
+
+def _to_host(devices: Iterable[Any], info: Any) -> Callable[[jax.Array], Any]:
+    """What makes of a shard on one of these devices something that stays when the caller gives the shard away.
+
+    `np.asarray` gives the very copy that Orbax writes from, on CPU the shard's own memory: JAX keeps one for each
+    shard. Orbax's copy in pinned memory cannot be had, so that is made once more, while the caller goes on. Where Orbax
+    was told to move little at a time, it leaves shards where they are until it writes them, and so does this.
     """
-    limit = getattr(info.device_host_byte_limiter, "max_bytes", None)
+    if getattr(info.device_host_byte_limiter, "max_bytes", None) is not None:
+        return _as_it_is
+    device = next(iter(devices), None)
+    if device is None or device.platform == "cpu" or not getattr(info, "enable_pinned_host_transfer", True):
+        return np.asarray
+    is_pinned = any(memory.kind == "pinned_host" for memory in device.addressable_memories())
+    return _to_pinned_host if is_pinned else np.asarray
+
+
+def _as_it_is(data: jax.Array) -> jax.Array:
+    return data
+
+
+def _to_pinned_host(data: jax.Array) -> jax.Array:
     (device,) = data.devices()
-    if limit is not None:
-        return data
-    if device.platform == "cpu":
-        return np.asarray(data)
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" not in kinds:
-        return np.asarray(data)
     return jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
 
 
-async def sum_held(held: list[HeldBox], sums: SaveSums) -> None:
-    """Sums what is held and lets go of it, one after the other; in a thread of its own, which may wait."""
-    sums.begin.wait()
+async def _sum_soon(held: list[Held], sums: SaveSums) -> None:
+    sum_held(held, sums)
+
+
+def sum_held(held: list[Held], sums: SaveSums) -> None:
+    """Sums what is held, and lets go of it, one array after the other."""
     held.reverse()
     while held:
         one = held.pop()
-        if isinstance(one.data, str):
-            sums.add(one.key, (), STRING, (), _crc.extend(0, one.data.encode("utf-8", "surrogatepass")))
-        else:
-            sums.add(one.key, one.shape, one.dtype.name, one.box, _stored_crc(np.asarray(one.data), one.dtype))
+        for box, part in zip(one.boxes, one.parts, strict=True):
+            if isinstance(part, str):
+                sums.add(one.key, one.shape, STRING, box, _crc.extend(0, part.encode("utf-8", "surrogatepass")))
+            else:
+                sums.add(one.key, one.shape, one.dtype.name, box, _stored_crc(np.asarray(part), one.dtype))
 
 
 def _stored_crc(array: np.ndarray, dtype: np.dtype) -> int:

@@ -15,12 +15,13 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from etils import epath
 
-from orbax_t5x.concurrency import first_failure
+from orbax_t5x.concurrency import first_failure, run_jobs
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture
 from orbax_t5x.storage.paths import url_scheme
@@ -33,6 +34,8 @@ _METADATA_ROUNDS = 100
 _METADATA_SECS = 1.0
 # Directories are made in the background, in milliseconds; without an answer by then they are not coming.
 _CREATION_TIMEOUT_SECS = 20
+# So long the interpreter is left to Orbax, which opens its arrays then, and to the caller, whom `save` returns to.
+_HEAD_START_SECS = 0.2
 # TensorStore reports the system's errors as text.
 _ERRNO_TEXTS = {
     "No space left on device": errno.ENOSPC,
@@ -129,18 +132,18 @@ def _local(directory: Any) -> Path | None:
 
 
 class GuardedCommit:
-    """Orbax's commit futures as one that, where they fail, leaves nothing behind and raises a typed error."""
+    """Orbax's commit futures as one that, where they fail, leaves nothing behind and raises a typed error.
 
-    def __init__(
-        self,
-        futures: Sequence[Any],
-        directory: epath.Path,
-        remove: bool,
-        finish: Callable[[], None] | None = None,
-    ):
-        """Args: `remove`: whether this process removes the directory; `finish`: called once all have succeeded."""
+    Attributes:
+      meanwhile: called by whoever waits, while what the futures stand for goes on, or is done.
+      finish: called once all have succeeded.
+    """
+
+    def __init__(self, futures: Sequence[Any], directory: epath.Path, remove: bool):
+        """Args: `remove`: whether this process removes the directory."""
+        self.meanwhile: Callable[[], None] | None = None
+        self.finish: Callable[[], None] | None = None
         self._futures = tuple(futures)
-        self._finish = finish
         self._directory = directory
         self._remove = remove
 
@@ -148,10 +151,13 @@ class GuardedCommit:
         """Waits for the commit; see `ocp.future.Future`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
+            if self.meanwhile is not None:
+                self._give_a_head_start()
+                self.meanwhile()
             for future in self._futures:
                 future.result(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
-            if self._finish is not None:
-                self._finish()
+            if self.finish is not None:
+                self.finish()
         except TimeoutError:
             raise
         except BaseException as error:
@@ -159,6 +165,12 @@ class GuardedCommit:
             if self._remove:
                 remove_temporary(self._directory)
             raise_as_checkpoint_error(first_failure(error), self._directory)
+
+    def _give_a_head_start(self) -> None:
+        begun = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            for future in self._futures:
+                future.result(timeout=max(0.001, begun + _HEAD_START_SECS - time.monotonic()))
 
     def cancel(self) -> None:
         """Cancels what still runs."""
@@ -175,10 +187,9 @@ def sync_tree(directory: Any) -> None:
     root = _local(directory)
     if root is None:
         return
-    for folder, _, names in os.walk(root):
-        for name in names:
-            sync(os.path.join(folder, name))
-        sync(folder)
+    paths = [path for folder, _, names in os.walk(root) for path in (*(os.path.join(folder, n) for n in names), folder)]
+    # Each waits for the device, 2 ms also where nothing is left to write; together most wait for the same flush.
+    run_jobs(partial(sync, path) for path in paths)
 
 
 def sync_directory(directory: Path) -> None:

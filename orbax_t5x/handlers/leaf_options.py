@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,11 @@ def save_options(given: Any, names: Sequence[str], casts: Mapping[str, np.dtype]
     if problems:
         raise RestorePlanError(problems)
     dtypes = {**casts, **dtypes}
-    return [dataclasses.replace(by_name.get(name, ocp.SaveArgs()), dtype=dtypes.get(name)) for name in names]
+    without = functools.cache(lambda dtype: ocp.SaveArgs(dtype=dtype))  # nearly all leaves have the same
+    return [
+        dataclasses.replace(by_name[name], dtype=dtypes.get(name)) if name in by_name else without(dtypes.get(name))
+        for name in names
+    ]
 
 
 def _by_name(given: Any, names: Sequence[str]) -> dict[str, ocp.SaveArgs]:

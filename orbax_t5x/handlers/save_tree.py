@@ -85,7 +85,7 @@ def prepare(
     names = [leaf_name(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]
     skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
-    check_names(paths, skipped)
+    check_names(names, [path for path, _ in paths], skipped)
     options = save_options(args.save_args, names, _casts(args.dtype, tree, names, leaves))
     ready = [
         _SKIPPED if name in skipped else _ready(leaf, name, option, writer)

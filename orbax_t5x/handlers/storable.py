@@ -6,7 +6,7 @@ Nothing here is a list of ours: TensorStore is asked for dtypes, and the table o
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,9 @@ def check_leaves(
     """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped."""
     reasons: dict[str, str] = {}
     skipped: dict[str, tuple[Any, str]] = {}
+    has = functools.cache(registry.has)  # few types, many leaves
     for name, leaf in zip(names, leaves, strict=True):
-        reason = _why_not(leaf, registry)
+        reason = _why_not(leaf, has)
         if reason is None:
             continue
         reasons[name] = reason
@@ -49,13 +50,13 @@ def check_leaves(
     )
 
 
-def _why_not(leaf: Any, registry: Any) -> str | None:
-    """Why Orbax cannot store a leaf, or None if it can."""
+def _why_not(leaf: Any, has: Callable[[type], bool]) -> str | None:
+    """Why Orbax cannot store a leaf, or None if it can; `has` tells for which types there are handlers."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "is abstract: it has no values"
     if leaf is Ellipsis or isinstance(leaf, str):
         return None
-    if not isinstance(leaf, LazyArray) and not registry.has(type(leaf)):
+    if not isinstance(leaf, LazyArray) and not has(type(leaf)):
         fix = ": make it an array with np.asarray" if isinstance(leaf, np.generic | complex) else ""
         return f"is a {type(leaf).__name__}, which Orbax does not store{fix}"
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
@@ -83,12 +84,14 @@ def storable(dtype: np.dtype) -> bool:
     return True
 
 
-def check_names(paths: Sequence[tuple[Any, Any]], skipped: Mapping[str, Any]) -> None:
+def check_names(names: Sequence[str], paths: Sequence[Any], skipped: Mapping[str, Any]) -> None:
     """Orbax joins a leaf's keys with dots: two leaves that then have one name would be written over each other."""
+    # Names that dots tell apart where slashes are among them, too, are told apart as Orbax joins them.
+    if len({name.replace("/", ".") for name in names}) == len(names):
+        return
     stored: dict[str, str] = {}
     problems: list[Problem] = []
-    for path, _ in paths:
-        name = leaf_name(path)
+    for name, path in zip(names, paths, strict=True):
         if name in skipped:
             continue
         joined = storage_key(path)

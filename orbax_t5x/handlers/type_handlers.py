@@ -7,7 +7,8 @@ is chosen here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -90,9 +91,30 @@ class WithStreamedLeaves:
         self._saves = saves
         self._streamed = LazyArrayHandler()
         self._summed: dict[Any, SummedHandler] = {}
+        self._found: dict[Any, Any] | None = None
+
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Looks each type up once meanwhile; Orbax asks several times for each leaf of a save, while its caller waits.
+
+        Otherwise handlers may be registered at any time.
+        """
+        self._found = {}
+        try:
+            yield
+        finally:
+            self._found = None
 
     def get(self, ty: Any) -> Any:
         """The handler for a type, or for the text that stands for one on disk."""
+        found = self._found
+        if found is None:
+            return self._get(ty)
+        if ty not in found:
+            found[ty] = self._get(ty)
+        return found[ty]
+
+    def _get(self, ty: Any) -> Any:
         if ty is StreamedLeaf:
             return self._streamed
         handler = self._below.get(ty)

@@ -20,7 +20,7 @@ import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
 from orbax_t5x.concurrency import first_failure
-from orbax_t5x.handlers.checksums import CopiedArray, HeldBox, SaveSums, hold, merge_parts, sum_held
+from orbax_t5x.handlers.checksums import CopiedArray, Held, SaveSums, hold, merge_parts, sum_held
 from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error, sync_tree
 from orbax_t5x.handlers.storable import storage_key
 from orbax_t5x.handlers.v1.orbax_v1_names import stored_dtype, transfer_limit
@@ -40,7 +40,7 @@ class _StoredLeaf(NamedTuple):
     device_host_byte_limiter: _Limiter
 
 
-def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[HeldBox]]:
+def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[Held]]:
     """What this process writes of a tree, kept as it is now for its checksums.
 
     Args:
@@ -54,7 +54,7 @@ def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[HeldBox]]:
     copied = context.memory.deepcopy_host_arrays
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves: list[Any] = []
-    held: list[HeldBox] = []
+    held: list[Held] = []
     for path, leaf in paths:
         stored = ocp.SaveArgs(dtype=stored_dtype(context, path, leaf))
         # Orbax would copy it once more, were it not of this class.
@@ -82,7 +82,7 @@ class RunningSave:
 async def finish(
     directory: v1.path.PathAwaitingCreation,
     written: Awaitable[None],
-    held: list[HeldBox] | None,
+    held: list[Held] | None,
     custom_metadata: Mapping[str, Any] | None,
     *,
     primary: bool,
@@ -111,11 +111,10 @@ async def finish(
         raise_as_checkpoint_error(first_failure(error), path)
 
 
-def _write_sums(directory: epath.Path, held: list[HeldBox]) -> None:
-    sums = SaveSums()
-    sums.begin.set()
-    asyncio.run(sum_held(held, sums))
-    sums.write_part(directory)
+def _write_sums(directory: epath.Path, held: list[Held]) -> None:
+    sums = SaveSums(later=False)
+    sum_held(held, sums)
+    sums.write(directory)
 
 
 def _complete(directory: epath.Path, has_sums: bool, custom_metadata: Mapping[str, Any] | None) -> None:
