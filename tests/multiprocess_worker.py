@@ -1,9 +1,10 @@
 """One of several processes of a job: `python -m tests.multiprocess_worker JOB COORDINATOR COUNT INDEX RESULT …`.
 
 Writes its result as JSON into a file: collectives print to standard output. Run by test_multiprocess.py under a
-timeout: a peer that dies takes the others with it.
+timeout: a peer that dies takes the others with it. A job of another module of the tests is named `module:function`.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -177,7 +178,7 @@ def restore_where_one_is_slow(path):
 
 
 # Jobs after which a process ends alone: what JAX does at the end, all do together.
-_ENDS_ALONE = ("restore_where_one_dies", "restore_where_one_stops")
+_ENDS_ALONE = ("_where_one_dies", "_where_one_stops")
 
 
 def main():
@@ -185,13 +186,15 @@ def main():
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(count), int(index))
     try:
-        result = globals()[job](*arguments)
+        module, _, name = job.rpartition(":")
+        jobs = vars(importlib.import_module(f"tests.{module}")) if module else globals()
+        result = jobs[name](*arguments)
     except (ot.errors.CheckpointError, ValueError) as error:
         result = {"error": type(error).__name__, "leaf": getattr(error, "leaf", None), "text": str(error)}
         result["path"] = getattr(error, "path", None)
     with open(result_path, "w") as file:
         json.dump(result, file)
-    if job in _ENDS_ALONE:
+    if job.endswith(_ENDS_ALONE):
         os._exit(0)
     multihost_utils.sync_global_devices("done")
     jax.distributed.shutdown()

@@ -39,6 +39,12 @@ def intersect(box: Box, other: Box) -> Box | None:
     return shared
 
 
+def bounding_box(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of one rank; there is at least one."""
+    sides = zip(*boxes, strict=True)
+    return tuple([(min(low for low, _ in side), max(high for _, high in side)) for side in sides])
+
+
 def shift(box: Box, outer: Box) -> Box:
     """A box in the coordinates of an outer one: its own first element is index 0."""
     return tuple([(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True)])

@@ -87,7 +87,8 @@ def restore(
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.
       limits: what a file's headers may claim.
-      broadcast: with one process nothing changes; several are an error in this version.
+      broadcast: with several processes, each stored byte is read by one of them and sent to those that need it; every
+        process passes the same. With one process nothing changes.
 
     Returns:
       The target's structure, with its types, dtypes and shardings.

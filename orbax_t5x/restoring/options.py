@@ -71,7 +71,8 @@ class ReadOptions(_FromKeywords):
         Chunks that are decoded beside them have as much memory of their own.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.
-      broadcast: with one process nothing changes; several are an error in this version.
+      broadcast: with several processes, each stored byte is read by one of them and sent to those that need it; every
+        process passes the same. With one process nothing changes.
 
     Raises:
       ValueError: an unknown `verify` or `progress`, or a limit below one byte.

@@ -131,6 +131,8 @@ class RestoreReport:
       unverified: leaves that were read only in part, so that their checksum could not be compared.
       without_checksum: leaves whose format keeps no checksum of data.
       seconds: wall time.
+      bytes_received: with `broadcast=True`, bytes of array data that other processes read and sent to this one. With
+        what it read itself and sent to others, `bytes_read` differs from the plan's `bytes_to_read` then.
     """
 
     bytes_read: int
@@ -141,10 +143,13 @@ class RestoreReport:
     unverified: tuple[str, ...]
     without_checksum: tuple[str, ...]
     seconds: float
+    bytes_received: int = 0
 
     def summary(self) -> str:
         """Counts without names, in one line."""
         parts = [f"{size_text(self.bytes_read)} read in {self.seconds:.2f} s"]
+        if self.bytes_received:
+            parts.append(f"{size_text(self.bytes_received)} received from other processes")
         if self.gap_bytes:
             parts.append(f"{size_text(self.gap_bytes)} of gaps read over")
         if self.fill_chunks:

@@ -1,5 +1,5 @@
-"""What processes tell each other during one restore: whether they read what they had to, and checksums of the parts
-that they read.
+"""What processes tell each other during one restore: bytes of any kind, whether they read what they had to, and
+checksums of the parts that they read.
 
 Four bytes of crc and two offsets per part, in one small all-gather. Every process must call it, with the same leaves in
 the same order, also one whose reading failed: the others would wait for it.
@@ -7,18 +7,65 @@ the same order, also one whose reading failed: the others would wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from jax.experimental import multihost_utils
 
-from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LeafMismatchError,
+    LimitExceededError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.restoring.execute.heartbeat import call_with_living_peers
 
 _COLUMNS = 4  # leaf, start, stop, crc
+# Errors that say the same on a process that only hears of them.
+_TOLD = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointGoneError,
+        CheckpointIOError,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        LeafMismatchError,
+        LimitExceededError,
+        UnsafeCheckpointError,
+        UnsupportedCheckpointError,
+    )
+}
+
+_Result = TypeVar("_Result")
+
+
+def collective(function: Callable[[], _Result], path: str | None) -> _Result:
+    """Calls what waits for other processes.
+
+    Args:
+      function: what to call, in a thread of its own.
+      path: of what is being restored, for the error.
+
+    Raises:
+      CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
+        was stopped or is parted from the others.
+    """
+    try:
+        return call_with_living_peers(function, path)
+    except RuntimeError as error:  # `jax.errors.JaxRuntimeError` is one, and has no type for checkers
+        text = " ".join(str(error).split())
+        message = f"another process of this restore has died, or cannot be reached: {text}"
+        raise CheckpointIOError(message, path=path) from error
 
 
 def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
@@ -29,42 +76,59 @@ def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
       path: of what is being restored, for the error.
 
     Raises:
-      CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
-        was stopped or is parted from the others.
+      CheckpointIOError: as `collective`.
     """
-    try:
-        rows = call_with_living_peers(lambda: np.asarray(multihost_utils.process_allgather(mine)), path)
-    except RuntimeError as error:  # `jax.errors.JaxRuntimeError` is one, and has no type for checkers
-        text = " ".join(str(error).split())
-        message = f"another process of this restore has died, or cannot be reached: {text}"
-        raise CheckpointIOError(message, path=path) from error
+    rows = collective(lambda: np.asarray(multihost_utils.process_allgather(mine)), path)
     return rows.reshape(-1, *mine.shape)
 
 
+def gather_bytes(mine: bytes, path: str | None) -> list[bytes]:
+    """What each process tells, by its index; every process must call it.
+
+    Raises:
+      CheckpointIOError: as `collective`.
+    """
+    sizes = gather(np.asarray([len(mine)], np.uint32), path)[:, 0].tolist()
+    padded = np.zeros(max(1, *sizes), np.uint8)
+    padded[: len(mine)] = np.frombuffer(mine, np.uint8)
+    rows = gather(padded, path)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def any_failed(failed: bool, path: str | None) -> bool:
+    """Whether some process has failed; every process must call it.
+
+    Raises:
+      CheckpointIOError: as `collective`.
+    """
+    return bool(gather(np.asarray([failed], np.uint32), path).any())
+
+
 def gather_parts(
-    stats: ReadStats, leaves: Sequence[Leaf], *, failed: bool, path: str | None
+    stats: ReadStats, leaves: Sequence[Leaf], *, error: Exception | None, path: str | None
 ) -> dict[Leaf, list[ChecksummedRange]]:
     """The parts of all processes, by this process's leaf.
 
     Args:
       stats: what this process noted.
       leaves: of the plan, in an order that all processes have.
-      failed: whether this process could not read.
+      error: why this process could not read, or None.
       path: of what is being restored, for errors.
 
     Raises:
-      CheckpointIOError: some process could not, or has died.
+      CheckpointError: what another process could not read, as that process has it.
+      CheckpointIOError: some process could not go on for another reason, or has died.
     """
     noted = [
         (index, part.start, part.stop, part.crc) for index, leaf in enumerate(leaves) for part in stats.ranges(leaf)
     ]
     # Without jax_enable_x64 an all-gather would narrow int64: each number travels as two uint32.
     mine = np.asarray(noted, np.uint64).reshape(-1, _COLUMNS)
-    counts_and_failures = gather(np.asarray([len(mine), failed], np.uint32), path)
+    counts_and_failures = gather(np.asarray([len(mine), error is not None], np.uint32), path)
     counts, failures = counts_and_failures[:, 0], np.flatnonzero(counts_and_failures[:, 1]).tolist()
     if failures:
-        who = ", ".join(map(str, failures))
-        raise CheckpointIOError(f"reading failed on process {who}; its own error says why", path=path)
+        told = gather_bytes(b"" if error is None else _as_bytes(error), path)
+        raise _as_told(failures, told[failures[0]], path)
     longest = int(np.max(counts))
     if not longest:
         return {}
@@ -77,3 +141,23 @@ def gather_parts(
         for index, start, stop, crc in rows:
             parts.setdefault(leaves[index], []).append(ChecksummedRange(start, stop, crc))
     return parts
+
+
+def _as_bytes(error: Exception) -> bytes:
+    if not isinstance(error, CheckpointError) or type(error).__name__ not in _TOLD:
+        return json.dumps(None).encode()
+    number = error.errno if isinstance(error, CheckpointIOError) else None
+    return json.dumps([type(error).__name__, error.message, error.path, error.leaf, number]).encode()
+
+
+def _as_told(failures: Sequence[int], told: bytes, path: str | None) -> CheckpointError:
+    """The error of another process as the same type, or that it has one of its own."""
+    known = json.loads(told)
+    if known is None:
+        who = ", ".join(map(str, failures))
+        return CheckpointIOError(f"reading failed on process {who}; its own error says why", path=path)
+    name, message, where, leaf, number = known
+    message = f"{message} (on process {failures[0]})"
+    if _TOLD[name] is CheckpointIOError:
+        return CheckpointIOError(message, path=where, leaf=leaf, errno=number)
+    return _TOLD[name](message, path=where, leaf=leaf)

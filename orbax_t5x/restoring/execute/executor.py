@@ -10,6 +10,9 @@ are awaited. Leaves that share stored bytes are in one group, so that each box i
 Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's share
 is given back when its arrays have arrived there. What leaves of chunked formats need to decode chunks has a budget of
 its own, of the same size (`ReadStats.decoding`).
+
+With several processes and `broadcast`, what more than one of them needs is read by one and sent (`broadcast`), after
+what each reads for itself.
 """
 
 from __future__ import annotations
@@ -20,21 +23,25 @@ import concurrent.futures
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, run_in_pool, wait_all
-from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy import BlockingLeaf, ChecksummedRange, Leaf, ReadStats, Request, ValueLeaf, slices_within
+from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, run_in_pool
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, slices_within
+from orbax_t5x.restoring.execute.broadcast import Broadcast
 from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.heartbeat import beating
-from orbax_t5x.restoring.execute.lowering import Shard, lower_shards
+from orbax_t5x.restoring.execute.lowering import Shard
+from orbax_t5x.restoring.execute.reading import Reader
+from orbax_t5x.restoring.execute.shares import schedule_of
 from orbax_t5x.restoring.execute.steps import Part
+from orbax_t5x.restoring.execute.wanted import compare_plans, gather_wanted
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
@@ -63,11 +70,9 @@ def execute_plan(
       The value of each leaf of the target by name, and what was read and checked.
 
     Raises:
-      ValueError: `broadcast` with several processes.
+      RestorePlanError: the processes have different plans.
       CheckpointError: a leaf could not be read or its checksum does not hold; nothing is returned then.
     """
-    if options.broadcast and jax.process_count() > 1:
-        raise ValueError("broadcast=True over several processes is not available in this version; use broadcast=False")
     with beating():
         return _Execution(plan, options, on_progress).run()
 
@@ -89,20 +94,27 @@ class _Execution:
         self._pending: collections.Counter[Leaf] = collections.Counter()
         self._verified: dict[Leaf, bool | None] = {}
         self._several = jax.process_count() > 1
+        self._is_broadcast = options.broadcast and self._several
         self._stop = threading.Event()
-        # What stands in for leaves that have no values before an execution.
-        self._in_memory: dict[Leaf, ValueLeaf] = {}
+        self._reader = Reader(self._stats, self._stop)
+        self._path = ", ".join(checkpoint.path for checkpoint in plan.checkpoints.values()) or None
+        self._bytes_received = 0
 
     def run(self) -> tuple[dict[str, Any], RestoreReport]:
         started = time.monotonic()
         entries = [entry for entry in self._plan.entries if entry.view is not None]
-        self._in_memory = self._computed_leaves(entries)
+        if self._several:
+            compare_plans(self._plan, self._is_broadcast, self._path)
+        self._reader.in_memory = self._computed_leaves(entries)
+        broadcast: Broadcast | None = None
+        if self._is_broadcast:
+            broadcast, entries = self._broadcast(entries)
         groups = group_entries(entries, self._limit)
         for group in groups:
             self._pending.update(group.leaves.keys())
         if groups or self._several:
-            self._read(groups)
-        self._in_memory.clear()
+            self._read(groups, broadcast)
+        self._reader.in_memory = {}
         self._values.update(self._computed())
         report = self._report(time.monotonic() - started)
         for entry in self._plan.entries:
@@ -112,31 +124,55 @@ class _Execution:
 
     # -- reading
 
-    def _read(self, groups: list[Group]) -> None:
+    def _broadcast(self, entries: Sequence[PlanEntry]) -> tuple[Broadcast, list[PlanEntry]]:
+        """The broadcast of what several processes need, and the entries that are read as without one."""
+        texts = [entry for entry in entries if _is_text(entry)]
+        arrays = [entry for entry in entries if not _is_text(entry)]
+        processes = jax.process_count()
+        schedule = schedule_of(gather_wanted(arrays, self._path), processes, self._limit)
+        broadcast = Broadcast(
+            schedule,
+            texts,
+            self._reader,
+            self._place_arrived,
+            process=jax.process_index(),
+            processes=processes,
+            limit=self._limit,
+            path=self._path,
+        )
+        return broadcast, list(schedule.alone)
+
+    def _read(self, groups: list[Group], broadcast: Broadcast | None) -> None:
         thread = LoopThread()
         try:
-            threads = _REMOTE_THREADS if any(leaf.is_remote for leaf in self._pending) else _THREADS
+            threads = _REMOTE_THREADS if any(leaf.is_remote for leaf in self._leaves_in_order()) else _THREADS
             with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="orbax_t5x-restore") as pool:
                 error: BaseException | None = None
                 try:
                     thread.run(self._read_all(groups, pool), caller=self._caller)
                 except BaseException as caught:  # the other processes must hear of it before it goes on
                     error = caught
-                finally:
-                    self._stop.set()
-                if self._several and (error is None or isinstance(error, Exception)):
+                if broadcast is not None and (error is None or isinstance(error, Exception)):
+                    try:
+                        thread.run(broadcast.run(pool, error), caller=self._caller)
+                    except BaseException as caught:
+                        error = caught
+                    self._bytes_received = broadcast.bytes_received
+                self._stop.set()
+                is_parted = broadcast is not None and broadcast.is_parted
+                if self._several and not is_parted and (error is None or isinstance(error, Exception)):
                     self._verify_together(thread, error)
                 if error is not None:
                     raise error
         finally:
+            self._stop.set()
             thread.close()
 
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
-            path = ", ".join(checkpoint.path for checkpoint in self._plan.checkpoints.values()) or None
-            parts = gather_parts(self._stats, self._leaves_in_order(), failed=error is not None, path=path)
-        except CheckpointIOError:
+            parts = gather_parts(self._stats, self._leaves_in_order(), error=error, path=self._path)
+        except CheckpointError:
             if error is None:
                 raise
             return
@@ -154,7 +190,7 @@ class _Execution:
                     buffers = await self._read_awaited(group, pool)
                 if buffers is None:
                     return
-                placed = await self._caller.run(self._place, group, buffers)
+                placed = await self._caller.run(self._place, group.entries, buffers)
                 if jax.default_backend() != "cpu":
                     # Transfers run on: only when they have arrived may other groups take this share of the host's
                     # memory.
@@ -184,24 +220,12 @@ class _Execution:
     def _read_blocking(self, group: Group) -> _Buffers | None:
         """Reads and finishes one group in this worker thread; None where another group has failed meanwhile."""
         buffers, steps = _allocate(group)
-        for shards in steps:
-            reads, finish = _lower(shards, group)
-            for leaf, requests in reads:
-                if self._stop.is_set():
-                    return None
-                assert isinstance(leaf, BlockingLeaf), "a group is blocking when all its leaves are"
-                self._in_memory.get(leaf, leaf).read_blocking(requests, self._stats)
-            _run_steps(finish, group)
-        return buffers
+        return buffers if self._reader.fill(steps, group.entries[0]) else None
 
     async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor) -> _Buffers:
         """Awaits one group's reads; what computes is done in a worker thread."""
         buffers, steps = _allocate(group)
-        for shards in steps:
-            reads, finish = _lower(shards, group)
-            await wait_all(self._in_memory.get(leaf, leaf).read_into(requests, self._stats) for leaf, requests in reads)
-            if finish:
-                await run_in_pool(pool, _run_steps, finish, group)
+        await self._reader.fill_awaited(steps, group.entries[0], pool)
         return buffers
 
     # -- checksums
@@ -227,15 +251,31 @@ class _Execution:
 
     # -- results
 
-    def _place(self, group: Group, buffers: _Buffers) -> list[jax.Array]:
-        """Makes the values of one group, in the caller's thread; returns those that are on devices."""
-        placed = {entry.name: make_value(entry, buffers.pop(entry.name)) for entry in group.entries}
-        for entry in group.entries:
+    async def _place_arrived(self, entry: PlanEntry, buffers: list[np.ndarray]) -> None:
+        """Makes the value of what came in a broadcast, which goes on where this fails."""
+        placed, error = await self._caller.run(self._try_to_place, entry, buffers)
+        if error is not None:
+            raise error
+        if jax.default_backend() != "cpu":
+            await run_in_pool(None, jax.block_until_ready, placed)
+
+    def _try_to_place(
+        self, entry: PlanEntry, buffers: list[np.ndarray]
+    ) -> tuple[list[jax.Array], None] | tuple[None, Exception]:
+        try:
+            return self._place([entry], {entry.name: buffers}), None
+        except Exception as error:
+            return None, error
+
+    def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[jax.Array]:
+        """Makes the values of entries, in the caller's thread; returns those that are on devices."""
+        placed = {entry.name: make_value(entry, buffers.pop(entry.name)) for entry in entries}
+        for entry in entries:
             check_value(entry, placed[entry.name])
         self._values.update(placed)
         if self._progress is not None:
             total = self._plan.bytes_to_read
-            for entry in group.entries:
+            for entry in entries:
                 self._done_bytes += entry.bytes_to_read
                 self._progress(min(self._done_bytes, total), total, entry.name)
         return [value for value in placed.values() if isinstance(value, jax.Array)]
@@ -274,6 +314,7 @@ class _Execution:
             unverified=tuple(sorted(leaf.name for leaf, verified in stored if verified is False)),
             without_checksum=tuple(sorted(leaf.name for leaf, _ in stored if not leaf.has_checksum)),
             seconds=seconds,
+            bytes_received=self._bytes_received,
         )
 
 
@@ -294,12 +335,6 @@ def _as_shard(part: Part, out: np.ndarray) -> Shard:
     return Shard(part.view, part.box, out if part.box == whole else out[slices_within(part.box, whole)])
 
 
-def _lower(shards: list[Shard], group: Group) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
-    with naming_memory_errors(next(iter(group.leaves)).path, group.entries[0].name):
-        return lower_shards(shards)
-
-
-def _run_steps(steps: Sequence[Callable[[], None]], group: Group) -> None:
-    with naming_memory_errors(next(iter(group.leaves)).path, group.entries[0].name):
-        for step in steps:
-            step()
+def _is_text(entry: PlanEntry) -> bool:
+    assert entry.view is not None
+    return entry.view.dtype.hasobject

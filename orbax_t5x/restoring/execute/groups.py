@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
 from orbax_t5x.restoring.execute.buffers import pieces_of
@@ -15,6 +16,23 @@ from orbax_t5x.restoring.plan_data import PlanEntry
 # bytes.
 _GROUP_BYTES = 4 << 20
 _GROUP_ENTRIES = 64
+
+
+class ReadsLeaves(Protocol):
+    """What reads boxes of leaves: an entry of a plan, for one process or for all."""
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What it is made of."""
+        ...
+
+    @property
+    def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        """The boxes of each leaf, each once."""
+        ...
+
+
+_Reading = TypeVar("_Reading", bound=ReadsLeaves)
 
 
 @dataclasses.dataclass
@@ -59,7 +77,7 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
     """Entries in plan order, joined where they share stored bytes, small neighbours together."""
     groups: list[Group] = []
     small: Group | None = None
-    for cluster in _clusters(entries):
+    for cluster in clusters_of(entries):
         group = _as_group(cluster)
         if not group.is_small():
             groups.append(group)
@@ -79,8 +97,8 @@ def _as_group(entries: list[PlanEntry]) -> Group:
     return Group(entries, max(1, size), leaves, [list(parts) for parts in steps.parts], blocking)
 
 
-def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:
-    """Entries joined where they read the same leaf and share bytes of it."""
+def clusters_of(entries: Sequence[_Reading]) -> list[list[_Reading]]:
+    """Entries joined where they read the same leaf and share bytes of it; in order of their first ones."""
     by_leaf: dict[Leaf, list[int]] = {}
     for index, entry in enumerate(entries):
         for leaf in entry.leaves:
@@ -98,13 +116,13 @@ def _clusters(entries: Sequence[PlanEntry]) -> list[list[PlanEntry]]:
             for index in users[1:]:
                 low, high = sorted((root(users[0]), root(index)))
                 parent[high] = low
-    clusters: dict[int, list[PlanEntry]] = {}
+    clusters: dict[int, list[_Reading]] = {}
     for index, entry in enumerate(entries):
         clusters.setdefault(root(index), []).append(entry)
     return list(clusters.values())
 
 
-def _share_bytes(leaf: Leaf, users: Sequence[PlanEntry]) -> bool:
+def _share_bytes(leaf: Leaf, users: Sequence[ReadsLeaves]) -> bool:
     """Whether reading a leaf for each user alone would read something twice."""
     wanted: list[tuple[Box, ...]] = [boxes for entry in users for one, boxes in entry.reads if one is leaf]
     alone = sum(stored_bytes(leaf, boxes) for boxes in wanted)

@@ -64,7 +64,7 @@ def steps_of(entries: Iterable[PlanEntry]) -> Steps:
     most = 0
     scratch = [part.view.scratch_bytes(part.box) for part in parts]
     while max(scratch, default=0) > SCRATCH_BYTES or (found and sum(scratch) > SCRATCH_BYTES):
-        cut = _cut(parts, sum(scratch))
+        cut = cut_clean(parts, sum(scratch), SCRATCH_BYTES)
         if cut is None:
             break
         head, parts = cut
@@ -74,34 +74,43 @@ def steps_of(entries: Iterable[PlanEntry]) -> Steps:
     return Steps((*found, tuple(parts)), max(most, sum(scratch)))
 
 
-def _cut(parts: Sequence[Part], scratch_bytes: int) -> tuple[list[Part], list[Part]] | None:
-    """The first rows of all parts, of about `SCRATCH_BYTES` of scratch, and the rest; None where no cut is clean."""
-    ranges = [part.box[0] for part in parts if part.box]
+def cut_clean(
+    parts: Sequence[Part], size: int, wanted_size: int, axis: int = 0
+) -> tuple[list[Part], list[Part]] | None:
+    """The first rows of all parts and the rest; None where every cut would have stored bytes on both sides.
+
+    Args:
+      parts: to cut.
+      size: bytes that all of them stand for.
+      wanted_size: bytes that the first rows should about stand for.
+      axis: the dimension whose indices are the rows.
+    """
+    ranges = [part.box[axis] for part in parts if len(part.box) > axis]
     if not ranges:
         return None
     start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
-    wanted = start + max(1, (stop - start) * SCRATCH_BYTES // scratch_bytes)
-    whole = _stored_bytes(parts)
+    wanted = start + max(1, (stop - start) * wanted_size // size)
+    whole = parts_stored_bytes(parts)
     for edge in _edges(parts, start, wanted, stop):
-        head, tail = _divided(parts, edge)
-        if _stored_bytes(head) + _stored_bytes(tail) == whole:
+        head, tail = _divided(parts, edge, axis)
+        if parts_stored_bytes(head) + parts_stored_bytes(tail) == whole:
             return head, tail
     return None
 
 
-def _divided(parts: Iterable[Part], edge: int) -> tuple[list[Part], list[Part]]:
-    """What parts have of the rows before `edge`, and of the others; scalars come first."""
+def _divided(parts: Iterable[Part], edge: int, axis: int) -> tuple[list[Part], list[Part]]:
+    """What parts have of the rows before `edge`, and of the others; those of lower rank come first."""
     head: list[Part] = []
     tail: list[Part] = []
     for part in parts:
-        if not part.box or part.box[0][1] <= edge:
+        if len(part.box) <= axis or part.box[axis][1] <= edge:
             head.append(part)
-        elif part.box[0][0] >= edge:
+        elif part.box[axis][0] >= edge:
             tail.append(part)
         else:
-            (start, stop), *rest = part.box
-            head.append(part._replace(box=((start, edge), *rest)))
-            tail.append(part._replace(box=((edge, stop), *rest)))
+            (start, stop), before, after = part.box[axis], part.box[:axis], part.box[axis + 1 :]
+            head.append(part._replace(box=(*before, (start, edge), *after)))
+            tail.append(part._replace(box=(*before, (edge, stop), *after)))
     return head, tail
 
 
@@ -134,8 +143,8 @@ def _units(leaf: Leaf) -> set[int]:
     }
 
 
-def _stored_bytes(parts: Iterable[Part]) -> int:
-    """Bytes that one step of these parts reads; of chunked leaves those of whole chunks."""
+def parts_stored_bytes(parts: Iterable[Part]) -> int:
+    """Bytes that reading these parts together takes from where they are stored; of chunked leaves whole chunks."""
     found = boxes_by_leaf((part.view, part.box) for part in parts)
     return sum(stored_bytes(leaf, boxes) for leaf, boxes in found)
 

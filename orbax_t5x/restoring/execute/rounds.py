@@ -1,0 +1,80 @@
+"""Sending bytes between processes: the rows of one round, and short texts that all processes need.
+
+A row travels as unsigned bytes and is never computed with: signs of zeros and payloads of NaNs arrive as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from orbax_t5x.restoring.execute.exchange import collective, gather_bytes
+from orbax_t5x.restoring.execute.shares import ALIGNMENT
+
+_AXIS = "process"
+_LENGTH = np.dtype("<u8")
+
+
+def empty_row(size: int) -> np.ndarray:
+    """A row of zeros, at an address from which JAX takes it over without a copy."""
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % ALIGNMENT
+    return memory[first : first + size]
+
+
+def exchange_rows(row: np.ndarray, members: Sequence[int], path: str | None) -> np.ndarray:
+    """The rows of all members; each of them must call it, and nobody else.
+
+    Args:
+      row: of this process; bytes, of one size on all members. It must not change afterwards.
+      members: processes, ascending, this one among them.
+      path: of what is being restored, for the error.
+
+    Returns:
+      Bytes [member, row].
+
+    Raises:
+      CheckpointIOError: a member does not answer.
+    """
+    if len(members) == 1:
+        return row[None]
+    return collective(lambda: _all_gather(row, members), path)
+
+
+def _all_gather(row: np.ndarray, members: Sequence[int]) -> np.ndarray:
+    """By the first device of each member."""
+    mesh = Mesh(np.asarray([jax.local_devices(process_index=member)[0] for member in members]), (_AXIS,))
+    own = jax.device_put(row[None], jax.local_devices()[0])
+    rows = jax.make_array_from_single_device_arrays(
+        (len(members), row.size), NamedSharding(mesh, PartitionSpec(_AXIS)), [own]
+    )
+    gathered = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
+    return np.asarray(gathered.addressable_data(0))
+
+
+def _same(rows: jax.Array) -> jax.Array:
+    return rows
+
+
+def exchange_texts(mine: Sequence[bytes], path: str | None) -> list[list[bytes]]:
+    """The texts of each process, by its index; every process must call it.
+
+    Raises:
+      CheckpointIOError: a process does not answer.
+    """
+    lengths = np.asarray([len(mine), *map(len, mine)], _LENGTH)
+    told = gather_bytes(lengths.tobytes() + b"".join(mine), path)
+    return [_texts(payload) for payload in told]
+
+
+def _texts(payload: bytes) -> list[bytes]:
+    count = int(np.frombuffer(payload, _LENGTH, 1)[0])
+    stop = (count + 1) * _LENGTH.itemsize
+    texts: list[bytes] = []
+    for length in np.frombuffer(payload, _LENGTH, count, offset=_LENGTH.itemsize).tolist():
+        start, stop = stop, stop + length
+        texts.append(payload[start:stop])
+    return texts
