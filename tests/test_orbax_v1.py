@@ -1,6 +1,7 @@
 """Orbax v1's free functions inside `ot.v1.context()`: what they save and load, and what they refuse."""
 
 import asyncio
+import concurrent.futures
 import gc
 import json
 
@@ -322,6 +323,21 @@ def test_nothing_global_changes(tmp_path):
     assert ocp.Context().checkpointables.registry.get_all_entries() == before
     ocp.save(tmp_path / "2", {"w": np.ones(2)})
     assert not (tmp_path / "2" / "state" / "_CHECKSUMS.json").exists()
+
+
+def test_a_context_stays_active_when_a_checkpointer_enters_it_again(tmp_path):
+    """And is over when it is left, in each thread by itself."""
+    made = ot.v1.context()
+    with made:
+        with ocp.training.Checkpointer(tmp_path / "steps") as checkpointer:
+            checkpointer.save(0, {"w": np.ones(2)})
+            checkpointer.load(0)
+        ocp.save(tmp_path / "1", {"w": np.ones(2)})
+        with made, concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(ocp.save, tmp_path / "outside", {"w": np.ones(2)}).result()
+        ocp.save(tmp_path / "2", {"w": np.ones(2)})
+    ocp.save(tmp_path / "3", {"w": np.ones(2)})
+    assert {path.parent.parent.name for path in tmp_path.rglob("_CHECKSUMS.json")} == {"0", "1", "2"}
 
 
 # -- options of the context

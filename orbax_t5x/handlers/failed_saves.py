@@ -27,6 +27,8 @@ from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture
 from orbax_t5x.storage.paths import url_scheme
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
+# What Orbax itself, of version 0 or 1, writes into a step beside its items.
+_STEP_FILES = {_STEP_METADATA, "orbax.checkpoint"}
 # Orbax's own writers may still be finishing when we remove; what they create after us is removed on the next round.
 _ROUNDS = 50
 _ROUND_SECS = 0.1
@@ -104,14 +106,14 @@ def _wait_for_step_metadata(path: Path) -> None:
 
 
 def remove_temporary(directory: Any) -> None:
-    """Removes a local temporary directory, and its parent where it is temporary too and holds nothing else."""
+    """Removes a local directory that is temporary, or lies in one, and such a parent where it holds nothing else."""
     path = _local(directory)
-    if path is None or TEMPORARY_MARK not in path.name:
+    if path is None or TEMPORARY_MARK not in path.name + path.parent.name:
         return
     remove_tree(path)
     parent = path.parent
     with contextlib.suppress(OSError):
-        if TEMPORARY_MARK in parent.name and all(entry.name == _STEP_METADATA for entry in parent.iterdir()):
+        if TEMPORARY_MARK in parent.name and all(entry.name in _STEP_FILES for entry in parent.iterdir()):
             remove_tree(parent)
 
 

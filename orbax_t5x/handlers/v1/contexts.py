@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -45,11 +46,32 @@ def context(
     if on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported must be 'error' or 'skip', not {on_unsupported!r}")
     lineage = None if provenance is None else checked_lineage(provenance)
-    made = v1.Context(base)
+    made = _ReenteredContext(base)
     options = SaveOptions(checksums, lineage, on_unsupported)
     handler = type(V1TrainStateHandler.__name__, (V1TrainStateHandler,), {"options": options})
     made.checkpointables.registry = _with_handler(made.checkpointables.registry, handler)
     return made
+
+
+# Orbax marks its class final; nothing but a subclass can be entered again.
+class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
+    """A context that can be entered again while it is active.
+
+    `training.Checkpointer` enters the active context in each call. Orbax's own forgets then that it was active before,
+    and whatever follows in the same `with` has Orbax's defaults.
+    """
+
+    def __init__(self, base: v1.Context | None):
+        super().__init__(base)
+        self._entered = threading.local()
+
+    def __enter__(self) -> v1.Context:
+        stack = self._entered.__dict__.setdefault("stack", [])
+        stack.append(self.__contextmanager__())
+        return stack[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        return self._entered.stack.pop().__exit__(*raised)
 
 
 def _with_handler(

@@ -24,7 +24,7 @@ from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type
-from orbax_t5x.handlers.v1.saving import RunningSave, finish, hold_tree
+from orbax_t5x.handlers.v1.saving import RunningSave, discard_refused, finish, hold_tree
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.trees.named_leaves import is_train_state, named_leaves
 
@@ -73,9 +73,14 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         Raises:
           UnsupportedCheckpointError: leaves that Orbax cannot store, by name; nothing was written.
         """
-        prepared = self._prepare(directory, checkpointable)
-        tree, held = hold_tree(prepared.tree, self._context) if self.options.checksums else (prepared.tree, None)
-        written = await self._orbax.save(directory, tree)
+        try:
+            prepared = self._prepare(directory, checkpointable)
+            tree, held = hold_tree(prepared.tree, self._context) if self.options.checksums else (prepared.tree, None)
+            written = await self._orbax.save(directory, tree)
+        except BaseException:
+            if self._is_primary():
+                discard_refused(directory.path)
+            raise
         rest = partial(finish, directory, written, held, prepared.custom_metadata, primary=self._is_primary())
         return RunningSave(written, rest)
 

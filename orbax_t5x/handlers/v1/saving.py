@@ -9,6 +9,7 @@ the checkpoint.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from etils import epath
 
 from orbax_t5x.concurrency import first_failure
 from orbax_t5x.handlers.checksums import CopiedArray, Held, SaveSums, hold, merge_parts, sum_held
-from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error, sync_tree
+from orbax_t5x.handlers.failed_saves import discard, raise_as_checkpoint_error, remove_temporary, sync_tree
+from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK
 from orbax_t5x.handlers.storable import storage_key
 from orbax_t5x.handlers.v1.orbax_v1_names import stored_dtype, transfer_limit
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
@@ -97,7 +99,7 @@ async def finish(
       primary: whether this process finalizes.
 
     Raises:
-      CheckpointIOError: something could not be written.
+      CheckpointIOError: something could not be written; nothing is left of the save.
     """
     path = await directory.await_creation()
     try:
@@ -108,7 +110,26 @@ async def finish(
         if primary:
             await asyncio.to_thread(_complete, path, held is not None, custom_metadata)
     except BaseException as error:
+        await asyncio.to_thread(_end, written)
+        if primary:
+            await asyncio.to_thread(remove_temporary, path)
         raise_as_checkpoint_error(first_failure(error), path)
+
+
+def _end(written: Awaitable[None]) -> None:
+    """Waits until Orbax writes no more; where it is cancelled it leaves writers behind for a while."""
+    for future in getattr(written, "commit_futures", ()):
+        with contextlib.suppress(Exception):
+            future.result()
+
+
+def discard_refused(directory: epath.Path) -> None:
+    """Removes what Orbax has made for a save that is refused.
+
+    A `Checkpointer` has its directories made meanwhile; the free functions make none before all is accepted.
+    """
+    if TEMPORARY_MARK in directory.name:
+        discard(directory)
 
 
 def _write_sums(directory: epath.Path, held: list[Held]) -> None:
