@@ -60,3 +60,29 @@ class ReadStats:
         """What was recorded for a leaf so far."""
         with self._lock:
             return list(self._ranges.get(leaf, ()))
+
+    @property
+    def execution(self) -> ReadStats:
+        """What tells one execution from another: files are looked at once in each."""
+        return self
+
+    def part(self) -> ReadStats:
+        """Read stats of a part of the execution, whose ranges are kept apart; what it counts, the whole counts too."""
+        return _PartStats(self)
+
+
+class _PartStats(ReadStats):
+    """See `ReadStats.part`."""
+
+    def __init__(self, whole: ReadStats):
+        super().__init__(whole.verify)
+        self.decoding = whole.decoding
+        self._whole = whole
+
+    def count(self, bytes_read: int, gap_bytes: int = 0, fill_chunks: int = 0) -> None:
+        super().count(bytes_read, gap_bytes, fill_chunks)
+        self._whole.count(bytes_read, gap_bytes, fill_chunks)
+
+    @property
+    def execution(self) -> ReadStats:
+        return self._whole.execution

@@ -158,10 +158,10 @@ class TensorStoreLeaf(Leaf):
         """Fills the buffers; see `Leaf`."""
         self._open.check(self.path, self.name)
         self.raise_error()
-        if self._files.was_checked(stats):
+        if self._files.was_checked(stats.execution):
             await self._read(requests, stats)
             return
-        check = run_in_pool(reader_pool(), self._files.check_unchanged, stats, leaf=self.name)
+        check = run_in_pool(reader_pool(), self._files.check_unchanged, stats.execution, leaf=self.name)
         if self._files.answers is None:
             await check
             await self._read(requests, stats)
