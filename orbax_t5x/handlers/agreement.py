@@ -1,4 +1,5 @@
-"""What the processes of one collective restore agree on before they read: the source's record, and the plan.
+"""What the processes of one collective restore agree on before they read: the source's record, and the plan. A
+conversion's processes, too, tell each other by it what each has to know.
 
 All decide from what the primary process read, so that a step that is deleted meanwhile, or a file system that shows it
 late, is the same for all. And all wait for all at two points: where one process fails, each raises, and none reads on
@@ -23,15 +24,20 @@ from orbax_t5x.restoring.lineage import Records
 
 
 class Agreement:
-    """One restore of all processes; with one process nothing is exchanged.
+    """One restore, or conversion, of all processes; with one process nothing is exchanged.
 
     Use it as a context around planning: an error that leaves it is told to the others.
+
+    Attributes:
+      is_parted: whether another process has died or could not be reached, so that nobody knows what it does.
     """
 
-    def __init__(self, primary: int, path: str):
-        """Args: the index of the process whose record counts, and what is being restored, for errors."""
+    def __init__(self, primary: int, path: str, what: str = "restore"):
+        """Args: the index of the process whose record counts, what is being restored, and what this is, for errors."""
+        self.is_parted = False
         self._primary = primary
         self._path = path
+        self._what = what
         self._several = jax.process_count() > 1
         self._told_failure = False
 
@@ -79,8 +85,8 @@ class Agreement:
         digests = self._exchange(hashlib.sha256(text.encode()).digest())
         if len(set(digests)) > 1:
             self._told_failure = True  # all know
-            message = "the processes of this restore were given different steps, sources or transforms"
-            fix = "call restore with the same arguments on every process"
+            message = f"the processes of this {self._what} were given different steps, sources or transforms"
+            fix = f"call {self._what} with the same arguments on every process"
             raise RestorePlanError([Problem("provenance", None, message, fix)], path=", ".join(sources))
 
     def _exchange(self, payload: bytes, *, failed: bool = False) -> list[bytes]:
@@ -99,7 +105,7 @@ class Agreement:
             self._told_failure = True
         if failures and not failed:
             who = ", ".join(map(str, failures))
-            message = f"the restore failed on process {who} before it read; its own error says why"
+            message = f"the {self._what} failed on process {who}; its own error says why"
             raise CheckpointIOError(message, path=self._path)
         if failed:
             return []
@@ -113,5 +119,5 @@ class Agreement:
         try:
             return gather(mine, self._path)
         except CheckpointIOError:
-            self._told_failure = True  # nobody is left who could be told
+            self._told_failure = self.is_parted = True  # nobody is left who could be told
             raise
