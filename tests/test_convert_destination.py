@@ -1,5 +1,6 @@
 """The destination of a conversion: what may be replaced, and that a kill at any time costs nobody anything."""
 
+import errno
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.operations import work_directory as _work
-from orbax_t5x.operations.work_directory import exchange, work_directory
+from orbax_t5x.operations.work_directory import exchange
 from tests.bundle_writer import bundle_of
 
+WORK = ".c.orbax-t5x-convert"
 OLD, NEW = {"a": np.zeros(3, np.float32)}, {"b": np.ones(5, np.float32)}
 
 
@@ -54,40 +56,52 @@ ot.convert(sys.argv[1], sys.argv[2], overwrite=True, progress=progress)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_what_a_killed_conversion_left_is_removed_by_the_next_and_not_before(how, new, out):
+def test_one_conversion_at_a_time_and_what_a_killed_one_left_is_gone_after_the_next(how, new, out):
     arguments = [sys.executable, "-c", KILLED, str(new), str(out)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None and process.stdout.readline() == b"wrote\n"
-        (left,) = set(names_in(out.parent)) - {"c"}
+        assert names_in(out.parent) == [WORK, "c"]
         ot.convert(new, out.parent / "d")  # another destination
-        ot.convert(new, out, overwrite=True)  # the same, while the other still writes
-        assert names_in(out.parent) == sorted([left, "c", "d"])
+        with pytest.raises(CheckpointIOError, match="another conversion writes to it") as caught:
+            ot.convert(new, out, overwrite=True)
+        assert caught.value.errno == errno.EBUSY
+        assert names_in(out.parent) == [WORK, "c", "d"]
         process.send_signal(how)
         process.wait()
     ot.convert(new, out.parent / "d", overwrite=True)
-    assert names_in(out.parent) == sorted([left, "c", "d"])
+    assert names_in(out.parent) == [WORK, "c", "d"]
+    assert stock(out).keys() == {"a"}
     ot.convert(new, out, overwrite=True)
     assert names_in(out.parent) == ["c", "d"]
     assert stock(out).keys() == {"b"}
 
 
 def test_directories_of_other_names_are_nobodys(new, out):
-    others = [".c.orbax-t5x-tmp", ".c.abcdefgh.orbax-t5x-tmp.old", ".cc.abcdefgh.orbax-t5x-tmp", "c.abcdefgh.tmp"]
+    others = [".c.orbax-t5x-convert.old", ".cc.orbax-t5x-convert", "c.orbax-t5x-convert"]
     for name in others:
         (out.parent / name).mkdir()
-    (out.parent / ".c.abcdefgh.orbax-t5x-tmp").symlink_to(out)
     ot.convert(new, out, overwrite=True)
-    assert names_in(out.parent) == sorted([*others, ".c.abcdefgh.orbax-t5x-tmp", "c"])
+    assert names_in(out.parent) == sorted([*others, "c"])
+
+
+def test_what_else_has_the_name_of_the_work_directory_stays(new, out):
+    (out.parent / WORK).symlink_to(out)
+    with pytest.raises(CheckpointIOError, match=WORK):
+        ot.convert(new, out, overwrite=True)
+    (out.parent / WORK).unlink()
+    (out.parent / WORK).write_text("mine")
+    with pytest.raises(CheckpointIOError, match=WORK):
+        ot.convert(new, out, overwrite=True)
+    assert (out.parent / WORK).read_text() == "mine" and stock(out).keys() == {"a"}
 
 
 def test_the_old_is_put_back_where_a_kill_came_between_two_renames(new, out):
-    left = out.parent / ".c.abcd1234.orbax-t5x-tmp"
+    left = out.parent / WORK
     left.mkdir()
     os.rename(out, left / "replaced")
-    with pytest.raises(CheckpointIOError, match="overwrite=True"), work_directory(out):
-        pass_on = stock(out)
-        assert pass_on.keys() == {"a"}
+    with pytest.raises(CheckpointIOError, match="overwrite=True"):
         ot.convert(new, out)
+    assert stock(out).keys() == {"a"}
     assert names_in(out.parent) == ["c"]
 
 

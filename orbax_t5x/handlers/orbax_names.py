@@ -24,7 +24,9 @@ TEMPORARY_MARK: str = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 """What the name of each of Orbax's temporary directories has in it. Only those are ever removed."""
 
 
-def write_spec(info: Any, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> dict[str, Any]:
+def write_spec(
+    info: Any, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype, database: int | None = None
+) -> dict[str, Any]:
     """The TensorStore spec of an array as Orbax would write it, in chunks of another shape.
 
     The layout is Orbax's own. Its source says that this function will be replaced, by one that no public module exports
@@ -35,14 +37,16 @@ def write_spec(info: Any, shape: Sequence[int], chunk: Sequence[int], dtype: np.
       shape: of the array.
       chunk: the shape of its chunks.
       dtype: of the array.
+      database: the number of the database below the directory that the array goes to; None: this process's.
     """
+    database = jax.process_index() if database is None else database
     return ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=info.is_ocdbt_checkpoint,
         global_shape=tuple(shape),
         local_shape=tuple(chunk),
         dtype=dtype,
-        process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
+        process_index=database if info.is_ocdbt_checkpoint else None,
     )
 
 

@@ -37,14 +37,14 @@ _CHUNK_BYTES = 64 * _MIB
 LEAST_CHUNK_BYTES = _MIB
 # What a piece takes, measured on data that does not compress: its buffer, TensorStore's copy of it, the encoded bytes,
 # and those again in the write to disk.
-_COPIES = 4
+PIECE_COPIES = 4
 # OCDBT keeps nodes of its tree, which grow with every leaf; Orbax grants it 100 MB, which is most of a small limit.
 _NODE_CACHE_SHARE = 16
 _MAX_NODE_CACHE_BYTES = 100_000_000
 # Writes at a time; each thread keeps buffers of its own.
 _FILE_THREADS = 16
 # Of the small leaves, this many are on their way at once; more only lengthen the queue.
-_PIECES_IN_FLIGHT = 128
+PIECES_IN_FLIGHT = 128
 
 
 class Output(Protocol):
@@ -112,7 +112,7 @@ class ChunkWriter:
         jobs, self._jobs = self._jobs, []
         if jobs:
             # Nobody else writes now. While others do, all must share Orbax's context, and so one view of the database.
-            context = _own_context(self._limit)
+            context = own_context(self._limit)
             with LoopThread("orbax_t5x-write") as thread:
                 thread.run(self.write([job._replace(context=context) for job in jobs]))
 
@@ -140,7 +140,7 @@ class ChunkWriter:
 
     def chunk_of(self, view: View, wishes: ChunkWishes) -> tuple[int, ...]:
         """The shape of the chunks that a view is stored in."""
-        limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * _COPIES)))
+        limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * PIECE_COPIES)))
         leaves = view.leaves()
         like_source = len(leaves) == 1 and leaves[0].shape == view.shape
         unit = leaves[0].chunks if like_source else None
@@ -150,7 +150,8 @@ class ChunkWriter:
         return choose_chunk(view.shape, view.dtype.itemsize, limit, unit, cut_first=wishes.cut_first)
 
 
-def _own_context(limit: int) -> ts.Context:
+def own_context(limit: int) -> ts.Context:
+    """TensorStore's context for writing with so many bytes of memory."""
     cache = min(_MAX_NODE_CACHE_BYTES, limit // _NODE_CACHE_SHARE)
     return ts.Context(
         {"file_io_concurrency": {"limit": _FILE_THREADS}, "cache_pool#ocdbt": {"total_bytes_limit": cache}}
@@ -183,14 +184,14 @@ class _WriterRun:
         self._sums = sums
         self.stats = ReadStats("touched", limit)
         self._budget = Budget(limit)
-        self._count = asyncio.Semaphore(_PIECES_IN_FLIGHT)
+        self._count = asyncio.Semaphore(PIECES_IN_FLIGHT)
         self._progress = progress
         self._done = 0
         self._total = total
 
     async def admit(self, view: View, box: Box) -> int:
         """Waits for a piece's share of the budget, and returns it."""
-        size = _COPIES * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
+        size = PIECE_COPIES * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
         await self._count.acquire()
         await self._budget.take(size)
         return size

@@ -1,36 +1,34 @@
 """`convert`: a checkpoint of any format becomes an Orbax item or safetensors files, leaf by leaf and chunk by chunk.
 
 The source is planned like a restore of everything, so transforms compose views and nothing is read before all is
-known to be storable. Then views are streamed into a new directory beside the destination, under a hidden name;
-checksums of the source are checked on the way; at the end everything is synced and renamed. Until that rename the
-destination is as it was, and after a failure or an interrupt there is nothing new beside it. Memory:
-`memory_limit_bytes`, whatever the size of a leaf, as long as the source's own chunks are smaller.
+known to be storable. Then pieces of views are written into a directory beside the destination, under a hidden name, and
+noted in a journal when they are on disk; checksums of the source are compared; at the end everything is synced and
+takes the destination's name. Until then the destination is as it was. After a failure or an interrupt there is nothing
+new beside it. After a kill there is that directory, and the same conversion, called again, verifies what stands in it
+and writes the rest. Memory: `memory_limit_bytes` in each process, whatever the size of a leaf, as long as the source's
+own chunks are smaller.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
-from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
-from orbax_t5x.handlers.failed_saves import sync
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.operations.conversion import FORMATS, PRIMARY, CollectiveConversion
 from orbax_t5x.operations.convert_report import ConvertReport
-from orbax_t5x.operations.replaceable import why_not_replaceable
-from orbax_t5x.operations.work_directory import put_in_place, work_directory
-from orbax_t5x.operations.write_orbax import write_orbax
-from orbax_t5x.operations.write_safetensors import write_safetensors
-from orbax_t5x.operations.writing import WriteOptions, Written
+from orbax_t5x.operations.destination import check_apart, check_destination, local
+from orbax_t5x.operations.writing import WriteOptions
 from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
@@ -38,7 +36,6 @@ from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
-from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.text.progress_bar import OnProgress, Progress, shown_progress
 from orbax_t5x.text.wording import size_text
 
@@ -46,10 +43,6 @@ _logger = logging.getLogger(__name__)
 
 # Below this, nearly every leaf is larger than the limit; nobody means it who writes 256 for 256 MiB.
 _LEAST_SENSIBLE_LIMIT = 1 << 20
-_WRITERS: dict[str, Callable[[RestorePlan, Path, WriteOptions], Written]] = {
-    "orbax": write_orbax,
-    "safetensors": write_safetensors,
-}
 
 
 def convert(
@@ -73,6 +66,16 @@ def convert(
     `ocp.PyTreeCheckpointer().restore(destination)` reads the one; `from_pretrained(destination)` of Transformers the
     other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and a config.json lies beside.
 
+    With several processes (`jax.distributed`) it is a collective call: every process makes it with the same arguments,
+    and writes its share into a directory that all of them see. A leaf is written by one process, unless it is larger
+    than a share.
+
+    Called again with the same arguments after it was killed, it goes on: what stands is read back and compared with its
+    checksums, and only the rest is written, by as many processes as there are now. What was on its way is lost, which
+    in each process is a quarter of `memory_limit_bytes` at most, and no more than the largest leaf, or 16 MiB of
+    smaller ones. It begins anew where the source has changed, where other pieces would be written, and where nobody can
+    tell: sources by URL or in memory, and arrays that a function computes.
+
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
         own, or a mapping of several.
@@ -84,11 +87,11 @@ def convert(
       dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
         Safetensors files without such names hold model parameters alone.
       overwrite: replace a checkpoint of that format (or an empty directory) that is there; nothing else is ever
-        replaced.
-      memory_limit_bytes: host memory for data on its way, 256 MiB by default. A chunk is up to 1 MiB whatever the
-        limit; what is larger than the limit goes alone.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
-        terminal.
+        replaced. On Linux, and most file systems, the two are exchanged in one step.
+      memory_limit_bytes: host memory of a process for data on its way, 256 MiB by default. A chunk is up to 1 MiB
+        whatever the limit; what is larger than the limit goes alone.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time, with the bytes that
+        this process has to write; "bar" shows a bar on a terminal.
       on_unsupported: "error": leaves that the format cannot store are an error, by name, before anything is written.
         "skip": they are left out; their names, shapes and dtypes are in the report, and in an Orbax item's record.
       is_resuming: whether the transforms were applied already; None decides by the record in the source.
@@ -100,7 +103,9 @@ def convert(
       What was written.
 
     Raises:
-      CheckpointIOError: the destination exists, or cannot be written.
+      CheckpointIOError: the destination exists, or cannot be written; another conversion to it is running
+        (`errno.EBUSY`); another process of this one failed or died.
+      RestorePlanError: the transforms do not fit, or the processes were given different arguments.
       UnsupportedCheckpointError: leaves that cannot be stored, or another `format`.
       CheckpointError: the source cannot be opened or read, or its checksums do not hold; nothing was made.
     """
@@ -120,22 +125,37 @@ def convert_for(
     """`convert` with a target: what is written has its names, shapes and dtypes. None: everything, as it is."""
     started = time.monotonic()
     _check_options(writing)
-    path = _local(destination)
-    _check_destination(path, writing)
-    with contextlib.ExitStack() as stack:
-        plan = _plan(source, target, transforms, options, writing.on_unsupported, stack)
+    path = local(destination)
+    check_destination(path, writing)
+    agreement = Agreement(PRIMARY, str(path), "conversion")
+    with contextlib.ExitStack() as stack, _typed(path), agreement.planning():
+        asking = Asking("convert", agreement.records)
+        plan = _plan(source, target, transforms, options, writing.on_unsupported, asking, stack)
         for checkpoint in plan.checkpoints.values():
-            _check_apart(path, checkpoint.path)
+            check_apart(path, checkpoint.path)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         callback = None if on_progress is None else _Callback(on_progress)
         try:
-            written = _write(plan, path, dataclasses.replace(writing, progress=callback))
+            written = CollectiveConversion(plan, path, writing, agreement).run(stack, callback)
         except CheckpointIOError:
             if callback is not None and callback.error is not None:
                 raise callback.error from None
             raise
     seconds = time.monotonic() - started
-    return ConvertReport(str(path), writing.format, written.leaves, written.bytes, seconds, written.skipped)
+    return ConvertReport(
+        str(path), writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes
+    )
+
+
+@contextlib.contextmanager
+def _typed(path: Path) -> Generator[None, None, None]:
+    """What the system says of the destination, as the error that callers expect."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointIOError(f"could not be written: {error}", path=path, errno=error.errno) from error
 
 
 class _Callback:
@@ -158,11 +178,9 @@ class _Callback:
 
 
 def _check_options(writing: WriteOptions) -> None:
-    if writing.format not in _WRITERS:
-        formats = " and ".join(map(repr, _WRITERS))
+    if writing.format not in FORMATS:
+        formats = " and ".join(map(repr, FORMATS))
         raise UnsupportedCheckpointError(f"format={writing.format!r} is not written; {formats} are")
-    if jax.process_count() > 1:
-        raise UnsupportedCheckpointError("convert runs in one process; this is one of several")
     limit = writing.memory_limit_bytes
     if limit is not None and 0 < limit < _LEAST_SENSIBLE_LIMIT:
         _logger.warning(
@@ -182,6 +200,7 @@ def _plan(
     transforms: Any,
     options: PlanOptions,
     on_unsupported: str,
+    asking: Asking,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
     """What the source holds, after the transforms; the stack closes what was opened here."""
@@ -191,7 +210,7 @@ def _plan(
         sources = {
             name: dataclasses.replace(one, path=_with_placeholders(opened[name])) for name, one in sources.items()
         }
-    return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, Asking("convert")))
+    return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, asking))
 
 
 class _UnreadableLeaf(Leaf):
@@ -224,71 +243,3 @@ def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
         metadata=checkpoint.metadata,
         index_bytes=checkpoint.index_bytes,
     )
-
-
-# -- the destination
-
-
-def _local(destination: str | os.PathLike[str]) -> Path:
-    text = os.fspath(destination)
-    if url_scheme(text) is not None:
-        raise UnsupportedCheckpointError("only a local directory can be written", path=text)
-    if "\0" in text:
-        raise CheckpointIOError("the path holds a NUL, as no file's does", path=text, errno=errno.EINVAL)
-    return Path(os.path.abspath(text))
-
-
-def _check_destination(target: Path, writing: WriteOptions) -> None:
-    """Raises where something is in the way that was not to be replaced."""
-    if not os.path.lexists(target):
-        return
-    if not writing.overwrite:
-        raise _exists(target, "exists already; overwrite=True replaces it")
-    if (reason := why_not_replaceable(target, writing.format)) is not None:
-        raise _exists(target, f"{reason}, so it is not replaced; remove it yourself or choose another name")
-
-
-def _check_apart(target: Path, source: str) -> None:
-    """Replacing a directory that the source lies in would delete the source; one inside of it would change it."""
-    resolved, real_source = target.resolve(), Path(source).resolve()
-    if os.path.lexists(target) and resolved in real_source.parents:
-        raise _exists(target, f"holds the source {source!r}, so it is not replaced; choose another destination")
-    if real_source in resolved.parents:
-        raise CheckpointIOError(
-            f"lies inside the source {source!r}; choose another destination", path=target, errno=errno.EINVAL
-        )
-
-
-def _exists(target: Path, message: str) -> CheckpointIOError:
-    return CheckpointIOError(message, path=target, errno=errno.EEXIST)
-
-
-def _write(plan: RestorePlan, target: Path, writing: WriteOptions) -> Written:
-    made = _make_parents(target.parent)
-    try:
-        with work_directory(target) as work:
-            written = _WRITERS[writing.format](plan, work / target.name, writing)
-            _check_destination(target, writing)
-            put_in_place(work, target)
-            sync(target.parent)
-            return written
-    except BaseException as error:
-        for parent in reversed(made):
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        if isinstance(error, OSError) and not isinstance(error, CheckpointIOError):
-            raise CheckpointIOError(f"could not be written: {error}", path=target, errno=error.errno) from error
-        raise
-
-
-def _make_parents(parent: Path) -> list[Path]:
-    """Makes the directory and its missing parents; returns those it made, outermost first."""
-    missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    made: list[Path] = []
-    try:
-        for path in reversed(missing):
-            path.mkdir()
-            made.append(path)
-    except OSError as error:
-        raise CheckpointIOError(f"the directory could not be made: {error}", path=parent, errno=error.errno) from error
-    return made

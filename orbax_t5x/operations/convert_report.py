@@ -19,6 +19,8 @@ class ConvertReport:
       bytes: of their data, decoded.
       seconds: wall time.
       skipped: (shape, dtype name) of the leaves that were left out because the format cannot store them, by name.
+      kept_bytes: how many of the bytes an earlier conversion had written before it was killed; they were verified and
+        not written again.
     """
 
     destination: str
@@ -27,10 +29,13 @@ class ConvertReport:
     bytes: int
     seconds: float
     skipped: Mapping[str, tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
+    kept_bytes: int = 0
 
     def __str__(self) -> str:
         written = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {plain(self.destination)}"
         lines = [f"{written}, in {self.seconds:.1f} s"]
+        if self.kept_bytes:
+            lines.append(f"{size_text(self.kept_bytes)} of it stood there already, from a conversion that was killed")
         what = "safetensors files" if self.format == "safetensors" else "Orbax"
         for name, (shape, dtype) in self.skipped.items():
             lines.append(f"left out, because {what} cannot store it: {plain(name)}  {array_text(dtype, shape)}")

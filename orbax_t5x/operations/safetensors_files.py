@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
 from orbax_t5x.lazy import Box
+from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.readers.ranges.byte_runs import union_runs
 from orbax_t5x.readers.safetensors.header import DTYPES, LENGTH_BYTES, METADATA_KEY
 
@@ -129,6 +130,14 @@ def create(file: PlannedFile, directory: Path) -> Path:
     return path
 
 
+def stands(file: PlannedFile, path: Path) -> bool:
+    """Whether a file has its header and its full size, so that tensors can be written into it."""
+    if not path.is_file() or path.is_symlink() or path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as opened:
+        return opened.read(len(file.head)) == file.head
+
+
 class TensorInFile:
     """One tensor's place in a file that `create` has made."""
 
@@ -143,16 +152,36 @@ class TensorInFile:
 
     def _write(self, box: Box, data: np.ndarray) -> None:
         stored = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-        runs, _ = union_runs(self._tensor.shape, self._tensor.dtype.itemsize, [box], 0)
         file = os.open(self._path, os.O_WRONLY)
         try:
-            done = 0
-            for run in runs:
-                for start, stop in run.ranges():
-                    _write_all(file, stored[done : done + stop - start], self._start + start)
-                    done += stop - start
+            for position, part in self._parts(box, stored):
+                _write_all(file, part, position)
         finally:
             os.close(file)
+
+    def read(self, box: Box) -> np.ndarray:
+        """Reads one box back; blocks.
+
+        Raises:
+          EOFError: the file ends first.
+        """
+        out = np.empty(box_shape(box), self._tensor.dtype)
+        file = os.open(self._path, os.O_RDONLY)
+        try:
+            for position, part in self._parts(box, out.reshape(-1).view(np.uint8).data):
+                _read_all(file, part, position)
+        finally:
+            os.close(file)
+        return out
+
+    def _parts(self, box: Box, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Where in the file the bytes of a box lie, part by part."""
+        runs, _ = union_runs(self._tensor.shape, self._tensor.dtype.itemsize, [box], 0)
+        done = 0
+        for run in runs:
+            for start, stop in run.ranges():
+                yield self._start + start, data[done : done + stop - start]
+                done += stop - start
 
 
 def _write_all(file: int, data: memoryview, position: int) -> None:
@@ -161,3 +190,12 @@ def _write_all(file: int, data: memoryview, position: int) -> None:
         written = os.pwrite(file, data, position)
         data = data[written:]
         position += written
+
+
+def _read_all(file: int, buffer: memoryview, position: int) -> None:
+    while buffer:
+        count = os.preadv(file, [buffer], position)
+        if not count:
+            raise EOFError(f"the file ends at byte {position}")
+        buffer = buffer[count:]
+        position += count

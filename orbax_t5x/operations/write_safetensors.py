@@ -1,21 +1,27 @@
-"""A plan's views as safetensors files, written in bounded memory."""
+"""A plan's views as safetensors files, written piece by piece, each to its place."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
-from orbax_t5x.handlers.failed_saves import sync_directory
-from orbax_t5x.handlers.stream import ChunkWriter, Job
+from orbax_t5x.handlers.chunks import ChunkWishes
+from orbax_t5x.handlers.failed_saves import sync, sync_directory
+from orbax_t5x.handlers.stream import ChunkWriter
 from orbax_t5x.lazy import View
 from orbax_t5x.operations import safetensors_files
-from orbax_t5x.operations.safetensors_files import INDEX_NAME, Tensor, TensorInFile, create, index_of, why_not
+from orbax_t5x.operations.journal import JournalEntry
+from orbax_t5x.operations.piece_format import PARTS
+from orbax_t5x.operations.pieces import PlannedArray, PlannedPiece
+from orbax_t5x.operations.safetensors_files import INDEX_NAME, Tensor, TensorInFile, create, index_of, stands, why_not
 from orbax_t5x.operations.writing import WriteOptions, Written
+from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import kind_of
@@ -31,33 +37,83 @@ _MODEL_PARAMETERS = ("target/", "params/")
 _SHOWN_LEAVES = 10
 
 
-def write_safetensors(plan: RestorePlan, directory: Path, writing: WriteOptions) -> Written:
-    """Writes the files, their index where there are several, and config.json where one is given."""
-    views = {entry.name: entry.view for entry in plan.entries if entry.view is not None}
-    skipped = _unsupported(views, skip=writing.on_unsupported == "skip")
-    kept = _cast({name: view for name, view in views.items() if name not in skipped}, writing.dtype)
-    tensors = {name: Tensor(name, view.shape, view.dtype) for name, view in kept.items()}
-    files = safetensors_files.plan_files(list(tensors.values()), safetensors_files.MAX_FILE_BYTES)
-    directory.mkdir()
-    writer = ChunkWriter(writing.memory_limit_bytes, writing.progress, deferred=True)
-    for file in files:
-        path = create(file, directory)
-        places = {name: TensorInFile(path, start, tensors[name]) for name, start in file.starts.items()}
-        writer.defer([_job(kept[name], name, place, path) for name, place in places.items()])
-    writer.run_deferred()
-    if len(files) > 1:
-        (directory / INDEX_NAME).write_bytes(index_of(files, list(tensors.values())))
-    if writing.config is not None:
-        (directory / CONFIG_NAME).write_bytes(writing.config)
-    sync_directory(directory)
-    return Written(len(kept), sum(tensor.nbytes for tensor in tensors.values()), skipped)
+class SafetensorsFormat:
+    """See `PieceFormat`."""
+
+    def __init__(self, plan: RestorePlan, writing: WriteOptions):
+        views = {entry.name: entry.view for entry in plan.entries if entry.view is not None}
+        self._skipped = _unsupported(views, skip=writing.on_unsupported == "skip")
+        kept = _cast({name: view for name, view in views.items() if name not in self._skipped}, writing.dtype)
+        self._tensors = {name: Tensor(name, view.shape, view.dtype) for name, view in kept.items()}
+        self._files = safetensors_files.plan_files(list(self._tensors.values()), safetensors_files.MAX_FILE_BYTES)
+        self._config = writing.config
+        chunk_of = ChunkWriter(writing.memory_limit_bytes).chunk_of
+        self.arrays: Sequence[PlannedArray] = [
+            PlannedArray(name, name, kept[name], chunk_of(kept[name], ChunkWishes()), file.name)
+            for file in self._files
+            for name in file.starts
+        ]
+
+    def prepare(self, work: Path) -> None:
+        """See `PieceFormat.prepare`."""
+        parts = work / PARTS
+        others = [entry for entry in work.iterdir() if entry.is_dir() and entry != parts]
+        if others and not parts.exists():
+            others.pop().rename(parts)  # a conversion was killed when its files had their final name already
+        for other in others:
+            shutil.rmtree(other)
+        parts.mkdir(exist_ok=True)
+        planned = {file.name: file for file in self._files}
+        for path in parts.iterdir():
+            if path.name not in planned or not stands(planned[path.name], path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for file in self._files:
+            if not (parts / file.name).exists():
+                create(file, parts)
+
+    def store(self, work: Path, number: int) -> _Files:
+        """See `PieceFormat.store`: the processes share the files."""
+        return _Files(work / PARTS, self._starts(), self._tensors)
+
+    def check(self, work: Path, number: int, pieces: Mapping[PlannedPiece, int]) -> set[PlannedPiece]:
+        """See `PieceFormat.check`: other pieces are written over."""
+        files = self.store(work, number)
+        return {piece for piece, crc in pieces.items() if array_crc(files.output(piece.array).read(piece.box)) == crc}
+
+    def finish(
+        self, work: Path, directory: Path, entries: Mapping[PlannedPiece, JournalEntry], numbers: Collection[int]
+    ) -> Written:
+        """See `PieceFormat.finish`."""
+        parts, tensors = work / PARTS, list(self._tensors.values())
+        if len(self._files) > 1:
+            (parts / INDEX_NAME).write_bytes(index_of(self._files, tensors))
+        if self._config is not None:
+            (parts / CONFIG_NAME).write_bytes(self._config)
+        sync_directory(parts)
+        parts.rename(directory)
+        return Written(len(tensors), sum(tensor.nbytes for tensor in tensors), self._skipped)
+
+    def _starts(self) -> dict[str, tuple[str, int]]:
+        return {name: (file.name, start) for file in self._files for name, start in file.starts.items()}
 
 
-def _job(view: View, name: str, place: TensorInFile, path: Path) -> Job:
-    def output(chunk: tuple[int, ...], context: Any) -> TensorInFile:
-        return place
+class _Files:
+    """See `PieceStore`."""
 
-    return Job(view, name, output, None, str(path))
+    def __init__(self, directory: Path, starts: Mapping[str, tuple[str, int]], tensors: Mapping[str, Tensor]):
+        self._directory = directory
+        self._starts = starts
+        self._tensors = tensors
+
+    def output(self, array: PlannedArray) -> TensorInFile:
+        """See `PieceStore.output`."""
+        file, start = self._starts[array.key]
+        return TensorInFile(self._directory / file, start, self._tensors[array.key])
+
+    def sync(self, arrays: Sequence[PlannedArray]) -> None:
+        """See `PieceStore.sync`."""
+        for file in {self._starts[array.key][0] for array in arrays}:
+            sync(self._directory / file)
 
 
 def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tuple[int, ...], str]]:

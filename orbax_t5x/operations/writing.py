@@ -35,8 +35,10 @@ class Written(NamedTuple):
       leaves: how many arrays.
       bytes: of their data, decoded.
       skipped: (shape, dtype name) of what was left out, by name.
+      kept_bytes: how many of the bytes a killed conversion had written.
     """
 
     leaves: int
     bytes: int
     skipped: Mapping[str, tuple[tuple[int, ...], str]]
+    kept_bytes: int = 0
