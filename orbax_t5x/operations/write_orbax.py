@@ -192,7 +192,7 @@ class _ItemHandler(ocp.CheckpointHandler):
             for piece, entry in args.entries.items():
                 view = piece.array.view
                 sums.add(piece.array.key, view.shape, view.dtype.name, piece.box, entry.crc)
-            sums.write_part(directory)
+            sums.write(directory)
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
         """Refuses: a conversion restores nothing."""
