@@ -24,7 +24,7 @@ from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges import scatter as _scatter
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, byte_strides, place_box, split_ends, union_runs
-from orbax_t5x.readers.ranges.coverage import cover, uncovered
+from orbax_t5x.readers.ranges.coverage import cover, fold_columns, uncovered
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.files import FileSet
@@ -188,6 +188,50 @@ class TestCoverage:
         assert cover([part(0, 30), part(30, 60), bad, part(60, 120)], 120).conflict == (30, 60)
         finer = [part(0, 30), bad, part(60, 120), part(0, 60)]
         assert cover(finer, 120).conflict is not None
+
+    @given(
+        st.integers(1, 40),
+        st.integers(1, 9),
+        st.sets(st.integers(1, 8)),
+        st.sets(st.integers(1, 39), max_size=2),
+        st.randoms(use_true_random=False),
+    )
+    def test_columns_of_several_processes_cover_together(self, rows: int, width: int, cuts, row_cuts, random) -> None:
+        data = random.randbytes(rows * width)
+        whole = google_crc32c.value(data)
+
+        def columns(low: int, high: int, first: int, last: int) -> list[ChecksummedRange]:
+            starts = [row * width for row in range(first, last)]
+            return [
+                ChecksummedRange(at + low, at + high, google_crc32c.value(data[at + low : at + high])) for at in starts
+            ]
+
+        sides = list(itertools.pairwise(sorted({0, width, *(cut for cut in cuts if cut < width)})))
+        heights = list(itertools.pairwise(sorted({0, rows, *(cut for cut in row_cuts if cut < rows)})))
+        told = [fold_columns(columns(*side, *height)) for side in sides for height in heights]
+        if len(sides) > 1:
+            assert all(
+                len(parts) == 1
+                for parts, (low, high) in zip(told, heights * len(sides), strict=True)
+                if high - low >= 16
+            )
+        parts = [part for process in told for part in process]
+        random.shuffle(parts)
+        assert cover(parts, len(data)) == (whole, True, None)
+        assert cover([*parts, random.choice(parts)], len(data)) == (whole, True, None)
+        gone = random.randrange(len(parts))
+        assert cover(parts[:gone] + parts[gone + 1 :], len(data)).complete is False
+        wrong = parts[gone]._replace(crc=parts[gone].crc ^ 1)
+        assert cover([*parts[:gone], wrong, *parts[gone + 1 :]], len(data)).crc != whole
+        assert cover([*parts, wrong], len(data)).conflict is not None
+
+    def test_columns_that_do_not_fill_a_row_are_not_verified(self) -> None:
+        rows = [ChecksummedRange(at, at + 2, 0) for at in range(0, 120, 6)]
+        (folded,) = fold_columns(rows)
+        assert folded[:2] == (0, 2) and folded[3:] == (6, 20)
+        assert cover([folded], 120) == (None, False, None)
+        assert cover([folded, part(0, 120)], 120) == (google_crc32c.value(DATA), False, None)
+        assert fold_columns([folded]) == [folded]
 
     def test_nothing_is_covered_by_nothing(self) -> None:
         assert cover([], 0) == (0, True, None)

@@ -20,14 +20,15 @@ import numpy as np
 from orbax_t5x.lazy.box import Box, box_shape, box_size, intersect, slices_within, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
+from orbax_t5x.readers.ranges.byte_runs import byte_strides
 from orbax_t5x.readers.ranges.coverage import cover
 from orbax_t5x.storage import crc32c as _crc
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
-# Of a box that is read in part, a process tells the others the sums of its runs; each takes a microsecond to make and
-# 32 bytes to tell. A part of more runs stays unverified.
-_MAX_RUNS = 1 << 14
+# Of a box that is read in part, a process tells the others what its columns add to the checksum, in 48 bytes for each
+# index of the dimensions before the last two that matter. A part with more of them stays unverified.
+_MAX_PARTS = 1 << 14
 # Of these dtypes an element takes a byte in memory, and only its low bits mean something.
 _LOW_BITS = {"int2": 0x03, "uint2": 0x03, "int4": 0x0F, "uint4": 0x0F}
 
@@ -110,10 +111,10 @@ def compare(parts: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
     """Which boxes the parts cover, and whether their checksums are those that were stored."""
     own: dict[int, list[ChecksummedRange]] = {}
     starts = np.asarray(sums.bases[:-1], np.int64)
-    for start, stop, crc in parts:
-        number = int(np.searchsorted(starts, start, side="right")) - 1
+    for part in parts:
+        number = int(np.searchsorted(starts, part.start, side="right")) - 1
         base = sums.bases[number]
-        own.setdefault(number, []).append(ChecksummedRange(start - base, stop - base, crc))
+        own.setdefault(number, []).append(part._replace(start=part.start - base, stop=part.stop - base))
     uncovered: list[int] = []
     for number, stored in enumerate(sums.crcs):
         found = cover(own.get(number, ()), sums.bases[number + 1] - sums.bases[number])
@@ -192,21 +193,40 @@ def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def _run_sums(part: Box, box: Box, read: Request, base: int) -> Iterator[ChecksummedRange]:
-    """The checksums of the runs of a box that a part of it is, in row-major order."""
+    """The checksums of the ranges of a box that a part of it is, in row-major order."""
+    # From `axis` on a part is one range; along the dimension before it, one range for each index.
     axis = len(box) - 1
     while axis > 0 and part[axis] == box[axis]:
         axis -= 1
-    counts = box_shape(part)[:axis]
-    if math.prod(counts) > _MAX_RUNS:
+    outer_axes = max(0, axis - 1)
+    counts = box_shape(part)[:outer_axes]
+    if math.prod(counts) > _MAX_PARTS:
         return
     values = read.out[slices_within(part, read.box)]
-    sizes = box_shape(box)
-    first = [low - start for (low, _), (start, _) in zip(part, box, strict=True)]
+    itemsize = values.dtype.itemsize
+    strides = byte_strides(box_shape(box), itemsize)
+    first = base + sum((low - start) * stride for (low, _), (start, _), stride in zip(part, box, strides, strict=True))
     for outer in np.ndindex(*counts):
-        corner = [at + step for at, step in itertools.zip_longest(first, outer, fillvalue=0)]
-        offset = 0
-        for index, size in zip(corner, sizes, strict=True):
-            offset = offset * size + index
-        run = values[outer]
-        start = base + offset * run.dtype.itemsize
-        yield ChecksummedRange(start, start + run.nbytes, array_crc(run))
+        start = first + sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        rows = values[outer]
+        if axis == outer_axes:  # the part is one range
+            yield ChecksummedRange(start, start + rows.nbytes, array_crc(rows))
+            continue
+        crcs = _row_crcs(rows)
+        stop = start + rows.nbytes // len(rows)
+        if len(rows) == 1:
+            yield ChecksummedRange(start, stop, int(crcs[0]))
+        else:
+            crc = _crc.combine_spread(crcs, strides[outer_axes])
+            yield ChecksummedRange(start, stop, crc, strides[outer_axes], len(rows))
+
+
+def _row_crcs(rows: np.ndarray) -> np.ndarray:
+    """The checksum of each row, uint32."""
+    row_bytes = rows.nbytes // len(rows)
+    if row_bytes > _BLOCK_BYTES:
+        return np.asarray([array_crc(row) for row in rows], np.uint32)
+    crcs: list[int] = []
+    for block in _blocks(rows):
+        crcs += [_crc.extend(0, row) for row in _canonical(block).reshape(-1).view(np.uint8).reshape(-1, row_bytes)]
+    return np.asarray(crcs, np.uint32)

@@ -93,6 +93,38 @@ def _move_many(crcs: np.ndarray, distances: np.ndarray) -> np.ndarray:
     return moved
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _table_of(distance: int) -> np.ndarray:
+    """The matrix that moves a checksum by this many bytes, as four tables of 256."""
+    places = np.arange(256, dtype=np.uint32)[None, :] << np.array([[0], [8], [16], [24]], np.uint32)
+    return _move_many(places.ravel(), np.full(places.size, distance)).reshape(places.shape) if distance else places
+
+
+def move(crc: int, distance: int) -> int:
+    """What a checksum adds to that of a whole in which `distance` bytes follow it."""
+    return _move_one(crc, distance)
+
+
+def combine_spread(crcs: np.ndarray, stride: int) -> int:
+    """What equal ranges, one every `stride` bytes, add to the checksum of a whole that ends with the last of them.
+
+    The checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
+    elsewhere.
+
+    Args:
+      crcs: uint32, the crc32c of each range, in order.
+      stride: bytes from the beginning of one to that of the next.
+    """
+    if len(crcs) <= _FEW_PARTS:
+        whole = 0
+        for crc in crcs.tolist():
+            whole = _move_one(whole, stride) ^ crc
+        return whole
+    # Neighbours are joined, and then pairs of them: half as many each time, moved by one matrix.
+    crcs = np.concatenate([np.zeros(len(crcs) % 2, np.uint32), crcs.astype(np.uint32)])
+    return combine_spread(_apply(_table_of(stride), crcs[0::2]) ^ crcs[1::2], 2 * stride)
+
+
 def combine(crcs: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
     """The crc32c of a concatenation, from the crc32c and the length in bytes of each part, in order."""
     if len(crcs) != len(lengths):

@@ -2,11 +2,12 @@
 
 Parts may come in any order, twice, or overlap (replicas read what others read). A part counts as verified when it lies
 on a chain of parts, each beginning where the one before ends, from the first byte to the last; wherever two chains meet
-they must agree.
+they must agree. Columns (`ChecksummedRange.times`) that lie side by side are first joined to whole rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ import numpy as np
 
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.storage import crc32c as _crc
+
+# Fewer parts than this are told one by one.
+_FEW = 16
 
 
 class Coverage(NamedTuple):
@@ -36,9 +40,16 @@ def cover(parts: Sequence[ChecksummedRange], size: int) -> Coverage:
         return Coverage(0, True)
     if len(parts) == 1 and (parts[0].start, parts[0].stop) == (0, size):
         return Coverage(parts[0].crc, True)
+    if any(part.times > 1 for part in parts):
+        columns = [part for part in parts if part.times > 1]
+        joined, rest = _join_columns(columns)
+        if isinstance(joined, Coverage):
+            return joined
+        found = cover([part for part in parts if part.times == 1] + joined, size)
+        return found._replace(complete=found.complete and not rest)
     if not parts:
         return Coverage(None, False)
-    table = np.asarray(parts, np.int64)
+    table = np.asarray([part[:3] for part in parts], np.int64)
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     again = np.all(table[1:, :2] == table[:-1, :2], axis=1)
     differ = np.flatnonzero(again & (table[1:, 2] != table[:-1, 2]))
@@ -50,6 +61,75 @@ def cover(parts: Sequence[ChecksummedRange], size: int) -> Coverage:
     if starts[0] == 0 and stops[-1] == size and np.array_equal(stops[:-1], starts[1:]):
         return Coverage(_crc.combine(crcs, stops - starts), True)
     return _chains(table.tolist(), size)
+
+
+def fold_columns(parts: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
+    """Plain parts with the columns of many rows as one part each, for processes to tell each other.
+
+    A row of a bundle's matrix is a read and a part of its own where columns are far apart; a model has millions.
+    """
+    rest = sorted(parts)
+    folded: list[ChecksummedRange] = []
+    at = 0
+    while at < len(rest):
+        row = _row_of_equal(rest, at)
+        if len(row) < _FEW:
+            folded.append(rest[at])
+            at += 1
+            continue
+        first, stride = row[0], row[1].start - row[0].start
+        crcs = np.asarray([part.crc for part in row], np.uint32)
+        folded.append(first._replace(crc=_crc.combine_spread(crcs, stride), stride=stride, times=len(row)))
+        at += len(row)
+    return folded
+
+
+def _row_of_equal(parts: Sequence[ChecksummedRange], at: int) -> Sequence[ChecksummedRange]:
+    """The plain parts from one on that are of one length and equally far apart, with gaps between them."""
+    first = parts[at]
+    length = first.stop - first.start
+    stride = parts[at + 1].start - first.start if at + 1 < len(parts) else 0
+    if first.times > 1 or stride <= length:
+        return parts[at : at + 1]
+    for after in range(at + 1, len(parts)):
+        start, stop, _, _, times = parts[after]
+        if start - parts[after - 1].start != stride or stop - start != length or times > 1:
+            return parts[at:after]
+    return parts[at:]
+
+
+def _join_columns(parts: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRange] | Coverage, bool]:
+    """Equal ranges that lie side by side, and together fill every stride, as plain ranges; or a conflict.
+
+    Returns:
+      The plain ranges, and whether there were others: those have no checksum together.
+    """
+    known: dict[tuple[int, int, int, int], int] = {}
+    for start, stop, crc, stride, times in parts:
+        if known.setdefault((stride, times, start, stop), crc) != crc:
+            return Coverage(None, False, (start, start + (times - 1) * stride + stop - start)), False
+    joined: list[ChecksummedRange] = []
+    rest = False
+    for (stride, times), group in itertools.groupby(sorted(known), key=lambda key: key[:2]):
+        begun: list[tuple[int, int]] = []
+        for _, _, start, stop in group:
+            if begun and start != begun[-1][1]:
+                rest, begun = True, []
+            begun.append((start, stop))
+            first = begun[0][0]
+            if stop - first < stride:
+                continue
+            if stop - first == stride:
+                end = first + stride * times
+                crc = 0
+                for low, high in begun:
+                    crc ^= _crc.move(known[stride, times, low, high], first + stride - high)
+                joined.append(ChecksummedRange(first, end, crc))
+            else:
+                rest = True
+            begun = []
+        rest = rest or bool(begun)
+    return joined, rest
 
 
 def _chains(parts: list[list[int]], size: int) -> Coverage:
@@ -70,10 +150,10 @@ def _chains(parts: list[list[int]], size: int) -> Coverage:
 
 
 def uncovered(parts: Sequence[ChecksummedRange], size: int) -> list[tuple[int, int]]:
-    """The byte ranges that no part covers."""
+    """The byte ranges that no part covers; parts are plain."""
     holes: list[tuple[int, int]] = []
     reached = 0
-    for start, stop, _ in sorted(parts):
+    for start, stop, *_ in sorted(parts):
         if start > reached:
             holes.append((reached, start))
         reached = max(reached, stop)

@@ -1,8 +1,8 @@
 """What processes tell each other during one restore: bytes of any kind, whether they read what they had to, and
 checksums of the parts that they read.
 
-Four bytes of crc and two offsets per part, in one small all-gather. Every process must call it, with the same leaves in
-the same order, also one whose reading failed: the others would wait for it.
+Six numbers for each part, in one small all-gather. Every process must call it, with the same leaves in the same order,
+also one whose reading failed: the others would wait for it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.read_stats import ChecksummedRange
+from orbax_t5x.readers.ranges.coverage import fold_columns
 from orbax_t5x.restoring.execute.heartbeat import call_with_living_peers
 
-_COLUMNS = 4  # leaf, start, stop, crc
+_COLUMNS = 6  # leaf, start, stop, crc, stride, times
 # Errors that say the same on a process that only hears of them.
 _TOLD = {
     kind.__name__: kind
@@ -119,9 +120,11 @@ def gather_parts(
       CheckpointError: what another process could not read, as that process has it.
       CheckpointIOError: some process could not go on for another reason, or has died.
     """
-    noted = [
-        (index, part.start, part.stop, part.crc) for index, leaf in enumerate(leaves) for part in stats.ranges(leaf)
-    ]
+    # `verify="full"` reads what no part covers, and so needs each of them.
+    ranges = [stats.ranges(leaf) for leaf in leaves]
+    if stats.verify != "full":
+        ranges = [fold_columns(parts) for parts in ranges]
+    noted = [(index, *part) for index, parts in enumerate(ranges) for part in parts]
     # Without jax_enable_x64 an all-gather would narrow int64: each number travels as two uint32.
     mine = np.asarray(noted, np.uint64).reshape(-1, _COLUMNS)
     counts_and_failures = gather(np.asarray([len(mine), error is not None], np.uint32), path)
@@ -138,8 +141,8 @@ def gather_parts(
     parts: dict[Leaf, list[ChecksummedRange]] = {}
     for count, block in zip(counts, gathered, strict=True):
         rows: list[list[int]] = np.ascontiguousarray(block[: int(count)]).view(np.uint64).tolist()
-        for index, start, stop, crc in rows:
-            parts.setdefault(leaves[index], []).append(ChecksummedRange(start, stop, crc))
+        for index, *part in rows:
+            parts.setdefault(leaves[index], []).append(ChecksummedRange(*part))
     return parts
 
 
