@@ -197,19 +197,44 @@ class _Call:
                 self._caller.wake()
 
 
+class CallThread:
+    """A thread that makes blocking calls one after the other, so that what they allocate comes from one arena."""
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Has a function called that raises nothing."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Ends the thread after what was put before."""
+        self._jobs.put(None)
+
+
 class ThreadCall(Generic[_Result]):
-    """A blocking call in a thread of its own, which goes on where its caller waits no longer.
+    """A blocking call in another thread, which goes on where its caller waits no longer.
 
     Attributes:
       ended: set when it has ended.
     """
 
-    def __init__(self, function: Callable[[], _Result], name: str):
+    def __init__(self, function: Callable[[], _Result], name: str, thread: CallThread | None = None):
+        """Begins it, in `thread`, or in one of its own that has this name."""
         self.ended = threading.Event()
         self._function = function
         self._outcome: list[_Result] = []
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        if thread is not None:
+            thread.put(self._run)
+        else:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def _run(self) -> None:
         try:

@@ -4,8 +4,8 @@ While the rows of one round travel, what the next one sends is being read. Host 
 host plus the budget: the rows of a round, and the shares that this round and the next are made of; a share larger than
 the budget goes alone.
 
-Where a process fails, the others must not wait for it: it goes on sending rows, of zeros, until the next of the points
-at which all processes tell each other whether they go on. There all stop together.
+Where a process fails, the others must not wait for it: it goes on sending rows, of anything, until the next of the
+points at which all processes tell each other whether they go on. There all stop together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
-from orbax_t5x.concurrency import run_in_pool
+from orbax_t5x.concurrency import CallThread, run_in_pool
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
@@ -30,7 +30,7 @@ from orbax_t5x.restoring.execute.shares import Message, Round, Schedule, row_sta
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 
-# How many rounds pass until all processes tell each other whether they go on. More: rows of zeros for longer after a
+# How many rounds pass until all processes tell each other whether they go on. More: rows for nothing for longer after a
 # failure. Fewer: more waiting of processes that have no round together.
 _ROUNDS_PER_CHECK = 16
 
@@ -95,10 +95,12 @@ class Broadcast:
           CheckpointIOError: a process does not answer.
           CheckpointError: this process could not read its shares. Where only others failed it returns.
         """
+        self._thread = CallThread("orbax_t5x-rounds")
         try:
             error = await self._send_texts(pool, error)
             error = await self._go_through_rounds(pool, error)
         finally:
+            self._thread.close()
             for task in self._reads.values():
                 task.cancel()
             await asyncio.gather(*self._reads.values(), return_exceptions=True)
@@ -119,6 +121,8 @@ class Broadcast:
         rounds = self._schedule.rounds
         own = [number for number, one in enumerate(rounds) if self._process in one.members]
         following = dict(itertools.pairwise(own))
+        # One for all rounds: its memory is free again when a round has ended.
+        whole_row = empty_row(max((rounds[number].row_bytes for number in own), default=0))
         if error is None:
             error = await _error_of(self._place_complete([entry for entry in self._arriving], pool))
         for number, one in enumerate(rounds):
@@ -128,12 +132,14 @@ class Broadcast:
                     break
             if self._process not in one.members:
                 continue
-            row = empty_row(one.row_bytes)
+            row = whole_row[: one.row_bytes]
             if error is None:
                 error = await _error_of(self._fill_row(row, number, pool))
             if error is None:
                 self._read_ahead(one, following.get(number), pool)
-            rows = await self._with_all(lambda row=row, one=one: exchange_rows(row, one.members, self._path))
+            rows = await self._with_all(
+                lambda row=row, one=one: exchange_rows(row, one.members, self._path, self._thread)
+            )
             assert isinstance(rows, np.ndarray)
             if error is None:
                 error = await _error_of(self._take(one, rows, pool))

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from jax.experimental import multihost_utils
 
+from orbax_t5x.concurrency import CallThread
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -50,20 +51,21 @@ _TOLD = {
 _Result = TypeVar("_Result")
 
 
-def collective(function: Callable[[], _Result], path: str | None) -> _Result:
+def collective(function: Callable[[], _Result], path: str | None, thread: CallThread | None = None) -> _Result:
     """Calls what waits for other processes.
 
     Args:
-      function: what to call, in a thread of its own.
+      function: what to call, in another thread.
       path: of what is being restored, for the error.
+      thread: that thread; None: one of its own.
 
     Raises:
       CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
         was stopped or is parted from the others.
     """
     try:
-        return call_with_living_peers(function, path)
-    except RuntimeError as error:  # `jax.errors.JaxRuntimeError` is one, and has no type for checkers
+        return call_with_living_peers(function, path, thread)
+    except (RuntimeError, ValueError) as error:  # JAX raises either, by where the failure meets it
         text = " ".join(str(error).split())
         message = f"another process of this restore has died, or cannot be reached: {text}"
         raise CheckpointIOError(message, path=path) from error

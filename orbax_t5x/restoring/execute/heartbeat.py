@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from orbax_t5x.concurrency import ThreadCall
+from orbax_t5x.concurrency import CallThread, ThreadCall
 from orbax_t5x.errors import CheckpointIOError
 
 # A number that is 20 s old when it is looked at was written at most 25 s ago: below 30 s, and enough for a process that
@@ -140,12 +140,15 @@ def beating() -> Generator[Pulse | None, None, None]:
         _shared.leave()
 
 
-def call_with_living_peers(function: Callable[[], _Result], path: str | None) -> _Result:
+def call_with_living_peers(
+    function: Callable[[], _Result], path: str | None, thread: CallThread | None = None
+) -> _Result:
     """Calls what waits for all processes, for as long as they live.
 
     Args:
-      function: called in a thread of its own, which goes on where this call gives up.
+      function: called in another thread, which goes on where this call gives up.
       path: of what is being restored, for the error.
+      thread: that thread; None: one of its own.
 
     Raises:
       CheckpointIOError: a process that was in the call gives no sign of life any more.
@@ -153,7 +156,7 @@ def call_with_living_peers(function: Callable[[], _Result], path: str | None) ->
     with beating() as pulse:
         if pulse is None:
             return function()
-        call = ThreadCall(function, "orbax_t5x-collective")
+        call = ThreadCall(function, "orbax_t5x-collective", thread)
         while not call.ended.wait(_POLL_SECS):
             if (silent := pulse.silent()) is not None:
                 message = f"{silent}: it was stopped or cannot be reached, and this restore waits for it no longer"

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from orbax_t5x.concurrency import CallThread
 from orbax_t5x.restoring.execute.exchange import collective, gather_bytes
 from orbax_t5x.restoring.execute.shares import ALIGNMENT
 
@@ -25,13 +26,14 @@ def empty_row(size: int) -> np.ndarray:
     return memory[first : first + size]
 
 
-def exchange_rows(row: np.ndarray, members: Sequence[int], path: str | None) -> np.ndarray:
+def exchange_rows(row: np.ndarray, members: Sequence[int], path: str | None, thread: CallThread) -> np.ndarray:
     """The rows of all members; each of them must call it, and nobody else.
 
     Args:
-      row: of this process; bytes, of one size on all members. It must not change afterwards.
+      row: of this process; bytes, of one size on all members. It must not change before this returns.
       members: processes, ascending, this one among them.
       path: of what is being restored, for the error.
+      thread: waits for the others. One for all rounds: each thread keeps memory of its own of what it has let go.
 
     Returns:
       Bytes [member, row].
@@ -41,7 +43,7 @@ def exchange_rows(row: np.ndarray, members: Sequence[int], path: str | None) -> 
     """
     if len(members) == 1:
         return row[None]
-    return collective(lambda: _all_gather(row, members), path)
+    return collective(lambda: _all_gather(row, members), path, thread)
 
 
 def _all_gather(row: np.ndarray, members: Sequence[int]) -> np.ndarray:
