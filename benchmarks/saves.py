@@ -24,11 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _COORDINATOR_TIMEOUT_SECS = 120
-_WARM_UP_ROUNDS = 2
-_FIGURES = ("blocking", "blocking_cpu", "total", "cpu")
+WARM_UP_ROUNDS = 2
+FIGURES = ("blocking", "blocking_cpu", "total", "cpu")
 # Each pair is compared: the first over the second.
 _PAIRS = (
     ("ours", "plain PyTreeSave"),
@@ -52,7 +53,7 @@ def state_shapes(mebibytes: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _state(mebibytes):
+def make_state(mebibytes):
     """The state, its rows split over all devices of all processes; values that do not compress."""
     import jax
     import numpy as np
@@ -91,21 +92,21 @@ def save_in_turn(folder: Path, saves: int, mebibytes: int) -> dict[str, dict[str
     import jax
     import orbax.checkpoint as ocp
 
-    state, ways = _state(mebibytes), _ways()
+    state, ways = make_state(mebibytes), _ways()
     train = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state))
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
     managers = {
         way: ocp.CheckpointManager(folder / str(index), options=options, item_handlers=handler)
         for index, (way, (handler, _)) in enumerate(ways.items())
     }
-    measured = {way: {figure: [] for figure in _FIGURES} for way in ways}
+    measured = {way: {figure: [] for figure in FIGURES} for way in ways}
     names = list(ways)
-    for step in range(_WARM_UP_ROUNDS + saves):
+    for step in range(WARM_UP_ROUNDS + saves):
         turn = step % len(names)
         for way in names[turn:] + names[:turn]:
             state = jax.block_until_ready(train(state))  # as in a run: no array is saved twice
-            figures = _one_save(managers[way], step, ways[way][1](state))
-            if step >= _WARM_UP_ROUNDS:
+            figures = one_save(managers[way], step, ways[way][1](state))
+            if step >= WARM_UP_ROUNDS:
                 for figure, seconds in figures.items():
                     measured[way][figure].append(seconds)
     for manager in managers.values():
@@ -113,7 +114,8 @@ def save_in_turn(folder: Path, saves: int, mebibytes: int) -> dict[str, dict[str
     return measured
 
 
-def _one_save(manager, step, arguments) -> dict[str, float]:
+def one_save(manager, step, arguments) -> dict[str, float]:
+    """The figures of one save by a manager."""
     cpu, thread_cpu, started = time.process_time(), time.thread_time(), time.perf_counter()
     manager.save(step, args=arguments)
     returned, thread_cpu = time.perf_counter(), time.thread_time() - thread_cpu
@@ -171,21 +173,21 @@ def run(folder: Path, saves: int, mebibytes: int, devices: int, processes: int) 
             figure: [
                 (sum if figure == "cpu" else max)(of) for of in zip(*(one[way][figure] for one in each), strict=True)
             ]
-            for figure in _FIGURES
+            for figure in FIGURES
         }
         for way in each[0]
     }
 
 
-def show(measured: dict[str, dict[str, list[float]]]) -> None:
+def show(measured: dict[str, dict[str, list[float]]], pairs: Sequence[tuple[str, str]] = _PAIRS) -> None:
     """Prints medians of the ways, and medians of the ratios of pairs with their quartiles."""
-    print(f"\n| way | {' | '.join(f'{figure} s' for figure in _FIGURES)} |\n" + "|---" * (1 + len(_FIGURES)) + "|")
+    print(f"\n| way | {' | '.join(f'{figure} s' for figure in FIGURES)} |\n" + "|---" * (1 + len(FIGURES)) + "|")
     for way, figures in measured.items():
-        print(f"| {way} | {' | '.join(f'{statistics.median(figures[figure]):.3f}' for figure in _FIGURES)} |")
-    print(f"\n| ratio (quartiles) | {' | '.join(_FIGURES)} |\n" + "|---" * (1 + len(_FIGURES)) + "|")
-    for one, other in _PAIRS:
+        print(f"| {way} | {' | '.join(f'{statistics.median(figures[figure]):.3f}' for figure in FIGURES)} |")
+    print(f"\n| ratio (quartiles) | {' | '.join(FIGURES)} |\n" + "|---" * (1 + len(FIGURES)) + "|")
+    for one, other in pairs:
         cells = []
-        for figure in _FIGURES:
+        for figure in FIGURES:
             ratios = [a / b for a, b in zip(measured[one][figure], measured[other][figure], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             cells.append(f"{middle:.3f} ({low:.2f} to {high:.2f})")

@@ -58,6 +58,9 @@ class TwoLayers(nnx.Module):
         self.first = nnx.Linear(8, 4, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs)
 
+    def __call__(self, inputs):
+        return self.norm(self.first(inputs), use_running_average=True)
+
 
 def nnx_state():
     return nnx.state(TwoLayers(nnx.Rngs(0)))
@@ -158,6 +161,16 @@ def test_what_stock_orbax_saved_is_renamed_and_resharded(tmp_path):
         loaded = ocp.load(tmp_path / "1", ot.v1.AbstractTrainState(target, rules))
     assert loaded["step"] == 3 and loaded["params"]["new"].sharding == rows
     np.testing.assert_array_equal(loaded["params"]["new"], tree["old"])
+
+
+def test_an_abstract_module_is_a_target(tmp_path):
+    module = TwoLayers(nnx.Rngs(0))
+    with ot.v1.context():
+        ocp.save(tmp_path / "1", nnx.state(module))
+        abstract = nnx.eval_shape(lambda: TwoLayers(nnx.Rngs(1)))
+        loaded = ocp.load(tmp_path / "1", ot.v1.AbstractTrainState(abstract))
+    assert type(loaded) is TwoLayers
+    np.testing.assert_array_equal(loaded(jnp.ones((1, 8))), module(jnp.ones((1, 8))))
 
 
 def test_the_keywords_of_restore(tmp_path):

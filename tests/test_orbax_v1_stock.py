@@ -9,6 +9,7 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as v0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -58,6 +59,12 @@ READ = (
         "v1 another name": told(v1.load(root + "/other", checkpointable_name="model")),
         "v1 another name, abstract": told(v1.load_checkpointables(root + "/other", {"model": abstract})["model"]),
     }
+    for name, path in (("v0 handler", "/version_0/0"), ("v0 handler, commit file", "/commit_file/0")):
+        told_by[name + ": v1 load"] = told(v1.load(root + path))
+        told_by[name + ": v1 load, abstract"] = told(v1.load(root + path, abstract))
+        told_by[name + ": v1 checkpointables"] = told(v1.load_checkpointables(root + path)["state"])
+        with v1.training.Checkpointer(root + path[:-2]) as checkpointer:
+            told_by[name + ": v1 Checkpointer"] = told(checkpointer.load(0))
     shapes = jax.tree.map(lambda leaf: getattr(leaf, "shape", None), v1.metadata(root + "/0").metadata)
     with v1.training.Checkpointer(root) as checkpointer:
         told_by["v1 Checkpointer"] = told(checkpointer.load(1))
@@ -123,12 +130,19 @@ def test_stock_orbax_reads_what_is_saved_here(tmp_path, checksums):
         ocp.save_checkpointables(tmp_path / "other", {"model": tree})
         with ocp.training.Checkpointer(tmp_path) as checkpointer:
             assert checkpointer.save(1, tree, force=True)
+    commit_file = v0.options.AtomicityOptions(mode=v0.options.AtomicityMode.COMMIT_FILE)
+    for name, options in (("version_0", {}), ("commit_file", {"atomicity_options": commit_file})):
+        handlers = {"state": ot.TrainStateHandler(checksums=checksums)}
+        made = v0.CheckpointManagerOptions(**options)
+        with v0.CheckpointManager(tmp_path / name, item_handlers=handlers, options=made) as manager:
+            manager.save(0, args=v0.args.Composite(state=ot.args.TrainStateSave(tree)))
+    assert len(list(tmp_path.rglob("_CHECKSUMS.json"))) == (5 if checksums else 0)
     told_by, shape = json.loads(run(READ, tmp_path).splitlines()[-1])
     assert shape == [8, 8]
     structure = str(jax.tree.structure(tree))
     values = [["bfloat16", list(range(8))], ["int64", [0, 1, 2]], 3, ["float32", w.tolist()]]
     kinds = ["ArrayImpl", "ndarray", "int", "ArrayImpl"]
-    assert len(told_by) == 16
+    assert len(told_by) == 24
     for told in told_by.values():
         assert told == [structure, values, kinds]
 

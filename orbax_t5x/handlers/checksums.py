@@ -153,7 +153,7 @@ class SummedHandler:
         # The caller may write over NumPy arrays as soon as this returns. Orbax copies them; it gets the copy made here.
         values = [CopiedArray.of(value) if isinstance(value, np.ndarray) else value for value in values]
         # Before Orbax's threads begin to write: they would take the interpreter from the caller, who waits.
-        _start_transfers(values, infos)
+        start_transfers(values, infos)
         held = [one for leaf in zip(values, infos, args, strict=True) for one in hold(*leaf)]
         futures = await self._handler.serialize(values, infos, args)
         if sums.later:
@@ -219,7 +219,7 @@ def written_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> di
     return {device: box for box, device in first.items() if device.process_index == jax.process_index()}
 
 
-def _start_transfers(values: Sequence[Any], infos: Sequence[Any]) -> None:
+def start_transfers(values: Sequence[Any], infos: Sequence[Any]) -> None:
     """Starts copying shards from accelerators, as Orbax does: all are on their way before one is waited for."""
     for value, info in zip(values, infos, strict=True):
         if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):

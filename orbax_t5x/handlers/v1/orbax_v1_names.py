@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint.experimental.v1 as v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
-__all__ = ["active_context", "recorded_type", "stored_dtype", "transfer_limit"]
+__all__ = ["active_context", "goes_through_pinned_memory", "recorded_type", "stored_dtype", "transfer_limit"]
 
 
 def active_context() -> v1.Context:
@@ -49,3 +49,9 @@ def transfer_limit(context: v1.Context) -> int | None:
     if regulator is not None:
         return regulator.regulator.current_limit_bytes
     return context.memory.transfer_concurrent_bytes
+
+
+def goes_through_pinned_memory(context: v1.Context) -> bool:
+    """Whether a save moves arrays from devices through pinned host memory; Orbax does so on GPUs unless told."""
+    given = context.array.saving.enable_pinned_host_transfer
+    return jax.default_backend() == "gpu" if given is None else given

@@ -21,11 +21,11 @@ import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
 from orbax_t5x.concurrency import first_failure
-from orbax_t5x.handlers.checksums import CopiedArray, Held, SaveSums, hold, merge_parts, sum_held
+from orbax_t5x.handlers.checksums import CopiedArray, Held, SaveSums, hold, merge_parts, start_transfers, sum_held
 from orbax_t5x.handlers.failed_saves import discard, raise_as_checkpoint_error, remove_temporary, sync_tree
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK
 from orbax_t5x.handlers.storable import storage_key
-from orbax_t5x.handlers.v1.orbax_v1_names import stored_dtype, transfer_limit
+from orbax_t5x.handlers.v1.orbax_v1_names import goes_through_pinned_memory, stored_dtype, transfer_limit
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 
 
@@ -40,6 +40,7 @@ class _StoredLeaf(NamedTuple):
 
     name: str
     device_host_byte_limiter: _Limiter
+    enable_pinned_host_transfer: bool
 
 
 def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[Held]]:
@@ -52,17 +53,16 @@ def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[Held]]:
     Returns:
       The tree to give to Orbax, whose NumPy arrays nobody writes over, and what is held.
     """
-    limiter = _Limiter(transfer_limit(context))
-    copied = context.memory.deepcopy_host_arrays
+    limiter, pinned = _Limiter(transfer_limit(context)), goes_through_pinned_memory(context)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves: list[Any] = []
+    # Orbax would copy NumPy arrays once more, were they not of this class.
+    copied = context.memory.deepcopy_host_arrays
+    leaves = [CopiedArray.of(leaf) if copied and isinstance(leaf, np.ndarray) else leaf for _, leaf in paths]
+    infos = [_StoredLeaf(storage_key(path), limiter, pinned) for path, _ in paths]
+    start_transfers(leaves, infos)
     held: list[Held] = []
-    for path, leaf in paths:
-        stored = ocp.SaveArgs(dtype=stored_dtype(context, path, leaf))
-        # Orbax would copy it once more, were it not of this class.
-        value = CopiedArray.of(leaf) if copied and isinstance(leaf, np.ndarray) else leaf
-        held.extend(hold(value, _StoredLeaf(storage_key(path), limiter), stored))
-        leaves.append(value)
+    for (path, leaf), value, info in zip(paths, leaves, infos, strict=True):
+        held.extend(hold(value, info, ocp.SaveArgs(dtype=stored_dtype(context, path, leaf))))
     return jax.tree_util.tree_unflatten(treedef, leaves), held
 
 
