@@ -96,6 +96,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
           UnsupportedCheckpointError: leaves that Orbax cannot store; nothing is left of the save.
           RestorePlanError: transforms or `dtype` do not fit the tree.
         """
+        self._begin(directory)
         try:
             with self._registry.remembering(), self._summing(directory, later=True) as sums:
                 prepared = self._prepare(directory, args, sums, deferred=False)
@@ -113,6 +114,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
         An interrupt stops it and leaves nothing behind.
         """
+        self._begin(directory)
         with self._summing(directory, later=False) as sums:
             try:
                 prepared = self._prepare(directory, args, sums, deferred=True)
@@ -138,6 +140,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             if self._saves is not None:
                 merge_parts(directory)
             _failed_saves.sync_tree(directory)
+            _failed_saves.end(directory)
         except BaseException as error:
             self._discard(directory)
             _failed_saves.raise_as_checkpoint_error(error, directory)
@@ -154,6 +157,10 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         prepared = prepare(args, recorded.lineage, self._registry, deferred=deferred, sums=sums)
         recorded.remember()
         return prepared
+
+    def _begin(self, directory: epath.Path) -> None:
+        if self._is_primary():
+            _failed_saves.begin(directory)
 
     def _discard(self, directory: epath.Path) -> None:
         if self._is_primary():

@@ -2,14 +2,17 @@
 
 Orbax makes its temporary directories before it calls a handler, and leaves them behind when the handler fails, until
 a manager is made anew on that root. A full disk then stays full. So a failed save here takes its own item directory
-away, and the step's with it where no other item is in there. Only directories that carry Orbax's mark for temporary
-ones are ever removed.
+away, and the step's with it where no other item is in there. Only directories that carry Orbax's marks of unfinished
+ones are ever removed. An interrupt may end a save where no code of ours is told; what that leaves goes when the process
+exits.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -24,11 +27,12 @@ from etils import epath
 from orbax_t5x.concurrency import first_failure, run_jobs
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE
 from orbax_t5x.storage.paths import url_scheme
 
-_STEP_METADATA = "_CHECKPOINT_METADATA"
 # What Orbax itself, of version 0 or 1, writes into a step beside its items.
-_STEP_FILES = {_STEP_METADATA, "orbax.checkpoint"}
+_STEP_FILES = {STEP_METADATA_FILE, "orbax.checkpoint"}
+_COMMITTED = "commit_timestamp_nsecs"
 # Orbax's own writers may still be finishing when we remove; what they create after us is removed on the next round.
 _ROUNDS = 50
 _ROUND_SECS = 0.1
@@ -78,12 +82,48 @@ def raise_as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str
     raise error
 
 
+class _UnfinishedSaves:
+    """The directories of saves that this process has begun and not ended; they are removed when it exits."""
+
+    def __init__(self) -> None:
+        self._directories: dict[str, int] = {}
+
+    def begin(self, directory: Any) -> None:
+        if not self._directories:
+            atexit.register(self.remove)
+        self._directories[os.fspath(directory)] = os.getpid()
+
+    def end(self, directory: Any) -> None:
+        self._directories.pop(os.fspath(directory), None)
+        if not self._directories:
+            atexit.unregister(self.remove)
+
+    def remove(self) -> None:
+        # A fork has the saves of its parent, and leaves them alone.
+        for directory in [one for one, process in self._directories.items() if process == os.getpid()]:
+            remove_temporary(directory)
+
+
+_unfinished = _UnfinishedSaves()
+
+
+def begin(directory: Any) -> None:
+    """Notes that a save into a directory has begun: unless it ends, it is removed when the process exits."""
+    _unfinished.begin(directory)
+
+
+def end(directory: Any) -> None:
+    """Notes that a save has been finished, or that nothing is left of it."""
+    _unfinished.end(directory)
+
+
 def discard(directory: Any) -> None:
     """Removes the temporary directory of a failed save, after Orbax has made it."""
     removal = CommitFuture(_remove(directory), name="orbax_t5x_discard")
     # What it could not remove, Orbax will at the next start; the error of the save matters more.
     with contextlib.suppress(Exception):
         removal.result(timeout=_CREATION_TIMEOUT_SECS)
+        end(directory)
 
 
 async def _remove(directory: Any) -> None:
@@ -98,23 +138,36 @@ def _wait_for_step_metadata(path: Path) -> None:
 
     Where the directory is gone before, that write fails, and Orbax raises its error instead of the save's.
     """
-    step = path.parent if TEMPORARY_MARK in path.parent.name else path
     for _ in range(_METADATA_ROUNDS):
-        if (step / _STEP_METADATA).exists():
+        if any((place / STEP_METADATA_FILE).exists() for place in (path, path.parent)):
             return
         time.sleep(_METADATA_SECS / _METADATA_ROUNDS)
 
 
 def remove_temporary(directory: Any) -> None:
-    """Removes a local directory that is temporary, or lies in one, and such a parent where it holds nothing else."""
+    """Removes a local directory of an unfinished save, and its parent where that is one, and holds nothing else."""
     path = _local(directory)
-    if path is None or TEMPORARY_MARK not in path.name + path.parent.name:
+    if path is None:
+        return
+    parent = path.parent
+    is_in_place = _is_unfinished_step(path) or (_is_unfinished_step(parent) and not (path / COMMIT_FILE).exists())
+    if TEMPORARY_MARK not in path.name + parent.name and not is_in_place:
         return
     remove_tree(path)
-    parent = path.parent
     with contextlib.suppress(OSError):
-        if TEMPORARY_MARK in parent.name and all(entry.name in _STEP_FILES for entry in parent.iterdir()):
+        is_unfinished = TEMPORARY_MARK in parent.name or _is_unfinished_step(parent)
+        if is_unfinished and all(entry.name in _STEP_FILES for entry in parent.iterdir()):
             remove_tree(parent)
+
+
+def _is_unfinished_step(path: Path) -> bool:
+    """Whether this is a step that Orbax writes under its final name: a file will mark it as finished."""
+    try:
+        metadata = json.loads((path / STEP_METADATA_FILE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    committed = metadata.get(_COMMITTED) if isinstance(metadata, dict) else True
+    return committed is None and not (path / COMMIT_FILE).exists()
 
 
 def remove_tree(path: Path) -> None:
@@ -166,6 +219,7 @@ class GuardedCommit:
             self.cancel()
             if self._remove:
                 remove_temporary(self._directory)
+                end(self._directory)
             raise_as_checkpoint_error(first_failure(error), self._directory)
 
     def _give_a_head_start(self) -> None:
