@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError, Problem, RestorePlanError
-from orbax_t5x.restoring.execute.exchange import gather
+from orbax_t5x.restoring.execute.exchange import error_as_bytes, gather, told_error
 from orbax_t5x.restoring.execute.heartbeat import beating
 from orbax_t5x.restoring.lineage import Records
 
@@ -32,9 +32,17 @@ class Agreement:
       is_parted: whether another process has died or could not be reached, so that nobody knows what it does.
     """
 
-    def __init__(self, primary: int, path: str, what: str = "restore"):
-        """Args: the index of the process whose record counts, what is being restored, and what this is, for errors."""
+    def __init__(self, primary: int, path: str, what: str = "restore", *, tells_errors: bool = False):
+        """Made by each process alike.
+
+        Args:
+          primary: the index of the process whose record counts.
+          path: what is being restored or converted, for errors.
+          what: is being done, for errors.
+          tells_errors: whether the other processes raise what one has raised, as far as it is an error of a checkpoint.
+        """
         self.is_parted = False
+        self._tells_errors = tells_errors
         self._primary = primary
         self._path = path
         self._what = what
@@ -47,11 +55,11 @@ class Agreement:
         try:
             with beating():
                 yield
-        except BaseException:
+        except BaseException as error:
             if not self._told_failure:
                 # This process's own error says more than that there is nobody to tell it to.
                 with contextlib.suppress(CheckpointIOError):
-                    self._exchange(b"", failed=True)
+                    self._exchange(error_as_bytes(error), failed=True)
             raise
 
     def records(self, mine: Records) -> Records:
@@ -92,8 +100,12 @@ class Agreement:
     def _exchange(self, payload: bytes, *, failed: bool = False) -> list[bytes]:
         """What each process tells, by its index.
 
+        Args:
+          payload: what this process tells.
+          failed: whether it is an error.
+
         Raises:
-          CheckpointIOError: another process failed, or has died.
+          CheckpointError: another process failed, or has died.
         """
         if not self._several:
             return [payload]
@@ -103,17 +115,15 @@ class Agreement:
         ]
         if failed or failures:
             self._told_failure = True
-        if failures and not failed:
-            who = ", ".join(map(str, failures))
-            message = f"the {self._what} failed on process {who}; its own error says why"
-            raise CheckpointIOError(message, path=self._path)
-        if failed:
-            return []
         longest = max(1, int(sizes_and_failures[:, 0].max()))
         padded = np.zeros(longest, np.uint8)
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = self._gather(padded)
-        return [row[: int(size)].tobytes() for row, size in zip(rows, sizes_and_failures[:, 0], strict=True)]
+        told = [row[: int(size)].tobytes() for row, size in zip(rows, sizes_and_failures[:, 0], strict=True)]
+        if failures and not failed:
+            first = told[failures[0]] if self._tells_errors else error_as_bytes(Exception())
+            raise told_error(failures, first, self._path, f"the {self._what}")
+        return told
 
     def _gather(self, mine: np.ndarray) -> np.ndarray:
         try:

@@ -17,7 +17,6 @@ import logging
 import os
 import time
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -124,11 +123,11 @@ def convert_for(
 ) -> ConvertReport:
     """`convert` with a target: what is written has its names, shapes and dtypes. None: everything, as it is."""
     started = time.monotonic()
-    _check_options(writing)
-    path = local(destination)
-    check_destination(path, writing)
-    agreement = Agreement(PRIMARY, str(path), "conversion")
-    with contextlib.ExitStack() as stack, _typed(path), agreement.planning():
+    agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", tells_errors=True)
+    with contextlib.ExitStack() as stack, _typed(destination), agreement.planning():
+        _check_options(writing)
+        path = local(destination)
+        check_destination(path, writing)
         asking = Asking("convert", agreement.records)
         plan = _plan(source, target, transforms, options, writing.on_unsupported, asking, stack)
         for checkpoint in plan.checkpoints.values():
@@ -148,7 +147,7 @@ def convert_for(
 
 
 @contextlib.contextmanager
-def _typed(path: Path) -> Generator[None, None, None]:
+def _typed(path: str | os.PathLike[str]) -> Generator[None, None, None]:
     """What the system says of the destination, as the error that callers expect."""
     try:
         yield

@@ -67,7 +67,7 @@ def collective(function: Callable[[], _Result], path: str | None, thread: CallTh
         return call_with_living_peers(function, path, thread)
     except (RuntimeError, ValueError) as error:  # JAX raises either, by where the failure meets it
         text = " ".join(str(error).split())
-        message = f"another process of this restore has died, or cannot be reached: {text}"
+        message = f"another process of this call has died, or cannot be reached: {text}"
         raise CheckpointIOError(message, path=path) from error
 
 
@@ -132,8 +132,8 @@ def gather_parts(
     counts_and_failures = gather(np.asarray([len(mine), error is not None], np.uint32), path)
     counts, failures = counts_and_failures[:, 0], np.flatnonzero(counts_and_failures[:, 1]).tolist()
     if failures:
-        told = gather_bytes(b"" if error is None else _as_bytes(error), path)
-        raise _as_told(failures, told[failures[0]], path)
+        told = gather_bytes(b"" if error is None else error_as_bytes(error), path)
+        raise told_error(failures, told[failures[0]], path)
     longest = int(np.max(counts))
     if not longest:
         return {}
@@ -148,19 +148,27 @@ def gather_parts(
     return parts
 
 
-def _as_bytes(error: Exception) -> bytes:
+def error_as_bytes(error: BaseException) -> bytes:
+    """What a process tells the others of its error."""
     if not isinstance(error, CheckpointError) or type(error).__name__ not in _TOLD:
         return json.dumps(None).encode()
     number = error.errno if isinstance(error, CheckpointIOError) else None
     return json.dumps([type(error).__name__, error.message, error.path, error.leaf, number]).encode()
 
 
-def _as_told(failures: Sequence[int], told: bytes, path: str | None) -> CheckpointError:
-    """The error of another process as the same type, or that it has one of its own."""
+def told_error(failures: Sequence[int], told: bytes, path: str | None, what: str = "reading") -> CheckpointError:
+    """The error of another process as the same type, or that it has one of its own.
+
+    Args:
+      failures: the processes that failed.
+      told: by the first of them.
+      path: of what is being restored or converted.
+      what: failed.
+    """
     known = json.loads(told)
     if known is None:
         who = ", ".join(map(str, failures))
-        return CheckpointIOError(f"reading failed on process {who}; its own error says why", path=path)
+        return CheckpointIOError(f"{what} failed on process {who}; its own error says why", path=path)
     name, message, where, leaf, number = known
     message = f"{message} (on process {failures[0]})"
     if _TOLD[name] is CheckpointIOError:
