@@ -13,9 +13,9 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
+from orbax_t5x.checkpoint_importer import LazyThreadPoolArray
 from orbax_t5x.operations import write_orbax
 from orbax_t5x.operations.work_directory import WorkDirectory
-from orbax_t5x.checkpoint_importer import LazyThreadPoolArray
 from tests.bundle_writer import bundle_of
 
 MIB = 1 << 20
