@@ -121,7 +121,8 @@ class _Server(http.server.ThreadingHTTPServer):
     # Threads that stand still for a fault end with the process, if not before.
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 128
+    # A connection that finds no place waits for a second until it is tried again.
+    request_queue_size = 1024
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Says nothing: clients that give up are what is tested."""

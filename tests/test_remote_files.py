@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.readers.chunk_grid import chunk_boxes
-from orbax_t5x.storage import remote_file
+from orbax_t5x.storage import connection, remote_file
 from orbax_t5x.storage.connection import remote_session
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.places import open_store
@@ -57,13 +57,30 @@ def test_announced_reads_are_the_files_bytes(data):
     cuts = data.draw(st.integers(1, 120))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "_PIECE_BYTES", 64)
-        patch.setattr(remote_file, "_AHEAD_BYTES", 200)
+        patch.setattr(connection, "_AHEAD_BYTES", 200)
         file = file_of(STORE, DATA[:5000])
         ahead = file.ahead(iter(ranges))
         for offset, size in ranges:
             buffers = [np.zeros(min(cuts, size - at), np.uint8) for at in range(0, size, cuts)]
             ahead.read_into(offset, buffers)
             assert b"".join(buffer.tobytes() for buffer in buffers) == DATA[offset : offset + size]
+
+
+def test_reads_ahead_share_one_bound_and_give_it_back(store, monkeypatch):
+    monkeypatch.setattr(remote_file, "_PIECE_BYTES", 10_000)
+    monkeypatch.setattr(connection, "_AHEAD_BYTES", 50_000)
+    file = file_of(store, DATA)
+    bound = file._connection.ahead
+    outs = [np.zeros(20_000, np.uint8) for _ in range(2)]
+    readers = [file.ahead([(0, 100_000)]) for _ in outs]
+    for reader, out in zip(readers, outs, strict=True):
+        reader.read_into(0, [out])
+        assert out.tobytes() == DATA[:20_000]
+    assert not bound.take(10_000, needed=False), "the first reader is ahead by the whole bound"
+    readers[1].read_into(20_000, [np.zeros(80_000, np.uint8)])
+    readers.pop(0)
+    del reader
+    assert bound.take(50_000, needed=False), "what a reader leaves unread is given back with it"
 
 
 STORE = None

@@ -18,6 +18,9 @@ _Result = TypeVar("_Result")
 _HELPER_THREADS = 3
 # Threads in which event loops put blocking reads, which may wait on a slow file system while others go on.
 _READER_THREADS = 8
+# Threads in which event loops put calls that wait for another machine and compute next to nothing: fewer would line up
+# round trips one behind the other.
+_WAITING_THREADS = 64
 # Users' functions block on storage, not on a core; more waits overlap, each at the cost of one array in memory.
 _FUNCTION_THREADS = 16
 
@@ -63,6 +66,11 @@ _process_threads = _ProcessThreads()
 def reader_pool() -> concurrent.futures.ThreadPoolExecutor:
     """Where event loops put blocking reads."""
     return _process_threads.pool("read", _READER_THREADS)
+
+
+def waiting_pool() -> concurrent.futures.ThreadPoolExecutor:
+    """Where event loops put calls that wait for another machine."""
+    return _process_threads.pool("wait", _WAITING_THREADS)
 
 
 def function_pool() -> concurrent.futures.ThreadPoolExecutor:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all
+from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointIOError,
@@ -161,7 +161,8 @@ class TensorStoreLeaf(Leaf):
         if self._files.was_checked(stats.execution):
             await self._read(requests, stats)
             return
-        check = run_in_pool(reader_pool(), self._files.check_unchanged, stats.execution, leaf=self.name)
+        pool = reader_pool() if self._files.answers is None else waiting_pool()
+        check = run_in_pool(pool, self._files.check_unchanged, stats.execution, leaf=self.name)
         if self._files.answers is None:
             await check
             await self._read(requests, stats)

@@ -22,7 +22,7 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage.connection import Answer, Connection, Look, PendingRead
+from orbax_t5x.storage.connection import AheadBytes, Answer, Connection, Look, PendingRead
 from orbax_t5x.storage.remote_errors import is_beyond_end, remote_error
 
 _Answered = TypeVar("_Answered", Answer, Look)
@@ -30,9 +30,7 @@ _Answered = TypeVar("_Answered", Answer, Look)
 # One request. Smaller pays for more requests, larger waits longer before the first byte can be used and is dearer to
 # repeat.
 _PIECE_BYTES = 2 << 20
-# What is asked for before it is needed, by each of up to 16 threads that read: enough together to hide a wait of 50 ms
-# at 10 Gbit/s.
-_AHEAD_BYTES = 4 << 20
+# Requests under way for one thread that reads.
 _AHEAD_REQUESTS = 32
 # Headers are read from blocks of this size, which are kept while the file is parsed.
 _BLOCK_BYTES = 1 << 16
@@ -198,7 +196,7 @@ class RemoteFile:
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> RemoteAhead:
         """See `StoredFile.ahead`."""
         self._state.require_open()
-        return RemoteAhead(self, _pieces(ranges))
+        return RemoteAhead(self, _pieces(ranges), self._connection.ahead)
 
     def begin_piece(self, start: int, stop: int) -> PendingRead | bytes:
         """Asks for bytes, or takes them from what was loaded; `end_piece` has the answer."""
@@ -280,21 +278,28 @@ def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class RemoteAhead:
-    """Implements `AheadReads`: pieces are asked for in order, a few MiB before they are needed. For one thread."""
+    """Implements `AheadReads`: pieces are asked for in order before they are needed. For one thread."""
 
-    def __init__(self, file: RemoteFile, pieces: Iterator[tuple[int, int]]):
+    def __init__(self, file: RemoteFile, pieces: Iterator[tuple[int, int]], ahead: AheadBytes):
         self._file = file
         self._pieces = pieces
+        self._next = next(pieces, None)
         self._begun: deque[tuple[int, int, PendingRead | bytes]] = deque()
-        self._bytes = 0
+        self._ahead = ahead
+        self._taken = 0
+
+    def __del__(self) -> None:
+        # A read that failed leaves pieces that nobody takes.
+        self._ahead.give(self._taken)
 
     def _begin_more(self) -> None:
-        while len(self._begun) < _AHEAD_REQUESTS and self._bytes < _AHEAD_BYTES:
-            piece = next(self._pieces, None)
-            if piece is None:
+        while self._next is not None and len(self._begun) < _AHEAD_REQUESTS:
+            start, stop = self._next
+            if not self._ahead.take(stop - start, needed=not self._begun):
                 return
-            self._begun.append((*piece, self._file.begin_piece(*piece)))
-            self._bytes += piece[1] - piece[0]
+            self._taken += stop - start
+            self._begun.append((start, stop, self._file.begin_piece(start, stop)))
+            self._next = next(self._pieces, None)
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """See `AheadReads.read_into`."""
@@ -305,9 +310,10 @@ class RemoteAhead:
         while done < total:
             self._begin_more()
             start, stop, piece = self._begun.popleft()
-            self._bytes -= stop - start
             assert start == offset + done, "reads come in the order in which they were announced"
             data = np.frombuffer(self._file.end_piece(piece, start, stop, leaf), np.uint8)
+            self._taken -= stop - start
+            self._ahead.give(stop - start)
             self._begin_more()
             at = 0
             while at < data.size:

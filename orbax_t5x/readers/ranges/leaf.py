@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from orbax_t5x.concurrency import reader_pool, run_in_pool
+from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Request
@@ -39,7 +39,8 @@ class RangeLeaf(BlockingLeaf):
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         """See `Leaf.read_into`."""
-        await run_in_pool(reader_pool(), self.read_blocking, requests, stats)
+        pool = waiting_pool() if self.is_remote else reader_pool()
+        await run_in_pool(pool, self.read_blocking, requests, stats)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self.dtype} {self.shape} of {self.path!r}>"

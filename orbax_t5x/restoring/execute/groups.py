@@ -44,7 +44,8 @@ class Group:
       size: bytes on the host while they are read: results and scratch.
       leaves: that they are made of, each once.
       steps: what is read together, step by step.
-      blocking: whether all leaves are read by blocking calls.
+      blocking: whether all leaves are read by blocking calls, one after the other. Remote ones are not: their round
+        trips overlap.
     """
 
     entries: list[PlanEntry]
@@ -93,7 +94,7 @@ def _as_group(entries: list[PlanEntry]) -> Group:
     leaves = dict.fromkeys(leaf for entry in entries for leaf in entry.leaves)
     steps = steps_of(entries)
     size = sum(pieces_of(entry).size for entry in entries) + steps.scratch_bytes
-    blocking = all([isinstance(leaf, BlockingLeaf) for leaf in leaves])
+    blocking = all([isinstance(leaf, BlockingLeaf) and not leaf.is_remote for leaf in leaves])
     return Group(entries, max(1, size), leaves, [list(parts) for parts in steps.parts], blocking)
 
 
