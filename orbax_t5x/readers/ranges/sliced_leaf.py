@@ -67,18 +67,17 @@ class SlicedLeaf(RangeLeaf):
                 continue
             outcome = read_unchanged(piece.range, wanted, checksum=checksum, leaf=self.name)
             stats.count(outcome.wanted, outcome.gaps)
-            for start, stop, crc in outcome.parts:
-                stats.add_range(self, ChecksummedRange(base + start, base + stop, crc))
+            for part in outcome.parts:
+                stats.add_range(self, _moved(part, base))
 
     async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
         """See `Leaf.verify_checksum`."""
         if stats.verify == "off":
             return None
         by_piece: list[list[ChecksummedRange]] = [[] for _ in self._pieces]
-        for start, stop, crc in parts:
-            number = bisect.bisect_right(self._bases, start) - 1
-            base = self._bases[number]
-            by_piece[number].append(ChecksummedRange(start - base, stop - base, crc))
+        for part in parts:
+            number = bisect.bisect_right(self._bases, part.start) - 1
+            by_piece[number].append(_moved(part, -self._bases[number]))
         verified = True
         for piece, own in zip(self._pieces, by_piece, strict=True):
             if verify_range(piece.range, piece.crc, own, self.name):
@@ -88,6 +87,10 @@ class SlicedLeaf(RangeLeaf):
             else:
                 verified = False
         return verified
+
+
+def _moved(part: ChecksummedRange, offset: int) -> ChecksummedRange:
+    return part._replace(start=part.start + offset, stop=part.stop + offset)
 
 
 def _within(request: Request, box: Box) -> Request | None:
