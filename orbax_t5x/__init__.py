@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from orbax_t5x.handlers import args as args
     from orbax_t5x.handlers import v1 as v1
     from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler as TrainStateHandler
+    from orbax_t5x.handlers.registration import TypeHandlerRegistration as TypeHandlerRegistration
+    from orbax_t5x.handlers.registration import register_type_handlers as register_type_handlers
     from orbax_t5x.lazy import LazyArray as LazyArray
     from orbax_t5x.lazy import LazyAwaitableArray as LazyAwaitableArray
     from orbax_t5x.lazy import LazyThreadPoolArray as LazyThreadPoolArray
@@ -65,6 +67,7 @@ _PUBLIC: dict[str, str] = {
     "STANDARD_LOGICAL_AXIS_RULES": "orbax_t5x.partitioning",
     "Source": "orbax_t5x.restoring.sources",
     "TrainStateHandler": "orbax_t5x.handlers.checkpoint_handler",
+    "TypeHandlerRegistration": "orbax_t5x.handlers.registration",
     "adafactor": "",
     "args": "orbax_t5x.handlers",
     "broadcast_to": "orbax_t5x.lazy",
@@ -78,6 +81,7 @@ _PUBLIC: dict[str, str] = {
     "open_checkpoint": "orbax_t5x.readers",
     "optimizers": "",
     "plan_restore": "orbax_t5x.restoring.api",
+    "register_type_handlers": "orbax_t5x.handlers.registration",
     "repeat": "orbax_t5x.lazy",
     "restore": "orbax_t5x.restoring.api",
     "restore_or_initialize": "orbax_t5x.operations.restore_or_initialize",

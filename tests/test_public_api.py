@@ -13,9 +13,10 @@ import orbax_t5x as ot
 PUBLIC = set(
     """
     STANDARD_LOGICAL_AXIS_RULES Checkpoint LazyArray LazyAwaitableArray LazyThreadPoolArray Limits PlanEntry Problem
-    RestorePlan RestorePlanError Source TrainStateHandler adafactor args broadcast_to checkpoint_importer concatenate
-    convert diff errors latest_step nnx open_checkpoint optimizers plan_restore repeat restore restore_or_initialize
-    rules stack state_utils train_state transforms v1 verify with_shardings
+    RestorePlan RestorePlanError Source TrainStateHandler TypeHandlerRegistration adafactor args broadcast_to
+    checkpoint_importer concatenate convert diff errors latest_step nnx open_checkpoint optimizers plan_restore
+    register_type_handlers repeat restore restore_or_initialize rules stack state_utils train_state transforms v1
+    verify with_shardings
     """.split()
 )
 

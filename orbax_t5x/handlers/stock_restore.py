@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.handlers.numpy_or_lazy import stock_handler
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 from orbax_t5x.restoring.plan import RestorePlan
@@ -178,7 +179,7 @@ def types_of_users(types: Mapping[str, str], registry: Any) -> dict[str, str]:
 
 
 def _is_of_user(recorded: str, registry: Any) -> bool:
-    return registry.has(recorded) and not type(registry.get(recorded)).__module__.startswith("orbax.")
+    return registry.has(recorded) and not type(stock_handler(registry.get(recorded))).__module__.startswith("orbax.")
 
 
 def _args_for(leaf: Any) -> Any:

@@ -24,9 +24,10 @@ from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.checksums import RunningSaves, merge_parts
 from orbax_t5x.handlers.failed_saves import sync_directory, sync_tree
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
+from orbax_t5x.handlers.save_table import WithStreamedLeaves
 from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.stream import PIECE_COPIES, TensorStoreArray, own_context
-from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, StreamedLeaf, WithStreamedLeaves
+from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, StreamedLeaf
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.operations.journal import JournalEntry
 from orbax_t5x.operations.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
