@@ -31,6 +31,7 @@ PLACINGS = {
     "replicated": lambda rank: P(),
     "data parallel": lambda rank: P(*[None] * (rank - 1), "model"),
     "rows": lambda rank: P("data"),
+    "all rows": lambda rank: P(("data", "model")),
     "columns": lambda rank: P(*[None] * (rank - 1), ("data", "model")),
     "host": None,
 }

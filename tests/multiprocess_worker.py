@@ -11,8 +11,9 @@ import signal
 import sys
 
 _DEVICES_EACH = 2
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES_EACH}"
+if __name__ == "__main__":  # other modules of jobs, and so tests, import this one
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES_EACH}"
 
 import jax
 import numpy as np
