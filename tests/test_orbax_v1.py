@@ -328,6 +328,19 @@ def test_handlers_of_a_base_context_keep_what_is_theirs(tmp_path, name):
 RULES = [ot.transforms.Rename([("w", "v")])]
 
 
+def test_what_else_orbax_does_with_checkpoints(tmp_path):
+    with ot.v1.context():
+        ocp.partial.save(tmp_path / "1", {"a": np.ones(2)})
+        ocp.partial.save(tmp_path / "1", {"b": np.zeros(3)})
+        ocp.partial.finalize(tmp_path / "1")
+        loaded = ocp.load(tmp_path / "1", ot.v1.AbstractTrainState(None))
+        assert_same(loaded, {"a": np.ones(2), "b": np.zeros(3)})
+        ocp.save(tmp_path / "2", {"a": np.ones(2)})
+        ocp.save(tmp_path / "2", {"a": np.zeros(2)}, overwrite=True)
+        assert_same(ocp.load(tmp_path / "2", ot.v1.AbstractTrainState(None)), {"a": np.zeros(2)})
+        assert ot.verify(tmp_path / "2").status == "ok"
+
+
 def test_nothing_global_changes(tmp_path):
     before = list(ocp.handlers.global_registry().get_all_entries())
     with ot.v1.context():
@@ -486,6 +499,17 @@ def test_outside_the_context_orbaxs_error_names_it(tmp_path):
 def test_paths_that_are_not_orbaxs_are_refused_by_orbax(tmp_path, goldens):
     with ot.v1.context(), pytest.raises(ocp.errors.InvalidLayoutError):
         ocp.load(goldens / "tf_bundle" / "t5_1_1_f32", ot.v1.AbstractTrainState(None))
+
+
+def test_orbax_reads_safetensors_without_a_handler(goldens):
+    """Whatever it is given to load into: there is no place for ours, and its error is its own."""
+    source = goldens / "safetensors" / "t5_1_1"
+    made = ot.v1.context()
+    made.checkpoint_layout = "safetensors"
+    with made:
+        with pytest.raises(ValueError, match="flat dictionary"):
+            ocp.load(source, ot.v1.AbstractTrainState(None))
+        assert_same(ot.v1.load_and_transform(source, None), ot.restore(source, None))
 
 
 def test_a_plans_problems_come_through_both_functions(tmp_path):
