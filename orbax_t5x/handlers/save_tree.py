@@ -2,8 +2,7 @@
 
 Orbax finds out while it writes that it cannot store a leaf, and lets one leaf overwrite another whose dots and
 slashes join to the same name. Here every leaf is looked at first, all problems are raised together, and what is
-given to Orbax can be written. No array is copied, except a computed view of arrays in memory: the caller may
-overwrite those as soon as an asynchronous save returns.
+given to Orbax can be written. Nothing is computed: views, of arrays in memory, too, are written chunk by chunk.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointErr
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.checksums import SaveSums
 from orbax_t5x.handlers.chunks import ChunkWishes
+from orbax_t5x.handlers.held_leaf import hold_values
 from orbax_t5x.handlers.leaf_options import save_options
 from orbax_t5x.handlers.storable import check_leaves, check_names, storable
 from orbax_t5x.handlers.stream import ChunkWriter
@@ -179,15 +179,20 @@ def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> A
     if not isinstance(leaf, LazyArray):
         return leaf
     view = as_view(leaf, name=name)
-    if not view.is_value:
-        wishes = ChunkWishes(option.chunk_byte_size, tuple(option.shard_axes))
-        return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
-    if view.leaf is None and any(_spans_processes(part) for part in view.leaves()):
+    if view.leaf is not None and view.is_value:
+        value = view.value
+        return value if isinstance(value, jax.Array) else np.asarray(value)
+    if any(_spans_processes(part) for part in view.leaves()):
         raise UnsupportedCheckpointError(
             "is computed from an array that spans processes; apply the transform under jax.jit before saving", leaf=name
         )
-    value = view.value
-    return value if isinstance(value, jax.Array) else np.asarray(value)
+    if view.is_value and jax.process_count() > 1:
+        # What is in memory may differ between processes, and then the primary one's counts.
+        return np.asarray(view.value)
+    if not writer.deferred:
+        hold_values(view, writer.held)
+    wishes = ChunkWishes(option.chunk_byte_size, tuple(option.shard_axes))
+    return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
 
 
 def _spans_processes(leaf: Leaf) -> bool:

@@ -10,7 +10,7 @@ has checksums, all that was read is checked against them; the checksums of what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,7 +21,7 @@ from orbax_t5x.concurrency import Budget, LoopThread, await_to_end, call_carried
 from orbax_t5x.handlers.checksums import SaveSums
 from orbax_t5x.handlers.chunks import ChunkWishes, choose_chunk, pieces
 from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
-from orbax_t5x.lazy import Box, ReadStats, View
+from orbax_t5x.lazy import Box, Leaf, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.readers.box_sums import array_crc
@@ -82,6 +82,9 @@ class ChunkWriter:
     Jobs come from Orbax, which knows where arrays go. They are written at once in Orbax's background thread, or,
     deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an
     interrupt, without leaving writers behind.
+
+    Attributes:
+      held: what is read instead of a leaf: an array in memory as it was when the save began.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class ChunkWriter:
             raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
         check_progress(progress)
         self.deferred = deferred
+        self.held: dict[Leaf, Leaf] = {}
         self._sums = sums
         self._limit = limit
         self._progress: Progress | None = progress
@@ -124,7 +128,7 @@ class ChunkWriter:
           CarriedError: `progress` raised something that event loops do not survive.
         """
         with shown_progress(self._progress, "saving") as on_progress:
-            run = _WriterRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums)
+            run = _WriterRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.held)
             await wait_all(self._moves(jobs, run))
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
@@ -180,8 +184,16 @@ class TensorStoreArray:
 class _WriterRun:
     """One run of a writer: the budget, what was read, how far it is."""
 
-    def __init__(self, limit: int, progress: OnProgress | None, total: int, sums: SaveSums | None):
+    def __init__(
+        self,
+        limit: int,
+        progress: OnProgress | None,
+        total: int,
+        sums: SaveSums | None,
+        held: Mapping[Leaf, Leaf],
+    ):
         self._sums = sums
+        self._held = held
         self.stats = ReadStats("touched", limit)
         self._budget = Budget(limit)
         self._count = asyncio.Semaphore(PIECES_IN_FLIGHT)
@@ -201,7 +213,8 @@ class _WriterRun:
         try:
             out = np.empty(box_shape(box), job.view.dtype)
             lowered = job.view.lower(box, out)
-            await wait_all(leaf.read_into(requests, self.stats) for leaf, requests in group_reads(lowered.reads))
+            reads = [(self._held.get(leaf, leaf), requests) for leaf, requests in group_reads(lowered.reads)]
+            await wait_all(leaf.read_into(requests, self.stats) for leaf, requests in reads)
             for step in lowered.finish:
                 step()
             if self._sums is not None:
