@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import copy
 import gc
 import json
 
@@ -328,6 +329,19 @@ def test_handlers_of_a_base_context_keep_what_is_theirs(tmp_path, name):
 RULES = [ot.transforms.Rename([("w", "v")])]
 
 
+def test_the_handler_in_a_registry_of_ones_own(tmp_path):
+    registry = ocp.handlers.local_registry(include_global_registry=False)
+    registry.add(ocp.handlers.PyTreeHandler).add(ot.v1.TrainStateHandler, checkpointable_name="state")
+    made = ocp.Context()
+    made.checkpointables.registry = registry
+    state = training_state()
+    with made:
+        ocp.save(tmp_path / "1", state)
+        loaded = ocp.load(tmp_path / "1", ot.v1.AbstractTrainState(sharded(state)))
+    assert_same(loaded, state)
+    assert ot.verify(tmp_path / "1").status == "ok"
+
+
 def test_what_else_orbax_does_with_checkpoints(tmp_path):
     with ot.v1.context():
         ocp.partial.save(tmp_path / "1", {"a": np.ones(2)})
@@ -362,6 +376,7 @@ def test_a_context_stays_active_when_a_checkpointer_enters_it_again(tmp_path):
         with made, concurrent.futures.ThreadPoolExecutor(1) as pool:
             pool.submit(ocp.save, tmp_path / "outside", {"w": np.ones(2)}).result()
         ocp.save(tmp_path / "2", {"w": np.ones(2)})
+    copy.deepcopy(made)  # as of any context
     ocp.save(tmp_path / "3", {"w": np.ones(2)})
     assert {path.parent.parent.name for path in tmp_path.rglob("_CHECKSUMS.json")} == {"0", "1", "2"}
 

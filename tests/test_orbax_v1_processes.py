@@ -56,6 +56,8 @@ SCRIPT = """
         check(ocp.load(root + "/0", abstract))
         check(ocp.load_checkpointables(root + "/0", {"state": abstract})["state"])
         check(ot.v1.load_and_transform(root + "/0", target, rules))
+        check(ocp.load(root + "/0", ot.v1.AbstractTrainState(target, rules, broadcast=True)))
+        check(ocp.load(root + "/0", ot.v1.AbstractTrainState(target, rules, source=root + "/1")))
         told = []
         # Of one process alone: all are told, and none waits for it.
         try:

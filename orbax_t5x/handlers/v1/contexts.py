@@ -63,15 +63,20 @@ class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
 
     def __init__(self, base: v1.Context | None):
         super().__init__(base)
-        self._entered = threading.local()
+        # By thread: each has its own active context.
+        self._entered: dict[int, list[Any]] = {}
 
     def __enter__(self) -> v1.Context:
-        stack = self._entered.__dict__.setdefault("stack", [])
+        stack = self._entered.setdefault(threading.get_ident(), [])
         stack.append(self.__contextmanager__())
         return stack[-1].__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        return self._entered.stack.pop().__exit__(*raised)
+        stack = self._entered[threading.get_ident()]
+        left = stack.pop()
+        if not stack:
+            del self._entered[threading.get_ident()]
+        return left.__exit__(*raised)
 
 
 def _with_handler(
