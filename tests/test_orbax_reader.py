@@ -268,6 +268,16 @@ def test_one_item_of_several(several_items):
         ot.open_checkpoint(step / "opt", item="params")
 
 
+@pytest.mark.parametrize("tree", [{"a": None}, {"a": {}, "b": []}, {"name": "t5"}], ids=["None", "empty", "text"])
+def test_items_without_arrays(tmp_path, tree):
+    """The state of `optax.sgd`, saved as an item of its own, is one."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "item", tree)
+        assert checkpointer.restore(tmp_path / "item") == tree
+    assert not (tmp_path / "item" / "manifest.ocdbt").exists()
+    assert ot.restore(tmp_path / "item", tree) == tree
+
+
 def test_orbax_v1(tmp_path):
     v1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
     tree = {"a": {"w": np.arange(6.0).reshape(2, 3)}, "b": [np.ones(3), None, "text"], "k": jax.random.key(0)}

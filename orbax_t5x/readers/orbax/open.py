@@ -262,10 +262,12 @@ class _OrbaxOpening:
         directory = self._root.locate(item) if item else self._root.path
         files = find_item_files(self._root, item, directory)
         ocdbt = files.manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
-        if ocdbt and not files.manifest:
+        # Orbax makes no database for an item of empty containers and strings alone.
+        has_arrays = any(not node.is_empty and node.value_type != "string" for node in metadata.nodes)
+        if ocdbt and not files.manifest and has_arrays:
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
         database = None
-        if ocdbt:
+        if ocdbt and files.manifest:
             database = database_files(self._root, item, files)
             check_database(self._root.kvstore(item), directory, self._context)
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
