@@ -8,7 +8,7 @@ Orbax makes a handler anew for each use, by its class alone. So there is no stat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -112,7 +112,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
                 abstract = AbstractTrainState(abstract)
             # Here and not in the background: what is raised there, `load_checkpointables` hides in an error that calls
             # the handler incompatible.
-            return _done(load_into(directory, abstract, self._context))
+            return _Loaded(load_into(directory, abstract, self._context))
         loading = await self._orbax.load(directory, abstract_checkpointable)
         return self._load_saved(directory, loading) if abstract_checkpointable is None else loading
 
@@ -137,5 +137,12 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         return isinstance(abstract_checkpointable, AbstractTrainState) or is_train_state(abstract_checkpointable)
 
 
-async def _done(value: Any) -> Any:
-    return value
+class _Loaded:
+    """An awaitable of what is loaded already; no warning where nobody awaits it, because something else failed."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield from ()
+        return self._value
