@@ -422,6 +422,7 @@ def test_options_of_the_numpy_handler_are_kept(tmp_path):
         ((known.create_type_handler_registry((int, known.ScalarHandler())),), {}, ValueError, r"registry\.add\("),
         ((), {"memory_limit_bytes": 0}, ValueError, "at least 1"),
         ((), {"progress": "foo"}, ValueError, "'bar'"),
+        ((), {"active_processes": set()}, ValueError, "None stands for all"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, keywords, error, said):
@@ -501,11 +502,13 @@ def test_t5x_states_in_orbaxs_own_saves(tmp_path, registered, name):
 SCRIPT = """
     import json, sys
     import jax, numpy as np
+    import orbax.checkpoint as ocp
+    import orbax_t5x as ot
+    ot.register_type_handlers().undo()  # asks JAX for nothing, which may be initialized later
     process, port, root, source = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
-    import orbax.checkpoint as ocp
-    import orbax_t5x as ot
+    from jax.experimental import multihost_utils
 
     written = []
     progress = lambda *told: written.append(told)
@@ -522,6 +525,25 @@ SCRIPT = """
         half = slice(256 * process, 256 * (process + 1))
         np.testing.assert_array_equal(restored["lazy"][half].get(), opened.leaves["a"][half].get())
     print(json.dumps(len(written)))
+    if process == 0:
+        # One process alone saves, and writes all chunks.
+        alone = dict(primary_host=0, active_processes={0}, barrier_sync_key_prefix="alone")
+        alone = ocp.options.MultiprocessingOptions(**alone)
+        one_by_one = ot.register_type_handlers(memory_limit_bytes=1, active_processes={0})
+        with ot.open_checkpoint(source) as opened, one_by_one:
+            stock = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+            own = ot.TrainStateHandler(multiprocessing_options=alone)
+            tree = {"lazy": opened.leaves["a"]}
+            for handler, args in (
+                (stock, ocp.args.PyTreeSave(tree)),
+                (own, ot.args.TrainStateSave(tree, memory_limit_bytes=1)),
+            ):
+                name = f"{root}_{type(handler).__name__}"
+                with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+                    checkpointer.save(name, args=args)
+                with ot.open_checkpoint(name) as saved:
+                    np.testing.assert_array_equal(saved.leaves["lazy"].get(), opened.leaves["a"].get())
+    multihost_utils.sync_global_devices("end")
 """
 
 

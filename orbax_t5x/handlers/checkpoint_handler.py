@@ -71,6 +71,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         """
         processes = multiprocessing_options or ocp.options.MultiprocessingOptions()
         self._primary_host = processes.primary_host
+        self._active_processes = processes.active_processes
         self._given_registry = type_handler_registry
         self._saves = RunningSaves() if checksums else None
         self._registry = WithStreamedLeaves(type_handler_registry or GlobalTypeHandlers(), self._saves)
@@ -155,7 +156,14 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
         recorded = SavedLineage(directory, args.provenance, primary=self._is_primary())
-        prepared = prepare(args, recorded.lineage, self._registry, deferred=deferred, sums=sums)
+        prepared = prepare(
+            args,
+            recorded.lineage,
+            self._registry,
+            deferred=deferred,
+            sums=sums,
+            processes=self._active_processes,
+        )
         recorded.remember()
         return prepared
 

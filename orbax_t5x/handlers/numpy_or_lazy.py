@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -35,14 +35,16 @@ class LazySaving:
     Attributes:
       memory_limit_bytes: host memory for data on its way, in each save; None for the default.
       progress: called as `progress(done_bytes, total_bytes, leaf)`; "bar" shows a bar; None: nobody is told.
+      active_processes: those that save; None: all.
     """
 
     memory_limit_bytes: int | None = None
     progress: Progress | None = None
+    active_processes: Collection[int] | None = None
 
     def writer(self) -> ChunkWriter:
         """For one save."""
-        return ChunkWriter(self.memory_limit_bytes, self.progress)
+        return ChunkWriter(self.memory_limit_bytes, self.progress, processes=self.active_processes)
 
 
 def is_numpy_or_lazy(leaf_type: Any) -> bool:

@@ -8,6 +8,7 @@ own would bind what is saved to this package, because its name is recorded besid
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,6 +64,7 @@ def register_type_handlers(
     *,
     memory_limit_bytes: int | None = None,
     progress: Progress | None = None,
+    active_processes: Collection[int] | None = None,
 ) -> TypeHandlerRegistration:
     """Makes Orbax take lazy arrays as leaves, in `ocp.args.PyTreeSave` and `PyTreeRestore`.
 
@@ -79,16 +81,20 @@ def register_type_handlers(
       memory_limit_bytes: host memory for data on its way, in each save; 256 MiB by default.
       progress: called as `progress(done_bytes, total_bytes, leaf)` while lazy arrays are saved, from one thread at a
         time; "bar" shows a bar on a terminal.
+      active_processes: the processes that save, where `ocp.options.MultiprocessingOptions` says that not all do: the
+        chunks are shared by them. A type handler is not told.
 
     Returns:
       What undoes it, by `undo()` or at the end of a `with` block.
 
     Raises:
       TypeError: `registry` is no table of type handlers.
-      ValueError: it has no handler for NumPy arrays; a limit below one byte, or an unknown `progress`.
+      ValueError: it has no handler for NumPy arrays; a limit below one byte, an unknown `progress`, or no process.
     """
     table = _table(registry)
-    saving = LazySaving(memory_limit_bytes, progress)
+    if active_processes is not None and not active_processes:
+        raise ValueError("active_processes is empty: nobody would save; None stands for all processes")
+    saving = LazySaving(memory_limit_bytes, progress, active_processes)
     saving.writer()  # says what is wrong with the settings
     with _lock:
         handler = table.get(np.ndarray)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ def prepare(
     *,
     deferred: bool,
     sums: SaveSums | None = None,
+    processes: Collection[int] | None = None,
 ) -> Prepared:
     """Checks what is to be saved and makes it ready for Orbax; writes nothing.
 
@@ -72,6 +73,7 @@ def prepare(
       registry: the type handlers that will write.
       deferred: whether streamed leaves wait for `ChunkWriter.run_deferred`.
       sums: where the checksums of streamed leaves go.
+      processes: those that save; None: all.
 
     Raises:
       UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
@@ -80,7 +82,7 @@ def prepare(
     if args.on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
     tree = _named_tree(args)
-    writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred, sums=sums)
+    writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred, sums=sums, processes=processes)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [leaf_name(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]

@@ -10,7 +10,7 @@ has checksums, all that was read is checked against them; the checksums of what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -94,8 +94,15 @@ class ChunkWriter:
         *,
         deferred: bool = False,
         sums: SaveSums | None = None,
+        processes: Collection[int] | None = None,
     ):
-        """Args: as in `TrainStateSave`; `deferred` jobs wait for `run_deferred`; checksums go to `sums`."""
+        """Args are those of `TrainStateSave`, and more.
+
+        Args:
+          deferred: whether jobs wait for `run_deferred`.
+          sums: where checksums go.
+          processes: those that save together and share the chunks; None: all.
+        """
         limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
         if limit < 1:
             raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
@@ -103,6 +110,7 @@ class ChunkWriter:
         self.deferred = deferred
         self.held: dict[Leaf, Leaf] = {}
         self._sums = sums
+        self._processes = processes
         self._limit = limit
         self._progress: Progress | None = progress
         self._jobs: list[Job] = []
@@ -135,11 +143,12 @@ class ChunkWriter:
 
     async def _moves(self, jobs: Sequence[Job], run: _WriterRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
         """This process's pieces, each as soon as the budget has room for it."""
+        processes = range(jax.process_count()) if self._processes is None else sorted(self._processes)
         for turn, job in enumerate(jobs):
             chunk = self.chunk_of(job.view, job.chunks)
             output = job.output(chunk, job.context)
             for index, box in enumerate(pieces(job.view.shape, chunk)):
-                if (turn + index) % jax.process_count() == jax.process_index():
+                if processes[(turn + index) % len(processes)] == jax.process_index():
                     yield run.move(job, output, box, await run.admit(job.view, box))
 
     def chunk_of(self, view: View, wishes: ChunkWishes) -> tuple[int, ...]:
