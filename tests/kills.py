@@ -45,7 +45,7 @@ _SHAPES = {"params/a": (256, 128), "params/b": (256, 128), "mu/a": (256, 128), "
 _SWAP = ot.transforms.Rename((("params/a", "params/b"), ("params/b", "params/a")))
 _LIMIT_SECS = 120  # of a job that nobody kills
 _MEASURED_STEPS = 4
-_LAYOUTS = {"ocdbt": {}, "zarr": {"use_ocdbt": False}, "streamed": {}}
+_LAYOUTS = {"ocdbt": {}, "zarr": {"use_ocdbt": False}, "streamed": {}, "marked": {}}
 _STREAMED = "mu/a"  # in the layout of this name, a lazy array of the source, and the same in each step
 # What a job tells, in order; the moment of a kill is drawn from the time after one of these.
 _PHASES = ("begun", "restored", "saving")
@@ -82,7 +82,9 @@ class Job:
         """Resumes and saves: `steps` of them, or until it is killed."""
         self.tell("begun")
         root = self._folder / self._layout
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        # A step appears by its new name, or, written in place, by a file that marks it as finished.
+        mode = ocp.options.AtomicityMode.COMMIT_FILE if self._layout == "marked" else ocp.options.AtomicityMode.AUTO
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, atomicity_options=ocp.options.AtomicityOptions(mode=mode))
         handler = HANDLER(**_LAYOUTS[self._layout])
         with (
             ot.open_checkpoint(self._folder / "source") as source,

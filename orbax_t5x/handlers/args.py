@@ -39,15 +39,17 @@ class TrainStateSave(ocp.args.CheckpointArgs):
       dtype: floating-point model parameters (leaves under `target/` or `params/`, or of type `nnx.Param`) are written
         in this dtype; nothing else is.
       transforms: applied to the state dict first, in T5X's protocol. Arrays that none of them touches keep their
-        sharding. They are not recorded as provenance: what counts there is how the run was initialised.
+        sharding; what they compute is written chunk by chunk, as NumPy arrays. They are not recorded as provenance:
+        what counts there is how the run was initialised.
       provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. Given at one
         save, it holds for all later ones of the same root and item. None: what the run's lineage says; a save of which
         nothing is known is recorded as unrecorded, and a restore with transforms then asks.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
         "skip": it is left out, and its name, shape and dtype are recorded.
       custom_metadata: your own JSON values, stored beside our record.
-      memory_limit_bytes: bounds the host memory that lazy leaves take on their way; 256 MiB if None.
-      progress: as in `orbax_t5x.restore`, for lazy leaves.
+      memory_limit_bytes: bounds the host memory that lazy leaves, and what transforms compute, take on their way;
+        256 MiB if None.
+      progress: as in `orbax_t5x.restore`, for these.
       ocdbt_target_data_file_size: as in `ocp.args.PyTreeSave`.
       save_args: a tree like the item of `ocp.SaveArgs`, or None where a leaf needs none: `dtype` (before the one
         above), `chunk_byte_size` and `shard_axes` of single leaves. After `transforms` its names are those of what
