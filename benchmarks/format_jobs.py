@@ -352,6 +352,15 @@ def make_orbax(_, path):
 
 
 def make_t5x(_, path, codec):
+    """The parameters of the bundle, as T5X writes them."""
+    import numpy as np
+
+    flat = {f"target/{name}": value for name, value in _values().items()}
+    write_t5x(path, flat, codec)
+    note_shapes(path, {**flat, "state/step": np.int32(_STEP)})
+
+
+def write_t5x(path, flat, codec):
     """As T5X writes its version 3: `codec` is "gzip" (arrays of one device, and checkpoints made from TensorFlow's) or
     "zstd" (arrays sharded by rows over 8 devices, a chunk for each).
     """
@@ -361,18 +370,15 @@ def make_t5x(_, path, codec):
     import tensorstore as ts
     from flax import serialization
 
-    flat = {f"target/{name}": value for name, value in _values().items()}
     specs = {}
     for name, value in flat.items():
         spec = _t5x_spec(name, value.shape, value.dtype, codec)
         on_disk = {**spec, "kvstore": {"driver": "file", "path": os.path.join(path, spec["kvstore"]["path"])}}
         ts.open(on_disk, create=True, open=True).result().write(value).result()
         specs[name] = spec
-    flat["state/step"] = np.int32(_STEP)
-    tree = {"version": 3, "optimizer": {**nested(specs), "state": {"step": flat["state/step"]}}}
+    tree = {"version": 3, "optimizer": {**nested(specs), "state": {"step": np.int32(_STEP)}}}
     with open(os.path.join(path, "checkpoint"), "wb") as file:
         file.write(serialization.msgpack_serialize(tree))
-    note_shapes(path, flat)
 
 
 def _t5x_spec(name, shape, dtype, codec):
