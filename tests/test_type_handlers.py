@@ -247,7 +247,13 @@ def test_a_manager_saves_in_the_background_and_a_failure_surfaces(tmp_path, regi
     value = np.ones(3)
     error = CheckpointIOError("no such luck", path="/memory", leaf="w")
     with ocp.CheckpointManager(tmp_path / "root", item_handlers=ocp.PyTreeCheckpointHandler()) as manager:
-        tree = {"w": ot.LazyThreadPoolArray(w.shape, w.dtype, read), "value": as_view(value)}
+        lazy = ot.LazyThreadPoolArray(w.shape, w.dtype, read)
+        tree = {
+            "w": lazy,
+            "value": as_view(value),
+            "both": ot.concatenate([as_view(lazy)[0, :3], as_view(value).astype("f4")]),
+        }
+        tree["made of it"] = as_view(value).astype(np.float32)
         manager.save(0, args=ocp.args.PyTreeSave(tree))
         value[:] = 0  # the save has a copy
         gate.set()
@@ -260,6 +266,8 @@ def test_a_manager_saves_in_the_background_and_a_failure_surfaces(tmp_path, regi
         restored = manager.restore(0, args=ocp.args.PyTreeRestore())
     np.testing.assert_array_equal(restored["w"], w)
     np.testing.assert_array_equal(restored["value"], np.ones(3))
+    np.testing.assert_array_equal(restored["made of it"], np.ones(3))
+    np.testing.assert_array_equal(restored["both"], [*w[0, :3], 1, 1, 1])
 
 
 def test_a_source_that_is_closed_too_early_says_so(tmp_path, registered):

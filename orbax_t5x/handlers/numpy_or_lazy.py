@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.handlers.chunks import ChunkWishes
+from orbax_t5x.handlers.held_leaf import hold_values
 from orbax_t5x.handlers.orbax_names import CommitFuture
 from orbax_t5x.handlers.storable import check_leaves
 from orbax_t5x.handlers.stream import ChunkWriter
@@ -145,12 +146,13 @@ def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any
     view = as_view(value, name=name)
     if arg.dtype is not None:
         view = view.astype(arg.dtype)
-    if not view.is_value:
-        return StreamedLeaf(view, name, writer, ChunkWishes(arg.chunk_byte_size, tuple(arg.shard_axes)))
-    # In memory: the caller may write over it once an asynchronous save has returned.
     if any(_spans_processes(leaf) for leaf in view.leaves()):
-        raise UnsupportedCheckpointError("its array spans processes; save the jax.Array itself", leaf=name)
-    return view.get()
+        raise UnsupportedCheckpointError("is made of an array that spans processes; save the jax.Array", leaf=name)
+    if view.is_value and (view.leaf is not None or jax.process_count() > 1):
+        # Arrays in memory may differ between processes, and then the primary one's counts.
+        return view.get()
+    hold_values(view, writer.held)
+    return StreamedLeaf(view, name, writer, ChunkWishes(arg.chunk_byte_size, tuple(arg.shard_axes)))
 
 
 def _spans_processes(leaf: Any) -> bool:
