@@ -79,7 +79,7 @@ def restored(source, target, transforms=(), **keywords):
     before = file_bytes()
     state = plan.execute(broadcast=True, **keywords)
     told = {
-        "read": plan.report.bytes_read,
+        "read": plan.report.bytes_read + plan.report.gap_bytes,
         "received": plan.report.bytes_received,
         "needed": plan.bytes_to_read,
         "verified": len(plan.report.verified),

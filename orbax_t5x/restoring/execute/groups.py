@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
 from orbax_t5x.restoring.execute.buffers import pieces_of
-from orbax_t5x.restoring.execute.steps import Part, steps_of, stored_bytes
+from orbax_t5x.restoring.execute.steps import Part, StoredBytesOf, steps_of, stored_bytes
 from orbax_t5x.restoring.plan_data import PlanEntry
 
 # Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first
@@ -98,8 +98,13 @@ def _as_group(entries: list[PlanEntry]) -> Group:
     return Group(entries, max(1, size), leaves, [list(parts) for parts in steps.parts], blocking)
 
 
-def clusters_of(entries: Sequence[_Reading]) -> list[list[_Reading]]:
-    """Entries joined where they read the same leaf and share bytes of it; in order of their first ones."""
+def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_bytes) -> list[list[_Reading]]:
+    """Entries joined where they read the same leaf and share bytes of it; in order of their first ones.
+
+    Args:
+      entries: in plan order.
+      stored: tells the bytes that one read of boxes takes.
+    """
     by_leaf: dict[Leaf, list[int]] = {}
     for index, entry in enumerate(entries):
         for leaf in entry.leaves:
@@ -113,7 +118,7 @@ def clusters_of(entries: Sequence[_Reading]) -> list[list[_Reading]]:
         return index
 
     for leaf, users in by_leaf.items():
-        if len(users) > 1 and _share_bytes(leaf, [entries[index] for index in users]):
+        if len(users) > 1 and _share_bytes(leaf, [entries[index] for index in users], stored):
             for index in users[1:]:
                 low, high = sorted((root(users[0]), root(index)))
                 parent[high] = low
@@ -123,8 +128,8 @@ def clusters_of(entries: Sequence[_Reading]) -> list[list[_Reading]]:
     return list(clusters.values())
 
 
-def _share_bytes(leaf: Leaf, users: Sequence[ReadsLeaves]) -> bool:
+def _share_bytes(leaf: Leaf, users: Sequence[ReadsLeaves], stored: StoredBytesOf) -> bool:
     """Whether reading a leaf for each user alone would read something twice."""
     wanted: list[tuple[Box, ...]] = [boxes for entry in users for one, boxes in entry.reads if one is leaf]
-    alone = sum(stored_bytes(leaf, boxes) for boxes in wanted)
-    return alone > stored_bytes(leaf, itertools.chain.from_iterable(wanted))
+    alone = sum(stored(leaf, boxes) for boxes in wanted)
+    return alone > stored(leaf, itertools.chain.from_iterable(wanted))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from orbax_t5x.lazy import Box, Leaf
 from orbax_t5x.lazy.box import bounding_box, box_size, union_size
 from orbax_t5x.restoring.execute.groups import clusters_of
-from orbax_t5x.restoring.execute.steps import Part, cut_clean, parts_stored_bytes, stored_bytes
+from orbax_t5x.restoring.execute.steps import Part, cut_clean, parts_stored_bytes, stored_bytes, to_chunks
 from orbax_t5x.restoring.execute.wanted import Wanted
 from orbax_t5x.restoring.plan_data import PlanEntry
 
@@ -27,6 +27,8 @@ from orbax_t5x.restoring.plan_data import PlanEntry
 ALIGNMENT = 64
 # A share is read at once. Larger: reading and sending overlap less. Smaller: more requests.
 _SHARE_BYTES = 16 << 20
+# Of a byte range this is read by one process where several need some of it. Gaps of 4 KiB are read over.
+_RUN_BYTES = 256 << 10
 # Below this a round costs as much as it does without a byte.
 _LEAST_ROW_BYTES = 64 << 10
 _LEAST_ROUNDED_BYTES = 4 << 10
@@ -116,7 +118,7 @@ def schedule_of(wanted: Sequence[Wanted], processes: int, limit: int) -> Schedul
     shares: list[Share] = []
     load = [0] * processes
     share_bytes = min(_SHARE_BYTES, _row_limit(limit, processes))
-    for cluster in clusters_of(wanted):
+    for cluster in clusters_of(wanted, _with_neighbours):
         divided = None if _is_apart(cluster) else _divide(cluster, share_bytes)
         if divided is None:
             alone += [one.entry for one in cluster]
@@ -161,9 +163,9 @@ def _is_apart(cluster: Sequence[Wanted]) -> bool:
     alone = 0
     for reads in by_process.values():
         for leaf, boxes in reads.items():
-            alone += stored_bytes(leaf, boxes)
+            alone += _with_neighbours(leaf, boxes)
             together[leaf] += boxes
-    return alone == sum(stored_bytes(leaf, boxes) for leaf, boxes in together.items())
+    return alone == sum(_with_neighbours(leaf, boxes) for leaf, boxes in together.items())
 
 
 def _divide(
@@ -190,13 +192,14 @@ def _divide(
 
 def _cut(parts: list[Part], share_bytes: int) -> Iterator[list[Part]]:
     """Parts that share no stored byte with others, of about `share_bytes` where that is possible."""
-    if len(parts) > 1 and sum(parts_stored_bytes([part]) for part in parts) == parts_stored_bytes(parts):
+    apart = sum(parts_stored_bytes([part], _with_neighbours) for part in parts)
+    if len(parts) > 1 and apart == parts_stored_bytes(parts, _with_neighbours):
         for part in parts:
             yield from _cut([part], share_bytes)
         return
     while parts and (size := sum(map(_host_bytes, parts))) > share_bytes:
         axes = range(max(len(part.box) for part in parts))
-        cuts = (cut_clean(parts, size, share_bytes, axis) for axis in axes)
+        cuts = (cut_clean(parts, size, share_bytes, axis, _with_neighbours) for axis in axes)
         cut = next((cut for cut in cuts if cut is not None), None)
         if cut is None:
             break
@@ -205,6 +208,19 @@ def _cut(parts: list[Part], share_bytes: int) -> Iterator[list[Part]]:
         yield from (_cut(head, share_bytes) if sum(map(_host_bytes, head)) > 2 * share_bytes else [head])
     if parts:
         yield parts
+
+
+def _with_neighbours(leaf: Leaf, boxes: Iterable[Box]) -> int:
+    """`stored_bytes`, where what lies in one run of a byte range is stored together.
+
+    Columns of an array are read over the gaps between them: two processes that read some of one row would read it
+    twice.
+    """
+    if leaf.chunks is not None or not leaf.shape:
+        return stored_bytes(leaf, boxes)
+    *outer, last = leaf.shape
+    chunks = (*(1 for _ in outer), max(1, min(last, _RUN_BYTES // leaf.dtype.itemsize)))
+    return leaf.bytes_of(tuple([to_chunks(box, chunks, leaf.shape) for box in boxes]))
 
 
 def _joined_parts(parts: Sequence[Part]) -> Iterator[tuple[Part, tuple[int, ...]]]:

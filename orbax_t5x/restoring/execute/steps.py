@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from orbax_t5x.lazy import Box, Leaf, View
@@ -20,6 +20,10 @@ from orbax_t5x.restoring.plan_data import PlanEntry, boxes_by_leaf
 # Scratch that one step may need. Smaller: more steps, each of which waits for the one before. Larger: more memory
 # beside the results.
 SCRATCH_BYTES = 16 << 20
+
+
+StoredBytesOf = Callable[[Leaf, Iterable[Box]], int]
+"""Tells the bytes that one read of boxes of a leaf takes."""
 
 
 class Part(NamedTuple):
@@ -75,7 +79,7 @@ def steps_of(entries: Iterable[PlanEntry]) -> Steps:
 
 
 def cut_clean(
-    parts: Sequence[Part], size: int, wanted_size: int, axis: int = 0
+    parts: Sequence[Part], size: int, wanted_size: int, axis: int = 0, stored: StoredBytesOf | None = None
 ) -> tuple[list[Part], list[Part]] | None:
     """The first rows of all parts and the rest; None where every cut would have stored bytes on both sides.
 
@@ -84,16 +88,17 @@ def cut_clean(
       size: bytes that all of them stand for.
       wanted_size: bytes that the first rows should about stand for.
       axis: the dimension whose indices are the rows.
+      stored: tells the bytes that one read of boxes takes; None: `stored_bytes`.
     """
     ranges = [part.box[axis] for part in parts if len(part.box) > axis]
     if not ranges:
         return None
     start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
     wanted = start + max(1, (stop - start) * wanted_size // size)
-    whole = parts_stored_bytes(parts)
+    whole = parts_stored_bytes(parts, stored)
     for edge in _edges(parts, start, wanted, stop):
         head, tail = _divided(parts, edge, axis)
-        if parts_stored_bytes(head) + parts_stored_bytes(tail) == whole:
+        if parts_stored_bytes(head, stored) + parts_stored_bytes(tail, stored) == whole:
             return head, tail
     return None
 
@@ -143,10 +148,10 @@ def _units(leaf: Leaf) -> set[int]:
     }
 
 
-def parts_stored_bytes(parts: Iterable[Part]) -> int:
-    """Bytes that reading these parts together takes from where they are stored; of chunked leaves whole chunks."""
+def parts_stored_bytes(parts: Iterable[Part], stored: StoredBytesOf | None = None) -> int:
+    """Bytes that reading these parts together takes from where they are stored; `stored` as in `cut_clean`."""
     found = boxes_by_leaf((part.view, part.box) for part in parts)
-    return sum(stored_bytes(leaf, boxes) for leaf, boxes in found)
+    return sum((stored or stored_bytes)(leaf, boxes) for leaf, boxes in found)
 
 
 def stored_bytes(leaf: Leaf, boxes: Iterable[Box]) -> int:
@@ -154,9 +159,10 @@ def stored_bytes(leaf: Leaf, boxes: Iterable[Box]) -> int:
     chunks = leaf.chunks
     if chunks is None:
         return leaf.bytes_of(tuple(boxes))
-    return leaf.bytes_of(tuple([_to_chunks(box, chunks, leaf.shape) for box in boxes]))
+    return leaf.bytes_of(tuple([to_chunks(box, chunks, leaf.shape) for box in boxes]))
 
 
-def _to_chunks(box: Box, chunks: Sequence[int], shape: Sequence[int]) -> Box:
+def to_chunks(box: Box, chunks: Sequence[int], shape: Sequence[int]) -> Box:
+    """The box of the chunks that a box meets, within an array of this shape."""
     sizes = zip(box, chunks, shape, strict=True)
     return tuple([(low // chunk * chunk, min(-(-high // chunk) * chunk, size)) for (low, high), chunk, size in sizes])
