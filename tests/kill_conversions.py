@@ -31,8 +31,8 @@ from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.operations.work_directory import work_directory_of
 from tests.bundle_writer import bundle_of
 
-# A conversion takes some 0.5 s: kills come before, in and after it.
-_LONGEST_SECS = 0.7
+# How long a conversion takes, before one has been seen: kills come before, in and after it.
+_SOME_SECS = 0.7
 _PAUSE_SECS = 0.01
 _LIMIT_BYTES = 4 << 20
 # What is on its way in a process under that limit: a quarter of it, and what is read beyond a piece's own bytes.
@@ -129,7 +129,7 @@ def check_whole(destination, format, is_new):
 class Round:
     """One destination: some starts that are killed, then one that is not."""
 
-    def __init__(self, root, source, format, count, moments):
+    def __init__(self, root, source, format, count, moments, longest):
         self.told = root / "told"
         self.told.mkdir(parents=True)
         self.kills = self.completed = 0
@@ -138,6 +138,7 @@ class Round:
         self._format = format
         self._count = count
         self._moments = moments
+        self._longest = longest
         self._destination.parent.mkdir()
         call(write_old, self._destination, format)
 
@@ -159,14 +160,16 @@ class Round:
         shared = (self._source, self._destination, self._format, self.told)
         before = _identity(self._destination)
         children = [forked(convert, *shared, index, self._count, port) for index in range(self._count)]
+        # Several processes take some seconds to find each other.
+        _wait_for(work_directory_of(self._destination), children)
         if not kill:
+            begun = time.monotonic()
             statuses = [os.waitpid(child, 0)[1] for child in children]
             assert not any(statuses), statuses
             self.completed += 1
+            self._longest[self._format, self._count] = time.monotonic() - begun
             return False
-        # Several processes take some seconds to find each other.
-        _wait_for(work_directory_of(self._destination), children)
-        time.sleep(self._moments.uniform(0, _LONGEST_SECS))
+        time.sleep(self._moments.uniform(0, self._longest.get((self._format, self._count), _SOME_SECS)))
         victims = children if self._moments.random() < 0.5 else [self._moments.choice(children)]
         for child in victims:
             os.kill(child, signal.SIGKILL)
@@ -220,10 +223,10 @@ def run(directory, times, seed, *, formats=("orbax", "safetensors"), counts=(1, 
     moments = random.Random(seed)
     (directory / "source").mkdir()
     source = bundle_of(arrays()).write(directory / "source")
-    told = []
+    told, longest = [], {}
     while sum(one[2] for one in told) < times:
         format, count = formats[len(told) % len(formats)], counts[len(told) // len(formats) % len(counts)]
-        round = Round(directory / f"round_{len(told)}", source, format, count, moments)
+        round = Round(directory / f"round_{len(told)}", source, format, count, moments, longest)
         left = times - sum(one[2] for one in told)
         kept_and_redone = round.run(min(left, _STARTS_PER_ROUND))
         told.append((format, count, round.kills, *kept_and_redone))
