@@ -156,6 +156,14 @@ def test_journals_are_believed_as_far_as_they_are_whole(damage, source, out):
     assert_holds(out, "orbax", ARRAYS)
 
 
+@pytest.mark.parametrize("begun", [b"", b"0123"])
+def test_a_kill_while_a_journal_is_begun_costs_nothing(begun, source, out):
+    leave(source, out)
+    (work_of(out) / "journal.2").write_bytes(begun)
+    assert convert(source, out).kept_bytes >= 5 * ARRAYS["leaf_0"].nbytes
+    assert_holds(out, "orbax", ARRAYS)
+
+
 @pytest.mark.parametrize("where", ["merge_parts", "sync_tree", "open_checkpoint", "put_in_place"])
 def test_a_kill_at_the_end_costs_no_reading(where, source, out, monkeypatch):
     def kill(*_):

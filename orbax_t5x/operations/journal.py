@@ -111,9 +111,12 @@ def is_being_written(path: Path) -> bool:
 
 
 def read_journal(path: Path, conversion: str) -> list[JournalEntry] | None:
-    """The entries of a journal; None where it is of another conversion, or damaged in its first line."""
+    """The entries of a journal, as far as it is whole; None where it is of another conversion."""
     lines = path.read_bytes().split(b"\n")
-    if _parsed(lines[0]) != {"version": _VERSION, "conversion": conversion}:
+    first = _parsed(lines[0])
+    if first is None:  # a kill came before that line was written
+        return []
+    if first != {"version": _VERSION, "conversion": conversion}:
         return None
     entries: list[JournalEntry] = []
     for line in lines[1:]:
