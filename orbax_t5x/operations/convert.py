@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -124,7 +125,7 @@ def convert_for(
     """`convert` with a target: what is written has its names, shapes and dtypes. None: everything, as it is."""
     started = time.monotonic()
     agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", tells_errors=True)
-    with contextlib.ExitStack() as stack, _typed(destination), agreement.planning():
+    with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
         path = local(destination)
         check_destination(path, writing)
@@ -135,7 +136,8 @@ def convert_for(
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         callback = None if on_progress is None else _Callback(on_progress)
         try:
-            written = CollectiveConversion(plan, path, writing, agreement).run(stack, callback)
+            with _typed(path):
+                written = CollectiveConversion(plan, path, writing, agreement).run(stack, callback)
         except CheckpointIOError:
             if callback is not None and callback.error is not None:
                 raise callback.error from None
@@ -147,7 +149,7 @@ def convert_for(
 
 
 @contextlib.contextmanager
-def _typed(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+def _typed(path: Path) -> Generator[None, None, None]:
     """What the system says of the destination, as the error that callers expect."""
     try:
         yield
