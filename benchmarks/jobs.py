@@ -81,6 +81,38 @@ def orbax_ours(clock, path, layout):
     clock.stop(result_MiB=result_mib(state))
 
 
+# -- whole checkpoints
+
+
+def diff_ours(clock, path, other, *options):
+    """`ot.diff` of two checkpoints; "cast": one side as float64, so that numbers are compared and not bits."""
+    import orbax_t5x as ot
+
+    compare_two = ot.diff
+    transforms = ot.transforms.Cast(".*", "float64") if "cast" in options else ()
+    clock.start()
+    report = compare_two(path, other, transforms)
+    clock.stop(equal=float(all(leaf.status in ("equal", "dtype") for leaf in report.leaves)))
+
+
+def diff_numpy(clock, path, other):
+    """What one would write without it: Orbax restores both as NumPy arrays, NumPy compares them."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+    def restore(place):
+        tree = checkpointer.metadata(place).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        return checkpointer.restore(place, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+    clock.start()
+    equal = jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), restore(path), restore(other)))
+    clock.stop(equal=float(equal))
+
+
 # -- transforms
 
 

@@ -98,6 +98,15 @@ def rules(_: Path, runs: int) -> None:
         )
 
 
+def diff(folder: Path, runs: int) -> None:
+    """A 0.96 GB Orbax checkpoint compared with itself, by bits and number by number."""
+    path = str(data.orbax_layers(folder))
+    peer = {"restored by Orbax, compared by NumPy": ("diff_numpy", (path, path))}
+    compare("0.96 GB compared with itself", {"ot.diff": ("diff_ours", (path, path)), **peer}, runs)
+    cast = {"ot.diff": ("diff_ours", (path, path, "cast"))}
+    compare("0.96 GB compared with itself, one side cast to float64", {**cast, **peer}, runs)
+
+
 # Each format: the label of its own reader.
 _FORMATS = {
     "t5x_gzip": "T5X's way through TensorStore",
@@ -163,6 +172,7 @@ ALL: dict[str, Callable[[Path, int], None]] = {
     "orbax": orbax,
     "rename": rename,
     "stack": stack,
+    "diff": diff,
     "planning": planning,
     "rules": rules,
     "opening": opening,
