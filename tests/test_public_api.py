@@ -102,3 +102,15 @@ with ot.open_checkpoint({str(goldens / "tf_bundle" / "t5_1_1_f32")!r}) as checkp
 print(sorted({{name.split('.')[0] for name in sys.modules}} & {{'tensorflow', 'flax', 'optax'}}))
 """
     assert run_python(code).strip() == "[]"
+
+
+def test_restoring_in_one_process_needs_no_orbax(goldens):
+    """Importing it takes half a second, which a job that imports a bundle does not wait for."""
+    code = f"""
+import sys
+import orbax_t5x as ot
+prefix = {str(goldens / "tf_bundle" / "t5_1_1_f32")!r}
+assert ot.restore(prefix, None)
+print(sorted({{name.split('.')[0] for name in sys.modules}} & {{'tensorflow', 'orbax'}}))
+"""
+    assert run_python(code).strip() == "[]"

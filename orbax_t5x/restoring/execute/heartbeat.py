@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax
-import orbax.checkpoint as ocp
 
 from orbax_t5x.concurrency import CallThread, ThreadCall
 from orbax_t5x.errors import CheckpointIOError
@@ -99,6 +98,17 @@ class Pulse:
         self._beating.ended.wait(_POLL_SECS)  # it may wait for a coordinator that does not answer
 
 
+def _key_value_store() -> Any:
+    """The client of JAX's key-value store.
+
+    Raises:
+      ValueError: there is none.
+    """
+    import orbax.checkpoint as ocp  # noqa: PLC0415  (a restore by one process does not wait for importing Orbax)
+
+    return ocp.multihost.get_jax_distributed_client()
+
+
 class _Shared:
     """The one pulse of this process, for all calls that run."""
 
@@ -113,8 +123,7 @@ class _Shared:
             if self.pulse is None and jax.process_count() > 1:
                 # There is none where processes found each other by other means than `jax.distributed`.
                 with contextlib.suppress(ValueError):
-                    client = ocp.multihost.get_jax_distributed_client()
-                    self.pulse = Pulse(client, jax.process_index())
+                    self.pulse = Pulse(_key_value_store(), jax.process_index())
             return self.pulse
 
     def leave(self) -> None:
