@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.lazy import ReadStats, Request, box_shape, box_size, box_slices
+from orbax_t5x.lazy import ReadStats, Request, ValueLeaf, box_shape, box_size, box_slices
 from orbax_t5x.readers.chunk_grid import count_chunks, pieces_by_chunk
+from orbax_t5x.restoring.execute import executor
 from tests.lazy_leaf import boxes
 
 _CHUNK_BYTES = 64 << 20
@@ -138,3 +139,23 @@ def test_pieces_of_chunks_are_the_elements_of_the_boxes_each_once(data):
         np.testing.assert_array_equal(seen, expected)
         touched |= {tuple(index // np.array(chunks, int)) for index in np.argwhere(expected)}
     assert count_chunks(wanted, chunks) == len(by_chunk) == len(touched)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "is_remote", "expected"),
+    [((1, 2), False, 64), ((1, 40), False, 160), ((1, 200), False, 256), ((1,), True, 256), ((), False, 64)],
+    ids=["small", "large", "beyond_the_limit", "remote", "none"],
+)
+def test_memory_for_decoding_follows_the_largest_chunk(megabytes, is_remote, expected, monkeypatch):
+    monkeypatch.setattr(executor, "_THREADS", 2)
+
+    class Chunked(ValueLeaf):
+        chunks = (1 << 20,)
+
+    leaves = []
+    for size in megabytes:
+        leaf = Chunked(np.zeros(1, np.uint8), "a")
+        leaf.chunks, leaf.is_remote = (size << 20,), is_remote
+        leaves.append(leaf)
+    assert executor.decoding_bytes(leaves, 256 << 20) == expected << 20
+    assert executor.decoding_bytes(leaves, 16 << 20) == 16 << 20

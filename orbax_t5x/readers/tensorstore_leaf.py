@@ -126,6 +126,11 @@ class TensorStoreLeaf(Leaf):
         self._files = files
 
     @property
+    def is_remote(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether its chunks come from another machine."""
+        return self._files.answers is not None
+
+    @property
     def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the checkpoint keeps checksums of the array."""
         return self.sums is not None
