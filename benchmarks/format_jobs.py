@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 import sys
 
+from benchmarks.jobs import read_floor
 from benchmarks.measure import Clock
 from benchmarks.states import abstract, flattened, nested, note_shapes, read_shapes, result_mib, shardings
+
+__all__ = ["read_floor"]
 
 _STEP = 1_000
 # What T5X writes for arrays that are not sharded over devices: chunks of at most this many bytes.
