@@ -74,19 +74,17 @@ class Layout:
                 return dimension, ways
         return None, 1
 
-    def boxes(self, shape: tuple[int, ...], devices: int, devices_per_host: int) -> tuple[list[Box], int]:
-        """The boxes that one host needs, and how many hosts need the same ones."""
+    def boxes(self, shape: tuple[int, ...], devices: int, devices_per_host: int) -> list[Box]:
+        """The boxes that one host needs."""
         dimension, ways = self.split(shape, devices)
-        hosts = max(1, devices // devices_per_host)
-        if dimension is None:
-            return [full_box(shape)], hosts
-        step = shape[dimension] // ways
         whole = full_box(shape)
-        parts = min(devices_per_host, ways)
-        boxes = [
-            (*whole[:dimension], (part * step, (part + 1) * step), *whole[dimension + 1 :]) for part in range(parts)
+        if dimension is None:
+            return [whole]
+        step = shape[dimension] // ways
+        return [
+            (*whole[:dimension], (part * step, (part + 1) * step), *whole[dimension + 1 :])
+            for part in range(min(devices_per_host, ways))
         ]
-        return boxes, max(1, hosts * parts // ways)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,13 +240,13 @@ def predict(case: Case, costs: Costs) -> Prediction:
     host, store, hosts = case.host, case.store, case.hosts
     devices = hosts * host.devices
     needed = read = requests = received = shards = 0.0
-    for leaf, boxes, sharers in _boxes(case):
+    for leaf, boxes in _boxes(case):
         leaf_bytes, leaf_requests = case.format.reads(leaf.shape, boxes)
         needed_bytes = sum(map(box_size, boxes)) * _ITEMSIZE
         if case.broadcast:
-            # Each stored byte is read by one host, chunks that several need included.
-            amplified = leaf_bytes * hosts / sharers / leaf.nbytes
-            leaf_bytes, leaf_requests = leaf.nbytes / hosts, leaf_requests / sharers / max(1.0, amplified)
+            # Each stored byte is read by one host: byte ranges by whole rows, chunks once each.
+            leaf_bytes = leaf.nbytes / hosts
+            leaf_requests = (case.format.chunk_ways or 1) / hosts
             received += leaf.count * max(0.0, needed_bytes - leaf_bytes)
         leaf_requests = max(leaf_requests, leaf_bytes / store.piece)
         needed += leaf.count * needed_bytes
@@ -293,7 +291,7 @@ def predict(case: Case, costs: Costs) -> Prediction:
     )
 
 
-def _boxes(case: Case) -> Iterator[tuple[Leaf, list[Box], int]]:
+def _boxes(case: Case) -> Iterator[tuple[Leaf, list[Box]]]:
     devices = case.hosts * case.host.devices
     for leaf in case.tree.leaves:
-        yield leaf, *case.layout.boxes(leaf.shape, devices, case.host.devices)
+        yield leaf, case.layout.boxes(leaf.shape, devices, case.host.devices)
