@@ -11,7 +11,8 @@ import tensorstore as ts
 import orbax_t5x as ot
 from tests.http_store import serving
 
-COUNT = 48
+# Small neighbours travel as one group; TensorStore 0.1.84 has about eight requests under way, whatever is set.
+COUNT = 6
 # Arrays farther apart than what is read over between two of them.
 VALUES = {f"layer_{number:02}": np.full((40, 50), number, np.float32) for number in range(COUNT)}
 

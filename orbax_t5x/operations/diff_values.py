@@ -159,6 +159,7 @@ class _Numbers:
 
     def __init__(self, a: np.ndarray, b: np.ndarray):
         self._dtype = _common_dtype(a.dtype, b.dtype)
+        self._stored = a, b
         self._a, self._b = self._converted(a), self._converted(b)
 
     def _converted(self, values: np.ndarray) -> np.ndarray:
@@ -229,7 +230,8 @@ class _Numbers:
         if not value > 0:
             return None
         value = value.item() if isinstance(value, np.generic) else value
-        return Largest(value, stretch.index_of(at), _scalar(self._a[at]), _scalar(self._b[at]))
+        stored_a, stored_b = self._stored
+        return Largest(value, stretch.index_of(at), _scalar(stored_a[at]), _scalar(stored_b[at]))
 
 
 def _scalar(value: Any) -> Any:
