@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.handlers.checksums import SaveSums
 
 MODES = ocp.options.AtomicityMode.ATOMIC_RENAME, ocp.options.AtomicityMode.COMMIT_FILE
 SAVE = ot.args.TrainStateSave
 
 # Each case runs in a fork that has computed nothing before, and ends as a program does.
 INTERRUPTED = """
-import errno, os, resource, signal, sys, threading
+import errno, os, resource, signal, sys, threading, time
 os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np, orbax.checkpoint as ocp, orbax_t5x as ot
+from etils import epath
 from orbax_t5x.handlers.checksums import CopiedArray
 
 folder, save = sys.argv[1], ot.args.TrainStateSave
@@ -47,7 +52,9 @@ def run(name, place, is_async):
             return state
         args = save({"a": big}, transforms=transform)
     elif place == "copies":
-        copy = CopiedArray.of
+        # Before Orbax has made the directories, which other threads of its wait for.
+        copy, make = CopiedArray.of, type(epath.Path()).mkdir
+        type(epath.Path()).mkdir = lambda *args, **kwargs: (time.sleep(0.5), make(*args, **kwargs))[1]
         CopiedArray.of = lambda value: (copy(value), interrupt(name))[0]
         args = save({"a": big})
     else:
@@ -131,6 +138,39 @@ def test_a_failed_save_leaves_nothing_in_either_mode(tmp_path, monkeypatch, mode
             manager.wait_until_finished()
         assert files(tmp_path) == before
         monkeypatch.undo()
+        manager.save(1, args=SAVE({"a": np.ones(2)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1]
+
+
+@pytest.mark.parametrize("stage", ["write", "finalize"])
+def test_a_failed_save_waits_for_orbax_to_describe_the_step(tmp_path, monkeypatch, stage):
+    """Orbax writes a step's metadata in a thread of its own, however late: the next save must not meet its error."""
+    handler = ot.TrainStateHandler()
+    place = type(epath.Path(tmp_path))
+    write_text, late = place.write_text, []
+
+    def write_late(path, *args, **kwargs):
+        if threading.current_thread().name.startswith("metadata_store"):
+            late.append(path.name)
+            time.sleep(0.3)
+        return write_text(path, *args, **kwargs)
+
+    def full(directory, *args, **kwargs):
+        raise OSError(28, "No space left on device", str(directory))
+
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        manager.save(0, args=SAVE({"a": np.ones(2)}))
+        manager.wait_until_finished()
+        before = files(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(place, "write_text", write_late)
+            patched.setattr(*((handler._orbax, "finalize") if stage == "finalize" else (SaveSums, "write")), full)
+            with pytest.raises(CheckpointIOError, match="No space left"):
+                manager.save(1, args=SAVE({"a": np.ones(2)}))
+                manager.wait_until_finished()
+            assert len(late) == (2 if stage == "finalize" else 1)
+        assert files(tmp_path) == before
         manager.save(1, args=SAVE({"a": np.ones(2)}))
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 1]

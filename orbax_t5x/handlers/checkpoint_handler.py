@@ -144,7 +144,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             _failed_saves.sync_tree(directory)
             _failed_saves.end(directory)
         except BaseException as error:
-            self._discard(directory)
+            self._discard(directory, saved=True)
             _failed_saves.raise_as_checkpoint_error(error, directory)
 
     def _summing(self, directory: epath.Path, *, later: bool) -> contextlib.AbstractContextManager[SaveSums | None]:
@@ -171,9 +171,9 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         if self._is_primary():
             _failed_saves.begin(directory)
 
-    def _discard(self, directory: epath.Path) -> None:
+    def _discard(self, directory: epath.Path, *, saved: bool = False) -> None:
         if self._is_primary():
-            _failed_saves.discard(directory)
+            _failed_saves.discard(directory, saved=saved)
 
     def _is_primary(self) -> bool:
         return self._primary_host is None or ocp.multihost.process_index() == self._primary_host

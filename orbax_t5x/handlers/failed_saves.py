@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ from orbax_t5x.storage.paths import url_scheme
 # What Orbax itself, of version 0 or 1, writes into a step beside its items.
 _STEP_FILES = {STEP_METADATA_FILE, "orbax.checkpoint"}
 _COMMITTED = "commit_timestamp_nsecs"
+_ITEM_HANDLERS = "item_handlers"
 # Orbax's own writers may still be finishing when we remove; what they create after us is removed on the next round.
 _ROUNDS = 50
 _ROUND_SECS = 0.1
@@ -98,6 +99,9 @@ class _UnfinishedSaves:
         if not self._directories:
             atexit.unregister(self.remove)
 
+    def __contains__(self, directory: Any) -> bool:
+        return self._directories.get(os.fspath(directory)) == os.getpid()
+
     def remove(self) -> None:
         # A fork has the saves of its parent, and leaves them alone.
         for directory in [one for one, process in self._directories.items() if process == os.getpid()]:
@@ -117,31 +121,63 @@ def end(directory: Any) -> None:
     _unfinished.end(directory)
 
 
-def discard(directory: Any) -> None:
-    """Removes the temporary directory of a failed save, after Orbax has made it."""
-    removal = CommitFuture(_remove(directory), name="orbax_t5x_discard")
+@contextlib.contextmanager
+def interruptible(directory: Any) -> Iterator[None]:
+    """A part of a save; where an interrupt ends it, nothing is left once it is raised.
+
+    Orbax hands over leaves in tasks of their own. An interrupt in one of them ends the event loop, and `async_save`
+    above it is not told. The threads that Orbax has made would go on: where the interpreter exits before they have made
+    the step's directories, those that wait for these keep it from ending, for minutes.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if directory in _unfinished:
+            discard(directory)
+        raise
+
+
+def discard(directory: Any, *, saved: bool = False) -> None:
+    """Removes the temporary directory of a failed save, after Orbax has made it; `saved`: see `remove_once_described`."""
+    removal = CommitFuture(_remove(directory, saved), name="orbax_t5x_discard")
     # What it could not remove, Orbax will at the next start; the error of the save matters more.
     with contextlib.suppress(Exception):
         removal.result(timeout=_CREATION_TIMEOUT_SECS)
         end(directory)
 
 
-async def _remove(directory: Any) -> None:
+async def _remove(directory: Any, saved: bool) -> None:
+    remove_once_described(directory, saved=saved)
+
+
+def remove_once_described(directory: Any, *, saved: bool = False) -> None:
+    """Removes the temporary directory of a failed save once Orbax has written the step's metadata.
+
+    Orbax writes them in a thread of its own, when it makes a step and again when the items are saved. Where the
+    directory is gone before, that write fails, and Orbax raises its error at the next save. They are waited for a
+    second at most.
+
+    Args:
+      directory: of the item.
+      saved: whether the items were saved, and Orbax notes their handlers in the step.
+    """
     path = _local(directory)
     if path is not None:
-        _wait_for_step_metadata(path)
+        for _ in range(_METADATA_ROUNDS):
+            places = path, path.parent
+            if not path.exists() or any(_is_described(place / STEP_METADATA_FILE, saved) for place in places):
+                break
+            time.sleep(_METADATA_SECS / _METADATA_ROUNDS)
     remove_temporary(directory)
 
 
-def _wait_for_step_metadata(path: Path) -> None:
-    """Waits a second at most until Orbax, in a thread of its own, has written into a step that it has just made.
-
-    Where the directory is gone before, that write fails, and Orbax raises its error instead of the save's.
-    """
-    for _ in range(_METADATA_ROUNDS):
-        if any((place / STEP_METADATA_FILE).exists() for place in (path, path.parent)):
-            return
-        time.sleep(_METADATA_SECS / _METADATA_ROUNDS)
+def _is_described(file: Path, saved: bool) -> bool:
+    """Whether Orbax has written a step's metadata, with the handlers of its items where these were saved."""
+    try:
+        metadata = json.loads(file.read_bytes())
+    except (OSError, ValueError):  # not there, or not written to its end
+        return False
+    return not saved or not isinstance(metadata, dict) or bool(metadata.get(_ITEM_HANDLERS))
 
 
 def remove_temporary(directory: Any) -> None:
@@ -218,7 +254,7 @@ class GuardedCommit:
         except BaseException as error:
             self.cancel()
             if self._remove:
-                remove_temporary(self._directory)
+                remove_once_described(self._directory)
                 end(self._directory)
             raise_as_checkpoint_error(first_failure(error), self._directory)
 

@@ -52,7 +52,7 @@ class WithStreamedLeaves:
             return self._streamed
         # Lazy arrays come as streamed leaves: who registered a handler for them has no part in this save.
         handler = stock_handler(self._below.get(ty))
-        if self._saves is None or type(handler) not in summed_types():
+        if type(handler) not in summed_types():
             return handler
         # The same one each time: Orbax hands over together what one handler writes.
         return self._summed.setdefault(handler, SummedHandler(handler, self._saves))
