@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
@@ -105,6 +106,51 @@ def test_damage_that_only_all_processes_together_can_see(bundle, tmp_path):
     results = run_processes(2, "restore", damaged, "rows")
     assert [result.get("error") for result in results] == ["CorruptCheckpointError"] * 2
     assert len({result["leaf"] for result in results}) == 1
+
+
+@pytest.fixture(params=["bundle", "orbax"])
+def matrices(request, bundle, tmp_path):
+    """A checkpoint with checksums, and some of its matrices by name."""
+    with ot.open_checkpoint(bundle) as opened:
+        names = [name for name, leaf in opened.leaves.items() if name.endswith("/kernel") and len(leaf.shape) == 2][:5]
+    assert len(names) == 5
+    path = bundle
+    if request.param == "orbax":
+        path = tmp_path / "orbax"
+        with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+            checkpointer.save(path, args=ot.args.TrainStateSave(ot.restore(bundle, None)))
+    whole = ot.state_utils.flatten_state_dict(ot.restore(bundle, None))
+    return path, {name: whole[name] for name in names}
+
+
+def test_what_full_verification_reads_besides_is_shared_out(matrices):
+    """Each process restores a row of matrices; who reads the rest of one, is its only reader."""
+    path, whole = matrices
+    results = run_processes(2, "restore_first_rows", path, *whole)
+    rows = sum(array[:4].nbytes for array in whole.values())
+    rest = sum(array.nbytes for array in whole.values()) - (rows if path.name != "orbax" else 0)
+    assert sum(result["read"] for result in results) == rows + rest
+    # The matrices are alike enough that each process has some of them.
+    assert all(result["read"] < (rows + rest) * 3 // 4 for result in results)
+    for index, result in enumerate(results):
+        assert result["verified"] == sorted(whole) and result["unverified"] == []
+        assert result["rows"] == {name: pytest.approx(float(whole[name][2 * index].sum())) for name in whole}
+
+
+def test_damage_in_what_one_process_reads_for_all_is_an_error_in_all(bundle, tmp_path):
+    with ot.open_checkpoint(bundle) as opened:
+        names = [name for name, leaf in opened.leaves.items() if name.endswith("/kernel") and len(leaf.shape) == 2][:5]
+        ends = opened.leaves[names[3]].leaf.range
+    damaged = tmp_path / "damaged"
+    shutil.copytree(bundle, damaged)
+    file = damaged / Path(ends.file.path).name
+    data = bytearray(file.read_bytes())
+    data[ends.offset + ends.nbytes - 1] ^= 1
+    file.write_bytes(data)
+    results = run_processes(2, "restore_first_rows", damaged, *names)
+    assert [result.get("error") for result in results] == ["CorruptCheckpointError"] * 2
+    assert {result["leaf"] for result in results} == {names[3]}
+    assert sum("on process" in result["text"] for result in results) == 1
 
 
 def test_a_process_that_can_not_read_ends_the_others_too(bundle):

@@ -13,6 +13,7 @@ end with it.
 from orbax_t5x.concurrency.carried import CarriedError, as_carried, call_carried, carry, first_failure, run_in_pool
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, ThreadCall
 from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
+from orbax_t5x.concurrency.sharing import balanced_shares
 from orbax_t5x.concurrency.waiting import Budget, await_to_end, wait_all
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ThreadCall",
     "as_carried",
     "await_to_end",
+    "balanced_shares",
     "call_carried",
     "carry",
     "first_failure",

@@ -138,7 +138,11 @@ def interruptible(directory: Any) -> Iterator[None]:
 
 
 def discard(directory: Any, *, saved: bool = False) -> None:
-    """Removes the temporary directory of a failed save, after Orbax has made it; `saved`: see `remove_once_described`."""
+    """Removes the temporary directory of a failed save, after Orbax has made it.
+
+    Args:
+      saved: see `remove_once_described`.
+    """
     removal = CommitFuture(_remove(directory, saved), name="orbax_t5x_discard")
     # What it could not remove, Orbax will at the next start; the error of the save matters more.
     with contextlib.suppress(Exception):

@@ -7,12 +7,12 @@ and a later one that goes on with it, cut alike, so that a piece's number means 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from orbax_t5x.concurrency import balanced_shares
 from orbax_t5x.handlers.chunks import pieces as chunk_boxes
 from orbax_t5x.lazy import Box, View
 from orbax_t5x.lazy.box import box_size
@@ -74,13 +74,8 @@ def share_out(pieces: Sequence[PlannedPiece], count: int) -> list[list[PlannedPi
     if count == 1:
         return [list(pieces)]
     share = math.ceil(sum(piece.nbytes for piece in pieces) / count)
-    heap = [(0, process) for process in range(count)]
-    shares: list[list[PlannedPiece]] = [[] for _ in range(count)]
-    for lot in sorted(_lots(pieces, share), key=_nbytes, reverse=True):
-        held, process = heapq.heappop(heap)
-        shares[process] += lot
-        heapq.heappush(heap, (held + _nbytes(lot), process))
-    return [sorted(one, key=lambda piece: piece.number) for one in shares]
+    shares = balanced_shares(_lots(pieces, share), _nbytes, count)
+    return [sorted(itertools.chain(*lots), key=lambda piece: piece.number) for lots in shares]
 
 
 def _lots(pieces: Sequence[PlannedPiece], share: int) -> Iterable[list[PlannedPiece]]:

@@ -82,7 +82,8 @@ def restore(
       strict: a leaf of the checkpoint without a place in the target is a problem.
       dtype: replaces the target's dtype for floating-point model parameters alone.
       allow_lossy_cast: permit conversions that may lose values.
-      verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read too; "off".
+      verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read, once;
+        "off".
       memory_limit_bytes: host buffers in flight, 256 MiB by default; an item larger than that goes alone.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.

@@ -66,7 +66,8 @@ class ReadOptions(_FromKeywords):
     """How a plan is carried out; nothing here changes a value.
 
     Attributes:
-      verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read too; "off".
+      verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read, once;
+        "off".
       memory_limit_bytes: host buffers in flight, None for `MEMORY_LIMIT_BYTES`; an item larger than that goes alone.
         Chunks that are decoded beside them have as much memory of their own.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a

@@ -122,7 +122,7 @@ def gather_parts(
       CheckpointError: what another process could not read, as that process has it.
       CheckpointIOError: some process could not go on for another reason, or has died.
     """
-    # `verify="full"` reads what no part covers, and so needs each of them.
+    # What `verify="full"` has to read besides is only seen in the parts themselves.
     ranges = [stats.ranges(leaf) for leaf in leaves]
     if stats.verify != "full":
         ranges = [fold_columns(parts) for parts in ranges]
@@ -132,8 +132,7 @@ def gather_parts(
     counts_and_failures = gather(np.asarray([len(mine), error is not None], np.uint32), path)
     counts, failures = counts_and_failures[:, 0], np.flatnonzero(counts_and_failures[:, 1]).tolist()
     if failures:
-        told = gather_bytes(b"" if error is None else error_as_bytes(error), path)
-        raise told_error(failures, told[failures[0]], path)
+        raise _gather_error(failures, error, path)
     longest = int(np.max(counts))
     if not longest:
         return {}
@@ -146,6 +145,25 @@ def gather_parts(
         for index, *part in rows:
             parts.setdefault(leaves[index], []).append(ChecksummedRange(*part))
     return parts
+
+
+def raise_together(error: Exception | None, path: str | None) -> None:
+    """Raises this process's error, or else that of another; every process must call it.
+
+    Raises:
+      CheckpointError: what another process could not do, as that process has it.
+      CheckpointIOError: some process could not go on for another reason, or has died.
+    """
+    failures = np.flatnonzero(gather(np.asarray([error is not None], np.uint32), path)).tolist()
+    if failures:
+        told = _gather_error(failures, error, path)
+        raise told if error is None else error
+
+
+def _gather_error(failures: Sequence[int], error: Exception | None, path: str | None) -> CheckpointError:
+    """The error of the first process that failed; every process must call it, with its own error."""
+    told = gather_bytes(b"" if error is None else error_as_bytes(error), path)
+    return told_error(failures, told[failures[0]], path)
 
 
 def error_as_bytes(error: BaseException) -> bytes:

@@ -31,12 +31,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, run_in_pool
+from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, balanced_shares, run_in_pool
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, slices_within
+from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_box, slices_within
 from orbax_t5x.restoring.execute.broadcast import Broadcast
 from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
-from orbax_t5x.restoring.execute.exchange import gather_parts
+from orbax_t5x.restoring.execute.exchange import gather_parts, raise_together
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.heartbeat import beating
 from orbax_t5x.restoring.execute.lowering import Shard
@@ -194,7 +194,25 @@ class _Execution:
             if error is None:
                 raise
             return
-        thread.run(self._verify_all(parts))
+        # What they cover together. The same for all, who raise the same error.
+        together = {leaf: parts.get(leaf, ()) for leaf in self._leaves_in_order()}
+        thread.run(self._verify_all(together, ReadStats("off" if self._stats.verify == "off" else "touched")))
+        if self._stats.verify == "full":
+            self._verify_rest_together(thread, parts)
+
+    def _verify_rest_together(self, thread: LoopThread, parts: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
+        """Reads what no process has read, each process a share of the leaves, and compares."""
+        rest = [leaf for leaf, verified in self._verified.items() if verified is False]
+        if not rest:
+            return
+        mine = balanced_shares(rest, _stored_bytes, jax.process_count())[jax.process_index()]
+        error: Exception | None = None
+        try:
+            thread.run(self._verify_all({leaf: parts.get(leaf, ()) for leaf in mine}, self._stats))
+        except Exception as caught:
+            error = caught
+        raise_together(error, self._path)
+        self._verified.update(dict.fromkeys(rest, True))
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
         budget = Budget(self._limit)
@@ -259,9 +277,9 @@ class _Execution:
             if not self._pending[leaf]:
                 self._verified[leaf] = await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
 
-    async def _verify_all(self, parts: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
-        for leaf in self._leaves_in_order():
-            self._verified[leaf] = await leaf.verify_checksum(self._stats, parts.get(leaf, ()))
+    async def _verify_all(self, parts: Mapping[Leaf, Sequence[ChecksummedRange]], stats: ReadStats) -> None:
+        for leaf, read in parts.items():
+            self._verified[leaf] = await leaf.verify_checksum(stats, read)
 
     def _leaves_in_order(self) -> list[Leaf]:
         """In plan order, which every process has alike; grouping depends on its own boxes."""
@@ -334,6 +352,10 @@ class _Execution:
             seconds=seconds,
             bytes_received=self._bytes_received,
         )
+
+
+def _stored_bytes(leaf: Leaf) -> int:
+    return leaf.bytes_of((full_box(leaf.shape),))
 
 
 def _allocate(group: Group) -> tuple[_Buffers, list[list[Shard]]]:
