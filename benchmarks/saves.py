@@ -87,12 +87,14 @@ def _ways():
     }
 
 
-def save_in_turn(folder: Path, saves: int, mebibytes: int) -> dict[str, dict[str, list[float]]]:
-    """Way -> figure -> seconds of each measured save of this process."""
+def save_in_turn(
+    folder: Path, saves: int, mebibytes: int, chosen: Sequence[str] = ()
+) -> dict[str, dict[str, list[float]]]:
+    """Way -> figure -> seconds of each measured save of this process; `chosen`: ways, all where there are none."""
     import jax
     import orbax.checkpoint as ocp
 
-    state, ways = make_state(mebibytes), _ways()
+    state, ways = make_state(mebibytes), {way: what for way, what in _ways().items() if not chosen or way in chosen}
     train = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state))
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
     managers = {
@@ -129,7 +131,9 @@ def one_save(manager, step, arguments) -> dict[str, float]:
     }
 
 
-def _worker(folder: str, saves: str, mebibytes: str, coordinator: str, count: str, index: str, result: str) -> None:
+def _worker(
+    folder: str, saves: str, mebibytes: str, ways: str, coordinator: str, count: str, index: str, result: str
+) -> None:
     """One process of a job; its result goes into a file, since collectives print."""
     import jax
 
@@ -138,10 +142,12 @@ def _worker(folder: str, saves: str, mebibytes: str, coordinator: str, count: st
         jax.distributed.initialize(
             coordinator, int(count), int(index), initialization_timeout=_COORDINATOR_TIMEOUT_SECS
         )
-    Path(result).write_text(json.dumps(save_in_turn(Path(folder), int(saves), int(mebibytes))))
+    Path(result).write_text(json.dumps(save_in_turn(Path(folder), int(saves), int(mebibytes), json.loads(ways))))
 
 
-def run(folder: Path, saves: int, mebibytes: int, devices: int, processes: int) -> dict[str, dict[str, list[float]]]:
+def run(
+    folder: Path, saves: int, mebibytes: int, devices: int, processes: int, ways: Sequence[str] = ()
+) -> dict[str, dict[str, list[float]]]:
     """The figures of one job: wall times of its slowest process, processor time of all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -155,7 +161,7 @@ def run(folder: Path, saves: int, mebibytes: int, devices: int, processes: int) 
     }
     results = [place / f"{index}.json" for index in range(processes)]
     command = [sys.executable, "-m", "benchmarks.saves", "--worker", str(place), str(saves), str(mebibytes)]
-    command += [coordinator, str(processes)]
+    command += [json.dumps(ways), coordinator, str(processes)]
     workers = [
         subprocess.Popen([*command, str(index), str(result)], env=environment, stdout=subprocess.DEVNULL)
         for index, result in enumerate(results)
@@ -185,7 +191,7 @@ def show(measured: dict[str, dict[str, list[float]]], pairs: Sequence[tuple[str,
     for way, figures in measured.items():
         print(f"| {way} | {' | '.join(f'{statistics.median(figures[figure]):.3f}' for figure in FIGURES)} |")
     print(f"\n| ratio (quartiles) | {' | '.join(FIGURES)} |\n" + "|---" * (1 + len(FIGURES)) + "|")
-    for one, other in pairs:
+    for one, other in [pair for pair in pairs if measured.keys() >= {*pair}]:
         cells = []
         for figure in FIGURES:
             ratios = [a / b for a, b in zip(measured[one][figure], measured[other][figure], strict=True)]
@@ -203,13 +209,14 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=264)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8], help="of all processes together")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ways", nargs="+", default=[], metavar="WAY", help="only these, by their names in the tables")
     options = parser.parse_args()
     for processes in options.processes:
         for devices in options.devices:
             if devices % processes:
                 continue
             load = os.getloadavg()[0]
-            measured = run(options.folder, options.saves, options.mib, devices, processes)
+            measured = run(options.folder, options.saves, options.mib, devices, processes, options.ways)
             print(
                 f"\n## {options.mib} MiB in {len(state_shapes(options.mib))} arrays, {devices} devices, {processes} "
                 f"processes, {options.saves} saves of each way (load {load:.1f} to {os.getloadavg()[0]:.1f})"
