@@ -194,24 +194,22 @@ class _Execution:
             if error is None:
                 raise
             return
-        # What they cover together. The same for all, who raise the same error.
-        together = {leaf: parts.get(leaf, ()) for leaf in self._leaves_in_order()}
-        thread.run(self._verify_all(together, ReadStats("off" if self._stats.verify == "off" else "touched")))
-        if self._stats.verify == "full":
-            self._verify_rest_together(thread, parts)
-
-    def _verify_rest_together(self, thread: LoopThread, parts: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
-        """Reads what no process has read, each process a share of the leaves, and compares."""
-        rest = [leaf for leaf, verified in self._verified.items() if verified is False]
-        if not rest:
+        if self._stats.verify != "full":
+            thread.run(self._verify_all(self._leaves_in_order(), parts, self._stats))
             return
-        mine = balanced_shares(rest, _stored_bytes, jax.process_count())[jax.process_index()]
-        error: Exception | None = None
         try:
-            thread.run(self._verify_all({leaf: parts.get(leaf, ()) for leaf in mine}, self._stats))
+            thread.run(self._verify_rest(parts))
         except Exception as caught:
             error = caught
         raise_together(error, self._path)
+
+    async def _verify_rest(self, parts: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
+        """Compares what the processes have read; of what none has, each process reads a share of the leaves."""
+        await self._verify_all(self._leaves_in_order(), parts, ReadStats("touched"))
+        rest = [leaf for leaf, verified in self._verified.items() if verified is False]
+        shares = balanced_shares(rest, _stored_bytes, jax.process_count())
+        await self._verify_all(shares[jax.process_index()], parts, self._stats)
+        # Of the shares of the others, they tell what is wrong.
         self._verified.update(dict.fromkeys(rest, True))
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
@@ -277,9 +275,11 @@ class _Execution:
             if not self._pending[leaf]:
                 self._verified[leaf] = await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
 
-    async def _verify_all(self, parts: Mapping[Leaf, Sequence[ChecksummedRange]], stats: ReadStats) -> None:
-        for leaf, read in parts.items():
-            self._verified[leaf] = await leaf.verify_checksum(stats, read)
+    async def _verify_all(
+        self, leaves: Iterable[Leaf], parts: Mapping[Leaf, Sequence[ChecksummedRange]], stats: ReadStats
+    ) -> None:
+        for leaf in leaves:
+            self._verified[leaf] = await leaf.verify_checksum(stats, parts.get(leaf, ()))
 
     def _leaves_in_order(self) -> list[Leaf]:
         """In plan order, which every process has alike; grouping depends on its own boxes."""
