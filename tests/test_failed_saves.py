@@ -42,7 +42,8 @@ def run(name, place, is_async):
     signal.signal(getattr(signal, name), signals[name])
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=is_async)
     root = f"{folder}/{name}-{place}-{is_async}"
-    manager = ocp.CheckpointManager(root, options=options, item_handlers=ot.TrainStateHandler())
+    handler = ot.TrainStateHandler(checksums=place != "stock")
+    manager = ocp.CheckpointManager(root, options=options, item_handlers=handler)
     manager.save(0, args=save({"a": np.ones(3)}))
     manager.wait_until_finished()
     ended = threading.Event()
@@ -51,11 +52,16 @@ def run(name, place, is_async):
             interrupt(name)
             return state
         args = save({"a": big}, transforms=transform)
-    elif place == "copies":
+    elif place in ("copies", "stock"):
         # Before Orbax has made the directories, which other threads of its wait for.
         copy, make = CopiedArray.of, type(epath.Path()).mkdir
         type(epath.Path()).mkdir = lambda *args, **kwargs: (time.sleep(0.5), make(*args, **kwargs))[1]
-        CopiedArray.of = lambda value: (copy(value), interrupt(name))[0]
+        if place == "copies":
+            CopiedArray.of = lambda value: (copy(value), interrupt(name))[0]
+        else:
+            async def serialize(*_):
+                interrupt(name)
+            ocp.type_handlers.NumpyHandler.serialize = serialize
         args = save({"a": big})
     else:
         first = iter([name])
@@ -86,7 +92,7 @@ def forked(work, *arguments):
 
 forked(lambda: ocp.PyTreeCheckpointer().save(folder + "/source", {"a": big}))
 for name in signals:
-    for place in ("transforms", "copies", "stream"):
+    for place in ("transforms", "copies", "stock", "stream"):
         for is_async in (True, False):
             status = forked(run, name, place, is_async)
             left = sorted(os.listdir(f"{folder}/{name}-{place}-{is_async}"))
@@ -108,7 +114,7 @@ def run(code, *arguments):
 
 def test_interrupted_saves_leave_nothing_once_the_process_is_gone(tmp_path):
     printed = run(INTERRUPTED, tmp_path)
-    places = [(place, how) for place in ("transforms", "copies", "stream") for how in ("async", "sync")]
+    places = [(place, how) for place in ("transforms", "copies", "stock", "stream") for how in ("async", "sync")]
     # Python ends by the signal where nobody handles a KeyboardInterrupt.
     codes = {"SIGINT": -2, "SIGTERM": 143}
     assert printed == [f"{name} {place} {how} {codes[name]} 0" for name in codes for place, how in places]
