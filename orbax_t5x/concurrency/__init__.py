@@ -1,4 +1,5 @@
-"""Work beside the caller's thread: event loops in threads, pools of threads, and waiting for several things at once.
+"""Work beside the caller's thread: event loops in threads, pools of threads, and waiting for several things at once;
+and how work is divided between processes.
 
 Three rules hold for all of it. No function of a user can stop the machinery: what it raises is carried to the caller as
 a value, because an event loop ends on KeyboardInterrupt and SystemExit, takes CancelledError for its own, and cannot

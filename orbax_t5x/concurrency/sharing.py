@@ -1,4 +1,4 @@
-"""Work that several take parts of."""
+"""Dividing work between processes."""
 
 from __future__ import annotations
 

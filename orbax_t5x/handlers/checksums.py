@@ -20,7 +20,6 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from orbax_t5x.handlers.failed_saves import interruptible
 from orbax_t5x.handlers.orbax_names import CommitFuture
 from orbax_t5x.lazy import Box, full_box
 from orbax_t5x.lazy.box import box_shape, box_slices
@@ -136,13 +135,9 @@ class Held(NamedTuple):
 
 
 class SummedHandler:
-    """One of Orbax's type handlers; its `serialize` sums what is written, and everything else is the handler's own.
+    """One of Orbax's type handlers; its `serialize` sums what is written, and everything else is the handler's own."""
 
-    An interrupt of `serialize` leaves nothing of the save behind.
-    """
-
-    def __init__(self, handler: Any, saves: RunningSaves | None):
-        """Args: `saves`: where checksums go; None: nothing is summed."""
+    def __init__(self, handler: Any, saves: RunningSaves):
         self._handler = handler
         self._saves = saves
 
@@ -151,15 +146,10 @@ class SummedHandler:
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """See `ocp.type_handlers.TypeHandler`."""
-        with interruptible(infos[0].parent_dir) if infos else contextlib.nullcontext():
-            sums = None if self._saves is None else self._saves.find(infos)
-            if sums is None:
-                return await self._handler.serialize(values, infos, args)
-            return await self._serialize_summed(values, infos, args or [ocp.SaveArgs()] * len(values), sums)
-
-    async def _serialize_summed(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs], sums: SaveSums
-    ) -> Sequence[Any]:
+        sums = self._saves.find(infos)
+        if sums is None:
+            return await self._handler.serialize(values, infos, args)
+        args = args or [ocp.SaveArgs()] * len(values)
         # The caller may write over NumPy arrays as soon as this returns. Orbax copies them; it gets the copy made here.
         values = [CopiedArray.of(value) if isinstance(value, np.ndarray) else value for value in values]
         # Before Orbax's threads begin to write: they would take the interpreter from the caller, who waits.

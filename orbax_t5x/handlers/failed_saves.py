@@ -122,12 +122,12 @@ def end(directory: Any) -> None:
 
 
 @contextlib.contextmanager
-def interruptible(directory: Any) -> Iterator[None]:
-    """A part of a save; where an interrupt ends it, nothing is left once it is raised.
+def removed_on_interrupt(directory: Any) -> Iterator[None]:
+    """Runs a part of a save; where an interrupt ends it, the save's temporary directory is removed first.
 
-    Orbax hands over leaves in tasks of their own. An interrupt in one of them ends the event loop, and `async_save`
-    above it is not told. The threads that Orbax has made would go on: where the interpreter exits before they have made
-    the step's directories, those that wait for these keep it from ending, for minutes.
+    Orbax hands over leaves in asyncio tasks of their own. An interrupt in one of them stops the event loop, so that
+    `async_save` is not told of it. Orbax's threads that wait for the directory would then keep the process from ending,
+    for minutes, where it exits before the directory is made.
     """
     try:
         yield
@@ -155,11 +155,11 @@ async def _remove(directory: Any, saved: bool) -> None:
 
 
 def remove_once_described(directory: Any, *, saved: bool = False) -> None:
-    """Removes the temporary directory of a failed save once Orbax has written the step's metadata.
+    """Removes the temporary directory of a failed save once Orbax has written the step's metadata file.
 
-    Orbax writes them in a thread of its own, when it makes a step and again when the items are saved. Where the
-    directory is gone before, that write fails, and Orbax raises its error at the next save. They are waited for a
-    second at most.
+    Orbax writes that file in a thread of its own, when it makes a step and again when the items are saved. Where the
+    directory is gone before, that write fails, and Orbax raises its error at the next save. It is waited for a second
+    at most.
 
     Args:
       directory: of the item.

@@ -1,18 +1,34 @@
 """The table of type handlers that `TrainStateHandler` saves with.
 
-Orbax's own table stays as it is: this one knows streamed leaves and sums what is written, and passes on everything
-else.
+Orbax's own table stays as it is: this one knows streamed leaves, sums what is written and cleans up where an interrupt
+ends a handler, and passes on everything else.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from orbax_t5x.handlers.checksums import RunningSaves, SummedHandler, summed_types
+from orbax_t5x.handlers.failed_saves import removed_on_interrupt
 from orbax_t5x.handlers.numpy_or_lazy import stock_handler
 from orbax_t5x.handlers.type_handlers import LazyArrayHandler, StreamedLeaf
+
+
+class _InterruptibleHandler:
+    """A type handler; an interrupt of its `serialize` leaves nothing of the save behind."""
+
+    def __init__(self, handler: Any):
+        self._handler = handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        """See `ocp.type_handlers.TypeHandler`."""
+        with removed_on_interrupt(infos[0].parent_dir):
+            return await self._handler.serialize(values, infos, args)
 
 
 class WithStreamedLeaves:
@@ -23,7 +39,7 @@ class WithStreamedLeaves:
         self._below = below
         self._saves = saves
         self._streamed = LazyArrayHandler()
-        self._summed: dict[Any, SummedHandler] = {}
+        self._wrapped: dict[Any, _InterruptibleHandler] = {}
         self._found: dict[Any, Any] | None = None
 
     @contextlib.contextmanager
@@ -55,7 +71,10 @@ class WithStreamedLeaves:
         if type(handler) not in summed_types():
             return handler
         # The same one each time: Orbax hands over together what one handler writes.
-        return self._summed.setdefault(handler, SummedHandler(handler, self._saves))
+        if handler not in self._wrapped:
+            summed = handler if self._saves is None else SummedHandler(handler, self._saves)
+            self._wrapped[handler] = _InterruptibleHandler(summed)
+        return self._wrapped[handler]
 
     def has(self, ty: Any) -> bool:
         """Whether there is a handler."""

@@ -204,12 +204,12 @@ class _Execution:
         raise_together(error, self._path)
 
     async def _verify_rest(self, parts: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
-        """Compares what the processes have read; of what none has, each process reads a share of the leaves."""
+        """Compares checksums of what was read; leaves that this does not cover are read, a share by each process."""
         await self._verify_all(self._leaves_in_order(), parts, ReadStats("touched"))
         rest = [leaf for leaf, verified in self._verified.items() if verified is False]
         shares = balanced_shares(rest, _stored_bytes, jax.process_count())
         await self._verify_all(shares[jax.process_index()], parts, self._stats)
-        # Of the shares of the others, they tell what is wrong.
+        # Unless another process finds damage in its share: `raise_together` then raises that here, too.
         self._verified.update(dict.fromkeys(rest, True))
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
