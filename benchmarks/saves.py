@@ -209,7 +209,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=264)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8], help="of all processes together")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--ways", nargs="+", default=[], metavar="WAY", help="only these, by their names in the tables")
+    ways = sorted({way for pair in _PAIRS for way in pair})
+    parser.add_argument("--ways", nargs="+", default=[], choices=ways, metavar="WAY", help="only these: %(choices)s")
     options = parser.parse_args()
     for processes in options.processes:
         for devices in options.devices:

@@ -724,3 +724,12 @@ def test_public_names():
         "UnstackLayers",
     }
     assert all(issubclass(getattr(tr, name), tr.Transform) for name in tr.__all__ if not name.isupper())
+
+
+@pytest.mark.parametrize("rules", ["ab", [("a", "b", "c")], ("a", "b")], ids=["text", "three", "one pair"])
+@pytest.mark.parametrize("transform", [tr.Rename, tr.AssignmentMap])
+def test_rules_that_are_no_pairs_say_how_to_give_them(transform, rules):
+    name = transform.__name__
+    with pytest.raises(ValueError, match=re.escape(f"as in {name}([('old', 'new')])")) as raised:
+        transform(rules)
+    assert f"{name}: a rule is a pair (pattern, replacement), not " in str(raised.value)

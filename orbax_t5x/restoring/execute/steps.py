@@ -22,6 +22,20 @@ from orbax_t5x.restoring.plan_data import PlanEntry, boxes_by_leaf
 SCRATCH_BYTES = 16 << 20
 
 
+def stored_bytes(leaf: Leaf, boxes: Iterable[Box]) -> int:
+    """Bytes that one read of boxes takes from where they are stored; of a chunked leaf those of whole chunks."""
+    chunks = leaf.chunks
+    if chunks is None:
+        return leaf.bytes_of(tuple(boxes))
+    return leaf.bytes_of(tuple([to_chunks(box, chunks, leaf.shape) for box in boxes]))
+
+
+def to_chunks(box: Box, chunks: Sequence[int], shape: Sequence[int]) -> Box:
+    """The box of the chunks that a box meets, within an array of this shape."""
+    sizes = zip(box, chunks, shape, strict=True)
+    return tuple([(low // chunk * chunk, min(-(-high // chunk) * chunk, size)) for (low, high), chunk, size in sizes])
+
+
 StoredBytesOf = Callable[[Leaf, Iterable[Box]], int]
 """Tells the bytes that one read of boxes of a leaf takes."""
 
@@ -79,7 +93,7 @@ def steps_of(entries: Iterable[PlanEntry]) -> Steps:
 
 
 def cut_clean(
-    parts: Sequence[Part], size: int, wanted_size: int, axis: int = 0, stored: StoredBytesOf | None = None
+    parts: Sequence[Part], size: int, wanted_size: int, axis: int = 0, stored: StoredBytesOf = stored_bytes
 ) -> tuple[list[Part], list[Part]] | None:
     """The first rows of all parts and the rest; None where every cut would have stored bytes on both sides.
 
@@ -88,7 +102,7 @@ def cut_clean(
       size: bytes that all of them stand for.
       wanted_size: bytes that the first rows should about stand for.
       axis: the dimension whose indices are the rows.
-      stored: tells the bytes that one read of boxes takes; None: `stored_bytes`.
+      stored: tells the bytes that one read of boxes takes.
     """
     ranges = [part.box[axis] for part in parts if len(part.box) > axis]
     if not ranges:
@@ -148,21 +162,7 @@ def _units(leaf: Leaf) -> set[int]:
     }
 
 
-def parts_stored_bytes(parts: Iterable[Part], stored: StoredBytesOf | None = None) -> int:
+def parts_stored_bytes(parts: Iterable[Part], stored: StoredBytesOf = stored_bytes) -> int:
     """Bytes that reading these parts together takes from where they are stored; `stored` as in `cut_clean`."""
     found = boxes_by_leaf((part.view, part.box) for part in parts)
-    return sum((stored or stored_bytes)(leaf, boxes) for leaf, boxes in found)
-
-
-def stored_bytes(leaf: Leaf, boxes: Iterable[Box]) -> int:
-    """Bytes that one read of boxes takes from where they are stored; of a chunked leaf those of whole chunks."""
-    chunks = leaf.chunks
-    if chunks is None:
-        return leaf.bytes_of(tuple(boxes))
-    return leaf.bytes_of(tuple([to_chunks(box, chunks, leaf.shape) for box in boxes]))
-
-
-def to_chunks(box: Box, chunks: Sequence[int], shape: Sequence[int]) -> Box:
-    """The box of the chunks that a box meets, within an array of this shape."""
-    sizes = zip(box, chunks, shape, strict=True)
-    return tuple([(low // chunk * chunk, min(-(-high // chunk) * chunk, size)) for (low, high), chunk, size in sizes])
+    return sum(stored(leaf, boxes) for leaf, boxes in found)

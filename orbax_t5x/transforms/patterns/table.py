@@ -64,7 +64,10 @@ def rule_tuple(rules: Iterable[Sequence[Any]], owner: str) -> tuple[Rule, ...]:
     checked: list[Rule] = []
     for rule in rules:
         if isinstance(rule, (str, re.Pattern)) or len(rule) != 2:
-            raise ValueError(f"{owner}: a rule is a pair (pattern, replacement), not {rule!r}")
+            raise ValueError(
+                f"{owner}: a rule is a pair (pattern, replacement), not {rule!r}; give a list of pairs, as in "
+                f"{owner}([('old', 'new')])"
+            )
         pattern, replacement = rule
         check_pattern(pattern, owner)
         if replacement is not None and not isinstance(replacement, str):
