@@ -7,7 +7,7 @@ stays in files that no manifest refers to.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +43,18 @@ async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Col
             await store.write(key, None)  # TensorStore's way to delete
 
 
-def remove_unreferenced(directory: Path, databases: Iterable[str]) -> None:
-    """Removes the files of merged databases that the database of a directory does not refer to.
+def remove_unreferenced(directory: Path) -> None:
+    """Removes the files of a database, which nobody has open, that its newest version does not refer to.
 
     Nothing is removed where TensorStore tells places in another way than it did when this was written.
-
-    Args:
-      directory: whose database refers to them.
-      databases: the names of the merged ones.
     """
-    if not (directory / "manifest.ocdbt").exists():
+    matches = [_LOCATION.fullmatch(place) for place in _places(directory)]
+    referenced = {directory / "".join(match.groups()) for match in matches if match}
+    if None in matches or not all(path.exists() for path in referenced):
         return
-    referenced = {
-        match and directory / "".join(match.groups()) for match in map(_LOCATION.fullmatch, _places(directory))
-    }
-    if None in referenced or not all(path.exists() for path in referenced if path is not None):
-        return
-    for database in databases:
-        for path in directory.glob(f"{database}/{_DATA}/*"):
-            if path not in referenced:
-                path.unlink()
+    for path in (directory / _DATA).iterdir():
+        if path not in referenced:
+            path.unlink()
 
 
 def _places(directory: Path) -> Iterator[str]:

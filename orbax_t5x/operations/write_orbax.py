@@ -29,7 +29,7 @@ from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.stream import PIECE_COPIES, TensorStoreArray, own_context
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers, StreamedLeaf
 from orbax_t5x.lazy.box import box_slices
-from orbax_t5x.operations.journal import JournalEntry
+from orbax_t5x.operations.journal import JournalEntry, journals
 from orbax_t5x.operations.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
 from orbax_t5x.operations.piece_format import PARTS
 from orbax_t5x.operations.pieces import PlannedArray, PlannedPiece
@@ -71,9 +71,9 @@ class OrbaxFormat:
         parts.mkdir(exist_ok=True)
         for other in [entry for entry in work.iterdir() if entry.is_dir() and entry != parts]:
             # A conversion was killed when its databases were in the item already.
-            for database in other.glob(_database("*")):
-                if not (parts / database.name).exists():
-                    database.rename(parts / database.name)
+            for database in map(_database, journals(work)):
+                if (other / database).is_dir() and not (parts / database).exists():
+                    (other / database).rename(parts / database)
             shutil.rmtree(other)
 
     def store(self, work: Path, number: int) -> _Database:
@@ -88,7 +88,9 @@ class OrbaxFormat:
             remove_lock_files(directory)
             with LoopThread() as thread:
                 thread.run(self._check(_Database(work / PARTS, number, own_context(self._limit)), pieces, stand))
-        if not stand:
+        if stand:
+            remove_unreferenced(directory)
+        else:
             shutil.rmtree(directory, ignore_errors=True)
         return stand
 
@@ -115,8 +117,6 @@ class OrbaxFormat:
         databases = [work / PARTS / _database(number) for number in numbers]
         with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_ALONE) as checkpointer:
             checkpointer.save(directory, args=_ItemSave(self._prepared, databases, entries))
-        if max(numbers, default=0) > jax.process_count():  # there were journals before those of these processes
-            remove_unreferenced(directory, [database.name for database in databases])
         sync_directory(directory)
         with open_checkpoint(directory) as written:
             skipped = skipped_from_metadata(written.metadata, path=written.path)
@@ -213,7 +213,7 @@ class _ItemHandler(ocp.CheckpointHandler):
 ocp.args.register_with_handler(_ItemHandler, for_save=True, for_restore=True)(_ItemSave)
 
 
-def _database(number: int | str) -> str:
+def _database(number: int) -> str:
     """The name of a database's directory, as Orbax names those of processes. Its own is number 0."""
     return f"ocdbt.process_{number}"
 
