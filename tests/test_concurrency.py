@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tensorstore as ts
 
 from orbax_t5x.concurrency import LoopThread, carry, process_threads, run_in_pool, run_on_read_thread, wait_all
 from orbax_t5x.errors import CheckpointIOError
@@ -131,6 +132,32 @@ def test_a_caller_notices_that_the_thread_has_ended():
     with pytest.raises(RuntimeError, match="thread that reads has ended"):
         thread.run(waits())
     closer.join()
+
+
+def test_a_result_that_comes_after_the_end_of_a_loop_is_nobodys(monkeypatch):
+    """TensorStore tells the loop, in a thread of its own, also of what was cancelled in that very moment."""
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    promise, future = ts.Promise.new()
+    waiting = []
+
+    async def waits():
+        waiting.append(future.__await__())
+
+    with LoopThread() as thread:
+        thread.run(waits())
+    promise.set_result(1)
+    assert future.done() and not told
+
+
+def test_a_closed_thread_is_an_error():
+    async def nothing():
+        pass
+
+    with LoopThread() as thread:
+        pass
+    with pytest.raises(RuntimeError, match="thread that reads has ended"):
+        thread.run(nothing())
 
 
 def test_an_ended_read_thread_is_replaced():

@@ -63,6 +63,25 @@ class CallerThread:
         self._jobs.put(None)
 
 
+class _EventLoop(asyncio.SelectorEventLoop):
+    """An event loop to which nothing is told after its end.
+
+    A future of TensorStore that is cancelled in the moment of its completion tells its loop nevertheless, as soon as
+    its thread gets the interpreter's lock: nobody waits for that, and the loop may be closed by then.
+    """
+
+    def call_soon_threadsafe(self, callback: Any, *arguments: Any, context: Any = None) -> asyncio.Handle:
+        """Has a function called in the loop, or not at all."""
+        try:
+            return super().call_soon_threadsafe(callback, *arguments, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            handle = asyncio.Handle(callback, arguments, self, context)
+            handle.cancel()
+            return handle
+
+
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     """An event loop.
 
@@ -74,7 +93,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
         with contextlib.ExitStack() as spare:
             for _ in range(_LOOP_DESCRIPTORS):
                 spare.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        return asyncio.new_event_loop()
+        return _EventLoop()
     except OSError as error:
         message = f"an event loop to read with cannot be made: {error.strerror}"
         raise CheckpointIOError(message, errno=error.errno) from error
