@@ -1,6 +1,6 @@
 """One of several processes of a job: `python -m tests.multiprocess_worker JOB COORDINATOR COUNT INDEX RESULT …`.
 
-Writes its result as JSON into a file: collectives print to standard output. Run by test_multiprocess.py under a
+Writes its result as JSON into a file: collectives print to standard output. Run by `tests.jax_job.run_job` under a
 timeout: a peer that dies takes the others with it. A job of another module of the tests is named `module:function`.
 """
 

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from orbax_t5x.trees.flat import unflatten
 from tests.bundle_writer import bundle_of
-from tests.test_multiprocess import run_processes
+from tests.jax_job import run_job
 
 _ROWS, _COLUMNS = 1024, 768
 # What three short strings take in a bundle.
@@ -66,7 +66,7 @@ def save_orbax(path, named):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_every_placing_has_the_stored_bits_and_each_byte_is_read_by_one(checkpoints, processes):
-    results = run_processes(processes, "broadcast_jobs:every_placing", checkpoints)
+    results = run_job(processes, "broadcast_jobs:every_placing", checkpoints)
     stored = sum(array.nbytes for array in arrays().values())
     for case in results[0]:
         told = [result[case] for result in results]
@@ -99,7 +99,7 @@ def test_one_process_that_fails_is_the_same_error_on_all(checkpoints, tmp_path):
         shard.write_bytes(data)
         (tmp_path / f"damaged {name}.path").write_text(str(copy / source.name if name == "bundle" else copy))
     (tmp_path / "safetensors.path").write_text((checkpoints / "safetensors.path").read_text())
-    first, second = run_processes(2, "broadcast_jobs:failures", tmp_path)
+    first, second = run_job(2, "broadcast_jobs:failures", tmp_path)
     refused, closed, callback, bundle, orbax, different, mixed, good = zip(first, second, strict=True)
     assert refused == (["CheckpointIOError", "layers/large", True], ["CheckpointIOError", "layers/large", False])
     assert [kind for kind, *_ in closed] == ["CheckpointIOError", "ValueError"]
@@ -115,7 +115,7 @@ def test_one_process_that_fails_is_the_same_error_on_all(checkpoints, tmp_path):
 def test_a_process_that_ends_between_two_rounds_ends_the_others_with_an_error(checkpoints, ends):
     source = (checkpoints / "safetensors.path").read_text()
     gone = {"killed": [1]} if ends == "dies" else {"stopped": [1]}
-    survivor, _ = run_processes(2, f"broadcast_jobs:restore_where_one_{ends}", source, **gone)
+    survivor, _ = run_job(2, f"broadcast_jobs:restore_where_one_{ends}", source, **gone)
     assert survivor["error"] == "CheckpointIOError" and survivor["path"] == source
     said = ["process 1 has given no sign of life", *(["has died"] if ends == "dies" else [])]
     assert any(text in survivor["text"] for text in said)
@@ -132,7 +132,7 @@ def test_what_transforms_and_fallbacks_make_equals_numpy(tmp_path):
     named |= {f"steps/{index}/w": layer for index, layer in enumerate(layers)}
     save_orbax(tmp_path / "orbax", named | {"key": np.asarray(key)})
     (tmp_path / "orbax.path").write_text(str(tmp_path / "orbax"))
-    results = run_processes(2, "broadcast_jobs:transformed", tmp_path)
+    results = run_job(2, "broadcast_jobs:transformed", tmp_path)
     stored = sum(array.nbytes for array in named.values()) + key.nbytes
     assert sum(result["read"] for result in results) == stored
     assert sum(result["from files"] for result in results) <= 1.02 * stored + 200_000
@@ -149,6 +149,6 @@ def test_the_peak_of_each_process_is_within_the_budget(tmp_path, monkeypatch):
     tensors = {"large": generator.standard_normal((4096, 8192), np.float32), "small": np.zeros(8, np.float32)}
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "large.path").write_text(str(tmp_path / "model.safetensors"))
-    for result in run_processes(2, "broadcast_jobs:peak", tmp_path):
+    for result in run_job(2, "broadcast_jobs:peak", tmp_path):
         assert result["result"] == 128 << 20
         assert result["beside"] <= result["limit"]

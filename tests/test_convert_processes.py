@@ -2,10 +2,7 @@
 
 import json
 import shutil
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -14,10 +11,10 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from tests.bundle_writer import bundle_of
+from tests.jax_job import run_processes
 from tests.kill_conversions import arrays
 
 COUNT = 2
-TIMEOUT_SECS = 240
 
 
 def assert_equals(loaded, expected):
@@ -37,27 +34,12 @@ def folder(tmp_path_factory):
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1  # in the leaf that both processes write pieces of
     shard.write_bytes(data)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.convert_worker", coordinator, str(COUNT)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(index), str(folder)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[1],
-        )
-        for index in range(COUNT)
-    ]
-    try:
-        errors = [worker.communicate(timeout=TIMEOUT_SECS)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, error in zip(workers, errors, strict=True):
-        assert worker.returncode == 0, error[-4000:]
+    run_processes(
+        lambda index, coordinator: [
+            *(sys.executable, "-m", "tests.convert_worker", coordinator, str(COUNT), str(index), str(folder))
+        ],
+        COUNT,
+    )
     return folder
 
 

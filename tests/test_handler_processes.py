@@ -1,28 +1,18 @@
 """Two processes save and restore one step together; a missing peer kills a process, so they are real ones."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 import orbax_t5x as ot
+from tests.jax_job import run_script
 
 SCRIPT = """
-    import json, sys
-    import jax, numpy as np
-    process, port, root, source = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
     import orbax.checkpoint as ocp
     import orbax_t5x as ot
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    root, source = sys.argv[1:]
     mesh = Mesh(np.array(jax.devices()), ("x",))
     rows, columns = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec(None, "x"))
     w = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -38,7 +28,7 @@ SCRIPT = """
             try:
                 manager.save(1, args=ot.args.TrainStateSave({"bad": np.zeros(0), "w": array}))
             except ot.errors.UnsupportedCheckpointError:
-                print("refused")
+                tell("refused")
             target = {
                 "params": {"w": jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=rows)},
                 "lazy": jax.ShapeDtypeStruct((512, 16384), np.uint8, sharding=columns),
@@ -51,7 +41,7 @@ SCRIPT = """
             target["lazy"] = jax.ShapeDtypeStruct((512, 16384), np.uint8, sharding=rows)
             plan = ot.plan_restore(root, target)
             plan.execute()
-    print(json.dumps([len(written), manager.all_steps(), plan.report.verified]))
+    tell([len(written), manager.all_steps(), plan.report.verified])
 """
 
 
@@ -64,37 +54,14 @@ def test_two_processes_save_and_restore_together(tmp_path):
     )
     source = tmp_path / "source.safetensors"
     source.write_bytes(len(header).to_bytes(8, "little") + header + a.tobytes() + b.tobytes())
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    arguments = [port, str(tmp_path / "root"), str(source)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(process), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for process in range(2)
-    ]
-    done = []
-    try:
-        done = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, done, strict=True):
-        assert process.returncode == 0, error[-3000:]
+    told = run_script(SCRIPT, 2, tmp_path / "root", source)
     # Both wrote pieces of the large leaf, and neither wrote all of them.
-    refused, told = zip(*(output.splitlines()[-2:] for output, _ in done), strict=True)
-    assert refused == ("refused", "refused")
-    pieces = [json.loads(text)[0] for text in told]
+    assert [refused for refused, _ in told] == ["refused", "refused"]
+    pieces = [written for _, (written, _, _) in told]
     assert min(pieces) >= 3 and sum(pieces) == 8 + 1
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["0"]
     # One file of checksums holds the boxes of both, and what both read together is compared with it.
-    assert [json.loads(text)[2] for text in told] == [["lazy", "params/w", "small"]] * 2
+    assert [verified for _, (_, _, verified) in told] == [["lazy", "params/w", "small"]] * 2
     report = ot.verify(tmp_path / "root")
     assert {leaf.name: leaf.status for leaf in report.leaves} == dict.fromkeys(["lazy", "params/w", "small"], "ok")
     assert not list((tmp_path / "root").rglob("_CHECKSUMS.process_*"))

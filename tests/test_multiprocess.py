@@ -1,14 +1,7 @@
 """Several real processes, two devices each: each reads only what its own shards need, and together they verify it."""
 
-import json
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,46 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-
-# A hang is a failure; starting four processes on two busy cores takes its time.
-_TIMEOUT_SECS = 240
-_REPOSITORY = Path(__file__).parents[1]
-
-
-def run_processes(count, job, *arguments, killed=(), stopped=()) -> list[Any]:
-    """What each process tells; None for those that are killed, or that stop: these are killed when the others end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.multiprocess_worker", job, coordinator, str(count)]
-    folder = tempfile.TemporaryDirectory()
-    results = [Path(folder.name) / f"{index}.json" for index in range(count)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(index), str(results[index]), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=_REPOSITORY,
-        )
-        for index in range(count)
-    ]
-    try:
-        outputs = [("", "")] * count
-        for index in sorted(range(count), key=lambda index: index in stopped):
-            if index in stopped:
-                workers[index].kill()
-            outputs[index] = workers[index].communicate(timeout=_TIMEOUT_SECS)
-    finally:
-        for worker in workers:
-            worker.kill()
-    for index, (worker, (_, errors)) in enumerate(zip(workers, outputs, strict=True)):
-        assert worker.returncode == (-signal.SIGKILL if index in {*killed, *stopped} else 0), errors[-4000:]
-    with folder:
-        return [
-            None if index in {*killed, *stopped} else json.loads(result.read_text())
-            for index, result in enumerate(results)
-        ]
+from tests.jax_job import run_job
 
 
 @pytest.fixture
@@ -65,7 +19,7 @@ def bundle(goldens):
 
 @pytest.mark.parametrize(("count", "spec"), [(2, "rows"), (4, "columns")])
 def test_each_process_reads_its_part_and_all_is_verified(bundle, count, spec):
-    results = run_processes(count, "restore", bundle, spec)
+    results = run_job(count, "restore", bundle, spec)
     whole = ot.state_utils.flatten_state_dict(ot.restore(bundle, None, [ot.transforms.Translate()]))
     for result in results:
         assert result["read"] == result["planned"]
@@ -88,7 +42,7 @@ def test_each_process_reads_its_old_rows_of_a_grown_vocabulary(bundle):
     expected = np.array(jax.random.normal(jax.random.key(0), (new_rows, width)))
     expected[:rows] = table
     half = new_rows // 2
-    for index, result in enumerate(run_processes(2, "grow", bundle, new_rows)):
+    for index, result in enumerate(run_job(2, "grow", bundle, new_rows)):
         old_rows = min(rows, (index + 1) * half) - index * half
         assert result["read"] == result["planned"] == old_rows * width * 4
         for start, values in result["shards"]:
@@ -103,7 +57,7 @@ def test_damage_that_only_all_processes_together_can_see(bundle, tmp_path):
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
-    results = run_processes(2, "restore", damaged, "rows")
+    results = run_job(2, "restore", damaged, "rows")
     assert [result.get("error") for result in results] == ["CorruptCheckpointError"] * 2
     assert len({result["leaf"] for result in results}) == 1
 
@@ -126,7 +80,7 @@ def matrices(request, bundle, tmp_path):
 def test_what_full_verification_reads_besides_is_shared_out(matrices):
     """Each process restores a row of matrices; who reads the rest of one, is its only reader."""
     path, whole = matrices
-    results = run_processes(2, "restore_first_rows", path, *whole)
+    results = run_job(2, "restore_first_rows", path, *whole)
     rows = sum(array[:4].nbytes for array in whole.values())
     rest = sum(array.nbytes for array in whole.values()) - (rows if path.name != "orbax" else 0)
     assert sum(result["read"] for result in results) == rows + rest
@@ -147,21 +101,21 @@ def test_damage_in_what_one_process_reads_for_all_is_an_error_in_all(bundle, tmp
     data = bytearray(file.read_bytes())
     data[ends.offset + ends.nbytes - 1] ^= 1
     file.write_bytes(data)
-    results = run_processes(2, "restore_first_rows", damaged, *names)
+    results = run_job(2, "restore_first_rows", damaged, *names)
     assert [result.get("error") for result in results] == ["CorruptCheckpointError"] * 2
     assert {result["leaf"] for result in results} == {names[3]}
     assert sum("on process" in result["text"] for result in results) == 1
 
 
 def test_a_process_that_can_not_read_ends_the_others_too(bundle):
-    first, second = run_processes(2, "restore_where_one_fails", bundle)
+    first, second = run_job(2, "restore_where_one_fails", bundle)
     assert first["error"] == "CheckpointIOError" and "process 1" in first["text"]
     assert second["error"] == "ValueError" and "closed" in second["text"]
 
 
 @pytest.mark.parametrize("where", ["reading", "planning"])
 def test_a_process_that_dies_ends_the_others_with_an_error_that_names_the_checkpoint(bundle, where):
-    survivor, _ = run_processes(2, "restore_where_one_dies", bundle, where, killed=[1])
+    survivor, _ = run_job(2, "restore_where_one_dies", bundle, where, killed=[1])
     # On a busy machine the silence of its key is noticed before its connection's end.
     assert survivor["error"] == "CheckpointIOError"
     assert "has died" in survivor["text"] or "process 1 has given no sign of life" in survivor["text"]
@@ -171,7 +125,7 @@ def test_a_process_that_dies_ends_the_others_with_an_error_that_names_the_checkp
 @pytest.mark.parametrize(("stopped", "where"), [(0, "reading"), (1, "planning")])
 def test_a_process_that_stops_ends_the_others_with_an_error(bundle, stopped, where):
     """Process 0 holds the coordination service, which then does not answer either."""
-    results = run_processes(2, "restore_where_one_stops", bundle, stopped, where, stopped=[stopped])
+    results = run_job(2, "restore_where_one_stops", bundle, stopped, where, stopped=[stopped])
     survivor = results[1 - stopped]
     assert survivor["error"] == "CheckpointIOError"
     said = f"process {stopped} has given no sign of life", "the coordination service of JAX has not answered"
@@ -180,11 +134,11 @@ def test_a_process_that_stops_ends_the_others_with_an_error(bundle, stopped, whe
 
 
 def test_a_slow_process_is_waited_for(bundle):
-    assert run_processes(2, "restore_where_one_is_slow", bundle) == [{"slow": False}, {"slow": True}]
+    assert run_job(2, "restore_where_one_is_slow", bundle) == [{"slow": False}, {"slow": True}]
 
 
 def test_save_and_restore_through_a_manager(bundle, tmp_path):
-    assert run_processes(2, "save_and_restore", bundle, tmp_path / "root") == [{"same": True}] * 2
+    assert run_job(2, "save_and_restore", bundle, tmp_path / "root") == [{"same": True}] * 2
     expected = ot.restore(bundle, None, [ot.transforms.Translate()])
     got = ot.restore(tmp_path / "root" / "3", None)
     np.testing.assert_array_equal(

@@ -1,27 +1,19 @@
 """Two processes save and load through Orbax v1 together; a missing peer kills a process, so they are real ones."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
 import orbax_t5x as ot
+from tests.jax_job import run_script
 
 SCRIPT = """
-    import json, sys
-    import jax, numpy as np
-    process, port, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
     import orbax.checkpoint.experimental.v1 as ocp
     import orbax_t5x as ot
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+    (root,) = sys.argv[1:]
     mesh = Mesh(np.array(jax.devices()), ("x",))
     rows, columns = NamedSharding(mesh, P("x")), NamedSharding(mesh, P(None, "x"))
     w = np.random.default_rng(0).integers(0, 255, (256, 4096), np.uint8)
@@ -70,34 +62,12 @@ SCRIPT = """
             told.append("refused")
     plan = ot.plan_restore(root + "/0", {**target, "w": target["renamed"], "renamed": ...}, strict=False)
     plan.execute()
-    print(json.dumps([told, plan.report.bytes_read, plan.report.verified]))
+    tell([told, plan.report.bytes_read, plan.report.verified])
 """
 
 
 def test_two_processes_save_load_and_reshard(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), str(process), port, str(tmp_path / "root")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for process in range(2)
-    ]
-    done = []
-    try:
-        done = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, done, strict=True):
-        assert process.returncode == 0, error[-3000:]
-    told = [json.loads(output.splitlines()[-1]) for output, _ in done]
+    told = [lines[-1] for lines in run_script(SCRIPT, 2, tmp_path / "root")]
     assert [errors for errors, _, _ in told] == [["CheckpointIOError", "refused"], ["RestorePlanError", "refused"]]
     # Each reads the rows that the other wrote, too; what both read together covers every box that has a checksum.
     assert [verified for _, _, verified in told] == [["host", "replicated", "step", "w"]] * 2

@@ -12,9 +12,9 @@ import safetensors.numpy
 import orbax_t5x as ot
 from orbax_t5x.trees.flat import unflatten
 from tests.broadcast_jobs import check_equal
+from tests.jax_job import run_job
 from tests.pod_jobs import abstract, own_bytes, state_of
 from tests.t5x_goldens import golden
-from tests.test_multiprocess import run_processes
 
 # Nodes of a database, which each process reads.
 _DATABASE_BYTES = 20_000
@@ -49,8 +49,8 @@ def test_four_two_and_one_process_go_on_with_one_run(arrays, goldens, tmp_path):
     native = golden("d8_adafactor_sds_smallchunks").step
     with ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler()) as manager:
         manager.save(0, args=ot.args.TrainStateSave(state_of(arrays, "all rows")))
-    told = run_processes(4, "pod_jobs:run", tmp_path, 0, bundle, native)
-    told += run_processes(2, "pod_jobs:run", tmp_path, 1, bundle, native)
+    told = run_job(4, "pod_jobs:run", tmp_path, 0, bundle, native)
+    told += run_job(2, "pod_jobs:run", tmp_path, 1, bundle, native)
     told.append(own_bytes(tmp_path, root, arrays))
     for one in told:
         check_bytes(one)
@@ -66,7 +66,7 @@ def test_four_two_and_one_process_go_on_with_one_run(arrays, goldens, tmp_path):
 
 
 def test_managers_of_orbax_for_pods(tmp_path):
-    first, second = run_processes(2, "pod_jobs:managers", tmp_path)
+    first, second = run_job(2, "pod_jobs:managers", tmp_path)
     assert first["single host"] == second["single host"] == [3]
     assert first["replica"] and second["replica"]
     # The first slice writes the persistent step, the other one its own.

@@ -1,22 +1,16 @@
 """Several processes start from the same step, or fail together."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
+
+from tests.jax_job import run_script
 
 SCRIPT = """
-import json, sys, warnings
-import jax, numpy as np
-process, port, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=120)
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax_t5x.restoring import api
 
+(root,) = sys.argv[1:]
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
 target = {name: jax.ShapeDtypeStruct((8,), np.float32, sharding=rows) for name in ("x", "y")}
 swap = ot.transforms.Rename([("x", "y"), ("y", "x")])
@@ -80,34 +74,13 @@ with manager("second") as second:
     second.save(1, args=ot.args.TrainStateSave(state))
     second.wait_until_finished()
     start(second, init_from=f"{root}/first", transforms=swap)
-print(json.dumps(told), flush=True)
+tell(told)
 """
 
 
 def test_two_processes_start_alike(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(index), port, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for index in range(2)
-    ]
-    try:
-        done = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, done, strict=True):
-        assert process.returncode == 0, error[-3000:]
-    told = [json.loads(output.splitlines()[-1]) for output, _ in done]
-    for index, mine in enumerate(told):
+    told = run_script(SCRIPT, 2, tmp_path)
+    for index, (mine,) in enumerate(told):
         assert mine == [
             [1.0, 0, "scratch", []],
             [4.0, 3, "resumed", []],

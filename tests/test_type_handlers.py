@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -29,6 +28,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.handlers.numpy_or_lazy import NumpyOrLazyHandler
 from orbax_t5x.lazy import as_view
+from tests.jax_job import run_script
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf
 
 MIB = 1 << 20
@@ -507,17 +507,15 @@ def test_t5x_states_in_orbaxs_own_saves(tmp_path, registered, name):
 
 # -- several processes
 
-SCRIPT = """
-    import json, sys
-    import jax, numpy as np
-    import orbax.checkpoint as ocp
+BEFORE = """
     import orbax_t5x as ot
     ot.register_type_handlers().undo()  # asks JAX for nothing, which may be initialized later
-    process, port, root, source = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, process, initialization_timeout=60)
+"""
+SCRIPT = """
+    import orbax.checkpoint as ocp
     from jax.experimental import multihost_utils
 
+    root, source = sys.argv[1:]
     written = []
     progress = lambda *told: written.append(told)
     with (
@@ -532,7 +530,7 @@ SCRIPT = """
         restored = manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=args))
         half = slice(256 * process, 256 * (process + 1))
         np.testing.assert_array_equal(restored["lazy"][half].get(), opened.leaves["a"][half].get())
-    print(json.dumps(len(written)))
+    tell(len(written))
     if process == 0:
         # One process alone saves, and writes all chunks.
         alone = dict(primary_host=0, active_processes={0}, barrier_sync_key_prefix="alone")
@@ -558,30 +556,9 @@ SCRIPT = """
 def test_two_processes_share_the_chunks(tmp_path):
     a = np.frombuffer(np.random.default_rng(0).bytes(8 * MIB), np.uint8).reshape(512, -1)  # 8 chunks of the least size
     b = np.arange(3, dtype=np.uint8)
-    safetensors.numpy.save_file({"a": a, "b": b}, tmp_path / "source.safetensors")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    arguments = [port, str(tmp_path / "root"), str(tmp_path / "source.safetensors")]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SCRIPT), str(process), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
-        for process in range(2)
-    ]
-    done = []
-    try:
-        done = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, done, strict=True):
-        assert process.returncode == 0, error[-3000:]
-    pieces = [json.loads(output.splitlines()[-1]) for output, _ in done]
+    source = tmp_path / "source.safetensors"
+    safetensors.numpy.save_file({"a": a, "b": b}, source)
+    pieces = [lines[-1] for lines in run_script(SCRIPT, 2, tmp_path / "root", source, devices=1, before=BEFORE)]
     assert min(pieces) >= 3 and sum(pieces) == 8 + 1
     code = """
         import sys
