@@ -25,6 +25,8 @@ _LOOKUPS = 20
 # Leftover names shown in the one problem that counts them.
 _SHOWN_LEFTOVERS = 5
 
+# An array that stands alone, as a checkpoint or as a target, has an empty name.
+_ALONE = "an array alone, which has no name"
 _GIVE_VALUES = "give fallback= values, or put ... in the target to leave it out"
 # The matrix of a T5 that computes logits, as Hugging Face and T5X name it; and its leaves in an optimizer's state.
 _HEAD = re.compile(r"(?:.*/)?(?:lm_head(?:\.weight|/kernel)|decoder/logits_dense/kernel)(?:/\w+)?")
@@ -67,6 +69,9 @@ def missing_problems(
     wanted = [one for one in missing if not one.is_none and not one.is_reset]
     if not wanted:
         return [_problem(one, (), None) for one in missing]
+    held = named({name: value for name, value in state.items() if value is not None})
+    if not wanted[0].name or [one.name for one in held] == [""]:
+        return [_alone(one, held) if one in wanted else _problem(one, (), None) for one in missing]
     explained = other_models([one.name for one in wanted], state, target)
     missing = [one for one in missing if one.name not in explained]
     wanted = [one for one in wanted if one.name not in explained]
@@ -99,6 +104,15 @@ def _problem(missing: MissingLeaf, closest: Sequence[str], same: str | None) -> 
         fix = f"map it with {assignment(re.escape(name), same)}"
         return Problem("missing", name, f"{message}; {same!r} has its shape and dtype", fix)
     return Problem("missing", name, message + (f"; closest: {', '.join(closest)}" if closest else ""), _GIVE_VALUES)
+
+
+def _alone(missing: MissingLeaf, held: Sequence[Named]) -> Problem:
+    """Of a target or a checkpoint that is an array alone, and of names on the other side."""
+    what = f"the target is {_ALONE}" if not missing.name else f"the checkpoint is {_ALONE}"
+    fix = "name the target's leaf, {name: leaf}" if not missing.name else "pass the target's leaf alone"
+    if len(held) == 1 and held[0]._replace(name=missing.name) == missing.named:
+        fix = f"map it with {assignment(re.escape(missing.name), held[0].name)}"
+    return Problem("missing", missing.name, f"the checkpoint has no such leaf: {what}", fix)
 
 
 def leftover_problems(leftovers: Sequence[str], target: Collection[str], unfilled: Collection[str]) -> list[Problem]:
@@ -137,4 +151,5 @@ def _leftovers(names: Sequence[str]) -> list[Problem]:
     message = f"{leaves_text(len(names))} of the checkpoint without a place in the target: "
     fix = "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules"
     leaf = names[0] if len(names) == 1 else None
-    return [Problem("leftover", leaf, message + listed(names, _SHOWN_LEFTOVERS), fix)]
+    shown = [name or _ALONE for name in names]
+    return [Problem("leftover", leaf, message + listed(shown, _SHOWN_LEFTOVERS), fix)]

@@ -35,10 +35,13 @@ _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target."""
+    """Leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target.
+
+    An array that stands alone, as a checkpoint or as a target, has the name "".
+    """
     leaves = getattr(tree, "leaves", None)
     named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
-    if "" in named:
+    if named.get("") is tree and not hasattr(tree, "shape"):
         raise TypeError(f"infer takes leaves by name or trees of them, not {type(tree).__name__}")
     return named
 
