@@ -1,8 +1,6 @@
 """Orbax v1's free functions inside `ot.v1.context()`: what they save and load, and what they refuse."""
 
 import asyncio
-import concurrent.futures
-import copy
 import gc
 import json
 
@@ -365,22 +363,6 @@ def test_nothing_global_changes(tmp_path):
     assert not (tmp_path / "2" / "state" / "_CHECKSUMS.json").exists()
 
 
-def test_a_context_stays_active_when_a_checkpointer_enters_it_again(tmp_path):
-    """And is over when it is left, in each thread by itself."""
-    made = ot.v1.context()
-    with made:
-        with ocp.training.Checkpointer(tmp_path / "steps") as checkpointer:
-            checkpointer.save(0, {"w": np.ones(2)})
-            checkpointer.load(0)
-        ocp.save(tmp_path / "1", {"w": np.ones(2)})
-        with made, concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pool.submit(ocp.save, tmp_path / "outside", {"w": np.ones(2)}).result()
-        ocp.save(tmp_path / "2", {"w": np.ones(2)})
-    copy.deepcopy(made)  # as of any context
-    ocp.save(tmp_path / "3", {"w": np.ones(2)})
-    assert {path.parent.parent.name for path in tmp_path.rglob("_CHECKSUMS.json")} == {"0", "1", "2"}
-
-
 # -- options of the context
 
 
@@ -550,6 +532,7 @@ def test_a_plans_problems_come_through_both_functions(tmp_path):
         (lambda: ot.v1.AbstractTrainState({}, verify="yes"), ValueError, "'touched', 'full' or 'off'"),
         (lambda: ot.v1.AbstractTrainState({}, memory_limit_bytes=0), ValueError, "at least 1"),
         (lambda: ot.v1.context({}), TypeError, "ocp.Context"),
+        (lambda: ot.v1.context(checksums="no"), TypeError, "checksums must be True or False, not 'no'"),
         (lambda: ot.v1.context(on_unsupported="ignore"), ValueError, "'error' or 'skip'"),
         (lambda: ot.v1.context(provenance=[{"a": 1}]), ValueError, "provenance"),
     ],

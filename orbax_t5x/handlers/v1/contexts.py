@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import orbax.checkpoint.experimental.v1 as v1
 
-from orbax_t5x.handlers.v1.handler import SaveOptions, V1TrainStateHandler
+from orbax_t5x.handlers.v1.handler import V1TrainStateHandler
 from orbax_t5x.handlers.v1.orbax_v1_names import recorded_type
 from orbax_t5x.provenance.records import checked_lineage
 
@@ -16,9 +17,9 @@ from orbax_t5x.provenance.records import checked_lineage
 def context(
     base: v1.Context | None = None,
     *,
-    checksums: bool = True,
+    checksums: bool | None = None,
     provenance: Sequence[Mapping[str, Any]] | None = None,
-    on_unsupported: Literal["error", "skip"] = "error",
+    on_unsupported: Literal["error", "skip"] | None = None,
 ) -> v1.Context:
     """A context for Orbax v1 whose registry, of its own, has our handler: `with ot.v1.context(): ocp.load(…)`.
 
@@ -28,28 +29,39 @@ def context(
 
     Args:
       base: whose options the new context has; None for Orbax's defaults, as in `ocp.Context`.
-      checksums: whether saves write checksums beside the arrays, for later loads and `orbax_t5x.verify`.
+      checksums: whether saves write checksums beside the arrays, for later loads and `orbax_t5x.verify`. None: as in
+        `base`; where that says nothing, True.
       provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. It holds for
-        all later saves into the same root, in this context or another.
+        all later saves into the same root, in this context or another. None: as in `base`; where that says nothing,
+        what the run's lineage says.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
-        "skip": it is left out, and its name, shape and dtype are recorded.
+        "skip": it is left out, and its name, shape and dtype are recorded. None: as in `base`; where that says
+        nothing, "error".
 
     Returns:
-      A context that is not entered yet, for one `with` or many.
+      A context that is not entered yet, for one `with` or many, in any number of threads and asyncio tasks.
 
     Raises:
-      TypeError: `base` is no context.
+      TypeError: `base` is no context, or `checksums` is neither True nor False.
       ValueError: `provenance` is no lineage, or `on_unsupported` is something else.
     """
     if base is not None and not isinstance(base, v1.Context):
         raise TypeError(f"base must be an ocp.Context of Orbax v1, not a {type(base).__name__}")
-    if on_unsupported not in ("error", "skip"):
-        raise ValueError(f"on_unsupported must be 'error' or 'skip', not {on_unsupported!r}")
-    lineage = None if provenance is None else checked_lineage(provenance)
+    given: dict[str, Any] = {}
+    if checksums is not None:
+        if not isinstance(checksums, bool):
+            raise TypeError(f"checksums must be True or False, not {checksums!r}")
+        given["checksums"] = checksums
+    if provenance is not None:
+        given["provenance"] = checked_lineage(provenance)
+    if on_unsupported is not None:
+        if on_unsupported not in ("error", "skip"):
+            raise ValueError(f"on_unsupported must be 'error' or 'skip', not {on_unsupported!r}")
+        given["on_unsupported"] = on_unsupported
     made = _ReenteredContext(base)
-    options = SaveOptions(checksums, lineage, on_unsupported)
-    handler = type(V1TrainStateHandler.__name__, (V1TrainStateHandler,), {"options": options})
-    made.checkpointables.registry = _with_handler(made.checkpointables.registry, handler)
+    registry = made.checkpointables.registry
+    handler = _handler_with(given, _handler_of(registry))
+    made.checkpointables.registry = _with_handler(registry, handler)
     return made
 
 
@@ -77,6 +89,17 @@ class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
         if not stack:
             del self._entered[threading.get_ident()]
         return left.__exit__(*raised)
+
+
+def _handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1TrainStateHandler]:
+    """Our handler as a registry has it, with the options of the context that made it; of several, the last."""
+    ours = [cls for cls, _ in registry.get_all_entries() if _is_ours(cls)]
+    return ours[-1] if ours else V1TrainStateHandler
+
+
+def _handler_with(given: Mapping[str, Any], handler: type[V1TrainStateHandler]) -> type[V1TrainStateHandler]:
+    """A handler whose saves have the given options, and all others of `handler`."""
+    return type(handler.__name__, (handler,), {"options": dataclasses.replace(handler.options, **given)})
 
 
 def _with_handler(
