@@ -93,7 +93,7 @@ class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
 
 def _handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1TrainStateHandler]:
     """Our handler as a registry has it, with the options of the context that made it; of several, the last."""
-    ours = [cls for cls, _ in registry.get_all_entries() if _is_ours(cls)]
+    ours = [cls for cls, _ in registry.get_all_entries() if issubclass(cls, V1TrainStateHandler)]
     return ours[-1] if ours else V1TrainStateHandler
 
 
