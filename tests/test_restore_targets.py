@@ -195,6 +195,32 @@ def test_a_sharding_over_an_abstract_mesh_is_resolved_by_the_mesh_in_use(axis_ty
         assert problems(source, target) == [("sharding", "a")]
 
 
+MIXED = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Manual))
+MANUAL = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Manual, AxisType.Manual))
+EXPLICIT = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        NamedSharding(EXPLICIT, P(unreduced={"x"})),
+        NamedSharding(MIXED, P("x")),
+        NamedSharding(MIXED, P("y")),
+        NamedSharding(MANUAL, P()),
+    ],
+)
+def test_a_sharding_that_jax_gives_no_indices_for_is_a_problem(sharding):
+    source = checkpoint({"a": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.zeros(2)})
+    place = S((8, 2), np.float32, sharding=sharding)
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(source, {"a": place, "c": S((2,), np.float32)}, strict=False)
+    found = {problem.leaf: problem for problem in caught.value.problems}
+    assert {leaf: problem.kind for leaf, problem in found.items()} == {"a": "sharding", "c": "missing"}
+    assert str(sharding) in found["a"].message
+    with pytest.raises(ot.RestorePlanError):
+        ot.restore(checkpoint({}), {"a": place}, fallback={"a": np.zeros((8, 2), np.float32)})
+
+
 def test_an_abstract_linen_state_of_a_mesh_as_jax_makes_it(tmp_path):
     """The axes of `jax.make_mesh` are Explicit: what `jax.eval_shape` gives lies on an abstract mesh."""
     model = nn.Dense(8)

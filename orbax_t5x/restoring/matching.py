@@ -230,10 +230,9 @@ class Matcher:
                     "sharding", name, "the target has no sharding, and there are several processes", "give it one"
                 )
             return
-        clash = _placing_clash(leaf.sharding, leaf.shape)
+        clash, fix = _placing_clash(leaf.sharding, leaf.shape)
         if clash:
-            message = f"{leaf.sharding} does not fit shape {leaf.shape}: {clash}"
-            self._problem("sharding", name, message, "choose a PartitionSpec that divides the shape")
+            self._problem("sharding", name, f"{leaf.sharding} {clash}", fix)
 
     # -- what is missing
 
@@ -270,10 +269,24 @@ class Matcher:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _placing_clash(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
-    """Why a sharding does not fit a shape, in JAX's words; empty where it does."""
+def _placing_clash(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[str, str]:
+    """Why a sharding does not fit a shape, in JAX's words, and what to do; empty where it does."""
     try:
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:  # JAX raises IndexError for a spec longer than the rank
-        return " ".join(str(error).split())
-    return ""
+        reason = " ".join(str(error).split())
+        return f"does not fit shape {shape}: {reason}", "choose a PartitionSpec that divides the shape"
+    except Exception as error:
+        return _not_indexed(error)
+    try:
+        sharding.devices_indices_map(shape)
+    except Exception as error:  # NotImplementedError for unreduced axes, and for some Manual ones AssertionError
+        return _not_indexed(error)
+    return "", ""
+
+
+def _not_indexed(error: Exception) -> tuple[str, str]:
+    # Behind its first sentence JAX asks for a report of the error, which is none of JAX.
+    said = " ".join(str(error).split()).partition(". Please ")[0]
+    clash = f"does not say which part of the array each device has: {type(error).__name__}: {said}".rstrip(": ")
+    return clash, "choose a PartitionSpec without unreduced axes, over axes of a mesh that are Auto or Explicit"
