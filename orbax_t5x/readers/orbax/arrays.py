@@ -26,6 +26,7 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.item_files import inside
+from orbax_t5x.readers.orbax.keys import place_of
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
@@ -85,7 +86,7 @@ class ItemArrays:
         for start in range(0, len(places), _OPENING_AT_ONCE):
             some = places[start : start + _OPENING_AT_ONCE]
             if self.database is None:
-                directories = [inside(self.name, place.node.param) for place in some]
+                directories = [inside(self.name, place_of(place.node.param)) for place in some]
                 self.root.look_ahead([inside(directory, self.array_metadata) for directory in directories])
             opening = [self._start(place, directory, context) for place in some]
             for place, begun in zip(some, opening, strict=True):
@@ -97,7 +98,7 @@ class ItemArrays:
             files = self._files(place) if self.database is None else self.database
             spec = array_spec(
                 directory,
-                place.node.param,
+                place_of(place.node.param),
                 ocdbt=self.database is not None,
                 zarr3=self.metadata.use_zarr3,
                 # Zarr v2 arrays of Orbax have no fill value, so TensorStore stored every chunk.
@@ -114,10 +115,10 @@ class ItemArrays:
 
     def _files(self, place: Place) -> Snapshot:
         """The files in the directory of an array, proven plain."""
-        param = place.node.param
-        inner = inside(self.name, param)  # of a tree that is one array, the item itself
+        own = place_of(place.node.param)
+        inner = inside(self.name, own)  # of a tree that is one array, the item itself
         try:
-            if param and param not in self.plain_directories:
+            if own and own not in self.plain_directories:
                 self.root.locate(inner, leaf=place.name)
             return self.root.array_files(inner, self.array_metadata, leaf=place.name)
         except (CheckpointNotFoundError, CheckpointGoneError):

@@ -3,8 +3,8 @@ records.
 
 Only names, kinds of values and a few flags are taken from these files. Shapes are not: `write_shape` is what one
 process wrote, not the array, so shapes come from opening the arrays. No class is looked up by the names of types and
-handlers that stand here. Every node must have a '/'-joined name of its own, and every array a place of its own: where
-two share one, Orbax has written one over the other and nobody can tell which is left.
+handlers that stand here. Every array must have a place of its own: where two share one, Orbax has written one over the
+other and nobody can tell which is left. What Orbax tells apart and '/'-joined names do not is unsupported, not damage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
+from orbax_t5x.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.readers.orbax.keys import fault_of_key, key_leads_out, place_of
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
@@ -83,6 +90,7 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
 
     Raises:
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError: naming the file.
+      UnsupportedCheckpointError: a name that has no place here, naming the file and the leaf.
     """
     name = _join(item, METADATA_FILE)
     path = root.join(name)
@@ -131,6 +139,10 @@ def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple
     value = _typed(entry, "value_metadata", dict, shown, path)
     name = "/".join(keys)
     limits.require_name(name, path)
+    for key in keys:
+        fault = fault_of_key(key)
+        if fault is not None:
+            raise UnsupportedCheckpointError(f"the key {key[:200]!r} {fault}", path=path, leaf=name)
     node = NodeMetadata(
         name=name,
         param=".".join(keys),
@@ -154,9 +166,9 @@ def _parse_key(entry: Any, shown: str, path: str) -> str:
         raise CorruptCheckpointError(f"{shown!r} holds {str(entry)[:200]!r}, which is not a key", path=path)
     if kind == _SEQUENCE and not (key.isascii() and key.isdigit()):
         raise CorruptCheckpointError(f"{shown!r} holds the sequence index {key[:200]!r}", path=path)
-    if not key or "\0" in key or not _is_text(key):
-        raise CorruptCheckpointError(f"{shown!r} holds an empty key, or one with a NUL or half a character", path=path)
-    if key.startswith("/") or ".." in key.split("/"):
+    if not _is_text(key):
+        raise CorruptCheckpointError(f"{shown!r} holds a key with half a character", path=path)
+    if key_leads_out(key):
         raise UnsafeCheckpointError(
             f"{shown!r} holds the key {key[:200]!r}, which leads out of the checkpoint", path=path
         )
@@ -187,13 +199,14 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
                 continue
             raise CorruptCheckpointError("is a leaf and has leaves below it", path=path, leaf=node.name)
         if node.name in names:
-            raise CorruptCheckpointError(
-                f"two leaves have this name: the keys {names[node.name]!r} and {keys!r}", path=path, leaf=node.name
-            )
+            message = f"two leaves have this name: the keys {names[node.name]!r} and {keys!r}"
+            # Orbax writes no keys twice, and tells these apart where they differ.
+            kind = CorruptCheckpointError if names[node.name] == keys else UnsupportedCheckpointError
+            raise kind(message, path=path, leaf=node.name)
         names[node.name] = keys
-        if not node.skipped and places.setdefault(node.param, node.name) != node.name:
+        if not node.skipped and places.setdefault(place_of(node.param), node.name) != node.name:
             raise CorruptCheckpointError(
-                f"is stored under the key {node.param!r}, and so is {places[node.param]!r}: "
+                f"is stored under the key {node.param!r}, and so is {places[place_of(node.param)]!r}: "
                 "one was written over the other",
                 path=path,
                 leaf=node.name,
@@ -235,15 +248,29 @@ def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits
     return impls
 
 
-def read_strings(root: Store, item: str, limits: Limits) -> dict[str, bytes]:
-    """The strings of an item by the key under which they are stored, as UTF-8; empty where it has none."""
+def read_strings(root: Store, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
+    """The strings of an item by the key under which they are stored, as UTF-8; without those that are missing.
+
+    Args:
+      root: the directory that was opened.
+      item: the item's directory, relative to the root.
+      params: the keys under which they are stored. Orbax takes each for a JSON pointer: `a/b` is `b` in the object `a`.
+      limits: on the size of the file.
+    """
     name = _join(item, _STRINGS_FILE)
     path = root.join(name)
     try:
         parsed = parse_object(read_small(root, name, limit=limits.index_bytes), path)
     except CheckpointNotFoundError:
         return {}
-    for key, value in parsed.items():
+    strings: dict[str, bytes] = {}
+    for param in params:
+        value: Any = parsed
+        for part in param.split("/"):
+            value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
+        if value is None:
+            continue
         if not isinstance(value, str) or not _is_text(value):
-            raise CorruptCheckpointError(f"the value of {key[:200]!r} is not a string", path=path)
-    return {key: value.encode() for key, value in parsed.items()}
+            raise CorruptCheckpointError(f"the value of {param[:200]!r} is not a string", path=path)
+        strings[param] = value.encode()
+    return strings

@@ -271,7 +271,8 @@ class _OrbaxOpening:
             database = database_files(self._root, item, files)
             check_database(self._root.kvstore(item), directory, self._context)
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
-        strings = read_strings(self._root, item, self._limits) if files.strings else {}
+        texts = [node.param for node in metadata.nodes if node.value_type == "string"]
+        strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
         sums = self._read_sums(item, metadata) if files.checksums else NO_SUMS
         arrays = []
         for node in metadata.nodes:
