@@ -98,6 +98,7 @@ ProblemKind = Literal[
     "target",
     "fallback",
     "duplicate",
+    "name",
     "rule",
     "unused_rule",
     "transform",
@@ -115,6 +116,7 @@ ProblemKind = Literal[
 * "target": the target holds something that no leaf can be restored into.
 * "fallback": the fallback cannot be used for a leaf.
 * "duplicate": two leaves have one name.
+* "name": a checkpoint could not be opened with a name that is to be saved.
 * "rule": a rule cannot be applied as it is written.
 * "unused_rule": a rule that must match matches nothing.
 * "transform": a transform raised an exception or returned something that is no state dict.

@@ -86,6 +86,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             type_handler_registry=self._registry,
             **options,
         )
+        self._use_ocdbt = use_ocdbt
         self._restore_limit = None if restore_concurrent_gb is None else int(restore_concurrent_gb * _GB)
         self._restored: tuple[Mapping[str, Any], ...] = ()
 
@@ -96,7 +97,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
         Raises:
           UnsupportedCheckpointError: leaves that Orbax cannot store; nothing is left of the save.
-          RestorePlanError: transforms or `dtype` do not fit the tree.
+          RestorePlanError: transforms or `dtype` do not fit the tree, or it could not be opened with its names.
         """
         self._begin(directory)
         try:
@@ -163,6 +164,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             deferred=deferred,
             sums=sums,
             processes=self._active_processes,
+            in_directories=not self._use_ocdbt,
         )
         recorded.remember()
         return prepared

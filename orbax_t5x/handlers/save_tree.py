@@ -22,7 +22,8 @@ from orbax_t5x.handlers.checksums import SaveSums
 from orbax_t5x.handlers.chunks import ChunkWishes
 from orbax_t5x.handlers.held_leaf import hold_values
 from orbax_t5x.handlers.leaf_options import save_options
-from orbax_t5x.handlers.storable import check_leaves, check_names, storable
+from orbax_t5x.handlers.storable import check_leaves, storable
+from orbax_t5x.handlers.stored_names import check_names
 from orbax_t5x.handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers import StreamedLeaf
 from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
@@ -64,6 +65,7 @@ def prepare(
     deferred: bool,
     sums: SaveSums | None = None,
     processes: Collection[int] | None = None,
+    in_directories: bool = False,
 ) -> Prepared:
     """Checks what is to be saved and makes it ready for Orbax; writes nothing.
 
@@ -74,10 +76,12 @@ def prepare(
       deferred: whether streamed leaves wait for `ChunkWriter.run_deferred`.
       sums: where the checksums of streamed leaves go.
       processes: those that save; None: all.
+      in_directories: whether each array gets a directory of its own, instead of a place in a database.
 
     Raises:
       UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
-      RestorePlanError: transforms that do not fit, or a `dtype` that applies to nothing.
+      RestorePlanError: transforms that do not fit, a `dtype` that applies to nothing, or names with which the tree
+        could not be opened.
     """
     if args.on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
@@ -87,7 +91,7 @@ def prepare(
     names = [leaf_name(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]
     skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
-    check_names(names, [path for path, _ in paths], skipped)
+    check_names(tree, skipped, in_directories=in_directories)
     options = save_options(args.save_args, names, _casts(args.dtype, tree, names, leaves))
     ready = [
         _SKIPPED if name in skipped else _ready(leaf, name, option, writer)

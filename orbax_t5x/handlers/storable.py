@@ -1,4 +1,4 @@
-"""What Orbax cannot store, found before it tries: leaves of unknown types and dtypes, and names that clash on disk.
+"""What Orbax cannot store, found before it tries: leaves of unknown types and dtypes.
 
 Nothing here is a list of ours: TensorStore is asked for dtypes, and the table of type handlers for types.
 """
@@ -6,18 +6,17 @@ Nothing here is a list of ours: TensorStore is asked for dtypes, and the table o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import kind_of
-from orbax_t5x.trees.pytree_names import leaf_name
 
 # More names than this in one error hide the first.
 _SHOWN_LEAVES = 10
@@ -82,30 +81,3 @@ def storable(dtype: np.dtype) -> bool:
     except ValueError:
         return False
     return True
-
-
-def check_names(names: Sequence[str], paths: Sequence[Any], skipped: Mapping[str, Any]) -> None:
-    """Orbax joins a leaf's keys with dots: two leaves that then have one name would be written over each other."""
-    # Names that dots tell apart where slashes are among them, too, are told apart as Orbax joins them.
-    if len({name.replace("/", ".") for name in names}) == len(names):
-        return
-    stored: dict[str, str] = {}
-    problems: list[Problem] = []
-    for name, path in zip(names, paths, strict=True):
-        if name in skipped:
-            continue
-        joined = storage_key(path)
-        other = stored.setdefault(joined, name)
-        if other is not name:
-            problems.append(
-                Problem(
-                    "duplicate", name, f"Orbax would store it under {joined!r}, as {other!r}", "rename one of the two"
-                )
-            )
-    if problems:
-        raise RestorePlanError(problems)
-
-
-def storage_key(path: Sequence[Any]) -> str:
-    """The name under which Orbax stores a leaf: its keys, joined with dots."""
-    return ".".join(leaf_name((key,)) for key in path)

@@ -23,7 +23,7 @@ from orbax_t5x.handlers.stock_restore import read_metadata
 from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
-from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type
+from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, writes_directories
 from orbax_t5x.handlers.v1.saving import RunningSave, discard_refused, finish, hold_tree
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.trees.named_leaves import is_train_state, named_leaves
@@ -91,7 +91,8 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             raise UnsupportedCheckpointError(f"{len(lazy)} leaves are lazy arrays: {fix}", leaf=lazy[0])
         recorded = SavedLineage(directory.path, self.options.provenance, primary=self._is_primary())
         args = TrainStateSave(tree, on_unsupported=self.options.on_unsupported)
-        prepared = prepare(args, recorded.lineage, GlobalTypeHandlers(), deferred=True)
+        in_directories = writes_directories(self._context)
+        prepared = prepare(args, recorded.lineage, GlobalTypeHandlers(), deferred=True, in_directories=in_directories)
         recorded.remember()
         return prepared
 

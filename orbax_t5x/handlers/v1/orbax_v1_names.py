@@ -13,7 +13,14 @@ import jax
 import orbax.checkpoint.experimental.v1 as v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
-__all__ = ["active_context", "goes_through_pinned_memory", "recorded_type", "stored_dtype", "transfer_limit"]
+__all__ = [
+    "active_context",
+    "goes_through_pinned_memory",
+    "recorded_type",
+    "stored_dtype",
+    "transfer_limit",
+    "writes_directories",
+]
 
 
 def active_context() -> v1.Context:
@@ -55,3 +62,8 @@ def goes_through_pinned_memory(context: v1.Context) -> bool:
     """Whether a save moves arrays from devices through pinned host memory; Orbax does so on GPUs unless told."""
     given = context.array.saving.enable_pinned_host_transfer
     return jax.default_backend() == "gpu" if given is None else given
+
+
+def writes_directories(context: v1.Context) -> bool:
+    """Whether a save gives each array a directory of its own, instead of a place in an OCDBT database."""
+    return not context.array.saving.use_ocdbt

@@ -1,0 +1,96 @@
+"""Names with which a tree could not be opened again, found before it is saved.
+
+Orbax tells leaves apart by their keys, takes any key, joins them with dots, and lets one leaf overwrite another whose
+keys join to the same. Opened, leaves have '/'-joined names. What is refused here is what the reader of Orbax items
+would refuse, by the same functions (`orbax_t5x.readers.orbax.keys`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from orbax_t5x.errors import Problem, RestorePlanError, UnsafeCheckpointError
+from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
+from orbax_t5x.readers.orbax.item_files import ARRAY_METADATAS, STRINGS_FILE
+from orbax_t5x.readers.orbax.keys import fault_of_key, key_leads_out, place_of
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE
+from orbax_t5x.storage.paths import split_name
+from orbax_t5x.trees.pytree_names import key_text
+
+# What an item has beside the directories of its arrays.
+_FILES_OF_ITEMS = frozenset(
+    {METADATA_FILE, STEP_METADATA_FILE, ARRAY_METADATAS, STRINGS_FILE, CHECKSUMS_FILE, "_sharding"}
+)
+
+
+def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) -> None:
+    """Refuses a tree that could not be opened again; None and empty containers are stored by name, too.
+
+    Args:
+      tree: to be saved.
+      skipped: names of the leaves of which no array is written.
+      in_directories: whether each array gets a directory of its own, with the key as its path.
+
+    Raises:
+      RestorePlanError: all names that are wrong.
+    """
+    fault_of = functools.cache(_fault)
+    keys_of: dict[str, list[str]] = {}
+    stored: dict[str, str] = {}
+    problems: list[Problem] = []
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)[0]:
+        keys = [key_text(key) for key in path]
+        name = "/".join(keys)
+        faulty = next((key for key in keys if fault_of(key)), None)
+        if faulty is not None:
+            problems.append(Problem("name", name, f"the key {faulty!r} {fault_of(faulty)}", "rename it"))
+        elif keys_of.setdefault(name, keys) is not keys:
+            message = f"the keys {keys_of[name]!r} and {keys!r} both give this name"
+            problems.append(Problem("duplicate", name, message, "rename one of the two"))
+        elif name not in skipped and not _is_empty(node):
+            joined = ".".join(keys)
+            other = stored.setdefault(place_of(joined), name)
+            if other is not name:
+                message = f"Orbax would store it under {joined!r}, as {other!r}"
+                problems.append(Problem("duplicate", name, message, "rename one of the two"))
+            elif in_directories and not isinstance(node, str) and not _is_directory(place_of(joined)):
+                message = f"its array would lie in the directory {joined!r}, which an item cannot have"
+                problems.append(Problem("name", name, message, "rename it, or save with use_ocdbt=True"))
+    if problems:
+        raise RestorePlanError(problems)
+
+
+def storage_key(path: Sequence[Any]) -> str:
+    """The name under which Orbax stores a leaf: its keys, joined with dots."""
+    return ".".join([key_text(key) for key in path])
+
+
+def _is_empty(node: Any) -> bool:
+    return node is None or (isinstance(node, dict | list | tuple) and not node)
+
+
+def _fault(key: str) -> str | None:
+    """Why a tree with this key could not be opened; None where it could."""
+    if key_leads_out(key):
+        return "leads out of the checkpoint, taken for a path"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return "holds half a character"
+    return fault_of_key(key)
+
+
+def _is_directory(place: str) -> bool:
+    """Whether an item can have a directory of this path for an array; that of a tree that is one array is the item."""
+    if not place:
+        return True
+    try:
+        parts = split_name(place)
+    except UnsafeCheckpointError:
+        return False
+    return "/".join(parts) == place and parts[0] not in _FILES_OF_ITEMS
