@@ -3,6 +3,7 @@
 The parameters are those that T5X's importer made of the bundle; other layouts of them are by the table of `t5_model`.
 """
 
+import inspect
 from functools import cache
 
 import jax
@@ -270,3 +271,34 @@ def test_the_parts_of_a_pack_are_what_somebody_would_write_out():
     # The digest that version 0.1 recorded (commit 565f5fc).
     assert pack.digest() == "85bb5ae2db282ef5158b6f45abf8836d"
     assert rules.infer(target, target).parts == ()
+
+
+@pytest.mark.parametrize("name", sorted(set(rules.__all__) - {"RulePack", "infer"}))
+def test_a_pack_has_a_way_back_or_says_that_it_has_none(name):
+    function = getattr(rules, name)
+    takes_heads = "num_heads" in inspect.signature(function).parameters
+    pack = function(*HEADS) if takes_heads else function()
+    if name == "mesh_tf_to_t5x":
+        with pytest.raises(RestorePlanError, match=r"mesh_tf_to_t5x\(\) has no inverse"):
+            pack.inverse()
+    else:
+        assert pack.inverse().steps and pack.inverse().inverse() == pack
+
+
+@pytest.mark.parametrize("layout", ["minimal", "scanned"])
+def test_what_infer_finds_for_a_bundle_has_no_way_back(layout):
+    """Neither alone, nor before another pack, and in each case before what drops the optimizer's leaves."""
+    target = {f"target/{name}": value for name, value in parameters(layout).items()}
+    pack = rules.infer(source("bundle"), target)
+    assert any(isinstance(part, tr.Drop) for part in pack.parts)
+    with pytest.raises(RestorePlanError, match=r"mesh_tf_to_t5x\(\) has no inverse"):
+        pack.inverse()
+
+
+def test_the_way_back_of_what_infer_drops_is_that_of_the_rest():
+    target = {f"target/{name}": value for name, value in parameters("minimal").items()}
+    scanned = {f"target/{name}": value for name, value in parameters("scanned").items()}
+    pack = rules.infer(checkpoint(scanned | {"state/step": np.int32(3)}), target)
+    assert any(isinstance(part, tr.Drop) for part in pack.parts)
+    result, _ = run(pack.inverse(), target, scanned)
+    assert_same({name: as_numpy(value) for name, value in result.items()}, scanned)

@@ -42,7 +42,7 @@ def pack_argument(text: str) -> RulePack:
     pack = _called(text, function, given[0].split(",") if given and given[0] else [])
     if not is_inverse:
         return pack
-    if not pack.back:
+    if not pack.has_inverse:
         raise UsageError(f"--rules {text}: {name} has no inverse")
     return pack.inverse()
 

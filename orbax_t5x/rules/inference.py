@@ -80,8 +80,9 @@ def _forwards(source: Layout, target: Layout) -> RulePack | None:
 
 
 def mesh_tf_to_t5x() -> RulePack:
-    """Mesh TensorFlow's T5 names to T5X minimal T5, parameters and Adafactor slots: `Translate()`, without the way
-    back.
+    """Mesh TensorFlow's T5 names to T5X minimal T5, parameters and Adafactor slots: `Translate()`.
+
+    There is no way back, and its `inverse()` raises: several of Mesh TensorFlow's names have one name in T5X.
     """
     return RulePack((translate.Translate(),), (), "mesh_tf_to_t5x()", "encoder/block_000/layer_000/SelfAttention/q")
 
@@ -116,7 +117,7 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     dropped = _without_place(pack, source, target)
     if dropped:
         drop = Drop(dropped)
-        pack = joined((*pack.parts, drop), pack.inverse().parts)
+        pack = joined((*pack.parts, drop), pack.inverse().parts if pack.has_inverse else ())
     return dataclasses.replace(pack, found=f"from {seen} to {wanted}: {pack.name}")
 
 
@@ -191,7 +192,7 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
         packs = _between(seen, wanted) if "unknown" not in (seen.kind, wanted.kind) else None
     if not packs:
         return None if packs is None else RulePack((), (), "nothing to map")
-    return joined(packs, [pack.inverse() for pack in reversed(packs)])
+    return joined(packs, [pack.inverse() for pack in reversed(packs) if pack.has_inverse])
 
 
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:

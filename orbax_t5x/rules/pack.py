@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -41,8 +42,25 @@ class RulePack(Chain):
     _joined: tuple[Transform, ...] = ()
     _joined_back: tuple[Transform, ...] = ()
 
+    @property
+    def has_inverse(self) -> bool:
+        """Whether there is a way back. Of a joined pack: for all its packs; leaves that it drops do not come back."""
+        if self._joined:
+            return all(part.has_inverse for part in self._joined if isinstance(part, RulePack))
+        return bool(self.back) or not self.steps
+
     def inverse(self) -> RulePack:
-        """The way back."""
+        """The way back.
+
+        Raises:
+          RestorePlanError: there is none.
+        """
+        if not self.has_inverse:
+            without = [part.name for part in self._joined if isinstance(part, RulePack) and not part.has_inverse]
+            message = f"{' and '.join(without) or self.name or 'this rule pack'} has no inverse"
+            raise RestorePlanError(
+                [Problem("rule", None, message, "write ot.transforms.Rename rules for the way back")]
+            )
         prefix = "inverse of "
         name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name
         return dataclasses.replace(
@@ -105,7 +123,7 @@ def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
 
     Args:
       parts: in order, at least one.
-      back: the way back, in order.
+      back: the way back, in order; of packs without one, nothing.
     """
     if len(parts) == 1 and isinstance(parts[0], RulePack):
         return parts[0]
