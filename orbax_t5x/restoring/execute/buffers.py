@@ -111,12 +111,15 @@ def pieces_of(entry: PlanEntry) -> Pieces:
 
 def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
     """The value of one leaf from the buffers of its boxes."""
-    leaf = entry.leaf
-    assert leaf is not None
+    leaf, view = entry.leaf, entry.view
+    assert leaf is not None and view is not None
     if leaf.kind in ("numpy", "scalar"):
         return on_host(entry, buffers[0])
     if leaf.sharding is None:
         array = jax.device_put(buffers[0])
+    elif not buffers:
+        # All devices are other processes'; `make_array_from_callback` would ask for data all the same.
+        array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=view.dtype)
     else:
         place_of = pieces_of(entry).place_of
         array = jax.make_array_from_callback(
