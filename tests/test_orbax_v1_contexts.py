@@ -1,5 +1,6 @@
 """The context of `ot.v1`: where it is active, and what it takes from a base."""
 
+import asyncio
 import concurrent.futures
 import copy
 import json
@@ -32,6 +33,75 @@ def test_a_context_stays_active_when_a_checkpointer_enters_it_again(tmp_path):
     copy.deepcopy(made)  # as of any context
     ocp.save(tmp_path / "3", {"w": np.ones(2)})
     assert {path.parent.parent.name for path in tmp_path.rglob("_CHECKSUMS.json")} == {"0", "1", "2"}
+
+
+def has_sums(path):
+    """Saves, and tells whether that was done in a context of ours."""
+    ocp.save(path, {"w": np.ones(2)})
+    return (path / "state" / "_CHECKSUMS.json").exists()
+
+
+def test_tasks_enter_one_context_by_turns(tmp_path):
+    """Two tasks of a thread, of which the first to enter is the first to leave."""
+    made = ot.v1.context()
+
+    async def first(entered, left):
+        with made:
+            entered.set()
+            await left.wait()
+            inside = has_sums(tmp_path / "first")
+        return inside, has_sums(tmp_path / "after first")
+
+    async def second(entered, left):
+        await entered.wait()
+        with made:
+            left.set()
+            await asyncio.wait([running[0]])
+            inside = has_sums(tmp_path / "second")
+        return inside, has_sums(tmp_path / "after second")
+
+    running = []
+
+    async def both():
+        entered, left = asyncio.Event(), asyncio.Event()
+        running.extend(asyncio.create_task(job(entered, left)) for job in (first, second))
+        return [*await asyncio.gather(*running), has_sums(tmp_path / "outside")]
+
+    assert asyncio.run(both()) == [(True, False), (True, False), False]
+
+
+def test_tasks_started_in_a_context_are_in_it_and_enter_it_again(tmp_path):
+    made = ot.v1.context()
+
+    async def inner(name, entered, others, left, may_leave):
+        inherited = has_sums(tmp_path / f"{name} inherited")
+        with made:
+            entered.set()
+            await others.wait()
+            await may_leave.wait()
+        left.set()
+        return inherited, has_sums(tmp_path / f"{name} left")
+
+    async def outer():
+        one, other, one_left, other_left, at_once = (asyncio.Event() for _ in range(5))
+        at_once.set()
+        with made:
+            # The first to enter leaves first.
+            inside = await asyncio.gather(
+                inner("one", one, other, one_left, at_once), inner("other", other, one, other_left, one_left)
+            )
+            still = has_sums(tmp_path / "still")
+        return inside, still, has_sums(tmp_path / "outside")
+
+    assert asyncio.run(outer()) == ([(True, True), (True, True)], True, False)
+
+
+def test_a_context_is_left_where_it_was_entered():
+    made = ot.v1.context()
+    with made, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        left = pool.submit(made.__exit__, None, None, None)
+        with pytest.raises(ValueError, match="another thread or asyncio task"):
+            left.result()
 
 
 # -- what it takes from a base

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import orbax.checkpoint.experimental.v1 as v1
@@ -65,30 +65,32 @@ def context(
     return made
 
 
+# What is entered and not left yet, innermost last. Each thread and each asyncio task has a value of its own, and a task
+# begins with that of the code that started it: just as with Orbax's own variable of the active context.
+_ENTERED: ContextVar[tuple[tuple[v1.Context, Any], ...]] = ContextVar("orbax_t5x_entered_contexts", default=())
+
+
 # Orbax marks its class final; nothing but a subclass can be entered again.
 class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
-    """A context that can be entered again while it is active.
+    """A context that can be entered again while it is active, in the same task or another.
 
     `training.Checkpointer` enters the active context in each call. Orbax's own forgets then that it was active before,
     and whatever follows in the same `with` has Orbax's defaults.
     """
 
-    def __init__(self, base: v1.Context | None):
-        super().__init__(base)
-        # By thread: each has its own active context.
-        self._entered: dict[int, list[Any]] = {}
-
     def __enter__(self) -> v1.Context:
-        stack = self._entered.setdefault(threading.get_ident(), [])
-        stack.append(self.__contextmanager__())
-        return stack[-1].__enter__()
+        entry: Any = self.__contextmanager__()  # Orbax makes a context manager of the generator
+        entered = entry.__enter__()
+        _ENTERED.set((*_ENTERED.get(), (self, entry)))
+        return entered
 
     def __exit__(self, *raised: Any) -> None:
-        stack = self._entered[threading.get_ident()]
-        left = stack.pop()
-        if not stack:
-            del self._entered[threading.get_ident()]
-        return left.__exit__(*raised)
+        entries = _ENTERED.get()
+        own = [index for index, (context, _) in enumerate(entries) if context is self]
+        if not own:
+            raise ValueError("this context was entered in another thread or asyncio task, and must be left there")
+        _ENTERED.set((*entries[: own[-1]], *entries[own[-1] + 1 :]))
+        entries[own[-1]][1].__exit__(*raised)
 
 
 def _handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1TrainStateHandler]:
