@@ -117,6 +117,18 @@ def test_contradictions_are_told_before_anything_is_opened(run, arguments, told)
         assert code == 2 and not out and told in err
 
 
+def test_a_tilde_in_an_option_is_the_home_directory(run, tmp_path, monkeypatch):
+    """A shell leaves it as it is behind `=`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "taken").mkdir()
+    code, _, err = run("convert", HUGGING_FACE, tmp_path / "out", "--format", "safetensors", "--config=~/config.json")
+    assert code == 0, err
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    code, _, err = run("demo", "--keep=~/taken")
+    assert code == 2 and "--keep ~/taken: File exists" in err
+
+
 def test_config_is_an_object_for_safetensors(run, tmp_path):
     (tmp_path / "list.json").write_text("[1]")
     command = ["convert", HUGGING_FACE, tmp_path / "out"]

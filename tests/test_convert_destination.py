@@ -160,6 +160,35 @@ def test_a_destination_inside_the_source_is_refused(out, tmp_path):
     assert names_in(out) == before
 
 
+def test_a_tilde_is_the_home_directory(new, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for destination in ("~/runs/c", Path("~/runs/d")):
+        report = ot.convert(new, destination)
+        assert report.destination == os.path.expanduser(destination)
+        assert stock(Path(report.destination)).keys() == {"b"}
+    assert names_in(tmp_path) == ["home", "source"]
+    with pytest.raises(CheckpointIOError, match="lies inside the source"):
+        ot.convert(tmp_path / "home/runs/c", "~/runs/c/inside")
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_empty_destination_is_not_the_working_directory(overwrite, new, out, monkeypatch):
+    monkeypatch.chdir(out)
+    with pytest.raises(CheckpointIOError, match=r"the destination is empty; '\.' is the working directory") as caught:
+        ot.convert(new, "", overwrite=overwrite)
+    assert caught.value.errno == errno.EINVAL
+    assert stock(out).keys() == {"a"} and names_in(out.parent) == ["c"]
+
+
+def test_a_destination_that_is_no_text_is_refused(new, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for destination in (b"c", None, 3):
+        with pytest.raises(TypeError):
+            ot.convert(new, destination)
+    assert names_in(tmp_path) == ["source"]
+
+
 def with_files(directory: Path, files: dict[str, str]) -> Path:
     directory.mkdir()
     for name, text in files.items():

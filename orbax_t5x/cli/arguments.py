@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -80,7 +81,7 @@ def read_json_object(path: str, option: str) -> bytes:
 
 def _read_json(path: str, option: str) -> tuple[bytes, Any]:
     try:
-        with open(path, "rb") as file:
+        with open(os.path.expanduser(path), "rb") as file:
             data = file.read()
         return data, json.loads(data.decode("utf-8"))
     except RecursionError:

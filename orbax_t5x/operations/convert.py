@@ -79,7 +79,7 @@ def convert(
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
         own, or a mapping of several.
-      destination: the directory to make; its parents are made too.
+      destination: the local directory to make, `~` expanded; its parents are made too.
       transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. A chain that
         was applied before the source was written, by its record, is not applied again, and a warning says so.
       format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no

@@ -13,18 +13,23 @@ from orbax_t5x.storage.paths import url_scheme
 
 
 def local(destination: str | os.PathLike[str]) -> Path:
-    """The destination as an absolute path.
+    """The destination as an absolute path, with `~` expanded as in a source's.
 
     Raises:
+      TypeError: it is bytes.
       UnsupportedCheckpointError: it is a URL.
-      CheckpointIOError: it is no path of any file.
+      CheckpointIOError: it is empty, or no path of any file.
     """
     text = os.fspath(destination)
+    if not isinstance(text, str):
+        raise TypeError(f"the destination {text!r} is not text")
+    if not text:
+        raise CheckpointIOError("the destination is empty; '.' is the working directory", errno=errno.EINVAL)
     if url_scheme(text) is not None:
         raise UnsupportedCheckpointError("only a local directory can be written", path=text)
     if "\0" in text:
         raise CheckpointIOError("the path holds a NUL, as no file's does", path=text, errno=errno.EINVAL)
-    return Path(os.path.abspath(text))
+    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def check_destination(target: Path, writing: WriteOptions) -> None:

@@ -24,11 +24,12 @@ def run(options: argparse.Namespace) -> int:
     if options.keep is None:
         with tempfile.TemporaryDirectory(prefix="orbax_t5x_demo_") as directory:
             return _run_child(directory, kept=False)
+    directory = os.path.expanduser(options.keep)
     try:
-        os.makedirs(options.keep)
+        os.makedirs(directory)
     except OSError as error:
         raise UsageError(f"--keep {options.keep}: {error.strerror}") from error
-    return _run_child(options.keep, kept=True)
+    return _run_child(directory, kept=True)
 
 
 def _run_child(directory: str, *, kept: bool) -> int:
