@@ -1,8 +1,11 @@
 """What a restore says of arguments that are no transforms, and of functions that several leaves share."""
 
+import re
+
 import flax.linen
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
@@ -35,6 +38,68 @@ TARGET = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
 def test_what_is_no_transform_is_said_plainly(path, transforms, text):
     with pytest.raises(TypeError, match=text):
         ot.plan_restore(path, TARGET, transforms)
+
+
+def ways_to_restore(path, **keywords):
+    """Every call that takes the keywords of a restore, as far as it takes these."""
+    given = set(keywords)
+    ways = [
+        lambda: ot.restore(path, TARGET, **keywords),
+        lambda: ot.v1.load_and_transform(path, TARGET, **keywords),
+        lambda: ot.v1.AbstractTrainState(TARGET, **keywords),
+        lambda: ocp.Checkpointer(ot.TrainStateHandler()).restore(
+            path.parent, args=ot.args.TrainStateRestore(TARGET, source=path, **keywords)
+        ),
+    ]
+    if not given & {"memory_limit_bytes", "broadcast"}:
+        ways.append(lambda: ot.plan_restore(path, TARGET, **keywords))
+    else:
+        ways.append(lambda: ot.plan_restore(path, TARGET).execute(**keywords))
+    if given <= {"is_resuming", "strict", "memory_limit_bytes", "limits"}:
+        ways.append(lambda: ot.convert(path, path.parent / "converted", **keywords))
+    if given <= {"is_resuming", "memory_limit_bytes", "limits"}:
+        ways.append(lambda: ot.diff(path, path, **keywords))
+    if given == {"limits"}:
+        ways += [lambda: ot.open_checkpoint(path, **keywords), lambda: ot.verify(path, **keywords)]
+    return ways
+
+
+@pytest.mark.parametrize("keyword", ["is_resuming", "strict", "allow_lossy_cast", "broadcast"])
+@pytest.mark.parametrize("value", ["no", "False", 0, 1, ()])
+def test_a_flag_is_true_or_false(path, keyword, value):
+    for restore in ways_to_restore(path, **{keyword: value}):
+        with pytest.raises(TypeError, match=rf"{keyword} is True or False, not {re.escape(repr(value))}$"):
+            restore()
+    for restore in ways_to_restore(path, **{keyword: np.True_}):
+        restore()
+
+
+def test_flags_of_a_conversion_and_of_a_call_by_hand(path, tmp_path):
+    with pytest.raises(TypeError, match="overwrite is True or False, not 'no'"):
+        ot.convert(path, tmp_path / "converted", overwrite="no")
+    with pytest.raises(TypeError, match="is_resuming is True or False, not 'no'"):
+        ot.transforms.Drop("a")({"a": np.zeros(2)}, {}, is_resuming="no")
+    with pytest.raises(TypeError, match="is_resuming is True or False, not 'no'"):
+        ot.state_utils.apply_assignment_map({}, {}, [], is_resuming="no")
+
+
+@pytest.mark.parametrize("value", ["1G", b"1", True, [1], 1j])
+def test_a_memory_limit_is_a_number_of_bytes(path, value):
+    for restore in ways_to_restore(path, memory_limit_bytes=value):
+        with pytest.raises(TypeError, match=r"memory_limit_bytes is a number of bytes, such as 1 << 30, not"):
+            restore()
+    for restore in ways_to_restore(path, memory_limit_bytes=float("nan")):
+        with pytest.raises(ValueError, match="memory_limit_bytes must be at least 1, not nan"):
+            restore()
+
+
+@pytest.mark.parametrize("value", [{}, {"rank": 3}, 5, ot.Limits])
+def test_limits_are_limits(path, value):
+    for restore in ways_to_restore(path, limits=value):
+        with pytest.raises(TypeError, match=r"limits= is an orbax_t5x\.Limits\(name=bound, …\) or None, not"):
+            restore()
+    with pytest.raises(TypeError, match=r"Limits\(rank='3'\): a limit is a number"):
+        ot.Limits(rank="3")
 
 
 def test_a_model_is_no_target(path):

@@ -36,8 +36,10 @@ from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
+from orbax_t5x.storage.limits import check_memory_limit
 from orbax_t5x.text.progress_bar import OnProgress, Progress, shown_progress
 from orbax_t5x.text.wording import size_text
+from orbax_t5x.trees.narrow import check_flag
 
 _logger = logging.getLogger(__name__)
 
@@ -182,6 +184,8 @@ def _check_options(writing: WriteOptions) -> None:
     if writing.format not in FORMATS:
         formats = " and ".join(map(repr, FORMATS))
         raise UnsupportedCheckpointError(f"format={writing.format!r} is not written; {formats} are")
+    check_flag("overwrite", writing.overwrite)
+    check_memory_limit(writing.memory_limit_bytes)
     limit = writing.memory_limit_bytes
     if limit is not None and 0 < limit < _LEAST_SENSIBLE_LIMIT:
         _logger.warning(

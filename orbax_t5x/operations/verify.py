@@ -51,7 +51,7 @@ def verify(
     check_progress(progress)
     stats = ReadStats("full")
     with (
-        open_checkpoint(path, item=item, limits=limits or Limits()) as checkpoint,
+        open_checkpoint(path, item=item, limits=limits) as checkpoint,
         shown_progress(progress, "verifying") as on_progress,
     ):
         leaves = [leaf for view in checkpoint.leaves.values() for leaf in view.leaves()]

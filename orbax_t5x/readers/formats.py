@@ -21,7 +21,7 @@ from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.unrecognised import missing, unrecognised
 from orbax_t5x.storage.connection import remote_session
-from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.limits import Limits, check_limits
 
 FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS)
 
@@ -44,12 +44,13 @@ def open_checkpoint(
 
     Raises:
       CheckpointNotFoundError: there is nothing of a known format; the text says what was looked for and found.
-      ValueError, TypeError: the path is empty, or is no path.
+      ValueError, TypeError: the path is empty, or is no path; `limits` are something else.
       UnsupportedCheckpointError: it is of a format that is not read; the text says what it is.
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError, CheckpointIOError: naming the file.
     """
     text = path_text(path)
     check_item(item)
+    check_limits(limits)
     limits = limits if limits is not None else Limits()
     with remote_session(limits):
         return _open_path(text, format, item, limits)

@@ -67,7 +67,7 @@ def decide_resuming(
     question = Question(
         chain=ChainRecord.of(transforms),
         asker=asking.asker,
-        answer=options.is_resuming,
+        answer=None if options.is_resuming is None else bool(options.is_resuming),
         has_fallback=options.fallback is not None,
         source=single.path if single is not None else {name: one.path for name, one in named},
         format=single.format if single is not None else {name: one.format for name, one in named},

@@ -13,7 +13,9 @@ from typing import Any, Self
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.detect.user_path import check_item
+from orbax_t5x.storage.limits import check_limits, check_memory_limit
 from orbax_t5x.text.progress_bar import Progress, check_progress
+from orbax_t5x.trees.narrow import check_flag
 
 MEMORY_LIMIT_BYTES = 256 << 20
 """Host buffers in flight where no limit is given. Below about eight chunks of a chunked format in flight, chunks that
@@ -46,7 +48,7 @@ class PlanOptions(_FromKeywords):
       limits: what a file's headers may claim; None: `Limits()`.
 
     Raises:
-      TypeError: `item` is no name.
+      TypeError: `item` is no name, or another keyword has a value of another type.
     """
 
     item: str | None = None
@@ -59,6 +61,11 @@ class PlanOptions(_FromKeywords):
 
     def __post_init__(self) -> None:
         check_item(self.item)
+        check_limits(self.limits)
+        if self.is_resuming is not None:
+            check_flag("is_resuming", self.is_resuming)
+        check_flag("strict", self.strict)
+        check_flag("allow_lossy_cast", self.allow_lossy_cast)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +84,7 @@ class ReadOptions(_FromKeywords):
 
     Raises:
       ValueError: an unknown `verify` or `progress`, or a limit below one byte.
+      TypeError: the limit is no number, or `broadcast` neither True nor False.
     """
 
     verify: Verify = "touched"
@@ -87,9 +95,9 @@ class ReadOptions(_FromKeywords):
     def __post_init__(self) -> None:
         if self.verify not in ("touched", "full", "off"):
             raise ValueError(f"verify must be 'touched', 'full' or 'off', not {self.verify!r}")
-        if self.memory_limit_bytes is not None and self.memory_limit_bytes < 1:
-            raise ValueError(f"memory_limit_bytes must be at least 1, not {self.memory_limit_bytes}")
+        check_memory_limit(self.memory_limit_bytes)
         check_progress(self.progress)
+        check_flag("broadcast", self.broadcast)
 
     def within(self, limit: int | None) -> Self:
         """The same with `memory_limit_bytes` at most `limit`, and `limit` itself where it is not given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,11 +17,41 @@ _MIB = 1 << 20
 _MAX_BYTES = (1 << 63) - 1
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_memory_limit(limit: object) -> None:
+    """Checks a `memory_limit_bytes`; None stands for the default.
+
+    Raises:
+      TypeError: it is no number.
+      ValueError: it is below one byte.
+    """
+    if limit is None:
+        return
+    if not isinstance(limit, numbers.Real) or isinstance(limit, bool):
+        raise TypeError(f"memory_limit_bytes is a number of bytes, such as 1 << 30, not {limit!r}")
+    if not limit >= 1:
+        raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
+
+
+def check_limits(limits: object) -> None:
+    """Checks a `limits`; None stands for `Limits()`.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits= is an orbax_t5x.Limits(name=bound, …) or None, not {limits!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Bounds on what a file's headers may claim; beyond one is a `LimitExceededError`, before anything is allocated.
 
-    All are positive: a bound of zero or less is a ValueError, because nothing could be opened under it.
+    All are positive numbers: a bound of zero or less is a ValueError, because nothing could be opened under it, and
+    what is no number is a TypeError.
 
     Attributes:
       index_bytes: the largest index, header or list of leaves that is read whole.
@@ -50,6 +81,8 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if not _is_number(value):
+                raise TypeError(f"Limits({field.name}={value!r}): a limit is a number")
             if not value > 0:
                 raise ValueError(f"Limits({field.name}={value!r}): a limit must be positive")
 

@@ -16,6 +16,7 @@ from orbax_t5x.provenance.digests import dataclass_digest
 from orbax_t5x.transforms.describe import describe_fields
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten, unflatten
+from orbax_t5x.trees.narrow import check_flag
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +45,9 @@ class Transform:
 
         Raises:
           RestorePlanError: the first problem.
+          TypeError: `is_resuming` is neither True nor False.
         """
+        check_flag("is_resuming", is_resuming)
         if is_resuming:
             return state_dict
         diagnostics = Diagnostics()

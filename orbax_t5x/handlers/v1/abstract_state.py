@@ -38,7 +38,8 @@ class AbstractTrainState:
       item: which item of a `source` with several; Orbax names those of its own path by `checkpointable_name`.
 
     Raises:
-      TypeError: the target is an `AbstractTrainState` itself, or `transforms` holds no transforms.
+      TypeError: the target is an `AbstractTrainState` itself, `transforms` holds no transforms, or another keyword has
+        a value of another type.
       ValueError: an unknown `verify` or `progress`, or a limit below one byte.
     """
 
