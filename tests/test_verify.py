@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
 import tensorstore as ts
 
 import orbax_t5x as ot
@@ -94,6 +95,26 @@ def test_bundles_have_a_checksum_of_each_tensor(tmp_path, capsys):
 def test_a_format_without_checksums_says_so(capsys):
     code, out = run(capsys, GOLDENS / "safetensors" / "t5_1_1")
     assert code == 3 and "no checksum:" in out and "65 leaves without checksum" in out
+
+
+@pytest.mark.parametrize("others", [{}, {"w": np.ones(3, np.float32)}])
+def test_a_leaf_without_elements_is_nothing_that_was_compared(tmp_path, capsys, others):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"empty": np.zeros((0, 4), np.float32), **others}, path)
+    report = ot.verify(path)
+    assert statuses(report) == {"empty": "ok"} | dict.fromkeys(others, "no checksum")
+    assert report.status == "no checksum"
+    assert run(capsys, path)[0] == 3
+    code, out = run(capsys, path, "--json")
+    assert code == 3 and json.loads(out)["status"] == "no checksum"
+
+
+def test_a_leaf_without_elements_beside_one_that_was_compared(tmp_path, capsys):
+    item = {"a": np.ones(9), "empty": np.zeros((0, 2))}
+    with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "item", args=ot.args.TrainStateSave(item, on_unsupported="skip"))
+    assert statuses(ot.verify(tmp_path / "item")) == {"a": "ok", "empty": "ok"}
+    assert run(capsys, tmp_path / "item")[0] == 0
 
 
 def test_checksums_of_chunks_count_and_are_named(tmp_path):

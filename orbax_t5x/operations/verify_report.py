@@ -29,9 +29,9 @@ class LeafVerification:
     Attributes:
       name: of the leaf.
       shape, dtype: of the array; the dtype by its name.
-      status: "ok": all its bytes were read and their checksums hold. "damaged": they do not, or what was read is not
-        what the format says. "no checksum": it was read, and nothing is there to compare with. "unreadable": it could
-        not be read, for another reason than damage.
+      status: "ok": all its bytes were read and their checksums hold, or it has no elements. "damaged": they do not, or
+        what was read is not what the format says. "no checksum": it was read, and nothing is there to compare with.
+        "unreadable": it could not be read, for another reason than damage.
       reason: what held, or what is wrong.
     """
 
@@ -64,12 +64,13 @@ class VerifyReport:
     def status(self) -> Literal["ok", "damaged", "no checksum"]:
         """The whole checkpoint's.
 
-        Damaged where some leaf is or cannot be read, else ok where some leaf was compared.
+        Damaged where some leaf is or cannot be read, else ok where some leaf was compared. Of a leaf without elements
+        nothing can be compared.
         """
-        found = {leaf.status for leaf in self.leaves}
-        if found & {"damaged", "unreadable"}:
+        if any(leaf.status in ("damaged", "unreadable") for leaf in self.leaves):
             return "damaged"
-        return "ok" if "ok" in found else "no checksum"
+        is_compared = any(leaf.status == "ok" and 0 not in leaf.shape for leaf in self.leaves)
+        return "ok" if is_compared else "no checksum"
 
     def summary(self) -> str:
         """Counts, in one line."""
