@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
@@ -158,3 +159,69 @@ def test_what_is_saved_is_what_stock_orbax_saves(tmp_path, model):
     stock = stock_saved(tmp_path / "stock", state)
     with ot.open_checkpoint(tmp_path / "ours" / "0") as ours, ot.open_checkpoint(stock) as theirs:
         assert list(ours.leaves) == list(theirs.leaves)
+
+
+def exported(path, item, **keywords):
+    """What stock Orbax restores of an export in bfloat16: the names of leaves by dtype."""
+    with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+        checkpointer.save(path, args=ot.args.TrainStateSave(item, dtype="bfloat16", **keywords))
+    with ocp.StandardCheckpointer() as checkpointer:
+        flat = ot.state_utils.flatten_state_dict(checkpointer.restore(path))
+    return {name.removesuffix("/value"): array.dtype.name for name, array in flat.items()}
+
+
+def training(model):
+    """A model and its optimizer, whose slots look like parameters and are none."""
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    return nnx.state({"model": model, "opt": optimizer})
+
+
+def test_an_export_through_transforms_takes_dtype_for_params(model, tmp_path):
+    """With transforms and without, the same leaves are written in `dtype`."""
+    state = training(model)
+    whole = exported(tmp_path / "whole", state)
+    assert {"bfloat16", "float32"} <= set(whole.values())
+    alone = exported(tmp_path / "alone", state, transforms=[ot.transforms.Drop(["opt/.*"])])
+    assert alone == {name: dtype for name, dtype in whole.items() if not name.startswith("opt/")}
+    assert alone["model/layers/0/query/kernel"] == "bfloat16" and alone["model/layers/0/norm/mean"] == "float32"
+
+
+def test_an_export_takes_dtype_for_params_beside_a_subtree_of_them(model, tmp_path):
+    tree = {"params": {"a": jnp.ones(2)}, "m": training(model)}
+    whole = exported(tmp_path / "whole", tree)
+    alone = exported(tmp_path / "alone", tree, transforms=[ot.transforms.Drop(["m/opt/.*"])])
+    assert alone["params/a"] == alone["m/model/scale"] == "bfloat16"
+    assert alone == {name: dtype for name, dtype in whole.items() if not name.startswith("m/opt/")}
+
+
+def test_params_stay_params_under_other_names(model, tmp_path):
+    """Renamed, stacked, sliced, or changed by a function; and what takes a parameter's name is none for that."""
+    T = ot.transforms
+
+    def doubled(state, target):
+        state["model"]["gain"]["b"] = state["model"]["gain"].pop("a") * 2
+        state["model"]["gain"]["other"] = jnp.ones(2)
+        return state
+
+    def halved(state, target):
+        state["model"]["gain"]["c"] = state["model"]["gain"]["c"] / 2
+        return state
+
+    dtypes = exported(
+        tmp_path / "c",
+        training(model),
+        transforms=[
+            T.Rename([(r"model/scale", "model/gain/a")]),
+            T.StackLayers(r"model/layers/(?P<i>\d+)/query/kernel", "model/stack", 0),
+            T.Slice("model/stack", np.s_[:, :4]),
+            T.Rename([(r"model/layers/0/norm/mean", "model/scale")]),
+            T.Rename([(r"model/layers/0/norm/bias", "model/gain/c")]),
+            halved,
+            doubled,
+        ],
+    )
+    assert dtypes["model/stack"] == dtypes["model/gain/c"] == dtypes["model/layers/1/norm/bias"] == "bfloat16"
+    assert dtypes["model/scale"] == dtypes["model/gain/other"] == dtypes["model/layers/1/norm/mean"] == "float32"
+    assert {dtype for name, dtype in dtypes.items() if name.startswith("opt/")} <= {"float32", "uint32", "int32"}
+    # A new array under a new name: a function does not say what it was made from.
+    assert dtypes["model/gain/b"] == "float32"

@@ -36,8 +36,8 @@ class TrainStateSave(ocp.args.CheckpointArgs):
       item: any pytree. A T5X train state (it has `state_dict()` and `restore_state()`) is written by its state dict, in
         T5X's own Orbax layout; any other tree exactly as stock Orbax writes it. Leaves may be lazy arrays of an opened
         checkpoint: they are read and written chunk by chunk.
-      dtype: floating-point model parameters (leaves under `target/` or `params/`, or of type `nnx.Param`) are written
-        in this dtype; nothing else is.
+      dtype: floating-point model parameters (leaves under `target/` or `params/`, or of type `nnx.Param`, or that
+        transforms make from one) are written in this dtype; nothing else is.
       transforms: applied to the state dict first, in T5X's protocol. Arrays that none of them touches keep their
         sharding; what they compute is written chunk by chunk, as NumPy arrays. They are not recorded as provenance:
         what counts there is how the run was initialised.

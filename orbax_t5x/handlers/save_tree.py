@@ -85,14 +85,14 @@ def prepare(
     """
     if args.on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
-    tree = _named_tree(args)
+    tree, nnx_parameters = _named_tree(args)
     writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred, sums=sums, processes=processes)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [leaf_name(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]
     skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
     check_names(tree, skipped, in_directories=in_directories)
-    options = save_options(args.save_args, names, _casts(args.dtype, tree, names, leaves))
+    options = save_options(args.save_args, names, _casts(args.dtype, nnx_parameters, names, leaves))
     ready = [
         _SKIPPED if name in skipped else _ready(leaf, name, option, writer)
         for name, leaf, option in zip(names, leaves, options, strict=True)
@@ -111,31 +111,37 @@ def prepare(
     )
 
 
-def _named_tree(args: TrainStateSave) -> Any:
-    """The tree to save: the item, a T5X train state's state dict, or what transforms make of either."""
+def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
+    """The tree to save: the item, a T5X train state's state dict, or what transforms make of either.
+
+    Beside it stand the names in it of all that is, or is made from, an `nnx.Param`.
+    """
     item = args.item
     transforms = (args.transforms,) if callable(args.transforms) else tuple(args.transforms or ())
     if not transforms:
-        return item.state_dict() if is_train_state(item) else item
+        tree = item.state_dict() if is_train_state(item) else item
+        return tree, () if args.dtype is None else _nnx_parameters(tree)
     flattened = flatten_target(item)
     diagnostics = Diagnostics(problems=list(flattened.problems))
     flat = run_transforms(transforms, flattened.original, {}, is_resuming=False, diagnostics=diagnostics)
     if diagnostics.problems:
         raise RestorePlanError(diagnostics.problems)
-    return unflatten(flat)
+    parameters = {name for name, leaf in flattened.leaves.items() if leaf.is_param and leaf.is_variable}
+    return unflatten(flat), {name for name in flat if diagnostics.origin_of.get(name, name) in parameters}
 
 
 # -- dtypes
 
 
-def _casts(dtype: Any, tree: Any, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, np.dtype]:
+def _casts(
+    dtype: Any, nnx_parameters: Collection[str], names: Sequence[str], leaves: Sequence[Any]
+) -> dict[str, np.dtype]:
     """The dtype to write for each floating-point model parameter that has another."""
     if dtype is None:
         return {}
     wanted = np.dtype(dtype)
     if kind_of(wanted) != "float" or not storable(wanted):
         raise RestorePlanError([Problem("dtype", None, f"{wanted.name} is no floating-point type that Orbax stores")])
-    nnx_parameters = _nnx_parameters(tree)
     parameters = {
         name: leaf
         for name, leaf in zip(names, leaves, strict=True)

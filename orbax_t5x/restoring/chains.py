@@ -84,6 +84,7 @@ class OneSource(Transform):
         for new, leaf in pending.items():
             result.put(new, leaf, new)
         diagnostics.rule_for.update({start + name: rule for name, rule in found.rule_for.items()})
+        diagnostics.origin_of.update({start + name: start + origin for name, origin in found.origin_of.items()})
         diagnostics.fidelity.update({start + name: fidelity for name, fidelity in found.fidelity.items()})
         diagnostics.explained.update(start + name for name in found.explained)
         diagnostics.warnings.extend(f"source {self.source!r}: {warning}" for warning in found.warnings)

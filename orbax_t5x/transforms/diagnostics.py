@@ -18,6 +18,8 @@ class Diagnostics:
 
     Where leaves come from, for a plan:
       rule_for: name -> the rules that produced it, in order, as text.
+      origin_of: name -> the name of the (first) leaf that it was made from, in the state that the chain began with;
+        none for leaves that have the name that they had.
       fidelity: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
 
     For the check that the target is complete:
@@ -30,6 +32,7 @@ class Diagnostics:
     problems: list[Problem] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     rule_for: dict[str, str] = dataclasses.field(default_factory=dict)
+    origin_of: dict[str, str] = dataclasses.field(default_factory=dict)
     fidelity: dict[str, str] = dataclasses.field(default_factory=dict)
     explained: set[str] = dataclasses.field(default_factory=set)
     warns_of_unused: bool = True
@@ -40,6 +43,7 @@ class Diagnostics:
             list(self.problems),
             list(self.warnings),
             dict(self.rule_for),
+            dict(self.origin_of),
             dict(self.fidelity),
             set(self.explained),
             self.warns_of_unused,
@@ -68,6 +72,7 @@ class Diagnostics:
             before it.
         """
         before = {old: self.rule_for.get(old) for old, _ in origins.values()}
+        self.origin_of.update({new: self.origin_of.get(old, old) for new, (old, _) in origins.items()})
         for new, (old, rule) in origins.items():
             earlier = before[old]
             self.rule_for[new] = f"{earlier}; {rule}" if earlier else rule
