@@ -108,7 +108,7 @@ def convert(
       CheckpointIOError: the destination exists, or cannot be written; another conversion to it is running
         (`errno.EBUSY`); another process of this one failed or died.
       RestorePlanError: the transforms do not fit, or the processes were given different arguments.
-      UnsupportedCheckpointError: leaves that cannot be stored, or another `format`.
+      UnsupportedCheckpointError: leaves that cannot be stored, no leaf at all, or another `format`.
       CheckpointError: the source cannot be opened or read, or its checksums do not hold; nothing was made.
     """
     options = PlanOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)

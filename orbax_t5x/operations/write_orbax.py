@@ -33,7 +33,7 @@ from orbax_t5x.operations.journal import JournalEntry, journals
 from orbax_t5x.operations.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
 from orbax_t5x.operations.piece_format import PARTS
 from orbax_t5x.operations.pieces import PlannedArray, PlannedPiece
-from orbax_t5x.operations.writing import WriteOptions, Written
+from orbax_t5x.operations.writing import WriteOptions, Written, nothing_to_write
 from orbax_t5x.provenance.records import checked_lineage, skipped_from_metadata
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
@@ -54,8 +54,11 @@ class OrbaxFormat:
     """See `PieceFormat`."""
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
+        tree = _tree(plan)
+        if not tree:
+            raise nothing_to_write(plan)
         args = TrainStateSave(
-            _tree(plan),
+            tree,
             writing.dtype,
             on_unsupported=writing.on_unsupported,
             memory_limit_bytes=writing.memory_limit_bytes,

@@ -20,7 +20,7 @@ from orbax_t5x.operations.journal import JournalEntry
 from orbax_t5x.operations.piece_format import PARTS
 from orbax_t5x.operations.pieces import PlannedArray, PlannedPiece
 from orbax_t5x.operations.safetensors_files import INDEX_NAME, Tensor, TensorInFile, create, index_of, stands, why_not
-from orbax_t5x.operations.writing import WriteOptions, Written
+from orbax_t5x.operations.writing import WriteOptions, Written, nothing_to_write
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.wording import listed
@@ -42,6 +42,8 @@ class SafetensorsFormat:
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         views = {entry.name: entry.view for entry in plan.entries if entry.view is not None}
+        if not views:
+            raise nothing_to_write(plan)
         self._skipped = _unsupported(views, skip=writing.on_unsupported == "skip")
         kept = _cast({name: view for name, view in views.items() if name not in self._skipped}, writing.dtype)
         self._tensors = {name: Tensor(name, view.shape, view.dtype) for name, view in kept.items()}

@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.restoring.options import ReadOptions
+from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.text.wording import leaves_text
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,3 +45,14 @@ class Written(NamedTuple):
     bytes: int
     skipped: Mapping[str, tuple[tuple[int, ...], str]]
     kept_bytes: int = 0
+
+
+def nothing_to_write(plan: RestorePlan) -> UnsupportedCheckpointError:
+    """The error of a conversion that would write an empty checkpoint."""
+    dropped = len(plan.dropped)
+    reason = (
+        f"the transforms left out all that there was ({leaves_text(dropped)})"
+        if dropped
+        else "the source has no leaves"
+    )
+    return UnsupportedCheckpointError(f"there is nothing to write: {reason}")
