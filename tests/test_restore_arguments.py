@@ -33,11 +33,20 @@ TARGET = {"a": jax.ShapeDtypeStruct((8,), np.float32)}
         (ot.transforms.Translate, r"Translate is a class; pass an instance of it: Translate\("),
         ([ot.transforms.Intersect], r"Intersect is a class"),
         ([("a", "b")], r"\('a', 'b'\) is no transform"),
+        (5, "transforms is an int; pass a list of transforms"),
+        ((one for one in ()), "transforms is a generator; pass a list"),
+        ({ot.transforms.Translate()}, "transforms is a set; pass a list"),
     ],
 )
 def test_what_is_no_transform_is_said_plainly(path, transforms, text):
     with pytest.raises(TypeError, match=text):
         ot.plan_restore(path, TARGET, transforms)
+
+
+def test_a_generator_is_no_source_s_transforms_either(path):
+    """It could be gone through but once: what was checked would be gone when it is applied."""
+    with pytest.raises(TypeError, match="transforms is a generator"):
+        ot.Source(path, (one for one in [ot.transforms.Drop(["b"])]))
 
 
 def ways_to_restore(path, **keywords):

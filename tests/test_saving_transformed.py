@@ -146,3 +146,25 @@ def test_save_time_transforms_leave_the_lineage_as_it_is(tmp_path):
     for step in ("0", "1"):
         metadata = json.loads((tmp_path / step / "default" / "_METADATA").read_text())
         assert provenance.from_metadata(metadata["custom_metadata"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("transforms", "error", "text"),
+    [
+        ("auto", ot.errors.RestorePlanError, r"a save has no target Fix: pass the rules: a pack of ot\.rules"),
+        (["auto"], ot.errors.RestorePlanError, "a save has no target"),
+        ("foo", TypeError, r"transforms='foo' is text; pass transforms of ot\.transforms"),
+        ("hf_t5_to_t5x", TypeError, r"pass ot\.rules\.hf_t5_to_t5x\(\)$"),
+        (ot.transforms.Translate, TypeError, r"Translate is a class; pass an instance of it: Translate\("),
+        ([ot.transforms.Translate], TypeError, "Translate is a class"),
+        ([ot.rules.t5_minimal_to_scanned], TypeError, r"makes: ot\.rules\.t5_minimal_to_scanned\(num_heads="),
+        ([5], TypeError, "5 is no transform; pass transforms of"),
+        (5, TypeError, "transforms is an int; pass a list of transforms"),
+        ((one for one in ()), TypeError, "transforms is a generator"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
+def test_what_is_no_transform_is_said_as_plainly_as_by_a_restore(tmp_path, transforms, error, text, kind):
+    with pytest.raises(error, match=text):
+        save(tmp_path / "step", {"a": np.ones(2)}, kind=kind, transforms=transforms)
+    assert not list(tmp_path.iterdir())

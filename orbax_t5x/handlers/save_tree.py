@@ -28,6 +28,7 @@ from orbax_t5x.handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers import StreamedLeaf
 from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
 from orbax_t5x.provenance import records as provenance
+from orbax_t5x.restoring.chains import saved_chain
 from orbax_t5x.restoring.targets import flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
@@ -80,6 +81,7 @@ def prepare(
 
     Raises:
       UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
+      TypeError: `transforms` holds no transforms.
       RestorePlanError: transforms that do not fit, a `dtype` that applies to nothing, or names with which the tree
         could not be opened.
     """
@@ -117,7 +119,7 @@ def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
     Beside it stand the names in it of all that is, or is made from, an `nnx.Param`.
     """
     item = args.item
-    transforms = (args.transforms,) if callable(args.transforms) else tuple(args.transforms or ())
+    transforms = saved_chain(args.transforms)
     if not transforms:
         tree = item.state_dict() if is_train_state(item) else item
         return tree, () if args.dtype is None else _nnx_parameters(tree)

@@ -22,6 +22,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
+from orbax_t5x.trees.narrow import is_sequence
 
 _logger = logging.getLogger(__name__)
 
@@ -99,19 +100,26 @@ class OneSource(Transform):
         return result.finish()
 
 
-def chain_of(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
+def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callable[..., Any], ...]:
     """The transforms as a tuple.
 
+    Args:
+      transforms: as a user gives them.
+      has_target: whether rules can be found, so that an error may advise `"auto"`.
+
     Raises:
-      TypeError: one of them is no transform: text, or the class of one, or a function that makes a rule pack, instead
-        of what it makes.
+      TypeError: they are no sequence, or one of them is no transform: text, or the class of one, or a function that
+        makes a rule pack, instead of what it makes.
     """
     if isinstance(transforms, str):
         if transforms == AUTO:
             return (FoundRules(),)
-        instead = _call_of(transforms) or f"{AUTO!r}, transforms of ot.transforms, or functions"
+        auto = f"{AUTO!r}, " if has_target else ""
+        instead = _call_of(transforms) or f"{auto}transforms of ot.transforms, or functions"
         raise TypeError(f"transforms={transforms!r} is text; pass {instead}")
-    chain = (transforms,) if callable(transforms) else transforms or ()
+    chain = (transforms,) if callable(transforms) else () if transforms is None else transforms
+    if not is_sequence(chain):  # nor what can be gone through but once
+        raise TypeError(f"transforms is {_of_type(chain)}; pass a list of transforms of ot.transforms, or functions")
     for transform in chain:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
@@ -121,6 +129,26 @@ def chain_of(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
         if not callable(transform):
             raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
     return tuple(chain)
+
+
+def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
+    """The transforms of a save as a tuple: what a save has is no target, so that no rules can be found.
+
+    Raises:
+      TypeError: as `chain_of`.
+      RestorePlanError: they are, or hold, `"auto"`.
+    """
+    if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
+        what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
+        fix = "pass the rules: a pack of ot.rules, or transforms of ot.transforms"
+        raise RestorePlanError([Problem("rule", None, what, fix)])
+    return chain_of(transforms, has_target=False)
+
+
+def _of_type(something: object) -> str:
+    """`a generator`, `an int`."""
+    name = type(something).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _instead_of(something: object) -> str:
