@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 
@@ -17,8 +17,8 @@ _MIB = 1 << 20
 _MAX_BYTES = (1 << 63) - 1
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def check_memory_limit(limit: object) -> None:
@@ -30,7 +30,7 @@ def check_memory_limit(limit: object) -> None:
     """
     if limit is None:
         return
-    if not isinstance(limit, numbers.Real) or isinstance(limit, bool):
+    if not _is_number(limit):
         raise TypeError(f"memory_limit_bytes is a number of bytes, such as 1 << 30, not {limit!r}")
     if not limit >= 1:
         raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
