@@ -2,6 +2,8 @@
 thread is the oracle. What a callback raises arrives, and nothing hangs."""
 
 import asyncio
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +74,12 @@ def test_the_default_device_of_the_caller_is_used(kind):
 
 RAISED = [
     ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    ZeroDivisionError,
+    MemoryError,
     StopIteration,
     StopAsyncIteration,
     KeyboardInterrupt,
@@ -82,21 +90,38 @@ RAISED = [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Raising(ot.transforms.Transform):
+    """A transform of a caller's own."""
+
+    function: Callable[[], None]
+
+    def apply(self, state, target, diagnostics):
+        return self.function()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("error", RAISED)
-@pytest.mark.parametrize("callback", ["progress", "transform"])
-def test_what_a_callback_raises_arrives(kind, error, callback):
+@pytest.mark.parametrize("callback", ["progress", "transform", "own transform"])
+def test_what_a_callback_raises_arrives_alone_or_behind_the_problem_of_a_transform(kind, error, callback):
     source = checkpoint({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}, kind)
     target = {"a": S((2,), np.float32), "b": np.zeros(2, np.float32)}
 
     def raising(*_):
         raise error("mine")
 
-    with pytest.raises(error, match="mine"):
+    # OSError and MemoryError say nothing about the transform, and what is no Exception ends the program.
+    is_problem = (
+        callback != "progress" and issubclass(error, Exception) and not issubclass(error, OSError | MemoryError)
+    )
+    with pytest.raises(ot.RestorePlanError if is_problem else error, match="mine") as caught:
         if callback == "progress":
             ot.restore(source, target, progress=raising)
         else:
-            ot.restore(source, target, raising)
+            ot.restore(source, target, raising if callback == "transform" else Raising(raising))
+    if is_problem:
+        assert type(caught.value.__cause__) is error
+        assert [(problem.kind, problem.leaf) for problem in caught.value.problems] == [("transform", None)]
     got = ot.restore(source, target)
     np.testing.assert_array_equal(np.asarray(got["a"]), np.ones(2))
 

@@ -120,6 +120,34 @@ def test_names_that_two_sources_share_stay_with_their_own():
     assert sorted(got) == ["a/b/y", "a/b/z"]
 
 
+def misspelt(state, target):
+    return {"b": state["kernel"]}
+
+
+def test_what_a_function_raises_is_a_problem_with_the_exception_as_its_cause(tmp_path):
+    named = {"one": ot.Source(arrays(a=1), misspelt), "two": arrays(a=2)}
+    saver = ocp.Checkpointer(ot.TrainStateHandler())
+    calls = [
+        lambda: ot.plan_restore(named, None),
+        lambda: ot.plan_restore(arrays(a=1), {"b": np.zeros(2)}, [misspelt]),
+        lambda: ot.plan_restore(arrays(a=1), None, [T.Chain((misspelt,))]),
+        lambda: ot.diff(arrays(a=1), arrays(b=1), [misspelt]),
+        lambda: ot.convert(arrays(a=1), tmp_path / "converted", [misspelt]),
+        lambda: saver.save(tmp_path / "saved", args=ot.args.TrainStateSave({"a": np.zeros(2)}, transforms=[misspelt])),
+    ]
+    for call in calls:
+        with pytest.raises(RestorePlanError, match=r"misspelt raised KeyError: 'kernel'") as caught:
+            call()
+        assert caught.value.problems[0].kind == "transform"
+        assert type(caught.value.__cause__) is KeyError
+
+
+def test_what_a_transform_of_the_package_raises_is_no_problem_of_the_callers(monkeypatch):
+    monkeypatch.setattr(T.Keep, "apply", lambda *_: {}["lost"])
+    with pytest.raises(KeyError, match="lost"):
+        ot.plan_restore(arrays(a=1), None, T.Keep("a"))
+
+
 def test_what_is_wrong_in_a_source_names_it():
     with pytest.raises(RestorePlanError) as caught:
         ot.plan_restore({"one": ot.Source(arrays(a=1), T.Drop("nothing")), "two": arrays(a=2)}, None)

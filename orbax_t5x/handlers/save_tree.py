@@ -127,7 +127,7 @@ def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
     diagnostics = Diagnostics(problems=list(flattened.problems))
     flat = run_transforms(transforms, flattened.original, {}, is_resuming=False, diagnostics=diagnostics)
     if diagnostics.problems:
-        raise RestorePlanError(diagnostics.problems)
+        raise diagnostics.error()
     parameters = {name for name, leaf in flattened.leaves.items() if leaf.is_param and leaf.is_variable}
     return unflatten(flat), {name for name in flat if diagnostics.origin_of.get(name, name) in parameters}
 

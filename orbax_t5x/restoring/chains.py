@@ -88,6 +88,7 @@ class OneSource(Transform):
         diagnostics.origin_of.update({start + name: start + origin for name, origin in found.origin_of.items()})
         diagnostics.fidelity.update({start + name: fidelity for name, fidelity in found.fidelity.items()})
         diagnostics.explained.update(start + name for name in found.explained)
+        diagnostics.raised.extend(found.raised)
         diagnostics.warnings.extend(f"source {self.source!r}: {warning}" for warning in found.warnings)
         diagnostics.problems.extend(
             dataclasses.replace(

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import written_out
 from orbax_t5x.restoring.checks import PlanChecks
@@ -66,7 +65,7 @@ def build_plan(
     _raise_broken(entries)
     problems = checks.problems(matcher, state, diagnostics, proposes=asking.proposes and not resuming)
     if problems:
-        raise RestorePlanError(problems, path=_paths(checkpoints))
+        raise diagnostics.error(problems, path=_paths(checkpoints))
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Problem
 from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
 from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
 from orbax_t5x.restoring.lineage import Asking, decide_resuming
@@ -72,7 +72,7 @@ def open_transformed(
     state = run_transforms(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
     views = _views(state, diagnostics)
     if diagnostics.problems:
-        raise RestorePlanError(diagnostics.problems, path=path)
+        raise diagnostics.error(path=path)
     warnings = [decision.warning, *diagnostics.warnings] if decision.warning else diagnostics.warnings
     rules = [] if resuming else [describe_transform(transform) for transform in applied]
     return TransformedLeaves(path, views, tuple(rules), tuple(warnings))

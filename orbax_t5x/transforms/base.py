@@ -54,7 +54,7 @@ class Transform:
         try:
             flat = self._by_hand(flatten(state_dict), flatten(target_state_dict), diagnostics)
             if diagnostics.problems:
-                raise RestorePlanError(diagnostics.problems[:1])
+                raise diagnostics.error(diagnostics.problems[:1])
             result = unflatten(flat)
         except NameClashError as error:
             raise RestorePlanError([Problem("duplicate", error.names[0], str(error))]) from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from orbax_t5x.errors import Problem, ProblemKind
+from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
 
 
 @dataclasses.dataclass
@@ -22,6 +22,10 @@ class Diagnostics:
         none for leaves that have the name that they had.
       fidelity: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
 
+    For the traceback:
+      raised: what a caller's functions raised, in order; the error that tells of the problems has the first as its
+        cause.
+
     For the check that the target is complete:
       explained: names of leaves whose absence a problem here already explains.
 
@@ -36,6 +40,7 @@ class Diagnostics:
     fidelity: dict[str, str] = dataclasses.field(default_factory=dict)
     explained: set[str] = dataclasses.field(default_factory=set)
     warns_of_unused: bool = True
+    raised: list[Exception] = dataclasses.field(default_factory=list)
 
     def copy(self) -> Diagnostics:
         """What was recorded so far, to go on with apart."""
@@ -47,7 +52,20 @@ class Diagnostics:
             dict(self.fidelity),
             set(self.explained),
             self.warns_of_unused,
+            list(self.raised),
         )
+
+    def error(self, problems: Sequence[Problem] | None = None, *, path: str | None = None) -> RestorePlanError:
+        """The error to raise, with what a caller's function raised as its cause.
+
+        Args:
+          problems: those found here, and more; None: those found here.
+          path: of the checkpoint.
+        """
+        error = RestorePlanError(self.problems if problems is None else problems, path=path)
+        if self.raised:
+            error.__cause__ = self.raised[0]
+        return error
 
     def problem(
         self, kind: ProblemKind, leaf: str | None, message: str, fix: str = "", *, becomes: str | None = None

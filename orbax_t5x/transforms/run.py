@@ -11,6 +11,8 @@ from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
 
+_OURS = "orbax_t5x."
+
 
 def takes_is_resuming(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with the keyword `is_resuming`."""
@@ -42,9 +44,8 @@ def _run_function(
     nested = unflatten(state, join_clashes=True), unflatten(target, join_clashes=True)
     try:
         result = function(*nested, **arguments)
-    except ValueError as error:
-        advice = "; ".join(getattr(error, "__notes__", ()))
-        diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}", advice)
+    except Exception as error:
+        _record_raised(name, error, diagnostics)
         return state
     if not isinstance(result, Mapping):
         diagnostics.problem(
@@ -64,6 +65,28 @@ def _run_function(
     return flat
 
 
+def _record_raised(name: str, error: Exception, diagnostics: Diagnostics) -> None:
+    """Records what a caller's code raised; what only tells of the machine is raised again."""
+    if isinstance(error, OSError | MemoryError):
+        raise error
+    advice = "; ".join(getattr(error, "__notes__", ()))
+    diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}", advice)
+    diagnostics.raised.append(error)
+
+
+def _run_transform(
+    transform: Transform, state: dict[str, Any], target: Mapping[str, Any], diagnostics: Diagnostics
+) -> dict[str, Any]:
+    if type(transform).__module__.startswith(_OURS):
+        # What one of ours raises is an error of ours.
+        return transform.apply(state, target, diagnostics)
+    try:
+        return transform.apply(state, target, diagnostics)
+    except Exception as error:
+        _record_raised(type(transform).__qualname__, error, diagnostics)
+        return state
+
+
 def run_transforms(
     transforms: Sequence[AnyTransform],
     source_flat: Mapping[str, Any],
@@ -75,13 +98,13 @@ def run_transforms(
     """Runs transforms in order on a flat state dict; problems and all else worth knowing go to `diagnostics`.
 
     When resuming, our own transforms leave the state as it is, functions with the keyword `is_resuming` are called
-    with True, others are not called. A ValueError of a plain function becomes a problem; anything else it raises is
-    its own.
+    with True, others are not called. What a caller's function or transform raises becomes a problem, except for OSError
+    and MemoryError, which say nothing about the state.
     """
     state = dict(source_flat)
     for transform in transforms:
         if not isinstance(transform, Transform):
             state = _run_function(transform, state, target_flat, is_resuming=is_resuming, diagnostics=diagnostics)
         elif not is_resuming:
-            state = transform.apply(state, target_flat, diagnostics)
+            state = _run_transform(transform, state, target_flat, diagnostics)
     return state
