@@ -263,7 +263,7 @@ def test_of_other_transforms_nothing_is_kept_and_of_equal_ones_all(source, out):
     leave(source, out, lambda state, target: {name: view[::-2] for name, view in state.items()})
     leave(source, out, first)
     report = convert(source, out, lambda state, target: {name: view[::-1] for name, view in state.items()})
-    assert 0 < report.kept_bytes <= 6 * ARRAYS["leaf_0"].nbytes
+    assert 0 < report.kept_bytes < TOTAL
     assert_holds(out, "orbax", {name: array[::-1] for name, array in ARRAYS.items()})
 
 
