@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf
@@ -28,7 +28,7 @@ class CastNode(Node):
     """The elements in another dtype, as NumPy's `astype` makes them; make it with `cast_node`.
 
     Attributes:
-      checked: whether reading raises `LeafMismatchError` where a value does not survive the way there and back.
+      checked: whether reading raises `RestorePlanError` where a value does not survive the way there and back.
     """
 
     checked: bool
@@ -71,11 +71,9 @@ class CastNode(Node):
         if not same.all():
             lost = values[~same][0]
             leaf = self.leaves()[0]
-            raise LeafMismatchError(
-                f"the value {lost} does not fit {self.dtype.name} (it is stored as {values.dtype.name})",
-                path=leaf.path or None,
-                leaf=leaf.name,
-            )
+            message = f"the value {lost} does not fit {self.dtype.name} (it is stored as {values.dtype.name})"
+            fix = f"give the target {values.dtype.name}"
+            raise RestorePlanError([Problem("dtype", leaf.name, message, fix)], path=leaf.path or None)
 
 
 def cast_node(node: Node, dtype: np.dtype, *, checked: bool = False) -> Node:

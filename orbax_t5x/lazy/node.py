@@ -72,7 +72,9 @@ def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), tuple(shape), strides[::-1])
+    # `as_strided` takes a dtype by its text, and that of float8_e5m2 is one that NumPy does not know.
+    raw = np.dtype(object) if dtype.hasobject else np.dtype((np.void, dtype.itemsize))
+    return np.lib.stride_tricks.as_strided(np.empty(1, raw), tuple(shape), strides[::-1]).view(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -79,7 +79,7 @@ class View(LazyArray):
         return self._with(cast_node(self.node, np.dtype(dtype)))
 
     def cast_checked(self, dtype: Any) -> View:
-        """Like `astype`, but reading raises `LeafMismatchError` where a value does not survive the round trip."""
+        """Like `astype`, but reading raises `RestorePlanError` where a value does not survive the round trip."""
         return self._with(cast_node(self.node, np.dtype(dtype), checked=True))
 
     def _with(self, node: Node) -> View:
