@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -147,6 +148,19 @@ def test_none_and_empty_nodes_stay(tmp_path):
     ot.convert(source, tmp_path / "out")
     restored = stock(tmp_path / "out")
     assert restored["a"]["none"] is None and restored["b"] == {} and restored["c"] == []
+
+
+def test_empty_nodes_stay_beside_what_transforms_make(tmp_path):
+    """As long as some of the leaves beside them are left, and no leaf takes their name."""
+    arrays = {"a/w": np.ones(2), "opt/1/mu": np.ones(2)}
+    source = checkpoint(arrays, empties={"a/none": None, "b": {}, "c": [], "opt/0": {}, "lone/x": {}})
+    cast = [ot.transforms.Cast("a/w", "float16")]
+    ot.convert(source, tmp_path / "cast", cast)
+    restored = stock(tmp_path / "cast")
+    assert restored["opt"]["0"] == {} and restored["b"] == {} and restored["c"] == [] and restored["a"]["none"] is None
+    assert jax.tree.structure(ot.restore(source, None, cast)["opt"]) == jax.tree.structure({"0": {}, "1": {"mu": 0}})
+    dropped = ot.restore(source, None, [ot.transforms.Drop("opt/.*"), ot.transforms.Rename([("a/w", "b")])])
+    assert dropped.keys() == {"a", "b", "c", "lone"} and isinstance(dropped["b"], np.ndarray)
 
 
 def test_a_name_that_is_also_a_prefix_keeps_its_leaves(tmp_path):

@@ -125,6 +125,8 @@ def _tree(rows: Sequence[tuple[str, str, int]], folded: bool) -> _Branch:
 
 
 def _empty_text(value: Any) -> str:
+    if value is ...:
+        return "... (nothing was saved)"
     return "None" if value is None else f"empty {type(value).__name__}"
 
 

@@ -62,7 +62,7 @@ class Checkpoint:
 
         Args:
           leaves: by '/'-joined name.
-          empties: names of nodes without leaves: None, or an empty container, as `tree()` shows them.
+          empties: names of nodes without leaves: None, an empty container, or `...` where Orbax was given that to save.
           close: releases files and makes later reads a ValueError; may be called again. What it releases must also
             release itself when neither this object nor a leaf refers to it any more.
         """
@@ -82,11 +82,11 @@ class Checkpoint:
 
     @property
     def empties(self) -> Mapping[str, Any]:
-        """Nodes without leaves by '/'-joined name: None, or an empty container."""
+        """Nodes without leaves by '/'-joined name: None, an empty container, or `...`, as it was saved."""
         return MappingProxyType(self._empties)
 
     def tree(self) -> dict[str, Any]:
-        """The leaves as a nested dict, with None and empty containers in their places."""
+        """The leaves as a nested dict, with None, empty containers and `...` in their places."""
         root: dict[str, Any] = {}
         for name, value in (*self._leaves.items(), *self._empties.items()):
             if not name:

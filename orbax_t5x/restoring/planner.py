@@ -7,7 +7,7 @@ in the number of leaves (closest names are looked for only for the first few tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.readers import Checkpoint
@@ -113,20 +113,48 @@ def _raise_broken(entries: Iterable[PlanEntry]) -> None:
                 leaf.raise_error()
 
 
+def _still_there(empties: Mapping[str, Any], leaves: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The empty containers that have a place in a transformed state dict, which knows leaves and None alone.
+
+    They stay where they were as long as the leaves that lie beside them are not all gone, and nothing has their name.
+
+    Args:
+      empties: of a checkpoint.
+      leaves: the names of its leaves.
+      state: what the transforms made.
+    """
+    before, after = _containers(leaves), _containers(state)
+
+    def has_place(name: str) -> bool:
+        beside = next((parent for parent in _parents(name) if parent in before), "")
+        return beside in after and name not in after and name not in state
+
+    return {name: empty for name, empty in empties.items() if empty is not None and has_place(name)}
+
+
+def _containers(names: Iterable[str]) -> set[str]:
+    return {"", *(parent for name in names for parent in _parents(name))}
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The containers of a name, innermost first; the root, which has the empty name, is the last."""
+    while name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
 def _everything(
     checkpoints: Mapping[str, Checkpoint],
     state: Mapping[str, Any],
     entries: Sequence[PlanEntry],
     transforms: Sequence[Any],
 ) -> Target:
-    """The target of a restore without one: all leaves as NumPy, None and (untransformed) empty containers in their
-    places.
-    """
+    """The target of a restore without one: all leaves as NumPy; None, empty containers and `...` in their places."""
     empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
-    if not transforms:
-        for prefix, checkpoint in checkpoints.items():
-            start = f"{prefix}/" if prefix else ""
-            empties.update((start + name, empty) for name, empty in checkpoint.empties.items())
+    for prefix, checkpoint in checkpoints.items():
+        start = f"{prefix}/" if prefix else ""
+        found = {start + name: empty for name, empty in checkpoint.empties.items()}
+        empties |= _still_there(found, [start + name for name in checkpoint.leaves], state) if transforms else found
     base = flatten_target(None)
     leaves = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
 

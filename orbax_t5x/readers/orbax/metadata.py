@@ -32,6 +32,8 @@ _ARRAY_METADATAS = "array_metadatas"
 _SEQUENCE, _DICT = 1, 2
 # Value types of nodes without data, and what they are in Python. A named tuple without fields cannot be told from None.
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": dict, "List": list, "Tuple": tuple}
+# Of a leaf that was `...` when it was saved: nothing is stored for it, though its node says that something is.
+_PLACEHOLDER = "placeholder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +54,14 @@ class NodeMetadata:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is None or an empty container."""
-        return self.skipped and self.value_type in _EMPTY
+        """Whether it is None, an empty container or `...`, so that nothing is stored for it."""
+        return self.value_type == _PLACEHOLDER or (self.skipped and self.value_type in _EMPTY)
 
     @property
     def empty_value(self) -> Any:
-        """None, or a new empty container."""
+        """None, a new empty container, or `...`."""
+        if self.value_type == _PLACEHOLDER:
+            return ...
         kind = _EMPTY[self.value_type]
         return None if kind is None else kind()
 
