@@ -43,6 +43,7 @@ class Leaf(abc.ABC):
       is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
       prng_impl: the implementation of typed PRNG keys whose uint32 data this is, where the format records it.
       has_checksum: whether the format keeps a checksum of its data, so that reading all of it can verify it.
+      checksum_error: why the checksums that the format keeps of it cannot be used, or None. Verifying raises it.
       chunk_checksum: what compares a checksum of each chunk whenever one is read ("gzip", …), or None.
     """
 
@@ -58,6 +59,7 @@ class Leaf(abc.ABC):
     is_value: bool = False
     prng_impl: str | None = None
     has_checksum: bool = False
+    checksum_error: CheckpointError | None = None
     chunk_checksum: str | None = None
 
     @abc.abstractmethod

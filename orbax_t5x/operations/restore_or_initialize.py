@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,20 +20,24 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_t5x.errors import (
+    CheckpointError,
     CheckpointGoneError,
     CheckpointIOError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LeafMismatchError,
+    RestorePlanError,
+    UnsupportedCheckpointError,
 )
 from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.orbax_names import step_directory
 from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.operations.start_advice import damage_of, of_own_step, with_init_fn
 from orbax_t5x.provenance.decision import Asker
 from orbax_t5x.provenance.records import Lineage, applied_rules
 from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin, remember
 from orbax_t5x.readers import Limits
-from orbax_t5x.readers.orbax.steps import item_names
+from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Asking, Records
@@ -125,6 +129,8 @@ def restore_or_initialize(
       CheckpointIOError: none of the steps can be read, and it is the operating system or the store that refuses.
       CheckpointError: `init_from` cannot be opened or read.
     """
+    if not hasattr(manager, "all_steps"):
+        raise TypeError(f"manager is {manager!r}; pass an ocp.CheckpointManager, such as ocp.CheckpointManager(path)")
     options = PlanOptions(item, init_fn, is_resuming, strict, dtype, allow_lossy_cast, limits)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
     start = _Starting(manager, target, options, reading)
@@ -223,29 +229,48 @@ class _Starting:
         return having
 
     def _has_item(self, step: int) -> bool:
-        item = self._options.item
-        return item is None or (step_directory(self._manager, step) / item).exists()
+        """Whether a step has the item, or lost it: that is damage, and no step that never had it."""
+        item, directory = self._options.item, step_directory(self._manager, step)
+        if item is None or (directory / item).exists():
+            return True
+        recorded = _recorded_items(directory)
+        return recorded is None or item in recorded
 
     def _item_in(self, directory: epath.Path) -> str:
         """The name of the one item to restore from a step; empty where that is all of several."""
         if self._options.item is not None:
             return self._options.item
-        if (directory / _DEFAULT_ITEM).exists():
+        if (directory / _DEFAULT_ITEM).is_dir():
             return _DEFAULT_ITEM
         names = item_names(os.fspath(directory))
-        return names[0] if len(names) == 1 else ""
+        lost = lost_items(os.fspath(directory), _recorded_items(directory) or {}, names)
+        return names[0] if len(names) == 1 and not lost else ""
+
+    def _items_in(self, directory: epath.Path) -> list[str]:
+        """The items to restore from a step, where they are several."""
+        return [] if self._item_in(directory) else item_names(os.fspath(directory))
 
     def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _Restored | _Damage:
         """Restores one step; all processes have it, or none."""
         options = dataclasses.replace(self._options, item=None, fallback=None, is_resuming=True)
+        path = os.fspath(directory / self._item_in(directory))
         together = Agreement(_PRIMARY, os.fspath(directory))
         restored: _Restored | None = None
         damage: _Damage | None = None
         with together.planning():
             try:
-                restored = self._restore(os.fspath(directory / self._item_in(directory)), chain, options, "resumed run")
+                restored = self._restore(path, chain, options, "resumed run")
             except _DAMAGE as error:
                 damage = _Damage(str(error), isinstance(error, CheckpointIOError))
+            except UnsupportedCheckpointError as error:
+                if epath.Path(path).is_dir():
+                    raise
+                damage = _Damage(str(error), False)  # an item is a directory
+            except RestorePlanError as error:
+                found = damage_of(path, options.limits)
+                if found is None:
+                    raise of_own_step(error, path, self._items_in(directory)) from error
+                damage = _Damage(str(found), False)
             told = [_Damage(*one) for one in together.of_all(damage) if one is not None]
         if restored is not None and not told:
             return restored
@@ -256,7 +281,10 @@ class _Starting:
 
     def initialize(self, source: AnySource, transforms: Transforms) -> Start:
         """From another checkpoint."""
-        restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
+        try:
+            restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
+        except RestorePlanError as error:
+            raise with_init_fn(error) from error
         begin(self._run(), restored.plan.provenance)
         return Start(restored.state, _FIRST_STEP, "initialized")
 
@@ -267,7 +295,10 @@ class _Starting:
             target = jax.eval_shape(init_fn) if callable(init_fn) else init_fn
         together = Agreement(_PRIMARY, self._root)
         with together.planning():
-            plan = build_plan({}, target, (), self._options, Asking(agree=together.records, proposes=False))
+            try:
+                plan = build_plan({}, target, (), self._options, Asking(agree=together.records, proposes=False))
+            except RestorePlanError as error:
+                raise with_init_fn(error) from error
             together.plan((), ())
         state = plan.run(self._reading)
         begin(self._run(), ())
@@ -291,3 +322,11 @@ class _Starting:
                 plan = stack.enter_context(opened)
                 together.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
             return _Restored(plan.run(self._reading), plan, records)
+
+
+def _recorded_items(directory: epath.Path) -> Mapping[str, Any] | None:
+    """The items that a step's metadata name; None where they cannot be read."""
+    try:
+        return recorded_items(os.fspath(directory))
+    except CheckpointError:
+        return None

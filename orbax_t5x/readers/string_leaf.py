@@ -42,6 +42,11 @@ class StringLeaf(Leaf):
         """Whether the checkpoint keeps a checksum of the string."""
         return self.sums is not None
 
+    @property
+    def checksum_error(self) -> CheckpointError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Why the checksums cannot be used, or None."""
+        return self.sums if isinstance(self.sums, CheckpointError) else None
+
     async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
         """Compares the whole string, whatever was read."""
         if self.sums is None or stats.verify == "off":

@@ -136,6 +136,11 @@ class TensorStoreLeaf(Leaf):
         return self.sums is not None
 
     @property
+    def checksum_error(self) -> CheckpointError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Why the checksums cannot be used, or None."""
+        return self.sums if isinstance(self.sums, CheckpointError) else None
+
+    @property
     def chunk_checksum(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The codec of the chunks that has a checksum of its own, or None."""
         spec = self._opened().spec().to_json()

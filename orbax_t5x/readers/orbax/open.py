@@ -54,6 +54,7 @@ from orbax_t5x.readers.orbax.steps import (
     is_step_directory,
     is_temporary,
     item_names,
+    lost_items,
     newest_directory,
     step_of_name,
 )
@@ -136,6 +137,10 @@ def _open_step(root: Store, limits: Limits, item: str | None) -> Checkpoint:
             raise _being_deleted(root.join(deleted))
         _logger.warning("%s: the item %r is left out: its deletion was begun and not finished", root.path, deleted)
         names.remove(deleted)
+    recorded = opened.step_metadata.get("item_handlers")
+    lost = lost_items(root.path, recorded if isinstance(recorded, Mapping) else {}, names)
+    if item in lost or (item is None and lost):
+        raise _lost(root, lost[0] if item is None else item, names)
     if item is not None:
         if item not in names:
             if item in subdirectories(root.path).outside:
@@ -165,6 +170,16 @@ def _being_deleted(directory: str) -> CheckpointNotFoundError:
         "finish",
         path=directory,
     )
+
+
+def _lost(root: Store, item: str, names: list[str]) -> CheckpointError:
+    """Why an item that a step's metadata name cannot be opened."""
+    path = root.join(item)
+    if item in subdirectories(root.path).outside:
+        return UnsafeCheckpointError(LEADS_OUT, path=path)
+    message = f"the metadata of the step name this item, and it has no {METADATA_FILE}, so nothing says which leaves"
+    others = f"; item=… restores another one alone: {_listed(names)}" if names else ""
+    return CorruptCheckpointError(f"{message} there are{others}", path=path)
 
 
 def _listed(names: list[str]) -> str:

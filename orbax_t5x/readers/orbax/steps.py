@@ -16,8 +16,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -43,6 +43,8 @@ _BEGUN = "init_timestamp_nsecs"
 _MAX_METADATA_BYTES = 64 << 20  # of a step's metadata, and of a deletion's record, which repeats them
 # T5X's own step directories and the first Orbax items keep their tree in a msgpack file of this name.
 MSGPACK_FILE = "checkpoint"
+# Handlers whose items have a list of names, by the last part of the name that a step's metadata has for them.
+_TREE_HANDLERS = frozenset({"PyTreeCheckpointHandler", "PyTreeHandler", "StandardCheckpointHandler"})
 _STEP_NAME = re.compile(r"(?:.+_)?(?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
@@ -81,33 +83,53 @@ def item_names(directory: str) -> list[str]:
       CheckpointGoneError: the step is not there.
       UnsupportedCheckpointError: it is on a web server, and its metadata does not name its items.
     """
-    names = _recorded_items(directory) if is_url(directory) else None
-    if names is None:
+    names = list(recorded_items(directory)) if is_url(directory) else []
+    if not names:
+        if is_url(directory) and not can_list(directory):
+            raise UnsupportedCheckpointError(
+                "web servers do not list their files, and the metadata of this step do not name its items: name one by "
+                "item=… or open its own URL",
+                path=directory,
+            )
         names = subdirectories(directory).inside
     if is_url(directory):
         look_ahead(os.path.join(directory, name, METADATA_FILE) for name in names)
     return sorted(name for name in names if _TEMPORARY not in name and is_item(os.path.join(directory, name)))
 
 
-def _recorded_items(directory: str) -> list[str] | None:
-    """The items that a step's metadata name; None where they name none.
+def recorded_items(directory: str) -> dict[str, Any]:
+    """The items that a step's metadata name, with the recorded names of their handlers; none without metadata.
 
     Raises:
-      UnsupportedCheckpointError: they do not, and the store does not list its files.
+      CorruptCheckpointError: the metadata cannot be read.
     """
     store = open_store(directory)
-    if store.has_file(STEP_METADATA_FILE):
-        data = store.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
-        handlers = parse_object(data, store.join(STEP_METADATA_FILE), allow_nan=True).get("item_handlers")
-        if isinstance(handlers, dict) and handlers:
-            return [name for name in handlers if is_name(name)]
-    if not can_list(directory):
-        raise UnsupportedCheckpointError(
-            "web servers do not list their files, and the metadata of this step do not name its items: name one by "
-            "item=… or open its own URL",
-            path=directory,
-        )
-    return None
+    if not store.has_file(STEP_METADATA_FILE):
+        return {}
+    data = store.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
+    handlers = parse_object(data, store.join(STEP_METADATA_FILE), allow_nan=True).get("item_handlers")
+    return {name: handlers[name] for name in handlers if is_name(name)} if isinstance(handlers, dict) else {}
+
+
+def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[str]) -> list[str]:
+    """The items with arrays that a step's metadata name and that are not there, or without their list of names.
+
+    Orbax's metadata name what was saved in that step, and when Orbax deletes an item, it takes the name out.
+
+    Args:
+      directory: of the step.
+      recorded: as `recorded_items` has them.
+      found: the names of the items that have a list of names.
+    """
+    deleted = _deleted_item_if_known(directory)
+    return sorted(
+        name
+        for name, handler in recorded.items()
+        if name not in found
+        and name != deleted
+        and str(handler).rpartition(".")[2] in _TREE_HANDLERS
+        and not is_file(os.path.join(directory, name), MSGPACK_FILE)
+    )
 
 
 def is_step_directory(directory: str) -> bool:

@@ -1,0 +1,213 @@
+"""What is damage of a step, and what is a step that does not fit: the one is passed over with a warning that names it,
+the other is raised.
+"""
+
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.provenance import runs
+
+T = ot.transforms
+
+
+@pytest.fixture(autouse=True)
+def new_process():
+    runs.forget_all()
+
+
+def state(step=0):
+    return {"w": jnp.arange(8, dtype=jnp.float32) + step, "step": jnp.int32(step)}
+
+
+TARGET = jax.eval_shape(state)
+
+
+def save_single(root):
+    with ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler()) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ot.args.TrainStateSave(state(step)))
+
+
+def save_stock(root):
+    with ocp.CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(state(step)))
+
+
+def save_items(root):
+    """Two states and one item without arrays."""
+    with ocp.CheckpointManager(root) as manager:
+        for step in (1, 2):
+            save = ocp.args.PyTreeSave(state(step))
+            manager.save(step, args=ocp.args.Composite(state=save, ema=save, data=ocp.args.JsonSave({"a": step})))
+
+
+def save_state_and_data(root):
+    with ocp.CheckpointManager(root) as manager:
+        for step in (1, 2):
+            save = ocp.args.PyTreeSave(state(step))
+            manager.save(step, args=ocp.args.Composite(state=save, data=ocp.args.JsonSave({"a": step})))
+
+
+def start(root, target=TARGET, **keywords):
+    """The step, how it came about, the state, and what was said of skipped steps."""
+    with warnings.catch_warnings(record=True) as caught, ocp.CheckpointManager(root) as manager:
+        warnings.simplefilter("always")
+        found = ot.restore_or_initialize(manager, target, init_fn=state, **keywords)
+    return found.step, found.how, found.state, [str(one.message) for one in caught if "skipped" in str(one.message)]
+
+
+def removed(item):
+    shutil.rmtree(item)
+
+
+def emptied(item):
+    shutil.rmtree(item)
+    item.mkdir()
+
+
+def without_names(item):
+    (item / "_METADATA").unlink()
+
+
+def a_file(item):
+    shutil.rmtree(item)
+    item.write_bytes(b"")
+
+
+LOSSES = [removed, emptied, without_names, a_file]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize(
+    ("save", "item"), [(save_single, "default"), (save_stock, "default"), (save_state_and_data, "state")]
+)
+def test_a_step_that_lost_its_item_is_passed_over(tmp_path, save, item, lose):
+    save(tmp_path)
+    lose(tmp_path / "2" / item)
+    for named in ({}, {"item": item}):
+        step, how, restored, said = start(tmp_path, **named)
+        assert (step, how, int(restored["step"])) == (1, "resumed", 1)
+        assert len(said) == 1 and said[0].startswith("step 2 is skipped: ") and f"2/{item}" in said[0]
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+def test_one_item_of_several_that_is_lost_is_not_left_out(tmp_path, lose):
+    save_items(tmp_path)
+    lose(tmp_path / "2" / "ema")
+    for target in (None, {"state": TARGET, "ema": TARGET}):
+        step, _, restored, said = start(tmp_path, target)
+        assert step == 1 and restored.keys() == {"state", "ema"} and len(said) == 1 and "2/ema" in said[0]
+    with pytest.raises(ot.errors.CorruptCheckpointError, match=r"2/ema: .*item=… restores another one alone: 'state'"):
+        ot.restore(tmp_path, None)
+    assert ot.restore(tmp_path, TARGET, item="state")["step"] == 2
+    step, _, restored, said = start(tmp_path, item="state")
+    assert (step, int(restored["step"]), said) == (2, 2, [])
+
+
+def test_items_that_a_step_never_had_are_no_damage(tmp_path):
+    with ocp.CheckpointManager(tmp_path, item_names=("state", "ema")) as manager:
+        both = {name: ocp.args.StandardSave(state(1)) for name in ("state", "ema")}
+        manager.save(1, args=ocp.args.Composite(**both))
+        manager.save(2, args=ocp.args.Composite(state=ocp.args.StandardSave(state(2))))
+    assert ot.restore(tmp_path, TARGET)["step"] == 2
+    assert start(tmp_path)[0] == 2
+    step, how, _, said = start(tmp_path, item="ema")
+    assert (step, how, said) == (1, "resumed", [])
+
+
+def test_the_record_of_an_item_that_stands_alone_among_others_goes_on(tmp_path):
+    """The item's name is that of its lineage, whatever lies beside it."""
+    source = tmp_path / "source"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(source, state(5))
+    root = tmp_path / "run"
+    handlers = {"state": ot.TrainStateHandler(), "data": ocp.JsonCheckpointHandler()}
+    rules = [T.Rename([("w", "w")], require_match=True)]
+    for step in (0, 1):
+        with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
+            found = ot.restore_or_initialize(manager, TARGET, init_from=source, transforms=rules)
+            save = ot.args.TrainStateSave(found.state)
+            manager.save(step + 1, args=ocp.args.Composite(state=save, data=ocp.args.JsonSave({})))
+        runs.forget_all()
+        with ot.open_checkpoint(root, item="state") as opened:
+            (entry,) = opened.metadata["custom_metadata"]["orbax_t5x"]["provenance"]
+            assert len(entry["transforms"]) == 1
+
+
+def test_metadata_that_the_checksums_contradict_are_damage(tmp_path):
+    save_single(tmp_path)
+    metadata = tmp_path / "2" / "default" / "_METADATA"
+    data = metadata.read_bytes()
+    assert data.count(b'"key": "w"') == 1
+    metadata.write_bytes(data.replace(b'"key": "w"', b'"key": "v"'))
+    step, how, _, said = start(tmp_path)
+    assert (step, how) == (1, "resumed") and len(said) == 1
+
+
+def test_a_shape_that_the_checksums_contradict_is_damage(tmp_path):
+    handler = ot.TrainStateHandler(use_ocdbt=False)
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ot.args.TrainStateSave(state(step)))
+    metadata = tmp_path / "2" / "default" / "w" / ".zarray"
+    text = metadata.read_text()
+    assert '"shape":[8]' in text.replace(" ", "")
+    metadata.write_text(text.replace(" ", "").replace('"shape":[8]', '"shape":[9]'))
+    step, how, _, said = start(tmp_path)
+    assert (step, how) == (1, "resumed") and len(said) == 1 and "checksums are of another array" in said[0]
+
+
+def test_a_step_number_that_does_not_fit_is_no_damage(tmp_path):
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        for step in (2**31 - 1, 2**31):
+            manager.save(step, args=ot.args.TrainStateSave({"w": jnp.zeros(8), "step": np.array(step)}))
+    for restore in (lambda: ot.restore(tmp_path, TARGET), lambda: start(tmp_path)):
+        with pytest.raises(ot.errors.RestorePlanError, match="step: the value 2147483648 does not fit int32") as caught:
+            restore()
+        assert [problem.kind for problem in caught.value.problems] == ["dtype"]
+        assert caught.value.problems[0].fix == "give the target int64"
+
+
+def test_fixes_are_what_this_call_takes(tmp_path):
+    save_items(tmp_path)
+    with pytest.raises(
+        ot.errors.RestorePlanError, match="name the item that is the state: item= one of 'ema', 'state'"
+    ):
+        start(tmp_path)
+    with pytest.raises(ot.errors.RestorePlanError) as caught:
+        start(tmp_path, {**TARGET, "more": TARGET["w"]}, item="state")
+    fix = f"change the target, or begin a new run in a root of its own with init_from='{tmp_path}/2/state'"
+    assert fix in str(caught.value) and "fallback=" not in str(caught.value)
+    with ocp.CheckpointManager(tmp_path / "new") as manager:
+        with pytest.raises(ot.errors.RestorePlanError, match="give init_fn= values") as caught:
+            ot.restore_or_initialize(
+                manager, {**TARGET, "more": TARGET["w"]}, init_from=tmp_path / "2" / "state", init_fn=state
+            )
+        assert "fallback=" not in str(caught.value)
+        with pytest.raises(ot.errors.RestorePlanError) as caught:
+            ot.restore_or_initialize(manager, TARGET, init_fn=lambda: {"w": float(jnp.sum(jnp.ones(3))), "step": 0})
+        assert "init_fn=" in str(caught.value) and "fallback=" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"manager is '.*'; pass an ocp.CheckpointManager"):
+        ot.restore_or_initialize(str(tmp_path), TARGET)
+
+
+def test_a_step_with_placeholders_is_whole(tmp_path):
+    """Orbax saves `...` as what it is; nothing is read for it, and nothing of it is damaged."""
+    saved = {**state(3), "more": ...}
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(3, args=ot.args.TrainStateSave(saved))
+    with ocp.PyTreeCheckpointer() as checkpointer, pytest.warns(UserWarning, match="Sharding info"):
+        assert checkpointer.restore(tmp_path / "3" / "default")["more"] is ...
+    assert start(tmp_path)[:2] == (3, "resumed")
+    step, _, restored, said = start(tmp_path, None)
+    assert (step, said) == (3, []) and restored["more"] is ...
+    with pytest.raises(ot.errors.RestorePlanError, match=r"\[missing\] more"):
+        start(tmp_path, {**TARGET, "more": TARGET["w"]})
