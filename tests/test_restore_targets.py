@@ -340,9 +340,8 @@ def test_what_does_not_fit_is_the_same_problem_wherever_it_comes_from(how, value
     assert problems(source, {"k": target}, transforms, **keywords) == [(kind, "k")]
 
 
-@pytest.mark.parametrize("how", ["transform", "merge", "tree"])
+@HOW
 def test_an_integer_that_does_not_fit_is_a_problem(how):
-    """Not of a function's: a traced integer has no value."""
     source, transforms, keywords = given_by(how, 300)
     assert problems(source, {"k": S((), np.int8)}, transforms, **keywords) == [("dtype", "k")]
 

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -40,6 +39,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
+from orbax_t5x.restoring.fallback import abstract_tree
 from orbax_t5x.restoring.lineage import Asking, Records
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
@@ -109,8 +109,8 @@ def restore_or_initialize(
       transforms: of `init_from`. They are not applied to a step of the manager's root. Where the run's record has other
         ones, a warning is logged, and those given are recorded.
       init_fn: a function of no arguments that returns a tree like the target or its state dict, or such a tree: the
-        state where there is no `init_from`, else the values of the leaves that it lacks. A function is traced under
-        `jax.jit`, and what is not needed of it is not computed. A step of the manager's root has to be complete.
+        state where there is no `init_from`, else the values of the leaves that it lacks, as `fallback` of
+        `orbax_t5x.restore` gives them. A step of the manager's root has to be complete.
       item: which item of the manager's steps is the state, where they have several.
       is_resuming: of `init_from`, as in `orbax_t5x.restore`; a step of the manager's root goes on in any case.
       strict, dtype, allow_lossy_cast, verify, memory_limit_bytes, progress, limits, broadcast: as in
@@ -292,7 +292,7 @@ class _Starting:
         """By the function alone: the plan of a restore from no checkpoint."""
         init_fn, target = self._options.fallback, self._target
         if target is None:  # everything
-            target = jax.eval_shape(init_fn) if callable(init_fn) else init_fn
+            target = abstract_tree(init_fn)
         together = Agreement(_PRIMARY, self._root)
         with together.planning():
             try:

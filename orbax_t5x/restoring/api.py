@@ -77,7 +77,8 @@ def restore(
         `"auto"`: what `orbax_t5x.rules.infer` finds between source and target; nothing where names fit already.
       item: which item of an Orbax step.
       fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a
-        function that returns one, of which only the missing leaves are computed.
+        function that returns one, under the same rules. What it computes with JAX is computed under `jax.jit`, and only
+        what is missing; NumPy arrays and Python scalars that it returns are taken as they are.
       is_resuming: whether transforms were applied already; None decides by the record in the checkpoint.
       strict: a leaf of the checkpoint without a place in the target is a problem.
       dtype: replaces the target's dtype for floating-point model parameters alone.

@@ -1,4 +1,10 @@
-"""Values for what a checkpoint lacks: a tree of them, or a function of which only the missing leaves are computed."""
+"""Values for what a checkpoint lacks: a tree of them, or a function of no arguments that returns one.
+
+A function is called under JAX's tracing. What it computes with JAX is an array without values until a plan is
+executed, and then only the missing ones are computed, under `jax.jit`, straight into their shardings. All else that it
+returns (NumPy arrays, Python scalars, arrays that it has from outside) are values, which are taken as those of a tree
+are: JAX would narrow them to 32 bits and to its own types before anybody could look at them.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +13,31 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.lazy import BlockingLeaf, Box, ReadStats, Request
-from orbax_t5x.restoring.target_leaf import TargetLeaf
+from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape
 from orbax_t5x.restoring.targets import flatten_target
 
 
 class ComputedLeaf(BlockingLeaf):
-    """A leaf of what a fallback function returns; it has values only while a plan is executed.
+    """An array that a fallback function computes with JAX; it has values only while a plan is executed.
 
     Attributes:
-      target: what the target wants of it.
+      shape, dtype: as the function computes it; of typed PRNG keys those of their uint32 data.
+      key_dtype: the dtype of typed PRNG keys; None for other arrays.
     """
 
     is_value = True
 
-    def __init__(self, name: str, target: TargetLeaf):
+    def __init__(self, name: str, array: jax.ShapeDtypeStruct):
+        is_key = is_key_dtype(array.dtype)
         self.name = name
-        self.target = target
-        self.shape: tuple[int, ...] = target.shape
-        self.dtype: np.dtype = target.dtype
+        self.key_dtype: Any = array.dtype if is_key else None
+        self.shape: tuple[int, ...] = key_data_shape(array.shape, array.dtype) if is_key else tuple(array.shape)
+        self.dtype: np.dtype = np.dtype(np.uint32 if is_key else array.dtype)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         """None: no byte of a checkpoint is read."""
@@ -44,27 +53,51 @@ class ComputedLeaf(BlockingLeaf):
 
 
 class Fallback:
-    """Values for what the checkpoint lacks: a tree, or a function of which only the missing leaves are computed.
+    """Values for what the checkpoint lacks.
 
     Attributes:
-      leaves: by name; for a function their shapes and dtypes.
-      traced: whether it is a function.
+      leaves: by name: values, and a `ComputedLeaf` for each array that a function computes with JAX.
+      compute: computes such arrays; None where there are none. It holds none of the values.
     """
 
     def __init__(self, fallback: Any):
-        self._function = fallback if callable(fallback) and not isinstance(fallback, jax.Array | np.ndarray) else None
-        tree = fallback if self._function is None else jax.eval_shape(self._function)
-        given = flatten_target(tree).original
-        self.leaves: Mapping[str, Any] = {
-            name: leaf for name, leaf in given.items() if leaf is not None and leaf is not ...
-        }
-        self.traced: bool = self._function is not None
+        self.leaves: Mapping[str, Any]
+        self.compute: Computation | None = None
+        if not _is_function(fallback):
+            self.leaves = _leaves_of(fallback)
+            return
+        values: dict[str, Any] = {}
 
-    def compute(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
+        def computed() -> dict[str, Any]:
+            given = _leaves_of(fallback())
+            values.update((name, value) for name, value in given.items() if not _is_computed(value))
+            return {name: value for name, value in given.items() if _is_computed(value)}
+
+        arrays: dict[str, jax.ShapeDtypeStruct] = jax.eval_shape(computed)
+        self.leaves = {**values, **{name: ComputedLeaf(name, array) for name, array in arrays.items()}}
+        self.compute = Computation(fallback, arrays) if arrays else None
+
+
+class Computation:
+    """What a fallback function computes with JAX.
+
+    Args:
+      function: the caller's.
+      arrays: the shapes and dtypes that it had when the plan was made, by name.
+    """
+
+    def __init__(self, function: Callable[[], Any], arrays: Mapping[str, jax.ShapeDtypeStruct]):
+        self._function = function
+        self._arrays = arrays
+
+    def __call__(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
         """The named leaves of what the function returns, each computed straight into its place.
 
         Returns:
-          A `jax.Array` for every leaf, in the target's dtype unless the leaf stays on the host.
+          A `jax.Array` for every leaf, in its dtype.
+
+        Raises:
+          RestorePlanError: the function gives other shapes or dtypes than when the plan was made.
         """
         together: dict[Hashable, list[str]] = {}
         for name, leaf in leaves.items():
@@ -76,17 +109,28 @@ class Fallback:
 
     def _compute_together(self, names: Sequence[str], leaves: Mapping[str, TargetLeaf]) -> tuple[Any, ...]:
         """The named leaves, under one `jax.jit`: the function runs once, and what nobody wants of it does not."""
-        function = self._function
-        assert function is not None
 
         def missing() -> tuple[Any, ...]:
-            given = flatten_target(function()).original
+            given = _leaves_of(self._function())
+            self._check_planned(names, given)
             return tuple(_in_dtype(given[name], leaves[name]) for name in names)
 
         placings = tuple(leaves[name].placing for name in names)
         if placings[0] is None:
             return jax.jit(missing)()
         return jax.jit(missing, out_shardings=placings)()
+
+    def _check_planned(self, names: Sequence[str], given: Mapping[str, Any]) -> None:
+        """Holds what the function gives now against the plan, which decided by shape and dtype what may be done."""
+        problems: list[Problem] = []
+        for name in names:
+            value, planned = given.get(name), self._arrays[name]
+            if _described(value) != _described(planned):
+                message = f"the fallback gives {_described(value)}, the plan says {_described(planned)}"
+                fix = "plan and execute under the same JAX settings, with a function that gives the same each time"
+                problems.append(Problem("fallback", name, message, fix))
+        if problems:
+            raise RestorePlanError(problems)
 
 
 def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | None:
@@ -106,11 +150,44 @@ def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | 
         return None
 
 
+def abstract_tree(fallback: Any) -> Any:
+    """What a fallback gives, to be a target: a tree as it is, a function's with what it computes as abstract arrays."""
+    if not _is_function(fallback):
+        return fallback
+    values: list[Any] = []
+    structures: list[Any] = []
+
+    def computed() -> list[Any]:
+        leaves, structure = jax.tree.flatten(fallback())
+        structures.append(structure)
+        values.extend(None if _is_computed(leaf) else leaf for leaf in leaves)
+        return [leaf for leaf in leaves if _is_computed(leaf)]
+
+    arrays = iter(jax.eval_shape(computed))
+    return jax.tree.unflatten(structures[0], [next(arrays) if leaf is None else leaf for leaf in values])
+
+
+def _is_function(fallback: Any) -> bool:
+    return callable(fallback) and not isinstance(fallback, jax.Array | np.ndarray)
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, Tracer)
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tracer | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype} of shape {tuple(value.shape)}"
+
+
+def _leaves_of(tree: Any) -> dict[str, Any]:
+    given = flatten_target(tree).original
+    return {name: leaf for name, leaf in given.items() if leaf is not None and leaf is not ...}
+
+
 def _in_dtype(value: Any, leaf: TargetLeaf) -> Any:
-    if leaf.kind == "key":
-        return value
-    # What stays on the host is converted there: JAX may not have its dtype.
-    return jax.numpy.asarray(value) if leaf.is_on_host else jax.numpy.asarray(value).astype(leaf.dtype)
+    return value if leaf.kind == "key" else value.astype(leaf.dtype)
 
 
 def _devices(leaf: TargetLeaf) -> Hashable:

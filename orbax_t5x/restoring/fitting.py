@@ -1,7 +1,7 @@
 """Whether a value fits a leaf of the target, and which conversion that takes.
 
-The same rules hold for what a checkpoint has, what a transform put into the state dict, and what a fallback gives as a
-tree or as a function: shapes are equal, a lossless conversion is done, a lossy one has to be asked for, and float to
+The same rules hold for what a checkpoint has, what a transform put into the state dict, and what a fallback gives, as a
+tree or by a function: shapes are equal, a lossless conversion is done, a lossy one has to be asked for, and float to
 integer, complex to real, and number to bool are never done here. Python scalars are weakly typed, as in JAX. Every
 clash is a problem; nothing raises and nothing is read.
 """
@@ -18,8 +18,9 @@ import numpy as np
 
 from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import View, as_view
+from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape, key_impl_of
+from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import conversion, kind_of
 
@@ -50,7 +51,7 @@ class Fitting:
         Args:
           name: of the leaf in the target.
           leaf: what it must become.
-          value: a lazy array, an array, a scalar or a typed key.
+          value: a lazy array, an array, a scalar, a typed key, or what a fallback function will compute.
           origin: where it comes from, for problems.
           label: what errors call a value without a name of its own.
 
@@ -66,10 +67,10 @@ class Fitting:
             value = self._weakly_typed(name, leaf, value, origin)
             if value is None:
                 return None
-        elif is_key_dtype(getattr(value, "dtype", np.dtype(bool))):
-            if not self._key_fits(name, leaf, value.dtype, origin):
+        elif (key_dtype := _key_dtype_of(value)) is not None:
+            if not self._key_fits(name, leaf, key_dtype, origin):
                 return None
-            value = jax.random.key_data(value)
+            value = value if isinstance(value, ComputedLeaf) else jax.random.key_data(value)
         elif leaf.kind == "key" and origin == "the fallback":
             return self._raw_key(name, leaf)
         try:
@@ -78,26 +79,6 @@ class Fitting:
             message = f"{origin} has a {type(value).__name__}, which is no array"
             return self._problem(_kind(origin), name, message, "put an array, a scalar or a lazy array there")
         return self._fit(name, leaf, view, origin)
-
-    def check_abstract(self, name: str, leaf: TargetLeaf, value: jax.ShapeDtypeStruct) -> None:
-        """Checks what a fallback function returns, by the rules for a tree."""
-        origin: Origin = "the fallback"
-        if is_key_dtype(value.dtype):
-            if not self._key_fits(name, leaf, value.dtype, origin):
-                return
-            shape, dtype = key_data_shape(value.shape, value.dtype), np.dtype(np.uint32)
-        elif leaf.kind == "key":
-            self._raw_key(name, leaf)
-            return
-        else:
-            shape, dtype = value.shape, np.dtype(value.dtype)
-        if tuple(shape) != tuple(leaf.shape):
-            self._shape_problem(name, leaf, tuple(shape), origin, "")
-            return
-        if value.weak_type and _is_weakly_convertible(dtype, leaf.dtype):
-            return
-        if self._conversion(name, leaf, dtype, origin) == "checked":
-            self._dtype_problem(name, leaf, dtype, origin, is_lossy=True)
 
     # -- shapes and dtypes
 
@@ -239,6 +220,14 @@ def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> st
             f"ot.transforms.Slice({re.escape(name)!r}, np.s_[{part}])"
         )
     return "give the target the checkpoint's shape, or map it with Reshape, Transpose, Split or another transform"
+
+
+def _key_dtype_of(value: Any) -> Any:
+    """The dtype of typed PRNG keys; None for all else."""
+    if isinstance(value, ComputedLeaf):
+        return value.key_dtype
+    dtype = getattr(value, "dtype", None)
+    return dtype if dtype is not None and is_key_dtype(dtype) else None
 
 
 def _kind(origin: Origin) -> ProblemKind:

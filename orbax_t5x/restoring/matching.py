@@ -15,6 +15,7 @@ import numpy as np
 
 from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, Leaf, View, as_view, fill, has_unfilled
+from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import PlanOptions
@@ -202,11 +203,7 @@ class Matcher:
             fix = f"give fallback= a value of shape {leaf.shape} for {name!r}, or pad with a number"
             self._problem("fallback", name, message, fix)
             return None
-        if self._fallback.traced:
-            self._fitting.check_abstract(name, leaf, value)
-            given = as_view(ComputedLeaf(name, leaf))
-        else:
-            given = self._fitting.view(name, leaf, value, "the fallback")
+        given = self._fitting.view(name, leaf, value, "the fallback")
         if given is None or (given.shape, given.dtype) != (view.shape, view.dtype):
             return None  # a shape or dtype that does not fit is a problem already
         try:
@@ -245,11 +242,9 @@ class Matcher:
             if name not in self._diagnostics.explained:
                 self.missing.append(MissingLeaf(name, leaf, is_none, fidelity == "reset"))
             return None
-        if self._fallback.traced:
-            self._fitting.check_abstract(name, leaf, value)
+        view = self._fitting.view(name, leaf, value, "the fallback")
+        if view is not None and _is_left_to_jax(leaf, view):
             view = None
-        else:
-            view = self._fitting.view(name, leaf, value, "the fallback")
         return PlanEntry(
             name,
             (),
@@ -266,6 +261,16 @@ class Matcher:
 
     def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str) -> None:
         self.problems.append(Problem(kind, leaf, message, fix))
+
+
+def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
+    """Whether JAX computes an array in the leaf's dtype, straight into its place.
+
+    What stays on the host is cast there, because JAX may not have its dtype, and so is what has its values checked.
+    """
+    is_checked = isinstance(view.node, CastNode) and view.node.checked
+    is_computed = any(isinstance(stored, ComputedLeaf) for stored in view.leaves())
+    return is_computed and not is_checked and not leaf.is_on_host
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -178,7 +178,7 @@ class RestoreReport:
 
 
 Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
-"""Computes leaves of the target from a traced fallback, by name."""
+"""Computes leaves of the target with a fallback function, by name."""
 
 
 class PlanData:
@@ -192,7 +192,7 @@ class PlanData:
       dropped: names that a transform, a placeholder or an `InferenceState` took out.
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
       provenance: what was applied to this state, oldest first; handlers write it beside what they save.
-      fallback: computes the leaves that only a traced fallback can give, or None.
+      fallback: computes what a fallback function computes with JAX, or None.
       report: after an execution, what was read and checked.
     """
 

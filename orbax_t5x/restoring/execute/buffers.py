@@ -19,7 +19,7 @@ from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
 from orbax_t5x.restoring.plan_data import PlanEntry, addressable_boxes, box_of_index, shard_indices
-from orbax_t5x.restoring.target_leaf import key_impl_of
+from orbax_t5x.restoring.target_leaf import TargetLeaf, key_impl_of
 from orbax_t5x.storage.memory import empty_array
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
@@ -114,7 +114,7 @@ def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
     leaf, view = entry.leaf, entry.view
     assert leaf is not None and view is not None
     if leaf.kind in ("numpy", "scalar"):
-        return on_host(entry, buffers[0])
+        return _on_host(leaf, buffers[0])
     if leaf.sharding is None:
         array = jax.device_put(buffers[0])
     elif not buffers:
@@ -157,12 +157,8 @@ def check_value(entry: PlanEntry, value: Any) -> None:
         raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan says {planned}", fix)])
 
 
-def on_host(entry: PlanEntry, value: Any) -> Any:
-    """A value as the target wants it where that lives on the host; a `jax.Array` as it is."""
-    leaf = entry.leaf
-    if leaf is None or leaf.kind in ("jax", "key"):
-        return value
-    array = np.asarray(value)
+def _on_host(leaf: TargetLeaf, array: np.ndarray) -> Any:
+    """A value as the target wants it where that lives on the host."""
     if leaf.kind == "numpy":
         return array.astype(leaf.dtype, copy=False)
     scalar_type = leaf.scalar_type

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
 import math
 import os
 import threading
@@ -35,7 +36,7 @@ from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, balanced_sha
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_box, slices_within
 from orbax_t5x.restoring.execute.broadcast import Broadcast
-from orbax_t5x.restoring.execute.buffers import check_value, make_value, on_host, pieces_of
+from orbax_t5x.restoring.execute.buffers import check_value, make_value, pieces_of
 from orbax_t5x.restoring.execute.exchange import gather_parts, raise_together
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.heartbeat import beating
@@ -317,24 +318,27 @@ class _Execution:
         return [value for value in placed.values() if isinstance(value, jax.Array)]
 
     def _computed_leaves(self, entries: Sequence[PlanEntry]) -> dict[Leaf, ValueLeaf]:
-        """What a traced fallback gives to leaves that are read in part, as arrays placed like these leaves."""
-        partly = [(entry, leaf) for entry in entries for leaf in entry.leaves if isinstance(leaf, ComputedLeaf)]
-        if not partly or self._plan.fallback is None:
+        """What a function computes for leaves that it fills in part, or that are cast here: arrays of its own dtypes,
+        placed like these leaves.
+        """
+        computed = [leaf for entry in entries for leaf in entry.leaves if isinstance(leaf, ComputedLeaf)]
+        if not computed or self._plan.fallback is None:
             return {}
-        values = self._plan.fallback({leaf.name: leaf.target for _, leaf in partly})
+        targets = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
+        wanted = {leaf.name: dataclasses.replace(targets[leaf.name], dtype=leaf.dtype) for leaf in computed}
         arrays = {
-            name: jax.random.key_data(value) if is_key_dtype(value.dtype) else value for name, value in values.items()
+            name: jax.random.key_data(value) if is_key_dtype(value.dtype) else value
+            for name, value in self._plan.fallback(wanted).items()
         }
-        return {leaf: ValueLeaf(on_host(entry, arrays[leaf.name]), leaf.name) for entry, leaf in partly}
+        return {leaf: ValueLeaf(arrays[leaf.name], leaf.name) for leaf in computed}
 
     def _computed(self) -> dict[str, Any]:
-        """Leaves that only a traced fallback can give."""
+        """Leaves that a fallback function computes as a whole, in the target's dtypes."""
         entries = [entry for entry in self._plan.entries if entry.action == "fallback" and entry.view is None]
         if not entries or self._plan.fallback is None:
             return {}
         values = self._plan.fallback({entry.name: entry.leaf for entry in entries if entry.leaf is not None})
         for entry in entries:
-            values[entry.name] = on_host(entry, values[entry.name])
             check_value(entry, values[entry.name])
         return values
 
