@@ -434,11 +434,79 @@ def test_a_source_is_named_by_text(name):
 # -- stored keys
 
 
-def test_a_stored_key_of_another_implementation_is_a_problem(tmp_path):
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(tmp_path / "keys", {"k": key(impl="unsafe_rbg")})
-    assert problems(tmp_path / "keys", {"k": S((), key(impl="rbg").dtype)}) == [("dtype", "k")]
-    got = ot.restore(tmp_path / "keys", {"k": S((), key(impl="unsafe_rbg").dtype)})
-    np.testing.assert_array_equal(jax.random.key_data(got["k"]), jax.random.key_data(key(impl="unsafe_rbg")))
-    with pytest.raises(ot.RestorePlanError, match="PRNG key data of shape"):
-        ot.plan_restore(tmp_path / "keys", {"k": S((), key().dtype)})
+KEYS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a tree as stock Orbax does."""
+
+    def save(tree):
+        with ocp.StandardCheckpointer() as saver:
+            saver.save(tmp_path / "saved", tree)
+        return tmp_path / "saved"
+
+    return save
+
+
+def the_problem(source, target, *transforms):
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(source, target, transforms)
+    (problem,) = caught.value.problems
+    return problem
+
+
+@pytest.mark.parametrize("wanted", KEYS)
+@pytest.mark.parametrize("stored", KEYS)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_stored_key_of_another_implementation_is_a_problem(saved, stored, wanted, shape):
+    """Whether its data have another shape or the same: what has to change is the implementation."""
+    keys = key(shape, impl=stored)
+    source, target = saved({"k": keys}), {"k": S(shape, key(impl=wanted).dtype)}
+    if stored == wanted:
+        np.testing.assert_array_equal(jax.random.key_data(ot.restore(source, target)["k"]), jax.random.key_data(keys))
+        return
+    problem = the_problem(source, target)
+    assert problem.kind == "dtype" and repr(stored) in problem.message and repr(wanted) in problem.message
+    called = problem.fix.removeprefix("give the target keys of that implementation: ")
+    assert eval(called, {"jax": jax, "seed": 0}).dtype == keys.dtype
+
+
+def test_more_or_fewer_keys_keep_their_data_whole(saved):
+    keys = key((3,))
+    source = saved({"k": keys})
+    problem = the_problem(source, {"k": S((2,), keys.dtype)})
+    assert problem.kind == "shape" and "ot.transforms.Slice('k', np.s_[:2, :])" in problem.fix
+    part = ot.restore(source, {"k": S((2,), keys.dtype)}, ot.transforms.Slice("k", np.s_[:2, :]))["k"]
+    np.testing.assert_array_equal(jax.random.key_data(part), jax.random.key_data(keys[:2]))
+    new = key((5,))[::-1]
+    problem = the_problem(source, {"k": new})
+    call = "ot.transforms.Pad('k', (5, None), value=ot.transforms.FALLBACK)"
+    assert problem.kind == "shape" and call in problem.fix and "value=0" not in problem.fix
+    for fallback in ({"k": new}, lambda: {"k": key((5,))[::-1]}):
+        grown = ot.restore(source, {"k": new}, eval(call, {"ot": ot}), fallback=fallback)["k"]
+        expected = jnp.concatenate([keys, new[3:]])
+        np.testing.assert_array_equal(jax.random.key_data(grown), jax.random.key_data(expected))
+
+
+@pytest.mark.parametrize(
+    "data, impls", [((2, 4), "'rbg' or 'unsafe_rbg'"), ((2, 2), "'threefry2x32'"), ((2, 3), None), ((), None)]
+)
+def test_key_data_whose_implementation_is_not_recorded_are_never_cut(saved, data, impls):
+    source = saved({"k": np.ones(data, np.uint32)})
+    other = "rbg" if data[-1:] == (2,) else "threefry2x32"
+    problem = the_problem(source, {"k": S((2,), key(impl=other).dtype)})
+    assert problem.kind == "shape" and "PRNG key data of shape" in problem.message
+    assert "Slice" not in problem.fix and "Pad" not in problem.fix
+    if impls is not None:
+        called = problem.fix.removeprefix(f"give the target keys of the implementation that made the data, {impls}: ")
+        assert jax.random.key_data(eval(called, {"jax": jax, "seed": 0})).shape == data[-1:]
+
+
+def test_typed_keys_are_named_where_the_target_wants_other_data(saved):
+    source = saved({"k": key((3,), impl="rbg")})
+    problem = the_problem(source, {"k": S((3, 2), np.uint32)})
+    assert problem.kind == "shape" and "PRNG keys of 'rbg'" in problem.message
+    assert "Slice" not in problem.fix and "jax.random.key(seed, impl='rbg')" in problem.fix
+    data = ot.restore(source, {"k": S((3, 4), np.uint32)})["k"]
+    np.testing.assert_array_equal(data, jax.random.key_data(key((3,), impl="rbg")))

@@ -20,7 +20,7 @@ from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_impl_of
+from orbax_t5x.restoring.target_leaf import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import conversion, kind_of
 
@@ -83,12 +83,12 @@ class Fitting:
     # -- shapes and dtypes
 
     def _fit(self, name: str, leaf: TargetLeaf, view: View, origin: Origin) -> View:
-        if view.shape != leaf.shape:
-            self._shape_problem(name, leaf, view.shape, origin, _described_source(name, view))
+        if leaf.kind == "key" and not self._stored_key_fits(name, leaf, view):
             return view
-        if leaf.kind == "key":
-            self._check_stored_key(name, leaf, view)
-        elif leaf.kind == "scalar" and leaf.scalar_type in (int, float, complex):
+        if view.shape != leaf.shape:
+            self._shape_problem(name, leaf, view, origin)
+            return view
+        if leaf.kind == "scalar" and leaf.scalar_type in (int, float, complex):
             # A Python scalar has no width.
             if kind_of(view.dtype) == kind_of(leaf.dtype):
                 return view
@@ -118,19 +118,24 @@ class Fitting:
         self._dtype_problem(name, leaf, source, origin, is_lossy=change == "lossy")
         return "none"
 
-    def _shape_problem(
-        self, name: str, leaf: TargetLeaf, shape: tuple[int, ...], origin: Origin, source_text: str
-    ) -> None:
-        fix = (
-            "give the fallback the target's shape" if origin == "the fallback" else _shape_fix(name, shape, leaf.shape)
-        )
-        if leaf.kind == "key":
-            message = (
-                f"{origin} has PRNG key data of shape {shape}, keys of {leaf.key_impl!r} in the target have data of "
-                f"shape {leaf.shape}{source_text}"
-            )
+    def _shape_problem(self, name: str, leaf: TargetLeaf, view: View, origin: Origin) -> None:
+        impls = _stored_impls(view)
+        same_width = view.shape[-1:] == leaf.shape[-1:]
+        if origin == "the fallback":
+            fix = "give the fallback the target's shape"
+        elif leaf.kind == "key" and not same_width:
+            fix = _key_width_fix([] if impls else impls_of_data(view.shape[-1:]))
+        elif impls and not same_width:
+            fix = f"give the target such keys ({_key_text(impls[0])}), or the shape of their data"
         else:
-            message = f"{origin} has shape {shape}, the target {leaf.shape}{source_text}"
+            fix = _shape_fix(name, view.shape, leaf.shape, is_key=leaf.kind == "key")
+        source_text = _described_source(name, view)
+        if leaf.kind == "key":
+            wanted = f"keys of {leaf.key_impl!r} in the target have data of shape {leaf.shape}"
+            message = f"{origin} has PRNG key data of shape {view.shape}, {wanted}{source_text}"
+        else:
+            keys = f" (the data of PRNG keys of {listed(map(repr, impls), 2)})" if impls else ""
+            message = f"{origin} has shape {view.shape}{keys}, the target {leaf.shape}{source_text}"
         self._problem("shape", name, message, fix)
 
     def _dtype_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin, *, is_lossy: bool) -> None:
@@ -188,27 +193,51 @@ class Fitting:
         fix = f"use jax.random.key(seed), or jax.random.wrap_key_data(data, impl={leaf.key_impl!r})"
         self._problem("dtype", name, message, fix)
 
-    def _check_stored_key(self, name: str, leaf: TargetLeaf, view: View) -> None:
-        """Key data of one implementation are no key of another, though their shapes may be equal."""
-        impls = {stored.prng_impl for stored in view.leaves()} - {None, leaf.key_impl}
-        for impl in sorted(filter(None, impls)):
+    def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
+        """Whether key data are of the leaf's implementation, as far as that is recorded; otherwise a problem is noted.
+
+        Key data of one implementation are no key of another, though their shapes may be equal; nor is a part of them.
+        """
+        others = [impl for impl in _stored_impls(view) if impl != leaf.key_impl]
+        for impl in others:
             self._problem(
                 "dtype",
                 name,
                 f"the checkpoint has PRNG keys of {impl!r}, the target keys of {leaf.key_impl!r}",
-                f"give the target keys of that implementation: jax.random.key(seed, impl={impl!r})",
+                f"give the target keys of that implementation: {_key_text(impl)}",
             )
+        return not others
 
     def _problem(self, kind: ProblemKind, name: str, message: str, fix: str) -> None:
         self._note(Problem(kind, name, message, fix))
 
 
-def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _stored_impls(view: View) -> list[str]:
+    """The implementations of the typed PRNG keys whose data a view is made of, where the format records them."""
+    return sorted({leaf.prng_impl for leaf in view.leaves() if leaf.prng_impl is not None})
+
+
+def _key_text(impl: str) -> str:
+    return f"jax.random.key(seed, impl={impl!r})"
+
+
+def _key_width_fix(impls: list[str]) -> str:
+    """What to do about key data that no key of the target's implementation has; `impls` have such data."""
+    if not impls:
+        return "map a leaf to this name whose last dimension is that of such key data"
+    names = " or ".join(map(repr, impls))
+    return f"give the target keys of the implementation that made the data, {names}: {_key_text(impls[0])}"
+
+
+def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> str:
     """What gives a leaf the target's shape: padding where the target is larger throughout, a part where smaller."""
     pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
     if pairs and all(have <= want for have, want in pairs):
         grown = ", ".join("None" if have == want else str(want) for have, want in pairs) + ("," * (len(pairs) == 1))
         pad = f"ot.transforms.Pad({re.escape(name)!r}, ({grown})"
+        if is_key:  # keys of zeros are all the same key
+            new = "value=ot.transforms.FALLBACK), which takes new keys from fallback="
+            return f"give the target the checkpoint's shape, or grow the leaf: {pad}, {new}"
         return (
             f"give the target the checkpoint's shape, or grow the leaf: {pad}, value=0), or "
             "value=ot.transforms.FALLBACK, which takes new elements from fallback="

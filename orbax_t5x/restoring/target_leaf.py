@@ -136,6 +136,11 @@ def key_data_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
     return tuple(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype)).shape)
 
 
+def impls_of_data(shape: tuple[int, ...]) -> list[str]:
+    """The implementations of which one typed key has data of this shape."""
+    return [impl for impl in _KEY_IMPLEMENTATIONS if key_data_shape((), _key_dtype(impl)) == shape]
+
+
 @functools.cache
 def _key_dtype(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
