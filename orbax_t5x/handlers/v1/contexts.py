@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import orbax.checkpoint.experimental.v1 as v1
 
-from orbax_t5x.handlers.v1.handler import V1TrainStateHandler
+from orbax_t5x.handlers.v1.handler import AnyTreeHandler, V1TrainStateHandler
 from orbax_t5x.handlers.v1.orbax_v1_names import recorded_type
 from orbax_t5x.provenance.records import checked_lineage
 
@@ -104,6 +104,11 @@ def _handler_with(given: Mapping[str, Any], handler: type[V1TrainStateHandler]) 
     return type(handler.__name__, (handler,), {"options": dataclasses.replace(handler.options, **given)})
 
 
+def _for_any_tree(handler: type[V1TrainStateHandler]) -> type[V1TrainStateHandler]:
+    """A handler like the given one, for trees that it does not claim."""
+    return type(handler.__name__, (AnyTreeHandler, handler), {})
+
+
 def _with_handler(
     given: v1.handlers.CheckpointableHandlerRegistry, handler: type[V1TrainStateHandler]
 ) -> v1.handlers.CheckpointableHandlerRegistry:
@@ -111,12 +116,14 @@ def _with_handler(
 
     Of handlers that can handle something, Orbax takes the last. `PyTreeHandler` stays, for trees that are loaded
     without a plan. What it saved is ours to load, whatever its name: so our handler claims its recorded types.
+    Trees that nobody can save are ours to refuse: that handler stands first.
     """
     stock = v1.handlers.PyTreeHandler
     entries = given.get_all_entries()
     ours_by_name = [name for cls, name in entries if name and (cls is stock or _is_ours(cls))]
     others = [(cls, name) for cls, name in entries if not _is_ours(cls) and not (cls is stock and name)]
     made = v1.handlers.local_registry(include_global_registry=False)
+    made.add(_for_any_tree(handler))
 
     def add_ours() -> None:
         made.add(handler, secondary_typestrs=[recorded_type(), *given.get_secondary_typestrs(stock)])

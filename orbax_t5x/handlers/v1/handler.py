@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import jax
 import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
@@ -20,13 +21,14 @@ from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
 from orbax_t5x.handlers.save_tree import Prepared, prepare
 from orbax_t5x.handlers.stock_restore import read_metadata
-from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, writes_directories
 from orbax_t5x.handlers.v1.saving import RunningSave, discard_refused, finish, hold_tree
 from orbax_t5x.lazy import LazyArray
-from orbax_t5x.trees.named_leaves import is_train_state, named_leaves
+from orbax_t5x.text.wording import leaves_text
+from orbax_t5x.trees.named_leaves import is_train_state
+from orbax_t5x.trees.pytree_names import leaf_name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,14 +87,18 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         return RunningSave(written, rest)
 
     def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> Prepared:
-        lazy = [name for name, leaf in named_leaves(tree).items() if isinstance(leaf, LazyArray)]
+        saved = tree.state_dict() if is_train_state(tree) else tree
+        leaves = jax.tree_util.tree_leaves_with_path(saved)
+        lazy = [leaf_name(path) for path, leaf in leaves if isinstance(leaf, LazyArray)]
         if lazy:
             fix = "read them with .get(), or save with orbax_t5x.TrainStateHandler, which streams them"
-            raise UnsupportedCheckpointError(f"{len(lazy)} leaves are lazy arrays: {fix}", leaf=lazy[0])
+            count = f"{len(lazy)} of {leaves_text(len(leaves))} hold a lazy array"
+            raise UnsupportedCheckpointError(f"{count}, which v1 cannot stream: {fix}", leaf=lazy[0] or None)
         recorded = SavedLineage(directory.path, self.options.provenance, primary=self._is_primary())
-        args = TrainStateSave(tree, on_unsupported=self.options.on_unsupported)
+        args = TrainStateSave(saved, on_unsupported=self.options.on_unsupported)
+        types = _StoredTypes(self._orbax, [leaf for _, leaf in leaves])
         in_directories = writes_directories(self._context)
-        prepared = prepare(args, recorded.lineage, GlobalTypeHandlers(), deferred=True, in_directories=in_directories)
+        prepared = prepare(args, recorded.lineage, types, deferred=True, in_directories=in_directories)
         recorded.remember()
         return prepared
 
@@ -136,6 +142,33 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
         """Whether it is loaded by a plan; Orbax's own handler loads into all other trees."""
         return isinstance(abstract_checkpointable, AbstractTrainState) or is_train_state(abstract_checkpointable)
+
+
+class AnyTreeHandler(V1TrainStateHandler):
+    """Claims trees that no handler can save, too; `orbax_t5x.v1.context` has Orbax ask it after all others.
+
+    Orbax itself says of such a tree that there is no handler for it. Here the error names the leaves that cannot be
+    stored, or they are left out.
+    """
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether it is a tree of leaves of any type, and no leaf itself."""
+        try:
+            is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(checkpointable))
+        except Exception:  # of a stranger's class, or of keys that cannot be sorted
+            return False
+        return not is_leaf or isinstance(checkpointable, LazyArray)
+
+
+class _StoredTypes:
+    """For which types of leaves Orbax's handler for trees has a handler, told as by a table of type handlers."""
+
+    def __init__(self, orbax: v1.handlers.PyTreeHandler, leaves: Sequence[Any]):
+        one_of = {type(leaf): leaf for leaf in leaves}
+        self._stored = {cls: orbax.is_handleable(leaf) for cls, leaf in one_of.items()}
+
+    def has(self, cls: type) -> bool:
+        return self._stored[cls]
 
 
 class _Loaded:
