@@ -431,11 +431,36 @@ def test_options_of_the_numpy_handler_are_kept(tmp_path):
         ((), {"memory_limit_bytes": 0}, ValueError, "at least 1"),
         ((), {"progress": "foo"}, ValueError, "'bar'"),
         ((), {"active_processes": set()}, ValueError, "None stands for all"),
+        ((), {"active_processes": {-1}}, ValueError, "has -1; processes are numbered from 0"),
+        ((), {"active_processes": 0}, TypeError, r"such as {0, 1}, not 0$"),
+        ((), {"active_processes": "0"}, TypeError, r"not '0'$"),
+        ((), {"active_processes": {True}}, TypeError, r"not {True}$"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, keywords, error, said):
     with pytest.raises(error, match=said):
         ot.register_type_handlers(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("processes", [{1}, [0, 5], {np.int64(1)}])
+@pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
+def test_a_share_of_a_process_that_is_not_there_is_refused(tmp_path, processes, kind):
+    """Nobody would write it, and the save would end without an error."""
+    tree = {"lazy": ot.LazyThreadPoolArray((3,), np.float32, lambda: np.ones(3, np.float32)), "numpy": np.ones(3)}
+    said = "and the last process is number 0"
+    stock = ocp.PyTreeCheckpointHandler()
+    with ot.register_type_handlers(active_processes=processes), kind(stock) as checkpointer:
+        with pytest.raises(ValueError, match=said):
+            checkpointer.save(tmp_path / "stock", args=ocp.args.PyTreeSave(tree))
+            if isinstance(checkpointer, ocp.AsyncCheckpointer):
+                checkpointer.wait_until_finished()
+        checkpointer.save(tmp_path / "numpy", args=ocp.args.PyTreeSave({"numpy": np.ones(3)}))
+    options = ocp.options.MultiprocessingOptions(active_processes=set(processes), barrier_sync_key_prefix="absent")
+    with kind(ot.TrainStateHandler(multiprocessing_options=options)) as checkpointer:
+        with pytest.raises(ValueError, match=said):
+            checkpointer.save(tmp_path / "ours", args=ot.args.TrainStateSave(tree))
+    assert not (tmp_path / "stock").exists() and not list(tmp_path.glob("ours*"))
+    assert (tmp_path / "numpy" / "_METADATA").exists()
 
 
 # -- beside our own handler

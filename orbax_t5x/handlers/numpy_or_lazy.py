@@ -79,13 +79,14 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
     ) -> Sequence[Any]:
         """Starts writing; see `ocp.type_handlers.TypeHandler`.
 
-        Lazy arrays that Orbax cannot store are an `UnsupportedCheckpointError` of what it returns. Raised here, it
-        could leave a manager that saves in the background waiting for the directories of the save.
+        Lazy arrays that Orbax cannot store are an `UnsupportedCheckpointError` of what it returns, and active processes
+        that are not there a ValueError. Raised here, these could leave a manager that saves in the background waiting
+        for the directories of the save.
         """
         args = args or [ocp.SaveArgs()] * len(values)
         try:
             ready = self._ready(values, infos, args)
-        except UnsupportedCheckpointError as error:
+        except ValueError as error:
             return [CommitFuture(_fail(error), name="orbax_t5x_refused")]
         futures: list[Any] = []
         for handler, is_streamed in ((self._streamed, True), (self.below, False)):
@@ -100,6 +101,8 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         lazy = [(_name(info), value) for value, info in zip(values, infos, strict=True) if isinstance(value, LazyArray)]
         check_leaves([name for name, _ in lazy], [value for _, value in lazy], GlobalTypeHandlers(), skip=False)
         writer = (self.settings[-1] if self.settings else LazySaving()).writer()
+        if lazy:
+            writer.check_processes()
         return [_ready(value, _name(info), arg, writer) for value, info, arg in zip(values, infos, args, strict=True)]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
@@ -124,7 +127,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         return [found[at] for at in range(len(infos))]
 
 
-async def _fail(error: UnsupportedCheckpointError) -> None:
+async def _fail(error: ValueError) -> None:
     raise error
 
 

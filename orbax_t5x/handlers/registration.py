@@ -82,18 +82,17 @@ def register_type_handlers(
       progress: called as `progress(done_bytes, total_bytes, leaf)` while lazy arrays are saved, from one thread at a
         time; "bar" shows a bar on a terminal.
       active_processes: the processes that save, where `ocp.options.MultiprocessingOptions` says that not all do: the
-        chunks are shared by them. A type handler is not told.
+        chunks are shared by them. A type handler is not told. One that there is not makes saves a ValueError.
 
     Returns:
       What undoes it, by `undo()` or at the end of a `with` block.
 
     Raises:
-      TypeError: `registry` is no table of type handlers.
-      ValueError: it has no handler for NumPy arrays; a limit below one byte, an unknown `progress`, or no process.
+      TypeError: `registry` is no table of type handlers, or `active_processes` are no numbers.
+      ValueError: it has no handler for NumPy arrays; a limit below one byte, an unknown `progress`, no process, or a
+        number below 0.
     """
     table = _table(registry)
-    if active_processes is not None and not active_processes:
-        raise ValueError("active_processes is empty: nobody would save; None stands for all processes")
     saving = LazySaving(memory_limit_bytes, progress, active_processes)
     saving.writer()  # says what is wrong with the settings
     with _lock:

@@ -82,6 +82,7 @@ def prepare(
     Raises:
       UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
       TypeError: `transforms` holds no transforms.
+      ValueError: lazy leaves are to be shared by processes that are not there.
       RestorePlanError: transforms that do not fit, a `dtype` that applies to nothing, or names with which the tree
         could not be opened.
     """
@@ -99,6 +100,8 @@ def prepare(
         _SKIPPED if name in skipped else _ready(leaf, name, option, writer)
         for name, leaf, option in zip(names, leaves, options, strict=True)
     ]
+    if any(isinstance(leaf, StreamedLeaf) for leaf in ready):
+        writer.check_processes()
     # A streamed leaf is cast already.
     save_args = [
         dataclasses.replace(option, dtype=None) if isinstance(leaf, StreamedLeaf) else option

@@ -107,6 +107,7 @@ class ChunkWriter:
         if limit < 1:
             raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
         check_progress(progress)
+        _check_numbers(processes)
         self.deferred = deferred
         self.held: dict[Leaf, Leaf] = {}
         self._sums = sums
@@ -114,6 +115,22 @@ class ChunkWriter:
         self._limit = limit
         self._progress: Progress | None = progress
         self._jobs: list[Job] = []
+
+    def check_processes(self) -> None:
+        """Refuses processes that are not there: their share of the chunks would be written by nobody.
+
+        Not when the writer is made: JAX may still have to be told how many processes there are.
+
+        Raises:
+          ValueError: naming them.
+        """
+        count = jax.process_count()
+        unknown = sorted(process for process in self._processes or () if process >= count)
+        if unknown:
+            raise ValueError(
+                f"active_processes has {', '.join(map(str, unknown))}, and the last process is number {count - 1}: "
+                "nobody would write their share"
+            )
 
     def defer(self, jobs: Sequence[Job]) -> None:
         """Keeps jobs for `run_deferred`."""
@@ -161,6 +178,20 @@ class ChunkWriter:
             # Chunks of the source may be larger than what is asked for.
             limit, unit = min(limit, wishes.nbytes), None
         return choose_chunk(view.shape, view.dtype.itemsize, limit, unit, cut_first=wishes.cut_first)
+
+
+def _check_numbers(processes: Any) -> None:
+    """Refuses what are no numbers of processes; None stands for all."""
+    if processes is None:
+        return
+    numbers = processes if isinstance(processes, Collection) else [processes]
+    known = [isinstance(number, int | np.integer) and not isinstance(number, bool) for number in numbers]
+    if not isinstance(processes, Collection) or not all(known):
+        raise TypeError(f"active_processes are numbers of processes, such as {{0, 1}}, not {processes!r}")
+    if not processes:
+        raise ValueError("active_processes is empty: nobody would save; None stands for all processes")
+    if min(processes) < 0:
+        raise ValueError(f"active_processes has {min(processes)}; processes are numbered from 0")
 
 
 def own_context(limit: int) -> ts.Context:
