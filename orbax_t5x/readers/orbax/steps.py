@@ -135,16 +135,23 @@ def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[st
 def is_step_directory(directory: str) -> bool:
     """Whether a directory is one step, by Orbax's marker or by its items.
 
-    Without the marker (early Orbax), items that all have names of steps make it a root of trees that were saved without
-    items, unless its own name is that of a step too.
+    Without the marker (early Orbax), a directory with finished steps in it is a root, whatever else lies there. Where
+    its own name is that of a step too, an item that has such a name is an item, unless it was saved by itself and the
+    directory's name can mean something else (`run_2024`).
     """
     if is_file(directory, STEP_METADATA_FILE):
         return True
     if is_url(directory) and (has_known_names(directory) or not can_list(directory)):
         return False
     items = item_names(directory)
-    own = step_of_name(os.path.basename(directory))
-    return bool(items) and (own is not None or any(step_of_name(name) is None for name in items))
+    own_name = os.path.basename(directory)
+
+    def is_own_item(name: str) -> bool:
+        if name not in items or step_of_name(own_name) is None:
+            return False
+        return own_name.isdecimal() or not is_file(os.path.join(directory, name), STEP_METADATA_FILE)
+
+    return bool(items) and all(is_own_item(step.name) for step in finished_steps(directory))
 
 
 def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
