@@ -134,7 +134,7 @@ def convert_for(
         asking = Asking("convert", agreement.records)
         plan = _plan(source, target, transforms, options, writing.on_unsupported, asking, stack)
         for checkpoint in plan.checkpoints.values():
-            check_apart(path, checkpoint.path)
+            check_apart(path, checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
         callback = None if on_progress is None else _Callback(on_progress)
         try:
@@ -239,7 +239,7 @@ def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
         (leaf,) = view.leaves()
         error = leaf.error
         leaves[name] = _UnreadableLeaf(name, error) if isinstance(error, UnsupportedCheckpointError) else leaf
-    return Checkpoint(
+    replaced = Checkpoint(
         path=checkpoint.path,
         format=checkpoint.format,
         step=checkpoint.step,
@@ -248,3 +248,5 @@ def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
         metadata=checkpoint.metadata,
         index_bytes=checkpoint.index_bytes,
     )
+    replaced.given_path = checkpoint.given_path
+    return replaced

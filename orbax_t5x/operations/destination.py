@@ -9,6 +9,9 @@ from pathlib import Path
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.operations.replaceable import why_not_replaceable
 from orbax_t5x.operations.writing import WriteOptions
+from orbax_t5x.readers import Checkpoint
+from orbax_t5x.readers.detect.probe import is_file
+from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
 from orbax_t5x.storage.paths import url_scheme
 
 
@@ -42,15 +45,36 @@ def check_destination(target: Path, writing: WriteOptions) -> None:
         raise _exists(target, f"{reason}, so it is not replaced; remove it yourself or choose another name")
 
 
-def check_apart(target: Path, source: str) -> None:
-    """Replacing a directory that the source lies in would delete the source; one inside of it would change it."""
-    resolved, real_source = target.resolve(), Path(source).resolve()
+def check_apart(target: Path, source: Checkpoint) -> None:
+    """Refuses a destination that would delete the source, or change what it is.
+
+    What lies in the source's directory, or in a step or a root that the source was opened by, belongs to that. A step
+    beside the source's may become the newest of their root.
+
+    Raises:
+      CheckpointIOError: naming the destination.
+    """
+    resolved, real_source = target.resolve(), Path(source.path).resolve()
     if os.path.lexists(target) and resolved in real_source.parents:
-        raise _exists(target, f"holds the source {source!r}, so it is not replaced; choose another destination")
-    if real_source in resolved.parents:
-        raise CheckpointIOError(
-            f"lies inside the source {source!r}; choose another destination", path=target, errno=errno.EINVAL
-        )
+        raise _exists(target, f"holds the source {source.path!r}, so it is not replaced; choose another destination")
+    step = _step_directory(source, real_source)
+    given = Path(source.given_path).resolve()
+    for place in (real_source, given) if step is None else (real_source, given, step):
+        if place in resolved.parents and resolved not in (real_source, step):
+            raise _inside(target, f"lies inside the source {str(place)!r}; choose a destination outside of it")
+    is_new_step = step_of_name(resolved.name) is not None and not os.path.lexists(resolved)
+    if step is not None and step.parent == resolved.parent and is_new_step:
+        raise _inside(target, f"would be a step beside the source {str(step)!r}; choose a name that ends in no number")
+
+
+def _step_directory(source: Checkpoint, path: Path) -> Path | None:
+    """The directory of the step that the source is, or is an item of; None where it is neither."""
+    if source.format not in ("orbax", "t5x") or source.step is None:
+        return None
+    if is_file(str(path.parent), STEP_METADATA_FILE):
+        return path.parent
+    places = (place for place in (path, path.parent) if place.is_dir())
+    return next((place for place in places if step_of_name(place.name) == source.step), None)
 
 
 def make_parents(parent: Path) -> list[Path]:
@@ -64,6 +88,10 @@ def make_parents(parent: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointIOError(f"the directory could not be made: {error}", path=parent, errno=error.errno) from error
     return made
+
+
+def _inside(target: Path, message: str) -> CheckpointIOError:
+    return CheckpointIOError(message, path=target, errno=errno.EINVAL)
 
 
 def _exists(target: Path, message: str) -> CheckpointIOError:

@@ -40,6 +40,7 @@ class Checkpoint:
 
     Attributes:
       path: what was opened, resolved.
+      given_path: what the caller named: `path`, or a directory above it, such as a root with steps.
       format: "tf_bundle", "t5x", "orbax", "flax_msgpack" or "safetensors".
       step: the training step that the name tells, or None; never read from an array.
       metadata: what the format records about itself.
@@ -67,6 +68,7 @@ class Checkpoint:
             release itself when neither this object nor a leaf refers to it any more.
         """
         self.path = path
+        self.given_path = path
         self.format = format
         self.step = step
         self.metadata: dict[str, Any] = dict(metadata or {})

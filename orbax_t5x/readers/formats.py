@@ -53,7 +53,9 @@ def open_checkpoint(
     check_limits(limits)
     limits = limits if limits is not None else Limits()
     with remote_session(limits):
-        return _open_path(text, format, item, limits)
+        checkpoint = _open_path(text, format, item, limits)
+    checkpoint.given_path = text
+    return checkpoint
 
 
 def _open_path(text: str, format: str | None, item: str | None, limits: Limits) -> Checkpoint:
