@@ -244,10 +244,21 @@ def transformed(folder):
         "count": 0,
         "small": jax.ShapeDtypeStruct((4,), np.float32, sharding=whole),
         "new": jax.ShapeDtypeStruct((8,), np.float32, sharding=rows),
+        "given": jax.ShapeDtypeStruct((8,), np.float32, sharding=rows),
+        "host": np.zeros(2),
+        "long": np.zeros(2, np.int64),
+        "step": jax.ShapeDtypeStruct((), np.int32, sharding=whole),
     }
 
     def initialize():
-        return {"small": jax.numpy.full(4, 2.5), "new": jax.numpy.arange(8.0)}
+        return {
+            "small": jax.numpy.full(4, 2.5),
+            "new": jax.numpy.arange(8.0),
+            "given": np.arange(8, dtype=np.float32),
+            "host": jax.numpy.full(2, 1.5),
+            "long": np.full(2, 2**40),
+            "step": np.int64(7),
+        }
 
     plan = ot.plan_restore(source, target, [stack, rename, cast, pad], fallback=initialize, strict=False)
     before = file_bytes()
@@ -260,6 +271,10 @@ def transformed(folder):
         "key": key_data,
         "small": np.array([*arrays["small"], 2.5], np.float32),
         "new": np.arange(8, dtype=np.float32),
+        "given": np.arange(8, dtype=np.float32),
+        "host": np.full(2, 1.5),
+        "long": np.full(2, 2**40),
+        "step": np.int32(7),
     }
     count = state.pop("count")
     assert type(count) is int and count == int(arrays["count"])
