@@ -1,5 +1,7 @@
 """A target or a checkpoint that is an array alone, which has no name."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,9 @@ from orbax.checkpoint.experimental import v1
 
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.operations.work_directory import WorkDirectory
+from orbax_t5x.operations.write_orbax import OrbaxFormat
+from orbax_t5x.trees.flat import flatten
 
 VALUES = np.arange(4, dtype=np.float32)
 ALONE = jax.ShapeDtypeStruct((4,), np.float32)
@@ -102,3 +107,60 @@ def test_auto_between_an_array_alone_and_names_is_a_problem(named, alone):
         with ot.open_checkpoint(path) as checkpoint, pytest.raises(RestorePlanError, match="no rule pack leads from"):
             ot.rules.infer(checkpoint, target)
     np.testing.assert_array_equal(ot.restore(alone, ALONE, "auto"), VALUES)
+
+
+# -- kept alone
+
+
+def test_an_array_alone_is_in_the_tree_of_a_checkpoint(alone):
+    with ot.open_checkpoint(alone) as checkpoint:
+        assert flatten(checkpoint.tree()) == dict(checkpoint.leaves)
+        np.testing.assert_array_equal(checkpoint.tree()[""], VALUES)
+
+
+@pytest.mark.parametrize("transforms", [(), ot.transforms.Cast("", "float64")], ids=["as it is", "cast"])
+def test_a_conversion_of_an_array_alone_is_one(alone, tmp_path, transforms):
+    report = ot.convert(alone, tmp_path / "converted", transforms)
+    assert report.leaves == 1
+    for read in (ocp.PyTreeCheckpointer().restore, lambda path: ot.restore(path, np.zeros(4))):
+        np.testing.assert_array_equal(read(tmp_path / "converted"), VALUES)
+    assert ot.verify(tmp_path / "converted").status == "ok"
+    assert ot.diff(alone, tmp_path / "converted", transforms).equal
+
+
+def test_a_killed_conversion_of_an_array_alone_is_gone_on_with(alone, tmp_path, monkeypatch):
+    """What stands is found under the keys that an array without a name has in a database."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OrbaxFormat, "finish", killed)
+        patch.setattr(WorkDirectory, "__exit__", lambda work, *exception: os.close(work._lock))
+        with pytest.raises(KeyboardInterrupt):
+            ot.convert(alone, tmp_path / "converted")
+    assert ot.convert(alone, tmp_path / "converted").kept_bytes == VALUES.nbytes
+    np.testing.assert_array_equal(ocp.PyTreeCheckpointer().restore(tmp_path / "converted"), VALUES)
+
+
+def test_an_array_alone_that_is_transformed_while_saving_is_saved_alone(tmp_path):
+    args = ot.args.TrainStateSave(jnp.asarray(VALUES), transforms=[ot.transforms.Cast("", "bfloat16")])
+    ocp.Checkpointer(ot.TrainStateHandler()).save(tmp_path / "saved", args=args)
+    for read in (ocp.PyTreeCheckpointer().restore, lambda path: ot.restore(path, jnp.zeros(4, jnp.bfloat16))):
+        got = read(tmp_path / "saved")
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(got, VALUES.astype(jnp.bfloat16))
+
+
+def test_an_array_alone_among_several_sources_has_its_sources_name(alone, named):
+    got = ot.restore({"x": alone, "y": named}, {"x": ALONE, "y": {"w": ALONE}})
+    np.testing.assert_array_equal(got["x"], VALUES)
+    np.testing.assert_array_equal(got["y"]["w"], VALUES)
+    own = {"x": ot.Source(alone, ot.transforms.Cast("", "float64")), "y": named}
+    plan = ot.plan_restore(own, {"x": np.zeros(4), "y": {"w": ALONE}})
+    assert str(alone) in plan.explain("x") and plan.execute()["x"].dtype == np.float64
+    renamed = {"x": ot.Source(alone, ot.transforms.Rename([("", "v")])), "y": named}
+    assert sorted(flatten(ot.restore(renamed, None))) == ["x/v", "y/w"]
+    with pytest.raises(RestorePlanError, match="source 'x'") as caught:
+        ot.restore({"x": ot.Source(alone, ot.transforms.Transpose("", (1,))), "y": named}, None)
+    assert caught.value.problems[0].leaf == "x"

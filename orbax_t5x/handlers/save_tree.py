@@ -33,7 +33,7 @@ from orbax_t5x.restoring.targets import flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.dtypes import kind_of
-from orbax_t5x.trees.flat import unflatten
+from orbax_t5x.trees.flat import tree_of, unflatten
 from orbax_t5x.trees.named_leaves import is_train_state
 from orbax_t5x.trees.pytree_names import leaf_name
 
@@ -132,7 +132,7 @@ def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
     if diagnostics.problems:
         raise diagnostics.error()
     parameters = {name for name, leaf in flattened.leaves.items() if leaf.is_param and leaf.is_variable}
-    return unflatten(flat), {name for name in flat if diagnostics.origin_of.get(name, name) in parameters}
+    return tree_of(unflatten(flat)), {name for name in flat if diagnostics.origin_of.get(name, name) in parameters}
 
 
 # -- dtypes

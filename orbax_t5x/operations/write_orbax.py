@@ -39,7 +39,7 @@ from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.trees.flat import unflatten
+from orbax_t5x.trees.flat import tree_of, unflatten
 from orbax_t5x.trees.pytree_names import leaf_name
 
 # Orbax walks its trees by recursion, and opening refuses deeper names.
@@ -55,7 +55,7 @@ class OrbaxFormat:
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         tree = _tree(plan)
-        if not tree:
+        if isinstance(tree, Mapping) and not tree:
             raise nothing_to_write(plan)
         args = TrainStateSave(
             tree,
@@ -223,10 +223,13 @@ def _database(number: int) -> str:
 
 def _keys(pieces: set[PlannedPiece]) -> set[str]:
     """The keys of pieces, and of their arrays' metadata, in a database."""
-    keys = {f"{piece.array.key}/.zarray" for piece in pieces}
+    keys: set[str] = set()
     for piece in pieces:
+        # An array that stands alone has no key.
+        below = f"{piece.array.key}/" if piece.array.key else ""
+        keys.add(f"{below}.zarray")
         indices = [start // size for (start, _), size in zip(piece.box, piece.array.chunk, strict=True)]
-        keys.add(f"{piece.array.key}/{'.'.join(map(str, indices)) or '0'}")
+        keys.add(f"{below}{'.'.join(map(str, indices)) or '0'}")
     return keys
 
 
@@ -238,8 +241,11 @@ def _arrays(prepared: Prepared) -> Iterator[PlannedArray]:
             yield PlannedArray(leaf.name, key, leaf.view, leaf.writer.chunk_of(leaf.view, leaf.chunks))
 
 
-def _tree(plan: RestorePlan) -> dict[str, Any]:
-    """The planned views as nested dicts. A TF bundle may have `a` and `a/b`: the longer name then stays joined."""
+def _tree(plan: RestorePlan) -> Any:
+    """The planned views as nested dicts, or the one view that stands alone.
+
+    A TF bundle may have `a` and `a/b`: the longer name then stays joined.
+    """
     views = {entry.name: entry.view for entry in plan.entries}
     for name in views:
         if name.count("/") >= _MOST_LEVELS:
@@ -248,6 +254,7 @@ def _tree(plan: RestorePlan) -> dict[str, Any]:
                 "that they can be opened again"
             )
     try:
-        return plan.target.rebuild(views)
+        tree = plan.target.rebuild(views)
     except ValueError:
-        return unflatten(views, join_clashes=True)
+        tree = unflatten(views, join_clashes=True)
+    return tree_of(tree) if plan.target.kind == "everything" else tree

@@ -88,12 +88,16 @@ class Checkpoint:
         return MappingProxyType(self._empties)
 
     def tree(self) -> dict[str, Any]:
-        """The leaves as a nested dict, with None, empty containers and `...` in their places."""
+        """The leaves as a nested dict, with None, empty containers and `...` in their places.
+
+        An array that was saved alone stands under the empty name, as in `leaves`.
+        """
         root: dict[str, Any] = {}
-        for name, value in (*self._leaves.items(), *self._empties.items()):
-            if not name:
-                continue
+        for name, value in self._leaves.items():
             _insert(root, name, value)
+        for name, value in self._empties.items():
+            if name:  # the whole may be empty
+                _insert(root, name, value)
         return root
 
     def close(self) -> None:

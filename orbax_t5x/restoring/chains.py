@@ -21,7 +21,7 @@ from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
-from orbax_t5x.trees.flat import FlatState
+from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
 _logger = logging.getLogger(__name__)
@@ -58,25 +58,26 @@ class OneSource(Transform):
         """See `Transform.only_selects`."""
         return all(getattr(step, "only_selects", False) is True for step in self.steps)
 
+    def _place(self, name: str) -> str:
+        """The name of one of its leaves among those of all sources."""
+        return prefixed(self.source, name)
+
     def own(self, state: FlatState) -> dict[str, Any]:
         """The source's leaves, by its own names."""
-        start = f"{self.source}/"
-        return {
-            name.removeprefix(start): value
-            for name, value in state.items()
-            if name.startswith(start) and name.removeprefix(start) in self._names
-        }
+        names = {self._place(name): name for name in self._names}
+        return {names[name]: value for name, value in state.items() if name in names}
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        start, own = f"{self.source}/", self.own(state)
+        own = self.own(state)
+        taken = {self._place(name) for name in own}
         found = Diagnostics(warns_of_unused=diagnostics.warns_of_unused)
         transformed = run_transforms(self.steps, own, target, is_resuming=False, diagnostics=found)
         result = NewState(diagnostics)
         # In the place of the source's first leaf: the order of leaves is that of the sources.
-        pending = {start + name: value for name, value in transformed.items()}
+        pending = {self._place(name): value for name, value in transformed.items()}
         for name, value in state.items():
-            if name.startswith(start) and name.removeprefix(start) in own:
+            if name in taken:
                 for new, leaf in pending.items():
                     result.put(new, leaf, new)
                 pending = {}
@@ -84,16 +85,18 @@ class OneSource(Transform):
                 result.put(name, value, name)
         for new, leaf in pending.items():
             result.put(new, leaf, new)
-        diagnostics.rule_for.update({start + name: rule for name, rule in found.rule_for.items()})
-        diagnostics.origin_of.update({start + name: start + origin for name, origin in found.origin_of.items()})
-        diagnostics.fidelity.update({start + name: fidelity for name, fidelity in found.fidelity.items()})
-        diagnostics.explained.update(start + name for name in found.explained)
+        diagnostics.rule_for.update({self._place(name): rule for name, rule in found.rule_for.items()})
+        diagnostics.origin_of.update(
+            {self._place(name): self._place(origin) for name, origin in found.origin_of.items()}
+        )
+        diagnostics.fidelity.update({self._place(name): fidelity for name, fidelity in found.fidelity.items()})
+        diagnostics.explained.update(map(self._place, found.explained))
         diagnostics.raised.extend(found.raised)
         diagnostics.warnings.extend(f"source {self.source!r}: {warning}" for warning in found.warnings)
         diagnostics.problems.extend(
             dataclasses.replace(
                 problem,
-                leaf=None if problem.leaf is None else start + problem.leaf,
+                leaf=None if problem.leaf is None else self._place(problem.leaf),
                 message=f"source {self.source!r}: {problem.message}",
             )
             for problem in found.problems

@@ -21,6 +21,7 @@ from orbax_t5x.restoring.source_leaves import source_leaves
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.trees.flat import prefixed
 
 _SAVED_WHOLE = "_optimizer/"
 _AXES = ("params_axes/", "flax_mutables_axes/")
@@ -152,9 +153,9 @@ def _everything(
     """The target of a restore without one: all leaves as NumPy; None, empty containers and `...` in their places."""
     empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
     for prefix, checkpoint in checkpoints.items():
-        start = f"{prefix}/" if prefix else ""
-        found = {start + name: empty for name, empty in checkpoint.empties.items()}
-        empties |= _still_there(found, [start + name for name in checkpoint.leaves], state) if transforms else found
+        found = {prefixed(prefix, name): empty for name, empty in checkpoint.empties.items()}
+        stored = [prefixed(prefix, name) for name in checkpoint.leaves]
+        empties |= _still_there(found, stored, state) if transforms else found
     base = flatten_target(None)
     leaves = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
 

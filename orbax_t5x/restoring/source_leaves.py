@@ -7,6 +7,7 @@ from typing import Any
 
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.trees.flat import prefixed
 
 
 def source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostics) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostic
     prefix_of: dict[str, str] = {}
     for prefix, checkpoint in checkpoints.items():
         for short, value in _leaves_of(checkpoint).items():
-            name = f"{prefix}/{short}"
+            name = prefixed(prefix, short)
             if name in source:
                 diagnostics.problem(
                     "duplicate",

@@ -110,6 +110,16 @@ def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
     return root
 
 
+def tree_of(tree: dict[str, Any]) -> Any:
+    """A nested dict as what was saved: an array that stands alone has an empty name, and is no dict."""
+    return tree[""] if tree.keys() == {""} else tree
+
+
+def prefixed(prefix: str, name: str) -> str:
+    """A leaf's name below a prefix; for an array that stands alone, whose name is empty, the prefix itself."""
+    return f"{prefix}/{name}" if prefix and name else prefix or name
+
+
 def _first_below(flat: FlatState, name: str) -> str:
     return next((other for other in flat if other.startswith(f"{name}/")), name)
 

@@ -13,6 +13,7 @@ from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
 from orbax_t5x.transforms.patterns.closest import closest_names
 from orbax_t5x.trees.dtypes import conversion
+from orbax_t5x.trees.flat import prefixed
 
 # Boxes and sources listed for one leaf.
 _SHOWN_BOXES = 8
@@ -110,7 +111,7 @@ def _box_text(box: Box) -> str:
 def _stored(plan: PlanData) -> dict[str, Any]:
     """All leaves of the checkpoints by the names that the plan uses."""
     return {
-        (f"{prefix}/{name}" if prefix else name): view
+        prefixed(prefix, name): view
         for prefix, checkpoint in plan.checkpoints.items()
         for name, view in checkpoint.leaves.items()
     }
@@ -118,7 +119,7 @@ def _stored(plan: PlanData) -> dict[str, Any]:
 
 def _path_of(plan: PlanData, name: str) -> str:
     for prefix, checkpoint in plan.checkpoints.items():
-        if not prefix or name.startswith(f"{prefix}/"):
+        if not prefix or name == prefix or name.startswith(f"{prefix}/"):
             return checkpoint.path
     return ""
 
