@@ -301,6 +301,38 @@ def test_names_that_orbax_would_join_to_one_are_an_error(tmp_path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("leaf", "said", "may_be_skipped"),
+    [
+        (np.zeros((0, 2)), "no elements", True),
+        (10**400, "'x' is an integer that does not fit into 64 bits", False),
+        (-(2**63) - 1, "does not fit into 64 bits", False),
+        (object(), "is a object", False),
+    ],
+)
+def test_only_what_may_be_skipped_is_said_to_be(tmp_path, leaf, said, may_be_skipped):
+    with pytest.raises(UnsupportedCheckpointError, match=said) as raised:
+        save(tmp_path / "c", {"x": leaf, "w": np.ones(2)})
+    assert ('on_unsupported="skip"' in str(raised.value)) == may_be_skipped
+    with pytest.raises(UnsupportedCheckpointError, match=said) as raised:
+        save(tmp_path / "c", {"x": leaf})
+    assert "on_unsupported" not in str(raised.value)
+
+
+@pytest.mark.parametrize("given", ["x", 3, [{"source": "/data"}], {"source": "/data"}])
+def test_what_is_no_provenance_is_no_damage(tmp_path, given):
+    with pytest.raises(ValueError, match=r"^provenance=.* pass plan\.provenance of a restore, or \(\)") as raised:
+        save(tmp_path / "c", {"w": np.ones(2)}, provenance=given)
+    assert not isinstance(raised.value, ot.errors.CheckpointError)
+    with pytest.raises(ValueError, match=r"pass plan\.provenance"):
+        ot.v1.context(provenance=given)
+
+
+def test_a_memory_limit_is_a_number(tmp_path):
+    with pytest.raises(TypeError, match="a number of bytes, such as 1 << 30, not '1G'"):
+        save(tmp_path / "c", {"w": np.ones(2)}, memory_limit_bytes="1G")
+
+
 def test_skipped_leaves_are_left_out_and_recorded(tmp_path):
     state = {
         "a": {"zero": np.zeros((0, 4), np.float32), "kept": np.ones(2)},

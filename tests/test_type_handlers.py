@@ -205,8 +205,9 @@ def test_128_mib_under_a_limit_of_16_mib(tmp_path):
 )
 def test_lazy_leaves_that_orbax_cannot_store_are_named(tmp_path, registered, leaf, said):
     with pytest.raises(UnsupportedCheckpointError, match=said) as caught:
-        save(tmp_path / "item", {"good": np.ones(2), "bad": {"leaf": leaf()}})
+        save(tmp_path / "item", {"good": as_view(AwaitedLeaf("w", np.ones(2))), "bad": {"leaf": leaf()}})
     assert caught.value.leaf == "bad/leaf" and not (tmp_path / "item").exists()
+    assert "on_unsupported" not in str(caught.value)  # Orbax's own arguments have none
 
 
 def test_a_manager_goes_on_after_a_leaf_that_cannot_be_stored(tmp_path, registered):
@@ -429,6 +430,7 @@ def test_options_of_the_numpy_handler_are_kept(tmp_path):
         ((np.ndarray,), {}, TypeError, "a table of type handlers is wanted"),
         ((known.create_type_handler_registry((int, known.ScalarHandler())),), {}, ValueError, r"registry\.add\("),
         ((), {"memory_limit_bytes": 0}, ValueError, "at least 1"),
+        ((), {"memory_limit_bytes": "1G"}, TypeError, "not '1G'"),
         ((), {"progress": "foo"}, ValueError, "'bar'"),
         ((), {"active_processes": set()}, ValueError, "None stands for all"),
         ((), {"active_processes": {-1}}, ValueError, "has -1; processes are numbered from 0"),

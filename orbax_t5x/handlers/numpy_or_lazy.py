@@ -99,7 +99,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
     def _ready(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs]) -> list[Any]:
         """Leaves as one of the two handlers takes them."""
         lazy = [(_name(info), value) for value, info in zip(values, infos, strict=True) if isinstance(value, LazyArray)]
-        check_leaves([name for name, _ in lazy], [value for _, value in lazy], GlobalTypeHandlers(), skip=False)
+        check_leaves([name for name, _ in lazy], [value for _, value in lazy], GlobalTypeHandlers(), skip=None)
         writer = (self.settings[-1] if self.settings else LazySaving()).writer()
         if lazy:
             writer.check_processes()

@@ -33,7 +33,7 @@ class SavedLineage:
           primary: whether this is the process that writes metadata.
         """
         place = step_item(directory) if primary else None
-        checked = None if given is None else records.checked_lineage(given)
+        checked = None if given is None else records.given_lineage(given)
         self._place = place
         self.lineage: records.Lineage = records.extended(None if place is None else _known(place), checked)
 

@@ -23,9 +23,16 @@ _SHOWN_LEAVES = 10
 
 
 def check_leaves(
-    names: Sequence[str], leaves: Sequence[Any], registry: Any, *, skip: bool
+    names: Sequence[str], leaves: Sequence[Any], registry: Any, *, skip: bool | None
 ) -> dict[str, tuple[Any, str]]:
-    """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped."""
+    """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped.
+
+    Args:
+      names: of the leaves.
+      leaves: of the tree.
+      registry: the type handlers that will write.
+      skip: whether arrays may be skipped; None where the save has no such option.
+    """
     reasons: dict[str, str] = {}
     skipped: dict[str, tuple[Any, str]] = {}
     has = functools.cache(registry.has)  # few types, many leaves
@@ -36,12 +43,13 @@ def check_leaves(
         reasons[name] = reason
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             skipped[name] = tuple(leaf.shape), str(leaf.dtype)
-        else:
-            skip = False
-    if not reasons or (skip and len(reasons) < len(names)):
+    may_be_skipped = len(skipped) == len(reasons) < len(names)
+    if not reasons or (skip and may_be_skipped):
         return skipped
     shown = listed([f"{name!r} {reason}" for name, reason in reasons.items()], _SHOWN_LEAVES, separator="; ")
-    fix = "" if skip else '; nothing was written. Leave them out of the tree, or pass on_unsupported="skip"'
+    fix = "" if skip else "; nothing was written. Leave them out of the tree"
+    if may_be_skipped and skip is False:
+        fix += ', or pass on_unsupported="skip"'
     first = next(iter(reasons))
     raise UnsupportedCheckpointError(
         f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}{fix}",
@@ -63,6 +71,8 @@ def _why_not(leaf: Any, has: Callable[[type], bool]) -> str | None:
         if not isinstance(leaf, bool | int | float | bytes):
             return None
         shape, dtype = (), np.asarray(leaf).dtype
+        if dtype.hasobject:
+            return "is an integer that does not fit into 64 bits"
     if 0 in shape:
         return f"has no elements (shape {tuple(shape)})"
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or storable(np.dtype(dtype)):

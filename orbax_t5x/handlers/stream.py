@@ -26,6 +26,7 @@ from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.storage.limits import check_memory_limit
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 _MIB = 1 << 20
@@ -103,9 +104,8 @@ class ChunkWriter:
           sums: where checksums go.
           processes: those that save together and share the chunks; None: all.
         """
+        check_memory_limit(memory_limit_bytes)
         limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
-        if limit < 1:
-            raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
         check_progress(progress)
         _check_numbers(processes)
         self.deferred = deferred

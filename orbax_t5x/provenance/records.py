@@ -164,6 +164,21 @@ def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None)
     return tuple(dict(entry) for entry in entries)
 
 
+def given_lineage(entries: Any) -> Lineage:
+    """The `provenance=` of a save.
+
+    Raises:
+      ValueError: it is no lineage.
+    """
+    try:
+        return checked_lineage(entries)
+    except CorruptCheckpointError:
+        shown = str(entries)[:200] if not isinstance(entries, str) else repr(entries[:200])
+        raise ValueError(
+            f"provenance={shown} is no lineage; pass plan.provenance of a restore, or () where nothing was applied"
+        ) from None
+
+
 def _is_unrecorded_form(entry: Mapping[str, Any]) -> bool:
     return dict(entry) == UNRECORDED
 

@@ -11,7 +11,7 @@ import orbax.checkpoint.experimental.v1 as v1
 
 from orbax_t5x.handlers.v1.handler import AnyTreeHandler, V1TrainStateHandler
 from orbax_t5x.handlers.v1.orbax_v1_names import recorded_type
-from orbax_t5x.provenance.records import checked_lineage
+from orbax_t5x.provenance.records import given_lineage
 
 
 def context(
@@ -53,7 +53,7 @@ def context(
             raise TypeError(f"checksums must be True or False, not {checksums!r}")
         given["checksums"] = checksums
     if provenance is not None:
-        given["provenance"] = checked_lineage(provenance)
+        given["provenance"] = given_lineage(provenance)
     if on_unsupported is not None:
         if on_unsupported not in ("error", "skip"):
             raise ValueError(f"on_unsupported must be 'error' or 'skip', not {on_unsupported!r}")
