@@ -142,3 +142,59 @@ def test_a_checksum_that_nobody_asked_for_is_not_said_to_be_missing(goldens):
         assert plan.report.verified == plan.report.unverified == plan.report.without_checksum == ()
         plan.execute()
         assert plan.report.verified == tuple(checkpoint.leaves) and plan.report.unverified == ()
+
+
+# -- what is no array, and text
+
+
+@pytest.mark.parametrize(
+    "value", [[np.ones(1), np.ones(2)], [[1], [1, 2]], object()], ids=["arrays", "lists", "object"]
+)
+def test_what_is_no_array_in_the_state_dict_is_a_problem(path, value):
+    def put(state, target):
+        return {"a": state["a"], "w": value}
+
+    for restore in (
+        lambda: ot.restore(path, None, put),
+        lambda: ot.restore(path, {**TARGET, "w": np.zeros(2)}, put),
+        lambda: ot.convert(path, path.parent / "converted", put),
+        lambda: ot.diff(path, path, put),
+    ):
+        with pytest.raises(ot.RestorePlanError, match=r"no array|not an array") as caught:
+            restore()
+        assert [(problem.kind, problem.leaf) for problem in caught.value.problems] == [("transform", "w")]
+        assert caught.value.path == str(path)
+
+
+def test_text_in_the_state_dict_comes_back_as_numpy(path):
+    got = ot.restore(path, None, lambda state, target: {"w": "x", "v": np.array(["y", "zz"])})
+    assert got["w"].item() == "x"
+    assert got["v"].tolist() == ["y", "zz"]
+
+
+def test_text_and_numbers_are_told_apart_without_proposing_a_cast(tmp_path):
+    tree = {"number": np.int64(3), "text": "three"}
+    ocp.PyTreeCheckpointer().save(tmp_path / "saved", tree)
+    swapped = {"number": "x", "text": np.int64(0)}
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.restore(tmp_path / "saved", swapped)
+    found = {problem.leaf: problem for problem in caught.value.problems}
+    assert {leaf: problem.kind for leaf, problem in found.items()} == {"number": "dtype", "text": "dtype"}
+    assert found["number"].message == "the checkpoint has dtype int64, the target text"
+    assert found["number"].fix == "give the target dtype int64 there"
+    assert found["text"].message == "the checkpoint has text, the target dtype int64"
+    assert found["text"].fix == "give the target text there, such as an empty str"
+    # Both fixes together are the tree that was saved.
+    assert ot.restore(tmp_path / "saved", {"number": np.int64(0), "text": ""}) == tree
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.restore(tmp_path / "saved", {**tree, "new": "x"}, fallback={"new": np.int64(3)})
+    assert [problem.fix for problem in caught.value.problems] == ["give the fallback text there"]
+
+
+def test_auto_that_finds_nothing_names_the_checkpoint(goldens, path):
+    bundle = goldens / "tf_bundle" / "t5_1_1_f32"
+    for target in ({"q": jax.ShapeDtypeStruct((3,), np.float32)}, None):
+        for source in (bundle, {"one": ot.Source(bundle, "auto"), "two": path}):
+            with pytest.raises(ot.RestorePlanError, match="transforms='auto'") as caught:
+                ot.plan_restore(source, target, "auto" if source is bundle else ())
+            assert str(bundle) in str(caught.value.path)

@@ -175,7 +175,7 @@ def _call_of(name: str) -> str | None:
 
 
 def written_out(
-    transforms: Iterable[AnyTransform], source: FlatState, target: Mapping[str, Any]
+    transforms: Iterable[AnyTransform], source: FlatState, target: Mapping[str, Any], path: str | None
 ) -> tuple[AnyTransform, ...]:
     """The chain with what `"auto"` stands for.
 
@@ -183,6 +183,7 @@ def written_out(
       transforms: in order.
       source: leaves by name.
       target: the target's leaves by name.
+      path: of the checkpoints, for errors.
 
     Raises:
       RestorePlanError: no rule pack leads from the source to the target, or there is no target.
@@ -191,20 +192,20 @@ def written_out(
     for transform in transforms:
         if isinstance(transform, FoundRules):
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=Diagnostics())
-            chain.extend(_found(before, target))
+            chain.extend(_found(before, target, path))
         elif isinstance(transform, OneSource):
-            steps = written_out(transform.steps, transform.own(source), target)
+            steps = written_out(transform.steps, transform.own(source), target, path)
             chain.extend([dataclasses.replace(transform, steps=steps)] if steps else [])
         else:
             chain.append(transform)
     return tuple(chain)
 
 
-def _found(source: FlatState, target: Mapping[str, Any]) -> tuple[Transform, ...]:
+def _found(source: FlatState, target: Mapping[str, Any], path: str | None) -> tuple[Transform, ...]:
     if not target:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
         fix = "pass the target, or the rules: a pack of ot.rules, or transforms of ot.transforms"
-        raise RestorePlanError([Problem("rule", None, what, fix)])
+        raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
     try:
         pack = infer({name: leaf for name, leaf in source.items() if leaf is not None}, target)
     except RestorePlanError as error:
@@ -212,6 +213,6 @@ def _found(source: FlatState, target: Mapping[str, Any]) -> tuple[Transform, ...
             dataclasses.replace(problem, message=f"transforms={AUTO!r}: {problem.message}")
             for problem in error.problems
         ]
-        raise RestorePlanError(problems) from error
+        raise RestorePlanError(problems, path=path) from error
     _logger.info("transforms=%r: %s", AUTO, pack.found)
     return pack.parts

@@ -75,7 +75,7 @@ class Fitting:
             return self._raw_key(name, leaf)
         try:
             view = as_view(value, label or name)
-        except TypeError:
+        except (TypeError, ValueError):  # ValueError: lists of several lengths
             message = f"{origin} has a {type(value).__name__}, which is no array"
             return self._problem(_kind(origin), name, message, "put an array, a scalar or a lazy array there")
         return self._fit(name, leaf, view, origin)
@@ -139,6 +139,9 @@ class Fitting:
         self._problem("shape", name, message, fix)
 
     def _dtype_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin, *, is_lossy: bool) -> None:
+        if "object" in (kind_of(source), kind_of(leaf.dtype)):
+            self._text_problem(name, leaf, source, origin)
+            return
         if origin == "the fallback":
             fix = "give the fallback the target's dtype" + (", or use allow_lossy_cast=True" if is_lossy else "")
         else:
@@ -155,6 +158,17 @@ class Fitting:
             f"{origin} has dtype {source.name}, the target {leaf.dtype.name}: the conversion {lost}",
             fix,
         )
+
+    def _text_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin) -> None:
+        """Of text against numbers, which nothing here turns into one another, Cast included."""
+        have = "text" if kind_of(source) == "object" else f"dtype {source.name}"
+        wanted = "text" if kind_of(leaf.dtype) == "object" else f"dtype {leaf.dtype.name}"
+        fix = f"give the target {have} there"
+        if origin == "the fallback":
+            fix = f"give the fallback {wanted} there"
+        elif have == "text":
+            fix += ", such as an empty str"
+        self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", fix)
 
     def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
         """A Python scalar in the target's dtype where JAX would take it so, else as NumPy takes it; None: a problem."""

@@ -120,7 +120,11 @@ class Matcher:
                 dtype = getattr(value, "dtype", None)
                 if is_key_dtype(np.dtype(object) if dtype is None else dtype):
                     value = jax.random.key_data(value)
-                array = value if isinstance(value, LazyArray) else np.asarray(value)
+                try:
+                    array = value if isinstance(value, LazyArray) else as_view(value, name)
+                except (TypeError, ValueError):
+                    leaves[name] = TargetLeaf("numpy")  # of no array: a problem when it is planned
+                    continue
                 is_param = name.startswith(MODEL_PARAMETERS) or name == "params"
                 leaves[name] = TargetLeaf("numpy", tuple(array.shape), np.dtype(array.dtype), is_param=is_param)
         return leaves

@@ -52,7 +52,7 @@ def build_plan(
     for name in (*flattened.train_states, *flattened.inference_states):
         source = _without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
-    given, transforms = transforms, written_out(transforms, source, flattened.original)
+    given, transforms = transforms, written_out(transforms, source, flattened.original, _paths(checkpoints))
     # First and alone: transforms that were applied already fail in ways that would only hide why.
     decision = decide_resuming(checkpoints, transforms, options, asking)
     if decision.warning:

@@ -66,7 +66,7 @@ def open_transformed(
     path = ", ".join(checkpoint.path for checkpoint in checkpoints.values())
     diagnostics = Diagnostics()
     stored = source_leaves(checkpoints, diagnostics)
-    applied = written_out((*own_chain(sources), *chain), stored, target)
+    applied = written_out((*own_chain(sources), *chain), stored, target, path)
     decision = decide_resuming(checkpoints, applied, options, Asking("convert"))
     resuming = decision.is_resuming
     state = run_transforms(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
@@ -91,7 +91,7 @@ def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View
                 view = functions.setdefault(value, as_view(value, name))
             else:
                 view = as_view(value, name)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             diagnostics.problems.append(Problem("transform", name, f"not an array: {error}"))
             continue
         if has_unfilled(view.leaves()):
