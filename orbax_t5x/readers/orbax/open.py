@@ -67,6 +67,9 @@ from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
 from orbax_t5x.trees.dtypes import kind_of
 
+# Stands for dtypes of leaves that are no arrays of numbers.
+_NO_NUMBERS = np.dtype(object)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -347,17 +350,19 @@ class _OrbaxOpening:
         self._leaves[place.name] = StringLeaf(place.name, directory, value, self._flag, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
-        """Adds the arrays without elements that our handler left out, by its record: Orbax stores none."""
+        """Adds the arrays without elements that our handler left out, by its record: Orbax stores none.
+
+        Text, dates, PRNG keys and whatever else is no array of numbers stay out, as leaves with elements do.
+        """
         recorded = custom_metadata if isinstance(custom_metadata, Mapping) else None
         for name, (shape, dtype_name) in provenance.skipped_from_metadata(recorded, path=directory).items():
             if 0 not in shape:
                 continue
-            try:
-                dtype = np.dtype(dtype_name)
-            except (TypeError, ValueError, SyntaxError):
-                dtype = np.dtype(object)
+            dtype = _recorded_dtype(dtype_name)
+            if dtype == _NO_NUMBERS:
+                continue
             place = prefix + name
-            if kind_of(dtype) == "object" or len(shape) > self._limits.rank:
+            if dtype is None or len(shape) > self._limits.rank:
                 raise CorruptCheckpointError(
                     f"the record of skipped leaves has shape {shape} and dtype {dtype_name[:200]!r}",
                     path=directory,
@@ -369,3 +374,20 @@ class _OrbaxOpening:
                 self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
             except CheckpointError as error:
                 self._leaves[place] = BrokenLeaf(place, error_at(error, path=directory, leaf=place))
+
+
+def _recorded_dtype(name: str) -> np.dtype | None:
+    """The dtype of a name that a save has recorded; that of objects for text, dates, PRNG keys and structured arrays.
+
+    Returns:
+      None where no save records such a name.
+    """
+    if name.startswith(("key<", "[(", "{'names': ")):
+        return _NO_NUMBERS
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError):
+        return None
+    if kind_of(dtype) != "object":
+        return dtype
+    return _NO_NUMBERS if str(dtype) == name else None
