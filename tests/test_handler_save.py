@@ -302,18 +302,18 @@ def test_names_that_orbax_would_join_to_one_are_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("leaf", "said", "may_be_skipped"),
+    ("leaf", "said"),
     [
-        (np.zeros((0, 2)), "no elements", True),
-        (10**400, "'x' is an integer that does not fit into 64 bits", False),
-        (-(2**63) - 1, "does not fit into 64 bits", False),
-        (object(), "is a object", False),
+        (np.zeros((0, 2)), "no elements"),
+        (10**400, "'x' is an integer that does not fit into 64 bits"),
+        (-(2**63) - 1, "does not fit into 64 bits"),
+        (object(), "is a object"),
     ],
 )
-def test_only_what_may_be_skipped_is_said_to_be(tmp_path, leaf, said, may_be_skipped):
+def test_only_what_may_be_skipped_is_said_to_be(tmp_path, leaf, said):
     with pytest.raises(UnsupportedCheckpointError, match=said) as raised:
         save(tmp_path / "c", {"x": leaf, "w": np.ones(2)})
-    assert ('on_unsupported="skip"' in str(raised.value)) == may_be_skipped
+    assert 'on_unsupported="skip"' in str(raised.value)
     with pytest.raises(UnsupportedCheckpointError, match=said) as raised:
         save(tmp_path / "c", {"x": leaf})
     assert "on_unsupported" not in str(raised.value)
@@ -348,10 +348,8 @@ def test_skipped_leaves_are_left_out_and_recorded(tmp_path):
         "u": ((2, 3), "uint4"),
         "list/0": ((0,), "int8"),
     }
-    with pytest.raises(UnsupportedCheckpointError):
-        save(tmp_path / "d", {"zero": np.zeros(0)}, on_unsupported="skip")
-    with pytest.raises(UnsupportedCheckpointError, match="'o'"):
-        save(tmp_path / "d", {"o": object(), "k": np.ones(1)}, on_unsupported="skip")
+    with pytest.raises(UnsupportedCheckpointError, match=r"Without them there is nothing to save$"):
+        save(tmp_path / "d", {"zero": np.zeros(0), "o": object()}, on_unsupported="skip")
     with pytest.raises(ValueError, match="on_unsupported"):
         save(tmp_path / "d", {"k": np.ones(1)}, on_unsupported="drop")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]

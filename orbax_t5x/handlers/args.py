@@ -45,7 +45,8 @@ class TrainStateSave(ocp.args.CheckpointArgs):
         save, it holds for all later ones of the same root and item. None: what the run's lineage says; a save of which
         nothing is known is recorded as unrecorded, and a restore with transforms then asks.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
-        "skip": it is left out, and its name, shape and dtype are recorded.
+        "skip": it is left out, and its name, shape and dtype are recorded: of a Python number or bytes, those that
+        NumPy gives it; of any other object, `()` and "object". Numeric arrays without elements come back from that.
       custom_metadata: your own JSON values, stored beside our record.
       memory_limit_bytes: bounds the host memory that lazy leaves, and what transforms compute, take on their way;
         256 MiB if None.

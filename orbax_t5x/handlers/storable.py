@@ -16,10 +16,11 @@ import tensorstore as ts
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.text.wording import listed
-from orbax_t5x.trees.dtypes import kind_of
 
 # More names than this in one error hide the first.
 _SHOWN_LEAVES = 10
+# Without shape and dtype of their own; NumPy knows which they would have.
+_PYTHON_VALUES = (bool, int, float, complex, bytes)
 
 
 def check_leaves(
@@ -31,7 +32,7 @@ def check_leaves(
       names: of the leaves.
       leaves: of the tree.
       registry: the type handlers that will write.
-      skip: whether arrays may be skipped; None where the save has no such option.
+      skip: whether leaves may be skipped; None where the save has no such option.
     """
     reasons: dict[str, str] = {}
     skipped: dict[str, tuple[Any, str]] = {}
@@ -41,18 +42,20 @@ def check_leaves(
         if reason is None:
             continue
         reasons[name] = reason
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            skipped[name] = tuple(leaf.shape), str(leaf.dtype)
-    may_be_skipped = len(skipped) == len(reasons) < len(names)
-    if not reasons or (skip and may_be_skipped):
+        shape, dtype = _array_like(leaf)
+        skipped[name] = shape, str(dtype)
+    if not reasons or (skip and len(reasons) < len(names)):
         return skipped
     shown = listed([f"{name!r} {reason}" for name, reason in reasons.items()], _SHOWN_LEAVES, separator="; ")
-    fix = "" if skip else "; nothing was written. Leave them out of the tree"
-    if may_be_skipped and skip is False:
-        fix += ', or pass on_unsupported="skip"'
+    if skip is None:
+        fix = "Leave them out of the tree"
+    elif len(reasons) == len(names):
+        fix = "Without them there is nothing to save"
+    else:
+        fix = 'Leave them out of the tree, or pass on_unsupported="skip"'
     first = next(iter(reasons))
     raise UnsupportedCheckpointError(
-        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}{fix}",
+        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}; nothing was written. {fix}",
         leaf=first if len(reasons) == 1 else None,
     )
 
@@ -66,19 +69,36 @@ def _why_not(leaf: Any, has: Callable[[type], bool]) -> str | None:
     if not isinstance(leaf, LazyArray) and not has(type(leaf)):
         fix = ": make it an array with np.asarray" if isinstance(leaf, np.generic | complex) else ""
         return f"is a {type(leaf).__name__}, which Orbax does not store{fix}"
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or dtype is None:
-        if not isinstance(leaf, bool | int | float | bytes):
-            return None
-        shape, dtype = (), np.asarray(leaf).dtype
-        if dtype.hasobject:
-            return "is an integer that does not fit into 64 bits"
+    if not hasattr(leaf, "dtype") and not isinstance(leaf, _PYTHON_VALUES):
+        return None
+    shape, dtype = _array_like(leaf)
     if 0 in shape:
-        return f"has no elements (shape {tuple(shape)})"
+        return f"has no elements (shape {shape})"
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or storable(np.dtype(dtype)):
         return None
-    what = "holds text" if kind_of(np.dtype(dtype)) == "object" else "has a dtype that Orbax does not store"
-    return f"{what} ({np.dtype(dtype).name})"
+    return _why_not_of_dtype(leaf, np.dtype(dtype))
+
+
+def _array_like(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype: those of an array, those of the array that a Python value makes, or those of any object."""
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None:
+        return shape, dtype
+    return (), np.asarray(leaf).dtype if isinstance(leaf, _PYTHON_VALUES) else np.dtype(object)
+
+
+def _why_not_of_dtype(leaf: Any, dtype: np.dtype) -> str:
+    """Why Orbax cannot store a leaf of a dtype that its array formats lack."""
+    if isinstance(leaf, int):
+        return "is an integer that does not fit into 64 bits"
+    if dtype.kind == "S":
+        return f"holds bytes ({dtype.name})"
+    # The strings of an opened checkpoint have dtype object.
+    if dtype.kind == "U" or (dtype.kind == "O" and isinstance(leaf, LazyArray)):
+        return f"holds text ({dtype.name})"
+    if dtype.kind == "O":
+        return f"holds Python objects ({dtype.name})"
+    return f"has a dtype that Orbax does not store ({dtype.name if dtype.names is None else dtype})"
 
 
 @functools.cache
