@@ -246,6 +246,7 @@ def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
         leaves=leaves,
         empties=checkpoint.empties,
         metadata=checkpoint.metadata,
+        sequences=checkpoint.sequences,
         index_bytes=checkpoint.index_bytes,
     )
     replaced.given_path = checkpoint.given_path

@@ -33,6 +33,7 @@ from orbax_t5x.operations.journal import JournalEntry, journals
 from orbax_t5x.operations.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
 from orbax_t5x.operations.piece_format import PARTS
 from orbax_t5x.operations.pieces import PlannedArray, PlannedPiece
+from orbax_t5x.operations.sequences import with_sequences
 from orbax_t5x.operations.writing import WriteOptions, Written, nothing_to_write
 from orbax_t5x.provenance.records import checked_lineage, skipped_from_metadata
 from orbax_t5x.readers import Limits, open_checkpoint
@@ -54,7 +55,7 @@ class OrbaxFormat:
     """See `PieceFormat`."""
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
-        tree = _tree(plan)
+        tree = with_sequences(_tree(plan), plan)
         if isinstance(tree, Mapping) and not tree:
             raise nothing_to_write(plan)
         args = TrainStateSave(

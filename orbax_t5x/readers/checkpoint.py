@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +44,7 @@ class Checkpoint:
       format: "tf_bundle", "t5x", "orbax", "flax_msgpack" or "safetensors".
       step: the training step that the name tells, or None; never read from an array.
       metadata: what the format records about itself.
+      sequences: names of the containers that were lists or tuples when Orbax saved them; `tree()` has dicts there.
       index_bytes: how many bytes opening read.
     """
 
@@ -56,6 +57,7 @@ class Checkpoint:
         leaves: Mapping[str, Leaf],
         empties: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        sequences: Collection[str] = (),
         close: Callable[[], None] | None = None,
         index_bytes: int = 0,
     ):
@@ -64,6 +66,7 @@ class Checkpoint:
         Args:
           leaves: by '/'-joined name.
           empties: names of nodes without leaves: None, an empty container, or `...` where Orbax was given that to save.
+          sequences: names of the containers that were lists or tuples, where the format tells; "" is the whole tree.
           close: releases files and makes later reads a ValueError; may be called again. What it releases must also
             release itself when neither this object nor a leaf refers to it any more.
         """
@@ -73,6 +76,7 @@ class Checkpoint:
         self.step = step
         self.metadata: dict[str, Any] = dict(metadata or {})
         self.index_bytes = index_bytes
+        self.sequences: frozenset[str] = frozenset(sequences)
         self._empties = dict(empties or {})
         self._leaves: Mapping[str, View] = MappingProxyType({name: as_view(leaves[name]) for name in sorted(leaves)})
         self._close = close

@@ -10,7 +10,7 @@ other and nobody can tell which is left. What Orbax tells apart and '/'-joined n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import (
@@ -74,6 +74,7 @@ class ItemMetadata:
       nodes: in the order of the file.
       use_ocdbt: whether the arrays are in an OCDBT database, or None where the writer did not say.
       absent_is_fill: whether a chunk equal to the fill value may have been left out.
+      sequences: names of the containers whose children have indices, not keys: lists and tuples.
     """
 
     nodes: tuple[NodeMetadata, ...]
@@ -82,6 +83,7 @@ class ItemMetadata:
     absent_is_fill: bool
     custom_metadata: Any
     nbytes: int
+    sequences: frozenset[str] = frozenset()
 
 
 def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
@@ -118,6 +120,7 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
         absent_is_fill=not _flag(parsed, "store_array_data_equal_to_fill_value", False, path),
         custom_metadata=parsed.get("custom_metadata"),
         nbytes=len(data),
+        sequences=_sequences(tree.values()),
     )
 
 
@@ -154,6 +157,17 @@ def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple
         skipped=_typed(value, "skip_deserialize", bool, shown, path) if "skip_deserialize" in value else False,
     )
     return keys, node
+
+
+def _sequences(entries: Iterable[Any]) -> frozenset[str]:
+    """The containers all of whose keys are indices; the entries have been checked."""
+    kinds: dict[str, set[int]] = {}
+    for entry in entries:
+        container = ""
+        for key in entry["key_metadata"]:
+            kinds.setdefault(container, set()).add(key["key_type"])
+            container = _join(container, key["key"])
+    return frozenset(container for container, found in kinds.items() if found == {_SEQUENCE})
 
 
 def _typed(entry: Mapping[str, Any], key: str, kind: type, shown: str, path: str) -> Any:

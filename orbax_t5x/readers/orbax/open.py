@@ -234,6 +234,7 @@ class _OrbaxOpening:
         self._aggregates: dict[str, Aggregate] = {}
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
+        self._sequences: set[str] = set()
         self._bytes = 0
         self.step_metadata = read_step_metadata(root, limits)
 
@@ -265,6 +266,7 @@ class _OrbaxOpening:
             step=step,
             leaves=self._leaves,
             empties=self._empties,
+            sequences=self._sequences,
             metadata=metadata,
             close=partial(_close_all, self._closers),
             index_bytes=self._bytes,
@@ -292,6 +294,7 @@ class _OrbaxOpening:
         texts = [node.param for node in metadata.nodes if node.value_type == "string"]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
         sums = self._read_sums(item, metadata) if files.checksums else NO_SUMS
+        self._sequences.update(prefix + name if name else prefix.rstrip("/") for name in metadata.sequences)
         arrays = []
         for node in metadata.nodes:
             place = Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
