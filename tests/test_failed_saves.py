@@ -195,3 +195,23 @@ def test_a_failed_save_leaves_what_others_finished(tmp_path, is_direct):
         else:
             ot.TrainStateHandler().save(tmp_path / "root" / "0" / "other", args=SAVE({"a": object()}))
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["run[0]", "[v2] run"])
+def test_a_path_below_which_orbax_does_not_find_its_own_files_is_refused(tmp_path, name):
+    """Stock Orbax ends such a save without an error, and nobody can read it."""
+    root, tree = tmp_path / name, {"w": np.arange(4.0)}
+    with ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler()) as manager:
+        with pytest.raises(UnsupportedCheckpointError, match="choose another path, or pass use_ocdbt=False"):
+            manager.save(1, args=ot.args.TrainStateSave(tree))
+            manager.wait_until_finished()
+        assert manager.all_steps() == []
+    handler = ot.TrainStateHandler(use_ocdbt=False)
+    with ocp.CheckpointManager(root / "other", item_handlers=handler) as manager:
+        manager.save(1, args=ot.args.TrainStateSave(tree))
+        manager.wait_until_finished()
+    np.testing.assert_array_equal(ot.restore(root / "other", tree)["w"], tree["w"])
+    assert ot.verify(root / "other" / "1").status == "ok"
+    with pytest.raises(UnsupportedCheckpointError, match="choose another path"):
+        ot.convert(root / "other", root / "converted")
+    assert not (root / "converted").exists() and ot.convert(root / "other", tmp_path / "converted").leaves == 1

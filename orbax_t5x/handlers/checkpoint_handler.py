@@ -140,6 +140,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         """Merges what the processes wrote and makes it durable; Orbax calls it on one process."""
         try:
             self._orbax.finalize(directory)
+            _failed_saves.check_merged(directory)
             if self._saves is not None:
                 merge_parts(directory)
             _failed_saves.sync_tree(directory)

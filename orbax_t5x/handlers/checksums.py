@@ -9,6 +9,7 @@ checksum here: nobody knows what they store.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +83,8 @@ def merge_parts(directory: epath.Path) -> None:
 
     An array of which they do not have all boxes (a process saved into another directory) is left out.
     """
-    parts = sorted(directory.glob(_PART_FILES))
+    # Not by `glob`, to which the characters of the directory's own path would be a pattern.
+    parts = sorted(path for path in directory.iterdir() if fnmatch.fnmatchcase(path.name, _PART_FILES))
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     boxes: dict[str, dict[Box, int]] = {}
     for part in parts:

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 from etils import epath
 
 from orbax_t5x.concurrency import first_failure, run_jobs
-from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture
-from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE, MANIFEST_FILE, STEP_METADATA_FILE
 from orbax_t5x.storage.paths import url_scheme
 
 # What Orbax itself, of version 0 or 1, writes into a step beside its items.
@@ -58,6 +58,10 @@ _STORE_FAILURE = re.compile(
     "UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DATA_LOSS|ABORTED|CANCELLED|DEADLINE_EXCEEDED"
     "|NOT_FOUND|FAILED_PRECONDITION|OUT_OF_RANGE|INTERNAL|UNKNOWN"
 )
+
+
+# What the directories begin with in which processes write.
+_PARTS_PREFIX = "ocdbt.process_"
 
 
 def as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | None = None) -> BaseException:
@@ -273,6 +277,22 @@ class GuardedCommit:
         for future in self._futures:
             with contextlib.suppress(Exception):
                 future.cancel()
+
+
+def check_merged(directory: epath.Path) -> None:
+    """Raises where Orbax did not find what the processes wrote, and so has left it without an index.
+
+    It looks for that by a pattern that begins with the directory's own path, in which `[` means something else; the
+    save would end without an error and could not be read.
+    """
+    if "[" not in os.fspath(directory) or (directory / MANIFEST_FILE).exists():
+        return
+    if any(entry.name.startswith(_PARTS_PREFIX) for entry in directory.iterdir()):
+        message = (
+            "Orbax cannot save below a directory whose name holds '[': it does not find its own files again; choose "
+            "another path, or pass use_ocdbt=False to the handler"
+        )
+        raise UnsupportedCheckpointError(message, path=os.fspath(directory))
 
 
 def sync_tree(directory: Any) -> None:

@@ -22,7 +22,7 @@ from orbax_t5x.concurrency import Budget, LoopThread, reader_pool, run_in_pool, 
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.checksums import RunningSaves, merge_parts
-from orbax_t5x.handlers.failed_saves import sync_directory, sync_tree
+from orbax_t5x.handlers.failed_saves import check_merged, sync_directory, sync_tree
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
 from orbax_t5x.handlers.save_table import WithStreamedLeaves
 from orbax_t5x.handlers.save_tree import Prepared, prepare
@@ -206,6 +206,7 @@ class _ItemHandler(ocp.CheckpointHandler):
     def finalize(self, directory: epath.Path) -> None:
         """Merges the databases, and makes everything durable."""
         self._orbax.finalize(directory)
+        check_merged(directory)
         merge_parts(directory)
         sync_tree(directory)
 
