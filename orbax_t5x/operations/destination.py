@@ -14,6 +14,9 @@ from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
 from orbax_t5x.storage.paths import url_scheme
 
+# Formats whose checkpoints lie in roots, of which the newest step is opened.
+_WITH_STEPS = ("orbax", "t5x")
+
 
 def local(destination: str | os.PathLike[str]) -> Path:
     """The destination as an absolute path, with `~` expanded as in a source's.
@@ -58,7 +61,8 @@ def check_apart(target: Path, source: Checkpoint) -> None:
     if os.path.lexists(target) and resolved in real_source.parents:
         raise _exists(target, f"holds the source {source.path!r}, so it is not replaced; choose another destination")
     step = _step_directory(source, real_source)
-    given = Path(source.given_path).resolve()
+    # The directory that was named for a TensorFlow bundle in it is opened as that whatever lies below.
+    given = Path(source.given_path).resolve() if source.format in _WITH_STEPS else real_source
     for place in (real_source, given) if step is None else (real_source, given, step):
         if place in resolved.parents and resolved not in (real_source, step):
             raise _inside(target, f"lies inside the source {str(place)!r}; choose a destination outside of it")
@@ -69,7 +73,7 @@ def check_apart(target: Path, source: Checkpoint) -> None:
 
 def _step_directory(source: Checkpoint, path: Path) -> Path | None:
     """The directory of the step that the source is, or is an item of; None where it is neither."""
-    if source.format not in ("orbax", "t5x") or source.step is None:
+    if source.format not in _WITH_STEPS or source.step is None:
         return None
     if is_file(str(path.parent), STEP_METADATA_FILE):
         return path.parent
