@@ -132,16 +132,22 @@ def die():
 
 
 def restore_where_one_dies(path, where):
-    """The second process is killed while it reads, or before it reads."""
-    dies = jax.process_index() == 1
+    """The second process is killed while it reads, or while it plans."""
     target = state_target(path, PartitionSpec("x"))
     transforms = [ot.transforms.Translate()]
+
+    def die_here(*_):
+        if jax.process_index() == 1:
+            if where == "planning":
+                wait_for_beats(2)  # the others know of it by those alone
+            die()
+
     if where == "reading":
-        ot.restore(path, target, transforms, progress=(lambda *_: die()) if dies else None)
-    if dies:
-        die()
-    handler = ot.TrainStateHandler()
-    handler.restore(epath.Path(path), ot.args.TrainStateRestore(target, transforms))
+        ot.restore(path, target, transforms, progress=die_here)
+    else:
+        hurry()
+        chain = [lambda state, target, *, is_resuming=False: die_here() or state, *transforms]
+        ot.TrainStateHandler().restore(epath.Path(path), ot.args.TrainStateRestore(target, chain))
 
 
 def hurry():

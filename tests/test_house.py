@@ -34,7 +34,7 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.storage.hub", "_snapshot"): "huggingface_hub is an optional package",
     (
         "orbax_t5x.restoring.execute.heartbeat",
-        "_key_value_store",
+        "key_value_store",
     ): "Orbax takes half a second to import, and one process has no peers",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
 }

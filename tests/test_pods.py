@@ -86,7 +86,7 @@ def test_whoever_waits_for_other_processes_knows_whether_they_live():
         if any(waits.search(line) and "import" not in line for line in path.read_text().splitlines())
     }
     execute = "restoring/execute"
-    assert found == {f"{execute}/exchange.py", f"{execute}/rounds.py", f"{execute}/broadcast.py"}
+    assert found == {f"{execute}/{name}.py" for name in ("exchange", "rounds", "broadcast", "meeting")}
     exchange, rounds = ((package / execute / name).read_text() for name in ("exchange.py", "rounds.py"))
     assert exchange.count("process_allgather(") == exchange.count("collective(lambda: np.asarray(multihost_utils.") == 1
     assert rounds.count("_all_gather(row, members)") == 1 and "collective(lambda: _all_gather(row, members)" in rounds

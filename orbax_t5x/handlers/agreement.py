@@ -20,6 +20,7 @@ import numpy as np
 from orbax_t5x.errors import CheckpointIOError, Problem, RestorePlanError
 from orbax_t5x.restoring.execute.exchange import error_as_bytes, gather, told_error
 from orbax_t5x.restoring.execute.heartbeat import beating
+from orbax_t5x.restoring.execute.meeting import meet_before_backend
 from orbax_t5x.restoring.lineage import Records
 
 
@@ -29,7 +30,8 @@ class Agreement:
     Use it as a context around planning: an error that leaves it is told to the others.
 
     Attributes:
-      is_parted: whether another process has died or could not be reached, so that nobody knows what it does.
+      is_parted: whether another process has died or could not be reached, or this one was interrupted while it waited
+        for the others: nobody knows what they do.
     """
 
     def __init__(self, primary: int, path: str, what: str = "restore", *, tells_errors: bool = False):
@@ -46,6 +48,7 @@ class Agreement:
         self._primary = primary
         self._path = path
         self._what = what
+        meet_before_backend()
         self._several = jax.process_count() > 1
         self._told_failure = False
 
@@ -128,6 +131,8 @@ class Agreement:
     def _gather(self, mine: np.ndarray) -> np.ndarray:
         try:
             return gather(mine, self._path)
-        except CheckpointIOError:
-            self._told_failure = self.is_parted = True  # nobody is left who could be told
+        except BaseException:
+            # Nobody is left who could be told; or, after an interrupt, this exchange goes on without its caller, and
+            # the others would take the next one for it.
+            self._told_failure = self.is_parted = True
             raise

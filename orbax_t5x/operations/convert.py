@@ -1,12 +1,12 @@
 """`convert`: a checkpoint of any format becomes an Orbax item or safetensors files, leaf by leaf and chunk by chunk.
 
-The source is planned like a restore of everything, so transforms compose views and nothing is read before all is
-known to be storable. Then pieces of views are written into a directory beside the destination, under a hidden name, and
-noted in a journal when they are on disk; checksums of the source are compared; at the end everything is synced and
-takes the destination's name. Until then the destination is as it was. After a failure or an interrupt there is nothing
-new beside it. After a kill there is that directory, and the same conversion, called again, verifies what stands in it
-and writes the rest. Memory: `memory_limit_bytes` in each process, whatever the size of a leaf, as long as the source's
-own chunks are smaller.
+The source is planned like a restore of everything, so transforms compose views and nothing is read before all is known
+to be storable. Then pieces of views are written into a directory beside the destination, under a hidden name, and noted
+in a journal when they are on disk; checksums of the source are compared; at the end everything is synced and takes the
+destination's name. Until then the destination is as it was. After a failure or an interrupt there is nothing new beside
+it. After a kill, or an interrupt while others may be writing, there is that directory, and the same conversion, called
+again, verifies what stands in it and writes the rest. Memory: `memory_limit_bytes` in each process, whatever the size
+of a leaf, as long as the source's own chunks are smaller.
 """
 
 from __future__ import annotations

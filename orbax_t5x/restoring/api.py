@@ -9,6 +9,8 @@ from typing import Any
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
+from orbax_t5x.restoring.execute.heartbeat import beating, say_when_ended
+from orbax_t5x.restoring.execute.meeting import meet_before_backend
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
@@ -101,7 +103,8 @@ def restore(
     """
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
-    with open_plan(source, target, transforms, options) as plan:
+    meet_before_backend()
+    with beating(), open_plan(source, target, transforms, options) as plan:
         return plan.run(reading)
 
 
@@ -129,6 +132,7 @@ def _plan(
     stack: contextlib.ExitStack,
     asking: Asking = ANY_RESTORE,
 ) -> RestorePlan:
+    say_when_ended()
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
     return build_plan(checkpoints_of(sources), target, (*own_chain(sources), *chain), options, asking)

@@ -31,6 +31,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.coverage import fold_columns
 from orbax_t5x.restoring.execute.heartbeat import call_with_living_peers
+from orbax_t5x.restoring.execute.meeting import meet_before_collective
 
 _COLUMNS = 6  # leaf, start, stop, crc, stride, times
 # Errors that say the same on a process that only hears of them.
@@ -51,19 +52,26 @@ _TOLD = {
 _Result = TypeVar("_Result")
 
 
-def collective(function: Callable[[], _Result], path: str | None, thread: CallThread | None = None) -> _Result:
-    """Calls what waits for other processes.
+def collective(
+    function: Callable[[], _Result],
+    path: str | None,
+    thread: CallThread | None = None,
+    members: Sequence[int] | None = None,
+) -> _Result:
+    """Calls what waits for other processes, once they have come.
 
     Args:
       function: what to call, in another thread.
       path: of what is being restored, for the error.
       thread: that thread; None: one of its own.
+      members: the processes that call it, where one device of each takes part; None: all, with all their devices.
 
     Raises:
       CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
         was stopped or is parted from the others.
     """
     try:
+        meet_before_collective(members, path)
         return call_with_living_peers(function, path, thread)
     except (RuntimeError, ValueError) as error:  # JAX raises either, by where the failure meets it
         text = " ".join(str(error).split())

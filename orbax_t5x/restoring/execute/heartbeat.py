@@ -3,7 +3,8 @@
 While a process is in a collective call of this package, a thread of its own writes a new number into the key-value
 store of JAX's coordination service every few seconds, and reads those of all in one request. A process that is slow
 goes on writing and is waited for, however long; so is one that has not come to the call yet. One whose number stays the
-same is stopped, or cannot be reached. A process that has died is noticed by JAX itself, at once.
+same is stopped, or cannot be reached; where Python has ended, it says so. A process that has died is noticed by JAX
+itself, at once where it has computed with the others before.
 
 JAX's own heartbeat is another thing: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by default, after
 which JAX ends this process whatever is done here.
@@ -11,7 +12,9 @@ which JAX ends this process whatever is done here.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -31,6 +34,8 @@ _SILENT_SECS = 20.0
 _POLL_SECS = 0.1
 _KEYS = "orbax_t5x/beat/"
 _GONE = "gone"  # what stands in place of the number of a process that is in no call
+_UNREACHABLE = "it was stopped or cannot be reached"
+_ENDED = "ended"  # and of one that comes to no call any more
 
 _Result = TypeVar("_Result")
 
@@ -83,13 +88,16 @@ class Pulse:
                 self._seen[process] = (text, time.monotonic())
 
     def silent(self) -> str | None:
-        """Which process gives no sign of life, as text, or None."""
+        """Which process gives no sign of life, and why, as text, or None."""
         now = time.monotonic()
-        for other, (_, since) in sorted(self._seen.copy().items()):
+        for other, (text, since) in sorted(self._seen.copy().items()):
+            # What it sent last may still arrive.
             if now - since > _SILENT_SECS:
-                return f"process {other} has given no sign of life for {now - since:.0f} s"
+                if text == _ENDED:
+                    return f"process {other} has ended"
+                return f"process {other} has given no sign of life for {now - since:.0f} s: {_UNREACHABLE}"
         if now - self._looked > _SILENT_SECS:
-            return f"the coordination service of JAX has not answered for {now - self._looked:.0f} s"
+            return f"the coordination service of JAX has not answered for {now - self._looked:.0f} s: {_UNREACHABLE}"
         return None
 
     def stop(self) -> None:
@@ -98,7 +106,7 @@ class Pulse:
         self._beating.ended.wait(_POLL_SECS)  # it may wait for a coordinator that does not answer
 
 
-def _key_value_store() -> Any:
+def key_value_store() -> Any:
     """The client of JAX's key-value store.
 
     Raises:
@@ -120,10 +128,9 @@ class _Shared:
     def enter(self) -> Pulse | None:
         with self._lock:
             self._users += 1
-            if self.pulse is None and jax.process_count() > 1:
-                # There is none where processes found each other by other means than `jax.distributed`.
-                with contextlib.suppress(ValueError):
-                    self.pulse = Pulse(_key_value_store(), jax.process_index())
+            # Processes that found each other by other means have no such store.
+            if self.pulse is None and jax.distributed.is_initialized() and jax.process_count() > 1:
+                self.pulse = Pulse(key_value_store(), jax.process_index())
             return self.pulse
 
     def leave(self) -> None:
@@ -137,6 +144,20 @@ class _Shared:
 
 
 _shared = _Shared()
+
+
+def say_when_ended() -> None:
+    """Has this process say when Python ends: where it alone fails in planning, the others may wait for it already."""
+    if jax.distributed.is_initialized():
+        _say_when_ended(jax.process_index())
+
+
+@functools.cache
+def _say_when_ended(process: int) -> None:
+    @atexit.register
+    def say_ended() -> None:  # before JAX waits for all processes to end: what is registered last is called first
+        with contextlib.suppress(RuntimeError, ValueError):
+            key_value_store().key_value_set(f"{_KEYS}{process}", _ENDED, allow_overwrite=True)
 
 
 @contextlib.contextmanager
@@ -165,9 +186,13 @@ def call_with_living_peers(
     with beating() as pulse:
         if pulse is None:
             return function()
-        call = ThreadCall(function, "orbax_t5x-collective", thread)
+        return wait_with_living_peers(ThreadCall(function, "orbax_t5x-collective", thread), path)
+
+
+def wait_with_living_peers(call: ThreadCall[_Result], path: str | None) -> _Result:
+    """The result of a call that waits for other processes; arguments and errors as above."""
+    with beating() as pulse:
         while not call.ended.wait(_POLL_SECS):
-            if (silent := pulse.silent()) is not None:
-                message = f"{silent}: it was stopped or cannot be reached, and this restore waits for it no longer"
-                raise CheckpointIOError(message, path=path)
+            if pulse is not None and (silent := pulse.silent()) is not None:
+                raise CheckpointIOError(f"{silent}, and this restore waits for it no longer", path=path)
         return call.result()

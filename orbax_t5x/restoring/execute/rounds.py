@@ -43,7 +43,7 @@ def exchange_rows(row: np.ndarray, members: Sequence[int], path: str | None, thr
     """
     if len(members) == 1:
         return row[None]
-    return collective(lambda: _all_gather(row, members), path, thread)
+    return collective(lambda: _all_gather(row, members), path, thread, members)
 
 
 def _all_gather(row: np.ndarray, members: Sequence[int]) -> np.ndarray:

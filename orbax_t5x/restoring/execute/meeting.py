@@ -1,0 +1,80 @@
+"""Where the processes of a job wait for each other before JAX does.
+
+JAX waits for all processes when the first use of a device makes its backend, and when some devices first compute
+together. There it hears no interrupt, and takes a process for dead that is late: by 30 s, with Gloo. So the processes
+meet before it, by the coordination service of `jax.distributed`; whoever has not come yet is waited for, however long.
+Where processes found each other by other means there is no such service, and nothing is waited for here.
+
+This is done once for each backend and for each set of devices: who has met there knows each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from orbax_t5x.concurrency import ThreadCall
+from orbax_t5x.restoring.execute.heartbeat import key_value_store, wait_with_living_peers
+
+_KEYS = "orbax_t5x/met/"
+_FOREVER_MILLISECONDS = (1 << 31) - 1  # 24 days; the service takes no more
+
+_lock = threading.Lock()
+# Said once in the life of a process, by a thread that goes on where a caller waits no longer and comes again.
+_arrivals: dict[str, ThreadCall[None]] = {}
+
+
+def meet_before_backend() -> None:
+    """Waits for all processes, and makes JAX's backend; every process must call it.
+
+    There are no signs of life yet: they bear the index that the backend gives a process.
+
+    Raises:
+      RuntimeError: of JAX; a process has died, or there is no backend.
+    """
+    if not jax.distributed.is_initialized():
+        return
+
+    def come(store: Any) -> None:
+        store.wait_at_barrier(f"{_KEYS}backend", _FOREVER_MILLISECONDS)
+        jax.process_count()
+
+    call = _arrival("backend", come)
+    call.ended.wait()
+    call.result()
+
+
+def meet_before_collective(members: Sequence[int] | None, path: str | None) -> None:
+    """Waits for the processes whose devices are about to compute together; each of them must call it.
+
+    Args:
+      members: their indices, where one device of each takes part; None: all processes, with all their devices.
+      path: of what is being restored, for the error.
+
+    Raises:
+      CheckpointIOError: a process that was in the call gives no sign of life any more.
+      RuntimeError: of JAX; a process has died.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    meet_before_backend()  # others may have come to a call that begins with it
+    count = jax.process_count() if members is None else len(members)
+    key = f"{_KEYS}{'all' if members is None else ','.join(map(str, members))}"
+
+    def come(store: Any) -> None:
+        # A barrier of some processes takes their indices in the service, which may be others than the backend's.
+        if store.key_value_increment(f"{key}/count", 1) == count:
+            store.key_value_set(f"{key}/complete", "")
+        store.blocking_key_value_get(f"{key}/complete", _FOREVER_MILLISECONDS)
+
+    wait_with_living_peers(_arrival(key, come), path)
+
+
+def _arrival(name: str, come: Callable[[Any], None]) -> ThreadCall[None]:
+    with _lock:
+        if name not in _arrivals:
+            _arrivals[name] = ThreadCall(lambda: come(key_value_store()), "orbax_t5x-meeting")
+        return _arrivals[name]
