@@ -60,21 +60,22 @@ def test_jax_waits_for_nobody_who_has_not_come(source, tmp_path):
 
 
 _INTERRUPTED = """
-waits = threading.Event()
+from jax.experimental import multihost_utils
+process_allgather = multihost_utils.process_allgather
 
-def interrupt_when(wait):
-    threading.Thread(target=lambda: (wait(), os.kill(os.getpid(), signal.SIGINT))).start()
+def interrupt_when(waits):
+    threading.Thread(target=lambda: (waits.wait(), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
 
-def convert(name, interrupt_when_waiting=None):
-    if process == 0 and interrupt_when_waiting is not None:
-        interrupt_when(interrupt_when_waiting)
+def convert(name, waits=None):
+    if process == 0 and waits is not None:
+        interrupt_when(waits)
         try:
             ot.convert(source, f"{folder}/{name}")
         except KeyboardInterrupt:
             tell("interrupted")
         store.key_value_set(f"test/{name}", "")
     else:
-        if interrupt_when_waiting is not None:
+        if waits is not None:
             store.blocking_key_value_get(f"test/{name}", 60_000)
         if process == 0 or name == "first":
             tell(ot.convert(source, f"{folder}/{name}").leaves)
@@ -82,21 +83,23 @@ def convert(name, interrupt_when_waiting=None):
 class Store:
     def __getattr__(self, name):
         if name == "wait_at_barrier":
-            waits.set()
+            meets.set()
         return getattr(store, name)
 
+def gathers_noted(*arguments, **keywords):
+    gathers.set()
+    return process_allgather(*arguments, **keywords)
+
 # Before JAX has made its backend, which waits for the backends of the others.
-ocp.multihost.get_jax_distributed_client = Store
-convert("first", waits.wait)
+ocp.multihost.get_jax_distributed_client, meets = Store, threading.Event()
+convert("first", meets)
 if process == 0:
     convert("first")
 # And where all have computed together.
-convert("second", wait_for_beats_of_first)
+multihost_utils.process_allgather, gathers = gathers_noted, threading.Event()
+convert("second", gathers)
 tell(os.path.exists(f"{folder}/second"))
-if process == 0:
-    store.blocking_key_value_get("test/seen", 60_000)
-else:
-    store.key_value_set("test/seen", "")
+jax.distributed.shutdown()  # the coordinator ends last
 os._exit(0)
 """
 

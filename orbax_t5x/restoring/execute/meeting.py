@@ -20,11 +20,13 @@ from orbax_t5x.concurrency import ThreadCall
 from orbax_t5x.restoring.execute.heartbeat import key_value_store, wait_with_living_peers
 
 _KEYS = "orbax_t5x/met/"
+_POLL_SECS = 0.1  # an interrupt just before a wait without an end would not be noticed
 _FOREVER_MILLISECONDS = (1 << 31) - 1  # 24 days; the service takes no more
 
-_lock = threading.Lock()
-# Said once in the life of a process, by a thread that goes on where a caller waits no longer and comes again.
-_arrivals: dict[str, ThreadCall[None]] = {}
+# Where this process has met the others, and what keeps it from saying twice that it has come: a thread says it, which
+# goes on where its caller was interrupted and comes again.
+_met: set[str] = set()
+_locks: dict[str, threading.Lock] = {}
 
 
 def meet_before_backend() -> None:
@@ -42,9 +44,11 @@ def meet_before_backend() -> None:
         store.wait_at_barrier(f"{_KEYS}backend", _FOREVER_MILLISECONDS)
         jax.process_count()
 
-    call = _arrival("backend", come)
-    call.ended.wait()
-    call.result()
+    if "backend" not in _met:
+        call = _arrival("backend", come)
+        while not call.ended.wait(_POLL_SECS):
+            pass
+        call.result()
 
 
 def meet_before_collective(members: Sequence[int] | None, path: str | None) -> None:
@@ -70,11 +74,15 @@ def meet_before_collective(members: Sequence[int] | None, path: str | None) -> N
             store.key_value_set(f"{key}/complete", "")
         store.blocking_key_value_get(f"{key}/complete", _FOREVER_MILLISECONDS)
 
-    wait_with_living_peers(_arrival(key, come), path)
+    if key not in _met:
+        wait_with_living_peers(_arrival(key, come), path)
 
 
 def _arrival(name: str, come: Callable[[Any], None]) -> ThreadCall[None]:
-    with _lock:
-        if name not in _arrivals:
-            _arrivals[name] = ThreadCall(lambda: come(key_value_store()), "orbax_t5x-meeting")
-        return _arrivals[name]
+    def come_once() -> None:
+        with _locks.setdefault(name, threading.Lock()):
+            if name not in _met:
+                come(key_value_store())
+                _met.add(name)
+
+    return ThreadCall(come_once, "orbax_t5x-meeting")
