@@ -136,7 +136,7 @@ def _move_second_moment(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None
         moved.reset.update((kind, reason) for kind in live if kind in move.kinds)
     elif after:
         _move_factored(move, rule_of, moved)
-    else:
+    elif "v" in move.kinds:
         _move_one(move, "v", moved)
     placeholders = (leaf for kind in _SECOND_MOMENT if kind in move.kinds for leaf in move.all_of(kind))
     placeholder = next((leaf for leaf in placeholders if _shape(leaf) == _PLACEHOLDER), None)

@@ -40,6 +40,7 @@ Spec = tuple[str, ...]
 """A factor rule as text: the part of each dimension, "ROW", "COLUMN" or "BATCH"."""
 
 _PARTS = frozenset({"ROW", "COLUMN", "BATCH"})
+_RESET = "reset: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,9 @@ class FollowOptimizer(Transform):
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         names = Names(self.roots)
-        slots, target_slots = names.slots(state), names.slots(target)
+        # A leaf that an earlier FollowOptimizer reset still counts as a slot: under its new name it is reset, too.
+        lost = [name for name, fidelity in diagnostics.fidelity.items() if fidelity == "reset" and name not in state]
+        slots, target_slots = names.slots([*state, *lost]), names.slots(target)
         symbols: dict[str, Any] = {}
         for name, value in state.items():
             if name not in slots:
@@ -132,6 +135,8 @@ class _Following:
         self._target = target
         self._diagnostics = diagnostics
         self._reset: dict[str, list[str]] = collections.defaultdict(list)
+        # Slots that an earlier FollowOptimizer reset; there has been a warning for each.
+        self._lost = slots.keys() - state.keys()
         # How many new parameters each old one is copied to. With several, each will get only a part of the gradient.
         self._copies = collections.Counter(value.leaf.name for value in moved.values() if is_symbol(value))
         # (path in the optimizer, kind first) -> (state, parameter's path) -> kind -> name
@@ -167,22 +172,32 @@ class _Following:
             tree = SlotTree(found[0], tree_path, kind_first)
             new = {kind: self._names.slot_name(Slot(tree, kind, found[1])) for kind in kinds}
             if all(set(having.get(old_name, ())) == set(kinds) for old_name in old):
+                lost = self._lost_kinds(having)
                 move = Move(
                     value,
                     found[1],
                     {old_name: key[1] for old_name, key in old.items() if key is not None},
-                    {n: {kind: self._state[slot] for kind, slot in slots.items()} for n, slots in having.items()},
+                    {
+                        old_name: {kind: self._state[slot] for kind, slot in slots.items() if kind not in lost}
+                        for old_name, slots in having.items()
+                    },
                     {kind: self._target[slot] for kind, slot in new.items() if slot in self._target},
                     kind_first,
                 )
                 moved = move_leaves(move, self._owner.rule_of)
                 if is_symbol(value) and self._copies[value.leaf.name] > 1:
                     moved.approximate.update(moved.leaves)
+                moved.reset.update(lost)
             else:
                 moved = MovedLeaves(reset=dict.fromkeys(kinds, "not all of its parameters have this state"))
             result.update((new[kind], leaf) for kind, leaf in moved.leaves.items())
             self._record(name, new, moved)
         return result
+
+    def _lost_kinds(self, having: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+        """The kinds of which an earlier FollowOptimizer reset a leaf, and why it did."""
+        lost = {kind: slot for slots in having.values() for kind, slot in slots.items() if slot not in self._state}
+        return {kind: self._diagnostics.rule_for[slot].removeprefix(_RESET) for kind, slot in lost.items()}
 
     def _record(self, name: str, new: Mapping[str, str], moved: MovedLeaves) -> None:
         rule = self._diagnostics.rule_for.get(name)
@@ -192,10 +207,10 @@ class _Following:
             if rule is not None:
                 self._diagnostics.rule_for[new[kind]] = f"{rule}; followed ({fidelity})"
         for kind, reason in moved.reset.items():
+            self._diagnostics.fidelity[new[kind]] = "reset"
+            self._diagnostics.rule_for[new[kind]] = f"{_RESET}{reason}"
             # Where the target has no such leaf, nothing is missing.
-            if not self._target or new[kind] in self._target:
-                self._diagnostics.fidelity[new[kind]] = "reset"
-                self._diagnostics.rule_for[new[kind]] = f"reset: {reason}"
+            if new[kind] not in self._lost and (not self._target or new[kind] in self._target):
                 self._reset[reason].append(new[kind])
 
     def finish(self) -> None:
