@@ -400,6 +400,24 @@ def test_a_leaf_that_was_reset_stays_so_in_the_next_pass(make):
         }
 
 
+@pytest.mark.parametrize("beta1", [None, 0.9])
+def test_a_placeholder_of_a_parameter_of_one_element_stays_one(beta1):
+    """With and without momentum, `m` of a parameter of shape (1,) has the shape (1,): the target tells them apart."""
+    params = {"l0": np.ones(1, np.float32), "l1": np.ones(1, np.float32), "w": W}
+    stack = tr.StackLayers(r"target/l(\d)", "target/l", 1)
+    reshape = tr.Chain([tr.Reshape("target/l0", ()), tr.Drop("target/l1")])
+    for transform, changed in ((stack, {"l": np.ones((1, 2), np.float32)}), (reshape, {"l0": np.ones((), np.float32)})):
+        definition = Adafactor(0.1, beta1=beta1)
+        source = after_steps(definition, params, [])
+        expected = after_steps(definition, {"w": W, **changed}, [])
+        # Without a target, the placeholder of `w` tells it.
+        for target in (expected, {}):
+            result, diagnostics = run(tr.FollowOptimizer(transform), source, target)
+            assert diagnostics.problems == [] and diagnostics.warnings == []
+            assert_close(result, expected)
+            assert {name: leaf.shape for name, leaf in result.items()} == {n: x.shape for n, x in expected.items()}
+
+
 def test_split_and_joined_rows_are_classed():
     slots = {"a/v_row": np.float32([1, 2]), "a/v_col": np.float32([1, 2, 3]), "a/v": np.zeros(1, np.float32)}
     source = state({"a": W}, slots)

@@ -38,6 +38,7 @@ class Move:
       leaves: old parameter's name -> kind -> the leaf; each has the same kinds.
       wanted: kind -> the target's leaf, for the kinds that the target has.
       always_by_size: whether the second moment is factored by size for every rank (Optax).
+      not_in_use: the kinds of which parameters of other shapes have placeholders in this optimizer.
     """
 
     view: View
@@ -46,6 +47,7 @@ class Move:
     leaves: Mapping[str, Mapping[str, Any]]
     wanted: Mapping[str, Any]
     always_by_size: bool
+    not_in_use: frozenset[str] = frozenset()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -76,6 +78,11 @@ class MovedLeaves:
     reset: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+def is_placeholder_for(leaf: Any, shape: Shape | None) -> bool:
+    """Whether the shape of an optimizer's leaf alone tells that it is a placeholder for a parameter of this shape."""
+    return shape is not None and _shape(leaf) == _PLACEHOLDER != shape
+
+
 def move_leaves(move: Move, rule_of: RuleOf) -> MovedLeaves:
     """Moves all leaves of one optimizer for one new parameter."""
     moved = MovedLeaves()
@@ -104,12 +111,22 @@ def _move_one(move: Move, kind: str, moved: MovedLeaves) -> None:
     shapes = {symbol.name: symbol.shape for symbol in symbols_of(move.view)}
     if all(leaf is None for leaf in leaves):
         moved.leaves[kind] = None
-    elif all(_shape(found[kind]) == shapes[name] for name, found in move.leaves.items()):
+        return
+    like_parameter = all(_shape(found[kind]) == shapes[name] for name, found in move.leaves.items())
+    if like_parameter and not _is_placeholder(move, kind):
         _replay(move, kind, moved)
     elif {_shape(leaf) for leaf in leaves} == {_PLACEHOLDER} and move.wanted_shape(kind) in (None, _PLACEHOLDER):
         moved.leaves[kind] = leaves[0]
     else:
         moved.reset[kind] = "its shape is not its parameter's"
+
+
+def _is_placeholder(move: Move, kind: str) -> bool:
+    """Whether leaves that have the shape of their parameters, (1,), are placeholders all the same."""
+    if {_shape(leaf) for leaf in move.all_of(kind)} != {_PLACEHOLDER} or kind in _SECOND_MOMENT:
+        return False
+    wanted = move.wanted_shape(kind)
+    return kind in move.not_in_use if wanted is None else wanted == _PLACEHOLDER != tuple(move.view.shape)
 
 
 def _replay(move: Move, kind: str, moved: MovedLeaves) -> None:

@@ -20,7 +20,7 @@ from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.move import Move, MovedLeaves, move_leaves
+from orbax_t5x.transforms.follow.move import Move, MovedLeaves, is_placeholder_for, move_leaves
 from orbax_t5x.transforms.follow.slots import (
     STANDARD_ROOTS,
     Names,
@@ -144,6 +144,20 @@ class _Following:
         for tree, params in by_tree(slots).items():
             for param, kinds in params.items():
                 self._trees[tree.path, tree.kind_first][tree.state, param] = kinds
+        self._not_in_use = self._kinds_not_in_use()
+
+    def _kinds_not_in_use(self) -> dict[tuple[str, bool], frozenset[str]]:
+        """Tree -> the kinds of which a parameter has a placeholder."""
+        shapes = {self._names.param(name): getattr(value, "shape", None) for name, value in self._state.items()}
+        return {
+            tree: frozenset(
+                kind
+                for param, kinds in leaves_of.items()
+                for kind, slot in kinds.items()
+                if is_placeholder_for(self._state.get(slot), shapes.get(param))
+            )
+            for tree, leaves_of in self._trees.items()
+        }
 
     def parameter(self, value: Any) -> Any:
         """A new parameter over the checkpoint's leaves instead of symbols."""
@@ -183,6 +197,7 @@ class _Following:
                     },
                     {kind: self._target[slot] for kind, slot in new.items() if slot in self._target},
                     kind_first,
+                    self._not_in_use[tree_path, kind_first],
                 )
                 moved = move_leaves(move, self._owner.rule_of)
                 if is_symbol(value) and self._copies[value.leaf.name] > 1:
