@@ -372,3 +372,13 @@ def test_names_that_do_not_meet_cost_little(monkeypatch):
     source = checkpoint({f"block_{i}/part_{j}/w": array for i in range(40) for j in range(20)})
     found = problems_of(source, {f"other/layer_{i}/thing_{j}/w": array for i in range(40) for j in range(20)})
     assert len(found) == 801 and len(compared) <= 4 * 800
+
+
+def test_a_leaf_that_has_its_place_is_not_proposed_for_another():
+    """The weights of one module are no cure for another one that the checkpoint lacks."""
+    names = [f"{name}/kernel" for name in ("query", "key", "value", "out")]
+    stored = {f"target/layers_0/self_attention/{name}": np.ones((4, 4), np.float32) for name in names}
+    target = {**stored, **{f"target/layers_0/encoder_decoder_attention/{name}": np.ones((4, 4)) for name in names}}
+    problems = problems_of(checkpoint(stored), unflatten(target))
+    assert len(problems) == len(names)
+    assert not any("AssignmentMap" in problem.fix or "Rename" in problem.fix for problem in problems)

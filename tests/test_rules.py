@@ -455,3 +455,25 @@ def test_infer_finds_flax_models(hf_flax):
     assert diagnostics.problems == []
     assert_same(result, {name: as_numpy(value) for name, value in scanned.items()})
     assert_same(run(rules.infer(plain, hf_flax), plain)[0], {name: as_numpy(value) for name, value in hf_flax.items()})
+
+
+def test_infer_leads_from_one_foreign_layout_to_another(hf_flax):
+    """Through T5X's names on the way, from and to Hugging Face's two, and from Mesh TensorFlow's."""
+    plain, _ = run(rules.hf_flax_t5_to_t5x(), hf_flax)
+    twin, flax = as_pytorch(hf_flax), {name: as_numpy(lazy) for name, lazy in hf_flax.items()}
+    pytorch, _ = run(rules.hf_t5_to_t5x().inverse(), plain)
+    for source, target in ((twin, flax), (flax, pytorch)):
+        pack = rules.infer(source, target)
+        result, diagnostics = run(pack, source, target)
+        assert diagnostics.problems == [] and pack.has_inverse
+        assert_same(result, {name: as_numpy(value) for name, value in target.items()})
+    with ot.open_checkpoint(GOLDENS / "tf_bundle" / "t5_1_1_f32") as bundle:
+        t5x, _ = run(tr.Translate(), bundle.leaves)
+        parameters = {name: leaf for name, leaf in t5x.items() if name.startswith("target/")}
+        expected, _ = run(rules.t5x_to_hf_t5(), parameters)
+        pack = rules.infer(bundle, expected)
+        result, diagnostics = run(pack, bundle.leaves, expected)
+        assert diagnostics.problems == [] and not pack.has_inverse
+        assert_same({name: result[name] for name in expected}, expected)
+        with pytest.raises(RestorePlanError, match=r"mesh_tf_to_t5x\(\) has no inverse"):
+            rules.infer(expected, bundle)

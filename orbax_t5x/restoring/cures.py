@@ -72,7 +72,11 @@ def _proposals(outcome: Matched, target: Target) -> Iterator[Proposal]:
     pack = proposed_pack(outcome.state, target.original) or proposed_translation(outcome.state)
     if pack is not None:
         yield pack
-    yield from proposed_prefix(outcome.state, {name: target.leaves[name] for name in outcome.unfilled})
+    # What has its own place in the target is no other leaf's.
+    free = {
+        name: value for name, value in outcome.state.items() if name not in target.leaves or name in outcome.unfilled
+    }
+    yield from proposed_prefix(free, {name: target.leaves[name] for name in outcome.unfilled})
 
 
 def _explains(before: Collection[str], after: Collection[str]) -> bool:

@@ -74,7 +74,7 @@ def _forwards(source: Layout, target: Layout) -> RulePack | None:
         return t5_minimal_to_unscanned(*heads)
     if target.kind == "scanned" and axis is not None:
         return t5_minimal_to_scanned(*heads, scan_axis=axis)
-    if target.kind in ("maxtext", "maxtext scanned"):
+    if target.kind in _MAXTEXT:
         return t5x_decoder_to_maxtext(*heads, scanned=target.is_scanned, scan_axis=1 if axis is None else axis)
     return None
 
@@ -87,6 +87,7 @@ def mesh_tf_to_t5x() -> RulePack:
     return RulePack((translate.Translate(),), (), "mesh_tf_to_t5x()", "encoder/block_000/layer_000/SelfAttention/q")
 
 
+_MAXTEXT = frozenset({"maxtext", "maxtext scanned"})
 # Layouts that are no T5X's, and the pack from each to T5X's minimal T5.
 _TO_MINIMAL = {"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_t5x, "mesh tf": mesh_tf_to_t5x}
 
@@ -135,10 +136,20 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
     if pack is None:
         message = f"no rule pack leads from {_described(seen, source)} to {_described(wanted, target)}"
         if "unknown" not in (seen.kind, wanted.kind):
-            message += ": no leaf's shape, or not the same depth, fits on both sides"
+            message += f": {_why_not(seen, wanted)}"
         fix = "write AssignmentMap, Rename or StackLayers rules by hand"
         raise RestorePlanError([Problem("rule", None, message, fix)])
     return pack if pack.steps else _renaming(source, target)
+
+
+def _why_not(seen: Layout, wanted: Layout) -> str:
+    """Why no pack leads from one known layout to another."""
+    if wanted.kind == "mesh tf":
+        return "mesh_tf_to_t5x() has no inverse"
+    kinds = {seen.kind, wanted.kind}
+    if kinds & _MAXTEXT and kinds & {"scanned", "unscanned"}:
+        return "MaxText's layouts are reached from the minimal one; join the pack to it and t5x_decoder_to_maxtext"
+    return "no leaf's shape, or not the same depth, fits on both sides"
 
 
 def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
@@ -177,22 +188,27 @@ def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
 
 
 def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
-    """The pack between two layouts; without steps where they are one, None if there is none."""
+    """The pack between two layouts; without steps where they are one, None if there is none.
+
+    What is no T5X layout is led to T5X's first, on either side.
+    """
     if seen.kind == wanted.kind and seen.kind in _TO_MINIMAL:
         return RulePack((), (), "nothing to map")
-    if wanted.kind in ("hugging face", "hugging face flax"):
-        pack = _pack(target, source, wanted, seen)
-        return None if pack is None else pack.inverse()
-    packs: list[RulePack] | None
-    if seen.kind in _TO_MINIMAL:
-        first = _TO_MINIMAL[seen.kind]()
-        packs = _between(_after(first, source), wanted)
-        packs = None if packs is None else [first, *packs]
-    else:
-        packs = _between(seen, wanted) if "unknown" not in (seen.kind, wanted.kind) else None
-    if not packs:
-        return None if packs is None else RulePack((), (), "nothing to map")
-    return joined(packs, [pack.inverse() for pack in reversed(packs) if pack.has_inverse])
+    if "unknown" in (seen.kind, wanted.kind):
+        return None
+    first, last = (_TO_MINIMAL[one.kind]() if one.kind in _TO_MINIMAL else None for one in (seen, wanted))
+    if last is not None and not last.has_inverse:
+        return None
+    between = _between(
+        seen if first is None else _after(first, source), wanted if last is None else _after(last, target)
+    )
+    if between is None:
+        return None
+    packs = [first, *between, None if last is None else last.inverse()]
+    steps = [pack for pack in packs if pack is not None]
+    if not steps:
+        return RulePack((), (), "nothing to map")
+    return joined(steps, [pack.inverse() for pack in reversed(steps) if pack.has_inverse])
 
 
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
