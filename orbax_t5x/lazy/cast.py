@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import numpy as np
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import CheckpointError, LeafMismatchError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import Lowered, Node
 from orbax_t5x.lazy.strided import strided
+
+Mismatch = Callable[[str, Leaf], CheckpointError]
+"""Makes the error of a value that does not survive a cast, from the text and the leaf that has it."""
 
 # What comparing two arrays takes for each element: the answer, and those to its parts.
 _COMPARED_BYTES = 4
@@ -28,20 +32,20 @@ class CastNode(Node):
     """The elements in another dtype, as NumPy's `astype` makes them; make it with `cast_node`.
 
     Attributes:
-      checked: whether reading raises `RestorePlanError` where a value does not survive the way there and back.
+      mismatch: what reading raises where a value does not survive the way there and back; None: nothing is compared.
     """
 
-    checked: bool
+    mismatch: Mismatch | None
 
     def describe_step(self) -> str:
         """The new dtype."""
-        return f"{'checked ' if self.checked else ''}cast {self.dtype.name}"
+        return f"{'checked ' if self.mismatch else ''}cast {self.dtype.name}"
 
     def select(self, index_map: IndexMap) -> Node | None:
         """Casts what is left; a repeat is done after the cast, on fewer elements."""
         if any(dim < 0 for dim, _ in index_map.maps):
             return None
-        return cast_node(strided(self.input, index_map), self.dtype, checked=self.checked)
+        return cast_node(strided(self.input, index_map), self.dtype, self.mismatch)
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
         """The same box."""
@@ -53,13 +57,13 @@ class CastNode(Node):
         self.input.add_work(box, values, lowered)
         size = math.prod(out.shape)
         carried = size * _carrier_itemsize(self.input.dtype, self.dtype)
-        if not self.checked:
+        if self.mismatch is None:
             lowered.add_step(partial(cast_into, out, values), carried)
             return
         back = size * (self.input.dtype.itemsize + max(_COMPARED_BYTES, _carrier_itemsize(self.dtype, values.dtype)))
-        lowered.add_step(partial(self._cast_and_check, values, out), max(carried, back))
+        lowered.add_step(partial(self._cast_and_check, values, out, self.mismatch), max(carried, back))
 
-    def _cast_and_check(self, values: np.ndarray, out: np.ndarray) -> None:
+    def _cast_and_check(self, values: np.ndarray, out: np.ndarray, mismatch: Mismatch) -> None:
         cast_into(out, values)
         back = np.empty(values.shape, values.dtype)
         cast_into(back, out)
@@ -72,11 +76,15 @@ class CastNode(Node):
             lost = values[~same][0]
             leaf = self.leaves()[0]
             message = f"the value {lost} does not fit {self.dtype.name} (it is stored as {values.dtype.name})"
-            fix = f"give the target {values.dtype.name}"
-            raise RestorePlanError([Problem("dtype", leaf.name, message, fix)], path=leaf.path or None)
+            raise mismatch(message, leaf)
 
 
-def cast_node(node: Node, dtype: np.dtype, *, checked: bool = False) -> Node:
+def leaf_mismatch(message: str, leaf: Leaf) -> CheckpointError:
+    """The error of a stored value that is not what its leaf may hold."""
+    return LeafMismatchError(message, path=leaf.path or None, leaf=leaf.name)
+
+
+def cast_node(node: Node, dtype: np.dtype, mismatch: Mismatch | None = None) -> Node:
     """The elements in another dtype; the same dtype is the same node.
 
     Raises:
@@ -85,7 +93,7 @@ def cast_node(node: Node, dtype: np.dtype, *, checked: bool = False) -> Node:
     if dtype == node.dtype:
         return node
     cast_carrier(node.dtype, dtype)
-    return CastNode(node.shape, dtype, (node,), checked)
+    return CastNode(node.shape, dtype, (node,), mismatch)
 
 
 def _carrier_itemsize(from_dtype: np.dtype, to_dtype: np.dtype) -> int:

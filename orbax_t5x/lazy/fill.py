@@ -79,7 +79,7 @@ def _fill(node: Node, values: Node, casts: tuple[CastNode, ...]) -> Node:
         return values
     if not any(unfilled):
         for cast in casts:
-            node = cast_node(node, cast.dtype, checked=cast.checked)
+            node = cast_node(node, cast.dtype, cast.mismatch)
         return node
     match node:
         case CastNode():

@@ -16,7 +16,7 @@ import numpy as np
 from orbax_t5x.concurrency import CarriedError, run_in_pool
 from orbax_t5x.lazy.array import LazyArray
 from orbax_t5x.lazy.box import Box, full_box
-from orbax_t5x.lazy.cast import cast_node
+from orbax_t5x.lazy.cast import Mismatch, cast_node, leaf_mismatch
 from orbax_t5x.lazy.geometry import IndexMap, basic_index, normalize_axis, reshape_target
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import Lowered, Node, leaf_node
@@ -78,9 +78,14 @@ class View(LazyArray):
         """The elements cast as NumPy's `astype` does; the same dtype is the same view."""
         return self._with(cast_node(self.node, np.dtype(dtype)))
 
-    def cast_checked(self, dtype: Any) -> View:
-        """Like `astype`, but reading raises `RestorePlanError` where a value does not survive the round trip."""
-        return self._with(cast_node(self.node, np.dtype(dtype), checked=True))
+    def cast_checked(self, dtype: Any, mismatch: Mismatch = leaf_mismatch) -> View:
+        """Like `astype`, but reading raises an error where a value does not survive the round trip.
+
+        Args:
+          dtype: of the result.
+          mismatch: makes the error; by default a `LeafMismatchError`.
+        """
+        return self._with(cast_node(self.node, np.dtype(dtype), mismatch))
 
     def _with(self, node: Node) -> View:
         return self if node is self.node else View(node)

@@ -16,8 +16,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import Problem, ProblemKind
-from orbax_t5x.lazy import View, as_view
+from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
+from orbax_t5x.lazy import Leaf, View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.target_leaf import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
@@ -96,7 +96,7 @@ class Fitting:
             case "cast":
                 return view.astype(leaf.dtype)
             case "checked":
-                return view.cast_checked(leaf.dtype)
+                return view.cast_checked(leaf.dtype, _does_not_fit)
             case _:
                 return view
 
@@ -288,3 +288,8 @@ def _described_source(name: str, view: View) -> str:
     if names == [name]:
         return ""
     return f" (from {listed(names, 2)})" if names else " (a constant)"
+
+
+def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
+    """The one problem that a plan cannot see: the value of a step that is stored in a wider dtype than the target's."""
+    return RestorePlanError([Problem("dtype", leaf.name, message, "give the target the stored dtype")], path=leaf.path)

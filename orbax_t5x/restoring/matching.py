@@ -272,7 +272,7 @@ def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
 
     What stays on the host is cast there, because JAX may not have its dtype, and so is what has its values checked.
     """
-    is_checked = isinstance(view.node, CastNode) and view.node.checked
+    is_checked = isinstance(view.node, CastNode) and view.node.mismatch is not None
     is_computed = any(isinstance(stored, ComputedLeaf) for stored in view.leaves())
     return is_computed and not is_checked and not leaf.is_on_host
 
