@@ -226,8 +226,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[: len(body) - cut] if cut else body)
+            # Before they are sent: whoever has them may ask for the count at once.
             self.server_store.count(len(body) - cut)
+            self.wfile.write(body[: len(body) - cut] if cut else body)
         self.wfile.flush()
         if cut:
             self.connection.shutdown(socket.SHUT_RDWR)

@@ -51,8 +51,8 @@ def check_destination(target: Path, writing: WriteOptions) -> None:
 def check_apart(target: Path, source: Checkpoint) -> None:
     """Refuses a destination that would delete the source, or change what it is.
 
-    What lies in the source's directory, or in a step or a root that the source was opened by, belongs to that. A step
-    beside the source's may become the newest of their root.
+    What lies in the source's directory, or in a step or a root that the source was opened by, belongs to that. Who
+    names a step as the source may put another one beside it.
 
     Raises:
       CheckpointIOError: naming the destination.
@@ -66,9 +66,6 @@ def check_apart(target: Path, source: Checkpoint) -> None:
     for place in (real_source, given) if step is None else (real_source, given, step):
         if place in resolved.parents and resolved not in (real_source, step):
             raise _inside(target, f"lies inside the source {str(place)!r}; choose a destination outside of it")
-    is_new_step = step_of_name(resolved.name) is not None and not os.path.lexists(resolved)
-    if step is not None and step.parent == resolved.parent and is_new_step:
-        raise _inside(target, f"would be a step beside the source {str(step)!r}; choose a name that ends in no number")
 
 
 def _step_directory(source: Checkpoint, path: Path) -> Path | None:

@@ -292,4 +292,5 @@ def _described_source(name: str, view: View) -> str:
 
 def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
     """The one problem that a plan cannot see: the value of a step that is stored in a wider dtype than the target's."""
-    return RestorePlanError([Problem("dtype", leaf.name, message, "give the target the stored dtype")], path=leaf.path)
+    problem = Problem("dtype", leaf.name, message, "give the target the stored dtype")
+    return RestorePlanError([problem], path=leaf.path or None)
