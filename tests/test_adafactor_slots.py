@@ -64,6 +64,16 @@ def test_t5x_slots_go_on_in_optax():
             np.testing.assert_allclose(state["params"][name], value, rtol=2e-5, atol=1e-6)
 
 
+def test_approximate_slots_are_so_in_optax():
+    shape = (8, 20)
+    wider = {**params(), "wide": jnp.zeros(shape)}
+    target = jax.eval_shape(lambda: {"params": wider, "opt_state": TX.init(wider)})
+    pad = T.FollowOptimizer(T.Pad("target/wide", shape))
+    plan = ot.plan_restore(saved(t5x_optimizer(1)), target, [pad, *TO_PARAMS])
+    approximate = [entry.name for entry in plan.entries if entry.fidelity == "approximate"]
+    assert approximate == ["opt_state/0/v_row/wide"]
+
+
 def test_the_slots_of_a_bundle_go_on_in_optax(goldens):
     """Into a linen train state, below its own names; T5X's importer is the judge of the slots."""
     with np.load(goldens / "importer" / "t5_1_1_f32.npz") as values:

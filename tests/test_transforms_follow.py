@@ -418,6 +418,29 @@ def test_a_placeholder_of_a_parameter_of_one_element_stays_one(beta1):
             assert {name: leaf.shape for name, leaf in result.items()} == {n: x.shape for n, x in expected.items()}
 
 
+@pytest.mark.parametrize(
+    ("second", "name", "approximate"),
+    [
+        (tr.Rename([("target/b", "target/c")]), "c", {"w/v_row"}),
+        (tr.Transpose("target/w"), "b", {"w/v_col"}),  # rows and columns of a square matrix change places
+        (tr.Cast("target/w", "bfloat16"), "b", {"w/v_row"}),
+    ],
+    ids=["other", "swapped", "cast"],
+)
+def test_two_passes_have_the_fidelity_of_one(second, name, approximate):
+    """What the first pass made approximate is so after the second, as in one pass that does both."""
+    definition = Adafactor(0.1, min_dim_size_to_factor=2)
+    source = after_steps(definition, {"w": W.T, "b": np.ones(3, np.float32)}, [])
+    target = after_steps(definition, {"w": np.ones((3, 3), np.float32), name: np.ones(3, np.float32)}, [])
+    pad = tr.Pad("target/w", (None, 3))
+    _, one = run(tr.FollowOptimizer(tr.Chain([pad, second])), source, target)
+    _, two = run(tr.Chain([tr.FollowOptimizer(pad), tr.FollowOptimizer(second)]), source, target)
+    for diagnostics in (one, two):
+        slots = {slot: diagnostics.fidelity[slot] for slot in target if slot.startswith("state/param_states/")}
+        assert {slot[len("state/param_states/") :] for slot, kind in slots.items() if kind != "exact"} == approximate
+        assert diagnostics.warnings == [] and diagnostics.problems == []
+
+
 def test_split_and_joined_rows_are_classed():
     slots = {"a/v_row": np.float32([1, 2]), "a/v_col": np.float32([1, 2, 3]), "a/v": np.zeros(1, np.float32)}
     source = state({"a": W}, slots)

@@ -67,7 +67,9 @@ class AdafactorSlots(Transform):
         result.update({to: state[origin] for to, origin in found.renames.items()})
         result.update({name: np.zeros((1,), np.float32) for name in found.placeholders})
         diagnostics.record_origins({to: (origin, self.describe()) for to, origin in found.renames.items()})
-        diagnostics.fidelity.update(dict.fromkeys(found.renames, "exact"))
+        before = dict(diagnostics.fidelity)
+        for to, origin in found.renames.items():
+            diagnostics.fidelity[to] = "approximate" if before.get(origin) == "approximate" else "exact"
         return result
 
 

@@ -39,6 +39,7 @@ class Move:
       wanted: kind -> the target's leaf, for the kinds that the target has.
       always_by_size: whether the second moment is factored by size for every rank (Optax).
       not_in_use: the kinds of which parameters of other shapes have placeholders in this optimizer.
+      approximate: (old parameter's name, kind) of the leaves that are approximate already.
     """
 
     view: View
@@ -48,6 +49,7 @@ class Move:
     wanted: Mapping[str, Any]
     always_by_size: bool
     not_in_use: frozenset[str] = frozenset()
+    approximate: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -90,6 +92,7 @@ def move_leaves(move: Move, rule_of: RuleOf) -> MovedLeaves:
         move.wanted_shape(kind) in (None, _shape(move.all_of(kind)[0])) for kind in move.kinds
     ):
         moved.leaves.update(next(iter(move.leaves.values())))
+        moved.approximate.update(kind for _, kind in move.approximate)
         return moved
     adafactor = all(kind in move.kinds for kind in _FACTORED)
     for kind in move.kinds:
@@ -139,7 +142,7 @@ def _replay(move: Move, kind: str, moved: MovedLeaves) -> None:
     except ValueError as error:
         moved.reset[kind] = str(error)
         return
-    if not replay.is_exact:
+    if not replay.is_exact or any((name, kind) in move.approximate for name in move.leaves):
         moved.approximate.add(kind)
 
 
@@ -214,11 +217,13 @@ def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> t
     Returns:
       None where the old slots do not hold what the new ones need.
     """
+    used: set[tuple[str, str]] = set()
 
     def leaf(symbol: Symbol, kept: Kept) -> View:
         for kind, keeps in zip(_FACTORED, before[symbol.name].kept(len(symbol.shape)), strict=True):
             if _large(keeps, symbol.shape) == _large(kept, symbol.shape):
                 sizes = tuple(symbol.shape[dim] for dim in sorted(kept))
+                used.add((symbol.name, kind))
                 return as_view(move.leaves[symbol.name][kind], name=symbol.name).reshape(sizes)
         raise CannotFollowError("no slot keeps these dimensions")
 
@@ -226,11 +231,13 @@ def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> t
     approximate: set[str] = set()
     for kind, kept in zip(_FACTORED, after.kept(move.view.ndim), strict=True):
         replay = Replay(leaf, of_parameters=False)
+        used.clear()
         try:
             leaves[kind] = replay.build(move.view, kept)
         except ValueError:
             return None
-        approximate |= set() if replay.is_exact else {kind}
+        if not replay.is_exact or not used.isdisjoint(move.approximate):
+            approximate.add(kind)
     return leaves, approximate
 
 

@@ -49,7 +49,8 @@ class FollowOptimizer(Transform):
 
     The transform gets parameters, step and counts, not the leaves that belong to parameters; its patterns are for
     the parameters. The fidelity of each leaf that follows is recorded: "exact"; "approximate" (averaged, repeated, or
-    a part of a mean over more); "reset" (left out, because it has no counterpart). Casts are for parameters alone.
+    a part of a mean over more); "reset" (left out, because it has no counterpart). In a chain of several the worst
+    counts. Casts are for parameters alone.
 
     Attributes:
       transform: any transform, or a plain function that renames or composes.
@@ -137,6 +138,8 @@ class _Following:
         self._reset: dict[str, list[str]] = collections.defaultdict(list)
         # Slots that an earlier FollowOptimizer reset; there has been a warning for each.
         self._lost = slots.keys() - state.keys()
+        # Slots that are approximate already: what is made of them is so, too.
+        self._approximate = {name for name in slots if diagnostics.fidelity.get(name) == "approximate"}
         # How many new parameters each old one is copied to. With several, each will get only a part of the gradient.
         self._copies = collections.Counter(value.leaf.name for value in moved.values() if is_symbol(value))
         # (path in the optimizer, kind first) -> (state, parameter's path) -> kind -> name
@@ -198,6 +201,12 @@ class _Following:
                     {kind: self._target[slot] for kind, slot in new.items() if slot in self._target},
                     kind_first,
                     self._not_in_use[tree_path, kind_first],
+                    frozenset(
+                        (old_name, kind)
+                        for old_name, slots in having.items()
+                        for kind, slot in slots.items()
+                        if slot in self._approximate
+                    ),
                 )
                 moved = move_leaves(move, self._owner.rule_of)
                 if is_symbol(value) and self._copies[value.leaf.name] > 1:
