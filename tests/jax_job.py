@@ -76,7 +76,14 @@ def run_processes(
     return [output for output, _ in outputs]
 
 
-def run_script(script: str, count: int, *arguments: object, devices: int = 2, before: str = "") -> list[list[Any]]:
+def run_script(
+    script: str,
+    count: int,
+    *arguments: object,
+    devices: int = 2,
+    before: str = "",
+    killed: Collection[int] = (),
+) -> list[list[Any]]:
     """Runs a script as the processes of one job, and returns what each has told.
 
     Args:
@@ -86,6 +93,7 @@ def run_script(script: str, count: int, *arguments: object, devices: int = 2, be
       arguments: of the script.
       devices: of each process.
       before: what runs before the processes join.
+      killed: the processes that kill themselves.
     """
     code = _BEGIN + textwrap.dedent(before) + _JOIN + textwrap.dedent(script)
     outputs = run_processes(
@@ -94,6 +102,7 @@ def run_script(script: str, count: int, *arguments: object, devices: int = 2, be
             *map(str, arguments),
         ],
         count,
+        killed=killed,
         environment={"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
     )
     lines = [[line.removeprefix(_TOLD) for line in output.splitlines() if line.startswith(_TOLD)] for output in outputs]

@@ -125,3 +125,28 @@ def test_who_fails_in_planning_and_ends_is_not_waited_for(source, tmp_path):
     first, second = run_script(_BEGIN + _ENDS, 2, source, tmp_path)
     assert second[0][0] == "CheckpointNotFoundError"
     assert first[0][0] == "CheckpointIOError" and "process 1 has ended" in first[0][1]
+
+
+# Killed where the others cannot know of it: before the first call, with a backend or without.
+_KILLED = """
+from orbax_t5x.restoring.execute import meeting
+
+meeting._CPU_PATIENCE_SECS = 3.0
+if sys.argv[-1] == "backend":
+    jax.devices()
+if process == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    ot.restore(source, None)
+except ot.errors.CheckpointError as error:
+    tell([type(error).__name__, str(error)])
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("begun", ["backend", "nothing"])
+def test_who_dies_before_its_first_call_is_not_waited_for(source, tmp_path, begun):
+    begin = _BEGIN.replace("source, folder =", "source, folder, _ =")
+    first, _ = run_script(begin + _KILLED, 2, source, tmp_path, begun, killed=[1])
+    assert first[0][0] == "CheckpointIOError" and "has not come to this call within 3 s" in first[0][1]

@@ -16,15 +16,17 @@ import atexit
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from orbax_t5x.concurrency import CallThread, ThreadCall
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.text.wording import listed
 
 # A number that is 20 s old when it is looked at was written at most 25 s ago: below 30 s, and enough for a process that
 # is held up.
@@ -99,6 +101,10 @@ class Pulse:
         if now - self._looked > _SILENT_SECS:
             return f"the coordination service of JAX has not answered for {now - self._looked:.0f} s: {_UNREACHABLE}"
         return None
+
+    def is_beating(self, process: int) -> bool:
+        """Whether another process is known to be in a call."""
+        return process in self._seen
 
     def stop(self) -> None:
         """Says that this process is in no call any more."""
@@ -189,10 +195,31 @@ def call_with_living_peers(
         return wait_with_living_peers(ThreadCall(function, "orbax_t5x-collective", thread), path)
 
 
-def wait_with_living_peers(call: ThreadCall[_Result], path: str | None) -> _Result:
-    """The result of a call that waits for other processes; arguments and errors as above."""
+def wait_with_living_peers(
+    call: ThreadCall[_Result], path: str | None, *, expected: Iterable[int] = (), patience_secs: float = math.inf
+) -> _Result:
+    """The result of a call that waits for other processes; more arguments and errors as above.
+
+    Args:
+      call: that waits.
+      path: of what is being restored, for the error.
+      expected: the processes that are waited for.
+      patience_secs: for how long one of these may give no sign of life at all.
+    """
+    others = [process for process in expected if process != jax.process_index()]
+    deadline = time.monotonic() + patience_secs
     with beating() as pulse:
         while not call.ended.wait(_POLL_SECS):
             if pulse is not None and (silent := pulse.silent()) is not None:
                 raise CheckpointIOError(f"{silent}, and this restore waits for it no longer", path=path)
+            if pulse is not None and time.monotonic() > deadline:
+                absent = [process for process in others if not pulse.is_beating(process)]
+                if absent:
+                    raise CheckpointIOError(absent_text(absent, patience_secs), path=path)
         return call.result()
+
+
+def absent_text(processes: Sequence[int], seconds: float) -> str:
+    """What is said of processes that have given no sign of life yet; none: it is not known which."""
+    who = f"process {listed(list(map(str, processes)), 5)}" if processes else "a process of this job"
+    return f"{who} has not come to this call within {seconds:.0f} s, nor given a sign of life: it has died, or is late"
