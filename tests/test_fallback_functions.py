@@ -45,7 +45,8 @@ MADE = {
     "weak float": lambda: jnp.full(SIZE, 70000.0),
     "weak third": lambda: jnp.full(SIZE, 1 / 3),
     "weak complex": lambda: jnp.full(SIZE, 1j / 3),
-    "strong": lambda: jnp.arange(SIZE) / 3,
+    # No division: compiled, some versions of XLA multiply by the reciprocal.
+    "strong": lambda: jnp.arange(SIZE, dtype=jnp.float32) * 0.3,
     "narrow": lambda: jnp.full(SIZE, 1.5, jnp.bfloat16),
     "converted": lambda: jnp.asarray(np.full(SIZE, 3)),
     "jitted": lambda: jax.jit(lambda: np.full(SIZE, 3))(),
