@@ -211,3 +211,16 @@ def test_a_step_with_placeholders_is_whole(tmp_path):
     assert (step, said) == (3, []) and restored["more"] is ...
     with pytest.raises(ot.errors.RestorePlanError, match=r"\[missing\] more"):
         start(tmp_path, {**TARGET, "more": TARGET["w"]})
+
+
+def test_what_a_transform_raised_is_the_cause(tmp_path):
+    """As in a restore: the error with other fixes stands in place of the one of the plan."""
+
+    def wrong(state, target):
+        raise KeyError("kernel")
+
+    save_single(tmp_path / "source")
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(ot.errors.RestorePlanError, match="wrong raised KeyError") as caught:
+            ot.restore_or_initialize(manager, TARGET, init_from=tmp_path / "source", transforms=[wrong])
+    assert isinstance(caught.value.__cause__, KeyError)

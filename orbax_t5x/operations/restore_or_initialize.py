@@ -269,7 +269,7 @@ class _Starting:
             except RestorePlanError as error:
                 found = damage_of(path, options.limits)
                 if found is None:
-                    raise of_own_step(error, path, self._items_in(directory)) from error
+                    raise of_own_step(error, path, self._items_in(directory)) from error.__cause__
                 damage = _Damage(str(found), False)
             told = [_Damage(*one) for one in together.of_all(damage) if one is not None]
         if restored is not None and not told:
@@ -284,7 +284,7 @@ class _Starting:
         try:
             restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
         except RestorePlanError as error:
-            raise with_init_fn(error) from error
+            raise with_init_fn(error) from error.__cause__
         begin(self._run(), restored.plan.provenance)
         return Start(restored.state, _FIRST_STEP, "initialized")
 
@@ -298,7 +298,7 @@ class _Starting:
             try:
                 plan = build_plan({}, target, (), self._options, Asking(agree=together.records, proposes=False))
             except RestorePlanError as error:
-                raise with_init_fn(error) from error
+                raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._reading)
         begin(self._run(), ())
