@@ -2,6 +2,7 @@
 the other is raised.
 """
 
+import json
 import shutil
 import warnings
 
@@ -224,3 +225,14 @@ def test_what_a_transform_raised_is_the_cause(tmp_path):
         with pytest.raises(ot.errors.RestorePlanError, match="wrong raised KeyError") as caught:
             ot.restore_or_initialize(manager, TARGET, init_from=tmp_path / "source", transforms=[wrong])
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "..", "", "a/b"])
+def test_names_of_items_that_lead_out_of_the_step_are_not_looked_for(tmp_path, name):
+    save_single(tmp_path)
+    metadata = tmp_path / "2" / "_CHECKPOINT_METADATA"
+    told = json.loads(metadata.read_text())
+    told["item_handlers"][name] = "orbax.checkpoint.PyTreeCheckpointHandler"
+    metadata.write_text(json.dumps(told))
+    assert ot.restore(tmp_path, TARGET)["step"] == 2
+    assert start(tmp_path)[0] == 2

@@ -54,6 +54,7 @@ from orbax_t5x.readers.orbax.steps import (
     is_step_directory,
     is_temporary,
     item_names,
+    items_in,
     lost_items,
     newest_directory,
     step_of_name,
@@ -140,8 +141,7 @@ def _open_step(root: Store, limits: Limits, item: str | None) -> Checkpoint:
             raise _being_deleted(root.join(deleted))
         _logger.warning("%s: the item %r is left out: its deletion was begun and not finished", root.path, deleted)
         names.remove(deleted)
-    recorded = opened.step_metadata.get("item_handlers")
-    lost = lost_items(root.path, recorded if isinstance(recorded, Mapping) else {}, names)
+    lost = lost_items(root.path, items_in(opened.step_metadata), names)
     if item in lost or (item is None and lost):
         raise _lost(root, lost[0] if item is None else item, names)
     if item is not None:

@@ -107,7 +107,12 @@ def recorded_items(directory: str) -> dict[str, Any]:
     if not store.has_file(STEP_METADATA_FILE):
         return {}
     data = store.read_whole(STEP_METADATA_FILE, limit=_MAX_METADATA_BYTES)
-    handlers = parse_object(data, store.join(STEP_METADATA_FILE), allow_nan=True).get("item_handlers")
+    return items_in(parse_object(data, store.join(STEP_METADATA_FILE), allow_nan=True))
+
+
+def items_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The items in the metadata of a step, without names that lead out of it; see `recorded_items`."""
+    handlers = metadata.get("item_handlers")
     return {name: handlers[name] for name in handlers if is_name(name)} if isinstance(handlers, dict) else {}
 
 
