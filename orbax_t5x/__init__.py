@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from orbax_t5x.handlers import args as args
     from orbax_t5x.handlers import v1 as v1
     from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler as TrainStateHandler
-    from orbax_t5x.handlers.registration import TypeHandlerRegistration as TypeHandlerRegistration
-    from orbax_t5x.handlers.registration import register_type_handlers as register_type_handlers
+    from orbax_t5x.handlers.type_handlers.registration import TypeHandlerRegistration as TypeHandlerRegistration
+    from orbax_t5x.handlers.type_handlers.registration import register_type_handlers as register_type_handlers
     from orbax_t5x.lazy import LazyArray as LazyArray
     from orbax_t5x.lazy import LazyAwaitableArray as LazyAwaitableArray
     from orbax_t5x.lazy import LazyThreadPoolArray as LazyThreadPoolArray
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from orbax_t5x.lazy import concatenate as concatenate
     from orbax_t5x.lazy import repeat as repeat
     from orbax_t5x.lazy import stack as stack
-    from orbax_t5x.operations.convert import convert as convert
-    from orbax_t5x.operations.diff import diff as diff
-    from orbax_t5x.operations.restore_or_initialize import restore_or_initialize as restore_or_initialize
-    from orbax_t5x.operations.verify import verify as verify
+    from orbax_t5x.operations.convert.convert import convert as convert
+    from orbax_t5x.operations.diff.diff import diff as diff
+    from orbax_t5x.operations.start.restore_or_initialize import restore_or_initialize as restore_or_initialize
+    from orbax_t5x.operations.verify.verify import verify as verify
     from orbax_t5x.partitioning import STANDARD_LOGICAL_AXIS_RULES as STANDARD_LOGICAL_AXIS_RULES
     from orbax_t5x.partitioning import with_shardings as with_shardings
     from orbax_t5x.readers import Checkpoint as Checkpoint
@@ -67,31 +67,31 @@ _PUBLIC: dict[str, str] = {
     "STANDARD_LOGICAL_AXIS_RULES": "orbax_t5x.partitioning",
     "Source": "orbax_t5x.restoring.sources",
     "TrainStateHandler": "orbax_t5x.handlers.checkpoint_handler",
-    "TypeHandlerRegistration": "orbax_t5x.handlers.registration",
+    "TypeHandlerRegistration": "orbax_t5x.handlers.type_handlers.registration",
     "adafactor": "",
     "args": "orbax_t5x.handlers",
     "broadcast_to": "orbax_t5x.lazy",
     "checkpoint_importer": "",
     "concatenate": "orbax_t5x.lazy",
-    "convert": "orbax_t5x.operations.convert",
-    "diff": "orbax_t5x.operations.diff",
+    "convert": "orbax_t5x.operations.convert.convert",
+    "diff": "orbax_t5x.operations.diff.diff",
     "errors": "",
     "latest_step": "orbax_t5x.readers",
     "nnx": "",
     "open_checkpoint": "orbax_t5x.readers",
     "optimizers": "",
     "plan_restore": "orbax_t5x.restoring.api",
-    "register_type_handlers": "orbax_t5x.handlers.registration",
+    "register_type_handlers": "orbax_t5x.handlers.type_handlers.registration",
     "repeat": "orbax_t5x.lazy",
     "restore": "orbax_t5x.restoring.api",
-    "restore_or_initialize": "orbax_t5x.operations.restore_or_initialize",
+    "restore_or_initialize": "orbax_t5x.operations.start.restore_or_initialize",
     "rules": "",
     "stack": "orbax_t5x.lazy",
     "state_utils": "",
     "train_state": "",
     "transforms": "",
     "v1": "orbax_t5x.handlers",
-    "verify": "orbax_t5x.operations.verify",
+    "verify": "orbax_t5x.operations.verify.verify",
     "with_shardings": "orbax_t5x.partitioning",
 }
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
-from orbax_t5x.restoring.execute import broadcast
+from orbax_t5x.restoring.broadcast import send as broadcast
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests import multiprocess_worker as worker
 

@@ -15,8 +15,8 @@ import jax
 
 import orbax_t5x as ot
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.operations import conversion
-from orbax_t5x.operations.journal import Journal
+from orbax_t5x.operations.convert.convert import job as conversion
+from orbax_t5x.operations.convert.journal import Journal
 
 _LIMIT_BYTES = 4 << 20
 

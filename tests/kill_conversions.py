@@ -28,7 +28,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.operations.work_directory import work_directory_of
+from orbax_t5x.operations.convert.work_directory import work_directory_of
 from tests.bundle_writer import bundle_of
 
 # How long a conversion takes, before one has been seen: kills come before, in and after it.

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
-from orbax_t5x.restoring.execute import heartbeat
+from orbax_t5x.multihost import heartbeat
 from orbax_t5x.trees.flat import unflatten
 
 

@@ -11,8 +11,8 @@ from orbax.checkpoint.experimental import v1
 
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.operations.work_directory import WorkDirectory
-from orbax_t5x.operations.write_orbax import OrbaxFormat
+from orbax_t5x.operations.convert.orbax_output import OrbaxFormat
+from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.trees.flat import flatten
 
 VALUES = np.arange(4, dtype=np.float32)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from orbax_t5x.lazy import as_view, stack
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices, slices_within
-from orbax_t5x.restoring.execute.shares import ALIGNMENT, row_starts, schedule_of
-from orbax_t5x.restoring.execute.wanted import Wanted
+from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, row_starts, schedule_of
+from orbax_t5x.restoring.broadcast.wanted import Wanted
 from orbax_t5x.restoring.plan_data import PlanEntry
 from tests.memory_checkpoint import AwaitedLeaf
 

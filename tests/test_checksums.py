@@ -16,7 +16,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.handlers.checksums import written_boxes
+from orbax_t5x.handlers.type_handlers.checksums import written_boxes
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.box_sums import BoxSums, array_crc, compare, sums_of
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, encode_checksums, parse_checksums

@@ -28,9 +28,9 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers import stream
-from orbax_t5x.handlers.chunks import choose_chunk, pieces
+from orbax_t5x.handlers.type_handlers.lazy_array import stream
 from orbax_t5x.lazy import LazyThreadPoolArray
+from orbax_t5x.lazy.chunks import choose_chunk, pieces
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.provenance.digests import chain_digest
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint

@@ -15,8 +15,9 @@ import tensorstore as ts
 
 import orbax_t5x as ot
 from orbax_t5x.checkpoint_importer import LazyThreadPoolArray
-from orbax_t5x.operations import write_orbax, write_safetensors
-from orbax_t5x.operations.work_directory import WorkDirectory
+from orbax_t5x.operations.convert.convert import orbax_output as write_orbax
+from orbax_t5x.operations.convert.convert import safetensors_output as write_safetensors
+from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from tests.bundle_writer import bundle_of
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.operations import work_directory as _work
-from orbax_t5x.operations.work_directory import exchange
+from orbax_t5x.operations.convert.convert import work_directory as _work
+from orbax_t5x.operations.convert.work_directory import exchange
 from tests.bundle_writer import bundle_of
 
 WORK = ".c.orbax-t5x-convert"

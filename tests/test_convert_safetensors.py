@@ -22,9 +22,9 @@ from orbax_t5x.errors import (
     RestorePlanError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers import stream
-from orbax_t5x.operations import safetensors_files
-from orbax_t5x.operations.safetensors_files import Tensor, plan_files
+from orbax_t5x.handlers.type_handlers.lazy_array import stream
+from orbax_t5x.operations.convert.convert import safetensors_layout as safetensors_files
+from orbax_t5x.operations.convert.safetensors_layout import Tensor, plan_files
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -21,9 +21,9 @@ import orbax_t5x as ot
 from orbax_t5x.cli.main import main
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, RestorePlanError
 from orbax_t5x.lazy import LazyThreadPoolArray, as_view, box_slices, stack
-from orbax_t5x.operations import diff_blocks
-from orbax_t5x.operations.diff_blocks import block_boxes
-from orbax_t5x.operations.diff_values import Largest
+from orbax_t5x.operations.diff.blocks import block_boxes
+from orbax_t5x.operations.diff.diff import blocks as diff_blocks
+from orbax_t5x.operations.diff.values import Largest
 from tests.conftest import GOLDENS
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 

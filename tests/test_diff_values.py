@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orbax_t5x.operations import diff_values
-from orbax_t5x.operations.diff_values import Apart, Largest, Tolerance, are_comparable, compare
+from orbax_t5x.operations.diff.diff import values as diff_values
+from orbax_t5x.operations.diff.values import Apart, Largest, Tolerance, are_comparable, compare
 from tests.lazy_leaf import DTYPES
 
 _TOLERANCES = [(0.0, 0.0), (0.5, 0.0), (0.0, 0.25), (1e-3, 1e-3), (1e300, 0.0)]

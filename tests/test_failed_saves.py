@@ -16,7 +16,7 @@ from etils import epath
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
-from orbax_t5x.handlers.checksums import SaveSums
+from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 
 MODES = ocp.options.AtomicityMode.ATOMIC_RENAME, ocp.options.AtomicityMode.COMMIT_FILE
 SAVE = ot.args.TrainStateSave
@@ -27,7 +27,7 @@ import errno, os, resource, signal, sys, threading, time
 os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np, orbax.checkpoint as ocp, orbax_t5x as ot
 from etils import epath
-from orbax_t5x.handlers.checksums import CopiedArray
+from orbax_t5x.handlers.type_handlers.checksums import CopiedArray
 
 folder, save = sys.argv[1], ot.args.TrainStateSave
 signals = {"SIGINT": signal.default_int_handler, "SIGTERM": lambda *_: sys.exit(143)}

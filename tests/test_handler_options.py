@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, RestorePlanError
-from orbax_t5x.restoring.execute import executor
+from orbax_t5x.restoring import executor
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from unittest import mock
 
-from orbax_t5x.restoring.execute import heartbeat
+from orbax_t5x.multihost import heartbeat
 
 
 class Service:

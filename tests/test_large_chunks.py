@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.lazy import ReadStats, Request, ValueLeaf, box_shape, box_size, box_slices
 from orbax_t5x.readers.chunk_grid import count_chunks, pieces_by_chunk
-from orbax_t5x.restoring.execute import executor
+from orbax_t5x.restoring import executor
 from tests.lazy_leaf import boxes
 
 _CHUNK_BYTES = 64 << 20

@@ -10,7 +10,7 @@ _BEGIN = """
 import os, signal, threading
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
-from orbax_t5x.restoring.execute import heartbeat
+from orbax_t5x.multihost import heartbeat
 
 heartbeat._BEAT_SECS, heartbeat._SILENT_SECS = 0.05, 2.0
 source, folder = sys.argv[1:]
@@ -129,7 +129,7 @@ def test_who_fails_in_planning_and_ends_is_not_waited_for(source, tmp_path):
 
 # Killed where the others cannot know of it: before the first call, with a backend or without.
 _KILLED = """
-from orbax_t5x.restoring.execute import meeting
+from orbax_t5x.multihost import rendezvous as meeting
 
 meeting._CPU_PATIENCE_SECS = 3.0
 if sys.argv[-1] == "backend":

@@ -12,9 +12,9 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x import rules
-from orbax_t5x.restoring import cures, similar
-from orbax_t5x.restoring.proposals import pack_text, proposed_pack
-from orbax_t5x.restoring.similar import Similar, named
+from orbax_t5x.restoring.diagnose import cures, similar
+from orbax_t5x.restoring.diagnose.proposals import pack_text, proposed_pack
+from orbax_t5x.restoring.diagnose.similar import Similar, named
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests import t5_model

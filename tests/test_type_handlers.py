@@ -26,7 +26,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.handlers.numpy_or_lazy import NumpyOrLazyHandler
+from orbax_t5x.handlers.type_handlers.numpy_or_lazy import NumpyOrLazyHandler
 from orbax_t5x.lazy import as_view
 from tests.jax_job import run_script
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf

@@ -11,7 +11,7 @@ import contextlib
 from orbax_t5x.cli.arguments import resuming_argument
 from orbax_t5x.cli.mapping import RuleOptions
 from orbax_t5x.cli.output import emit, emit_json
-from orbax_t5x.operations.diff import diff
+from orbax_t5x.operations.diff.diff import diff
 from orbax_t5x.readers import open_checkpoint
 
 _EQUAL, _DIFFERENT = 0, 1

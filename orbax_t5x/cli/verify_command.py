@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from orbax_t5x.cli.output import emit, emit_json
-from orbax_t5x.operations.verify import verify
+from orbax_t5x.operations.verify.verify import verify
 
 _EXIT_CODES = {"ok": 0, "damaged": 1, "no checksum": 3}
 

@@ -19,15 +19,15 @@ from etils import epath
 
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.handlers import failed_saves as _failed_saves
-from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
-from orbax_t5x.handlers.checksums import RunningSaves, SaveSums, merge_parts
 from orbax_t5x.handlers.orbax_names import RecordedType
+from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
-from orbax_t5x.handlers.save_table import WithStreamedLeaves
-from orbax_t5x.handlers.save_tree import Prepared, prepare
-from orbax_t5x.handlers.stock_restore import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
-from orbax_t5x.handlers.type_handlers import GlobalTypeHandlers
+from orbax_t5x.handlers.save.prepare import Prepared, prepare
+from orbax_t5x.handlers.save.type_table import WithStreamedLeaves
+from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SaveSums, merge_parts
+from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
+from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.lineage import Asking

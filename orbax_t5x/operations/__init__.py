@@ -1,1 +1,1 @@
-"""Whole checkpoints: conversion."""
+"""Operations on whole checkpoints: conversion, comparison, verification, and the start of a training job."""

@@ -35,6 +35,9 @@ Entry = Mapping[str, Any]
 Lineage = tuple[Entry, ...]
 """What happened to a state, oldest first; where there is no record at all, None stands in its place."""
 
+Records = dict[str, Lineage | None]
+"""What each item of a source records, by the item's name."""
+
 UNRECORDED: Entry = {"unrecorded": True}
 """The entry of a save that knew nothing of what had been applied."""
 

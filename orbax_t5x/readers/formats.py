@@ -20,8 +20,8 @@ from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
 from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.unrecognised import missing, unrecognised
-from orbax_t5x.storage.connection import remote_session
 from orbax_t5x.storage.limits import Limits, check_limits
+from orbax_t5x.storage.remote.connection import remote_session
 
 FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS)
 

@@ -15,7 +15,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.storage import places
-from orbax_t5x.storage.remote_errors import is_ignored_range, remote_error
+from orbax_t5x.storage.remote.request_errors import is_ignored_range, remote_error
 
 # Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)

@@ -7,10 +7,10 @@ from collections.abc import Generator
 from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.multihost.heartbeat import beating, say_when_ended
+from orbax_t5x.multihost.rendezvous import meet_before_backend
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
-from orbax_t5x.restoring.execute.heartbeat import beating, say_when_ended
-from orbax_t5x.restoring.execute.meeting import meet_before_backend
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan

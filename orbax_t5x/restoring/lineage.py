@@ -14,16 +14,13 @@ from typing import Any
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import Asker, Decision, Question, combine, decide
-from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
+from orbax_t5x.provenance.records import UNRECORDED, Lineage, Records, from_metadata
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.run_steps import has_older_record, step_item
 from orbax_t5x.trees.narrow import is_mapping
 
 _logger = logging.getLogger(__name__)
-
-Records = dict[str, Lineage | None]
-"""What each item of a source records, by the item's name."""
 
 
 def _unchanged(records: Records) -> Records:

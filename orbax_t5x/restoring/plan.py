@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from orbax_t5x.lazy import Verify
-from orbax_t5x.restoring.execute.executor import execute_plan
+from orbax_t5x.restoring.executor import execute_plan
 from orbax_t5x.restoring.options import ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.restoring.show.as_data import to_json

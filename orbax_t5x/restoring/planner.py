@@ -12,7 +12,7 @@ from typing import Any
 
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import written_out
-from orbax_t5x.restoring.checks import PlanChecks
+from orbax_t5x.restoring.diagnose.checks import PlanChecks
 from orbax_t5x.restoring.lineage import Asking, decide_resuming
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan

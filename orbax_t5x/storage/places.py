@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterable
 
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.storage.connection import RemotePlace, connect
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.paths import io_error, url_scheme
-from orbax_t5x.storage.remote_errors import is_denied, remote_error
-from orbax_t5x.storage.remote_store import RemoteStore
+from orbax_t5x.storage.remote.connection import RemotePlace, connect
+from orbax_t5x.storage.remote.remote_store import RemoteStore
+from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
 from orbax_t5x.storage.store import Store
 
 # Files that tell that a directory is a checkpoint. A web server does not list its directories, and listing a bucket

@@ -18,9 +18,9 @@ from etils import epath
 
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
+from orbax_t5x.handlers.restore.stock import read_metadata
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
-from orbax_t5x.handlers.save_tree import Prepared, prepare
-from orbax_t5x.handlers.stock_restore import read_metadata
+from orbax_t5x.handlers.save.prepare import Prepared, prepare
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, writes_directories

@@ -9,11 +9,11 @@ from typing import Any
 import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
-from orbax_t5x.handlers.agreement import Agreement
 from orbax_t5x.handlers.run_lineage import remember_restored
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState, plain_target
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context
 from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms

@@ -21,10 +21,18 @@ import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
 from orbax_t5x.concurrency import first_failure
-from orbax_t5x.handlers.checksums import CopiedArray, Held, SaveSums, hold, merge_parts, start_transfers, sum_held
 from orbax_t5x.handlers.failed_saves import discard, raise_as_checkpoint_error, remove_temporary, sync_tree
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK
-from orbax_t5x.handlers.stored_names import storage_key
+from orbax_t5x.handlers.save.key_checks import storage_key
+from orbax_t5x.handlers.type_handlers.checksums import (
+    CopiedArray,
+    Held,
+    SaveSums,
+    hold,
+    merge_parts,
+    start_transfers,
+    sum_held,
+)
 from orbax_t5x.handlers.v1.orbax_v1_names import goes_through_pinned_memory, stored_dtype, transfer_limit
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 

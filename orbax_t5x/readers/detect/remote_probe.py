@@ -6,7 +6,7 @@ import os
 
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.storage import places
-from orbax_t5x.storage.remote_store import RemoteStore
+from orbax_t5x.storage.remote.remote_store import RemoteStore
 
 
 def kind_and_names(url: str) -> tuple[str, frozenset[str]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from orbax_t5x.errors import CheckpointNotFoundError
-from orbax_t5x.storage import hub
 from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.urls import plain_url
+from orbax_t5x.storage.remote import hub
+from orbax_t5x.storage.remote.urls import plain_url
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

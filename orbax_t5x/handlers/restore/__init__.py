@@ -1,0 +1,1 @@
+"""Restores what Orbax itself restores, without a plan of ours."""

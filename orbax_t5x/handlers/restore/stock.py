@@ -1,0 +1,189 @@
+"""What Orbax restores by itself: a whole item without a target, and leaves of types that only a type handler knows.
+
+The handler that saves does it, with all its options. Stock `PyTreeRestore` alone would warn that it must look up the
+shardings in the item, and `StandardRestore` makes a handler that knows no other type handlers than Orbax's; so the
+shardings are looked up here first. No array is read but those that are restored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.handlers.type_handlers.numpy_or_lazy import stock_handler
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.target_leaf import describe_leaf
+from orbax_t5x.trees.pytree_names import leaf_name
+
+_JAX_ARRAY = "jax.Array"
+# What Orbax records for the types that it knows by itself. It records all else by the name that a user's type handler
+# gives, and that handler alone knows what to restore.
+_STANDARD_TYPES = (_JAX_ARRAY, "np.ndarray", "scalar", "string")
+_PLACEHOLDER = "placeholder"
+
+
+def read_metadata(directory: epath.Path) -> Mapping[str, Any]:
+    """The contents of an item's metadata file; empty for items of early versions, which have none."""
+    file = directory / METADATA_FILE
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def restore_whole(handler: ocp.PyTreeCheckpointHandler, directory: epath.Path, metadata: Mapping[str, Any]) -> Any:
+    """Restores an item as it was saved, onto the devices that it was saved from.
+
+    Args:
+      handler: the one that writes.
+      directory: of the item.
+      metadata: of the item.
+
+    Raises:
+      RestorePlanError: the devices that an array was saved from are not here.
+    """
+    types = value_types(metadata)
+    # Values in a msgpack file, and placeholders, have no metadata that Orbax could give.
+    if not metadata or (directory / MSGPACK_FILE).exists() or _PLACEHOLDER in types.values():
+        return handler.restore(directory, args=ocp.args.PyTreeRestore())
+    tree = handler.metadata(directory).tree
+    problems: list[Problem] = []
+
+    def restore_args(path: Any, leaf: Any) -> Any:
+        name = leaf_name(path)
+        return _restore_args(name, leaf, types.get(name), problems)
+
+    tree_args = jax.tree_util.tree_map_with_path(restore_args, tree)
+    if problems:
+        raise RestorePlanError(problems, path=directory)
+    return handler.restore(directory, args=ocp.args.PyTreeRestore(restore_args=tree_args))
+
+
+def value_types(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The recorded type of each leaf by name."""
+    return {
+        "/".join(key["key"] for key in entry["key_metadata"]): entry["value_metadata"]["value_type"]
+        for entry in metadata.get("tree_metadata", {}).values()
+    }
+
+
+def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[Problem]) -> Any:
+    if value_type not in _STANDARD_TYPES:
+        return ocp.RestoreArgs()
+    sharding = None
+    recorded = leaf.sharding if isinstance(leaf, ocp.metadata.ArrayMetadata) else None
+    if recorded is not None:
+        try:
+            sharding = recorded.to_jax_sharding()
+        except ValueError as error:
+            message = f"it was saved from devices that are not here: {error}"
+            problems.append(Problem("sharding", name, message, "pass a target with shardings on the devices here"))
+    return ocp.checkpoint_utils.construct_restore_args(leaf, sharding)
+
+
+class HandledLeaves:
+    """The leaves of a target that type handlers restore: of types that no array becomes, or stored by a user's handler.
+
+    The others are restored by a plan, which reads what is stored as it is.
+
+    Attributes:
+      target: with a placeholder in place of each.
+    """
+
+    def __init__(self, target: Any, registry: Any, own_types: Mapping[str, str]):
+        """Finds them.
+
+        Args:
+          target: of the restore.
+          registry: the table of type handlers; None where the source need not be Orbax's, and none is asked.
+          own_types: the recorded types, by name, of the item's leaves that a user's handler stored.
+        """
+        self.target = target
+        self._own_types = own_types
+        self._leaves: dict[int, tuple[str, Any]] = {}
+        if registry is None:
+            return
+        try:
+            paths, treedef = jax.tree_util.tree_flatten_with_path(target)
+        except ValueError:  # keys that JAX cannot sort: Orbax takes no such tree
+            return
+        for index, (path, leaf) in enumerate(paths):
+            name = leaf_name(path)
+            stored_so = name in own_types and leaf is not ocp.PLACEHOLDER
+            if stored_so or (isinstance(describe_leaf(name, leaf), Problem) and registry.has(type(leaf))):
+                self._leaves[index] = name, leaf
+        if self._leaves:
+            kept = [ocp.PLACEHOLDER if index in self._leaves else leaf for index, (_, leaf) in enumerate(paths)]
+            self.target = jax.tree_util.tree_unflatten(treedef, kept)
+
+    def restore(self, handler: ocp.PyTreeCheckpointHandler, directory: epath.Path) -> dict[int, Any]:
+        """Restores these leaves of an item, and nothing else of it, by their index among the target's leaves.
+
+        Args:
+          handler: the one that writes.
+          directory: of the item.
+
+        Raises:
+          RestorePlanError: the item has no leaf of that name.
+        """
+        if not self._leaves:
+            return {}
+        wanted = dict(self._leaves.values())
+        missing = sorted(wanted.keys() - value_types(read_metadata(directory)).keys())
+        if missing:
+            message = "the checkpoint has no such leaf, and a type handler restores leaves under their own names"
+            raise RestorePlanError([Problem("missing", name, message) for name in missing], path=directory)
+        stored, treedef = jax.tree_util.tree_flatten_with_path(handler.metadata(directory).tree)
+        names = [leaf_name(path) for path, _ in stored]
+        item = [leaf if name in wanted else ocp.PLACEHOLDER for name, (_, leaf) in zip(names, stored, strict=True)]
+        args = [_args_for(wanted[name]) if name in wanted else ocp.RestoreArgs() for name in names]
+        tree, tree_args = jax.tree_util.tree_unflatten(treedef, item), jax.tree_util.tree_unflatten(treedef, args)
+        restored = handler.restore(directory, args=ocp.args.PyTreeRestore(item=tree, restore_args=tree_args))
+        # A restored leaf may be a pytree itself.
+        values = dict(zip(names, treedef.flatten_up_to(restored), strict=True))
+        return {index: values[name] for index, (name, _) in self._leaves.items()}
+
+    def check_plan(self, plan: RestorePlan, directory: epath.Path) -> None:
+        """Raises RestorePlanError where a plan would read, as arrays, what a user's handler stored."""
+        problems = [
+            Problem(
+                "target",
+                entry.name,
+                f"{name!r} is stored by the type handler for {self._own_types[name]!r}, which alone can restore it",
+                f"give {name!r} a place of that name in the target, without transforms",
+            )
+            for entry in plan.entries
+            for name in entry.sources
+            if name in self._own_types
+        ]
+        if problems:
+            raise RestorePlanError(problems, path=directory)
+
+    def put_into(self, restored: Any, values: Mapping[int, Any]) -> Any:
+        """The restored target with the values, by index, in place of the placeholders."""
+        if not values:
+            return restored
+        leaves, treedef = jax.tree_util.tree_flatten(restored)
+        return jax.tree_util.tree_unflatten(treedef, [values.get(index, leaf) for index, leaf in enumerate(leaves)])
+
+
+def types_of_users(types: Mapping[str, str], registry: Any) -> dict[str, str]:
+    """Of recorded types by name, those whose handler in a user's table is not one of Orbax's own."""
+    return {name: recorded for name, recorded in types.items() if _is_of_user(recorded, registry)}
+
+
+def _is_of_user(recorded: str, registry: Any) -> bool:
+    return registry.has(recorded) and not type(stock_handler(registry.get(recorded))).__module__.startswith("orbax.")
+
+
+def _args_for(leaf: Any) -> Any:
+    """How Orbax restores into a leaf of a target; the recorded type decides where no array is wanted."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray | bool | int | float | str):
+        return ocp.checkpoint_utils.construct_restore_args(leaf)
+    return ocp.RestoreArgs()

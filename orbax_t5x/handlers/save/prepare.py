@@ -1,0 +1,232 @@
+"""From what a caller wants saved to what Orbax is given: names, dtypes, and all that cannot be stored, beforehand.
+
+Orbax finds out while it writes that it cannot store a leaf, and lets one leaf overwrite another whose dots and
+slashes join to the same name. Here every leaf is looked at first, all problems are raised together, and what is
+given to Orbax can be written. Nothing is computed: views, of arrays in memory, too, are written chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.handlers.args import TrainStateSave
+from orbax_t5x.handlers.save.key_checks import check_names
+from orbax_t5x.handlers.save.leaf_options import save_options
+from orbax_t5x.handlers.type_handlers.checksums import SaveSums
+from orbax_t5x.handlers.type_handlers.lazy_array import StreamedLeaf
+from orbax_t5x.handlers.type_handlers.snapshot_leaf import hold_values
+from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
+from orbax_t5x.handlers.type_handlers.unsupported import check_leaves, storable
+from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
+from orbax_t5x.lazy.chunks import ChunkWishes
+from orbax_t5x.provenance import records as provenance
+from orbax_t5x.restoring.chains import saved_chain
+from orbax_t5x.restoring.targets import flatten_target
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.trees.dtypes import kind_of
+from orbax_t5x.trees.flat import tree_of, unflatten
+from orbax_t5x.trees.named_leaves import is_train_state
+from orbax_t5x.trees.pytree_names import leaf_name
+
+_MODEL_PARAMETERS = ("target", "params")
+_SKIPPED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A tree that Orbax can write.
+
+    Attributes:
+      tree: its leaves are Orbax's own types, or streamed leaves.
+      save_args: a tree of `ocp.SaveArgs` like it.
+      custom_metadata: what goes into the item's metadata, or None.
+      writer: writes the streamed leaves.
+    """
+
+    tree: Any
+    save_args: Any
+    custom_metadata: dict[str, Any] | None
+    writer: ChunkWriter
+
+
+def prepare(
+    args: TrainStateSave,
+    records: Sequence[Mapping[str, Any]],
+    registry: Any,
+    *,
+    deferred: bool,
+    sums: SaveSums | None = None,
+    processes: Collection[int] | None = None,
+    in_directories: bool = False,
+) -> Prepared:
+    """Checks what is to be saved and makes it ready for Orbax; writes nothing.
+
+    Args:
+      args: of the save.
+      records: the provenance to write.
+      registry: the type handlers that will write.
+      deferred: whether streamed leaves wait for `ChunkWriter.run_deferred`.
+      sums: where the checksums of streamed leaves go.
+      processes: those that save; None: all.
+      in_directories: whether each array gets a directory of its own, instead of a place in a database.
+
+    Raises:
+      UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
+      TypeError: `transforms` holds no transforms.
+      ValueError: lazy leaves are to be shared by processes that are not there.
+      RestorePlanError: transforms that do not fit, a `dtype` that applies to nothing, or names with which the tree
+        could not be opened.
+    """
+    if args.on_unsupported not in ("error", "skip"):
+        raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
+    tree, nnx_parameters = _named_tree(args)
+    writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred, sums=sums, processes=processes)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [leaf_name(path) for path, _ in paths]
+    leaves = [leaf for _, leaf in paths]
+    skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
+    check_names(tree, skipped, in_directories=in_directories)
+    options = save_options(args.save_args, names, _casts(args.dtype, nnx_parameters, names, leaves))
+    ready = [
+        _SKIPPED if name in skipped else _ready(leaf, name, option, writer)
+        for name, leaf, option in zip(names, leaves, options, strict=True)
+    ]
+    if any(isinstance(leaf, StreamedLeaf) for leaf in ready):
+        writer.check_processes()
+    # A streamed leaf is cast already.
+    save_args = [
+        dataclasses.replace(option, dtype=None) if isinstance(leaf, StreamedLeaf) else option
+        for leaf, option in zip(ready, options, strict=True)
+    ]
+    metadata = {**(args.custom_metadata or {}), **provenance.to_metadata([dict(record) for record in records], skipped)}
+    return Prepared(
+        _put_together(treedef, ready, ready),
+        _put_together(treedef, save_args, ready),
+        metadata or None,
+        writer,
+    )
+
+
+def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
+    """The tree to save: the item, a T5X train state's state dict, or what transforms make of either.
+
+    Beside it stand the names in it of all that is, or is made from, an `nnx.Param`.
+    """
+    item = args.item
+    transforms = saved_chain(args.transforms)
+    if not transforms:
+        tree = item.state_dict() if is_train_state(item) else item
+        return tree, () if args.dtype is None else _nnx_parameters(tree)
+    flattened = flatten_target(item)
+    diagnostics = Diagnostics(problems=list(flattened.problems))
+    flat = run_transforms(transforms, flattened.original, {}, is_resuming=False, diagnostics=diagnostics)
+    if diagnostics.problems:
+        raise diagnostics.error()
+    parameters = {name for name, leaf in flattened.leaves.items() if leaf.is_param and leaf.is_variable}
+    return tree_of(unflatten(flat)), {name for name in flat if diagnostics.origin_of.get(name, name) in parameters}
+
+
+# -- dtypes
+
+
+def _casts(
+    dtype: Any, nnx_parameters: Collection[str], names: Sequence[str], leaves: Sequence[Any]
+) -> dict[str, np.dtype]:
+    """The dtype to write for each floating-point model parameter that has another."""
+    if dtype is None:
+        return {}
+    wanted = np.dtype(dtype)
+    if kind_of(wanted) != "float" or not storable(wanted):
+        raise RestorePlanError([Problem("dtype", None, f"{wanted.name} is no floating-point type that Orbax stores")])
+    parameters = {
+        name: leaf
+        for name, leaf in zip(names, leaves, strict=True)
+        if (name.split("/", 1)[0] in _MODEL_PARAMETERS or name in nnx_parameters) and _is_float(leaf)
+    }
+    if not parameters:
+        raise RestorePlanError(
+            [
+                Problem(
+                    "dtype",
+                    None,
+                    f"dtype={wanted.name} applies to floating-point model parameters (under target/ or params/, or "
+                    "nnx.Param), and there are none in this tree",
+                    "use transforms=[ot.transforms.Cast(pattern, dtype)]",
+                )
+            ]
+        )
+    return {name: wanted for name, leaf in parameters.items() if leaf.dtype != wanted}
+
+
+def _is_float(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return kind_of(np.dtype(dtype)) == "float"
+
+
+def _nnx_parameters(tree: Any) -> set[str]:
+    """Names of the leaves inside `nnx.Param`s; Flax NNX is never imported for anyone who has not done so."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return set()
+    found: set[str] = set()
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    for path, node in nodes:
+        if isinstance(node, nnx.Param):
+            below, _ = jax.tree_util.tree_flatten_with_path(node)
+            found.update(leaf_name((*path, *rest)) for rest, _ in below)
+    return found
+
+
+# -- putting the tree together
+
+
+def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> Any:
+    """A leaf as Orbax, or our handler for streamed leaves, takes it."""
+    if not isinstance(leaf, LazyArray):
+        return leaf
+    view = as_view(leaf, name=name)
+    if view.leaf is not None and view.is_value:
+        value = view.value
+        return value if isinstance(value, jax.Array) else np.asarray(value)
+    if any(_spans_processes(part) for part in view.leaves()):
+        raise UnsupportedCheckpointError(
+            "is computed from an array that spans processes; apply the transform under jax.jit before saving", leaf=name
+        )
+    if view.is_value and jax.process_count() > 1:
+        # What is in memory may differ between processes, and then the primary one's counts.
+        return np.asarray(view.value)
+    if not writer.deferred:
+        hold_values(view, writer.held)
+    wishes = ChunkWishes(option.chunk_byte_size, tuple(option.shard_axes))
+    return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
+
+
+def _spans_processes(leaf: Leaf) -> bool:
+    value = leaf.value if isinstance(leaf, ValueLeaf) else None
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+
+def _put_together(treedef: Any, leaves: Sequence[Any], ready: Sequence[Any]) -> Any:
+    """The tree of `leaves` without those that are skipped; below anything but plain dicts, None stands for them."""
+    is_skipped = [leaf is _SKIPPED for leaf in ready]
+    if not any(is_skipped):
+        return jax.tree_util.tree_unflatten(treedef, leaves)
+    kept = [None if skipped else leaf for leaf, skipped in zip(leaves, is_skipped, strict=True)]
+    return _without(jax.tree_util.tree_unflatten(treedef, kept), jax.tree_util.tree_unflatten(treedef, is_skipped))
+
+
+def _without(tree: Any, is_skipped: Any) -> Any:
+    if type(tree) is not dict:
+        return tree
+    return {key: _without(value, is_skipped[key]) for key, value in tree.items() if is_skipped[key] is not True}

@@ -1,0 +1,1 @@
+"""Writes single leaves: lazy arrays chunk by chunk, with checksums, and their type handlers for Orbax."""

@@ -1,0 +1,86 @@
+"""How Orbax writes a lazy array: as the NumPy array that it stands for, so that anyone restores it, but chunk by chunk.
+
+The layout of what is written is Orbax's own, from its function for it; only the shape of the chunks is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from orbax_t5x.handlers.orbax_names import CommitFuture, write_spec
+from orbax_t5x.handlers.type_handlers.stream import ChunkWriter, Job, TensorStoreArray
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.chunks import ChunkWishes
+
+
+class StreamedLeaf:
+    """A leaf of a tree that is being saved: a view, and the writer of the save that it belongs to."""
+
+    __slots__ = ("chunks", "name", "view", "writer")
+
+    def __init__(self, view: View, name: str, writer: ChunkWriter, chunks: ChunkWishes):
+        self.view: View = view
+        self.name: str = name
+        self.writer: ChunkWriter = writer
+        self.chunks: ChunkWishes = chunks
+
+    @property
+    def nbytes(self) -> int:
+        """What Orbax's metrics ask for."""
+        return self.view.nbytes
+
+
+class LazyArrayHandler(ocp.type_handlers.TypeHandler):
+    """Writes streamed leaves. Reading is `NumpyHandler`'s: on disk they are NumPy arrays."""
+
+    def __init__(self) -> None:
+        self._numpy = ocp.type_handlers.NumpyHandler()
+
+    def typestr(self) -> str:
+        """The type that is recorded."""
+        return self._numpy.typestr()
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        """As for NumPy arrays."""
+        return await self._numpy.metadata(infos)
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        """As for NumPy arrays."""
+        return await self._numpy.deserialize(infos, args)
+
+    async def serialize(
+        self, values: Sequence[StreamedLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Starts, or defers, writing; see `ocp.type_handlers.TypeHandler`."""
+        writer = values[0].writer
+        if writer.deferred:
+            writer.defer([_job(value, info) for value, info in zip(values, infos, strict=True)])
+            return []
+        return [CommitFuture(_write(writer, values, infos), name="orbax_t5x_lazy")]
+
+
+async def _write(writer: ChunkWriter, values: Sequence[StreamedLeaf], infos: Sequence[Any]) -> None:
+    for info in infos:
+        await info.await_path_creation()
+    await writer.write([_job(value, info) for value, info in zip(values, infos, strict=True)])
+
+
+def _job(value: StreamedLeaf, info: Any) -> Job:
+    view = value.view
+
+    def output(chunk: tuple[int, ...], context: ts.Context | None) -> TensorStoreArray:
+        return TensorStoreArray(write_spec(info, view.shape, chunk, view.dtype), context)
+
+    return Job(view, value.name, output, info.ts_context, str(info.parent_dir), value.chunks, info.name)
+
+
+class GlobalTypeHandlers:
+    """Orbax's process-wide table, by its public functions."""
+
+    get: staticmethod[..., Any] = staticmethod(ocp.type_handlers.get_type_handler)
+    has: staticmethod[..., bool] = staticmethod(ocp.type_handlers.has_type_handler)
+    add: staticmethod[..., None] = staticmethod(ocp.type_handlers.register_type_handler)

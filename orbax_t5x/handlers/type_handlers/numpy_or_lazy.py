@@ -1,0 +1,190 @@
+"""A type handler for NumPy arrays and lazy ones, to stand in a table of Orbax's in the place of the one for NumPy's.
+
+On disk a lazy array is the NumPy array that it stands for, recorded as such: anyone restores it. It is read and written
+chunk by chunk in bounded memory, each process its share of the chunks. Whatever is no lazy array goes to the handler
+that stood there before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.handlers.orbax_names import CommitFuture
+from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, LazyArrayHandler, StreamedLeaf
+from orbax_t5x.handlers.type_handlers.snapshot_leaf import hold_values
+from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
+from orbax_t5x.handlers.type_handlers.unsupported import check_leaves
+from orbax_t5x.lazy import LazyArray, View, as_view
+from orbax_t5x.lazy.chunks import ChunkWishes
+from orbax_t5x.readers import Checkpoint, open_checkpoint
+from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.trees.pytree_names import leaf_name
+
+
+@dataclasses.dataclass(frozen=True)
+class LazySaving:
+    """How lazy arrays are written.
+
+    Attributes:
+      memory_limit_bytes: host memory for data on its way, in each save; None for the default.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`; "bar" shows a bar; None: nobody is told.
+      active_processes: those that save; None: all.
+    """
+
+    memory_limit_bytes: int | None = None
+    progress: Progress | None = None
+    active_processes: Collection[int] | None = None
+
+    def writer(self) -> ChunkWriter:
+        """For one save."""
+        return ChunkWriter(self.memory_limit_bytes, self.progress, processes=self.active_processes)
+
+
+def is_numpy_or_lazy(leaf_type: Any) -> bool:
+    """Whether `NumpyOrLazyHandler` is for leaves of a type."""
+    return issubclass(leaf_type, np.ndarray | LazyArray)
+
+
+class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
+    """Writes and reads NumPy arrays as the handler below does, and lazy arrays in chunks.
+
+    Attributes:
+      below: the handler for NumPy arrays.
+      settings: how lazy arrays are written: the last that is there decides.
+    """
+
+    def __init__(self, below: Any):
+        self.below = below
+        self.settings: list[LazySaving] = []
+        self._streamed = LazyArrayHandler()
+
+    def typestr(self) -> str:
+        """The type that is recorded: that of NumPy arrays."""
+        return self.below.typestr()
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        """As for NumPy arrays."""
+        return await self.below.metadata(infos)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
+    ) -> Sequence[Any]:
+        """Starts writing; see `ocp.type_handlers.TypeHandler`.
+
+        Lazy arrays that Orbax cannot store are an `UnsupportedCheckpointError` of what it returns, and active processes
+        that are not there a ValueError. Raised here, these could leave a manager that saves in the background waiting
+        for the directories of the save.
+        """
+        args = args or [ocp.SaveArgs()] * len(values)
+        try:
+            ready = self._ready(values, infos, args)
+        except ValueError as error:
+            return [CommitFuture(_fail(error), name="orbax_t5x_refused")]
+        futures: list[Any] = []
+        for handler, is_streamed in ((self._streamed, True), (self.below, False)):
+            chosen = [at for at, value in enumerate(ready) if isinstance(value, StreamedLeaf) == is_streamed]
+            if chosen:
+                some: list[list[Any]] = [[items[at] for at in chosen] for items in (ready, infos, args)]
+                futures.extend(await handler.serialize(*some))
+        return futures
+
+    def _ready(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs]) -> list[Any]:
+        """Leaves as one of the two handlers takes them."""
+        lazy = [(_name(info), value) for value, info in zip(values, infos, strict=True) if isinstance(value, LazyArray)]
+        check_leaves([name for name, _ in lazy], [value for _, value in lazy], GlobalTypeHandlers(), skip=None)
+        writer = (self.settings[-1] if self.settings else LazySaving()).writer()
+        if lazy:
+            writer.check_processes()
+        return [_ready(value, _name(info), arg, writer) for value, info, arg in zip(values, infos, args, strict=True)]
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
+        """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by who has them.
+
+        Raises:
+          CheckpointError: the checkpoint of lazy arrays cannot be opened.
+        """
+        args = args or [ocp.RestoreArgs()] * len(infos)
+        is_lazy = [_asks_for_lazy(arg) for arg in args]
+        stock = [at for at, lazy in enumerate(is_lazy) if not lazy]
+        read = await self.below.deserialize([infos[at] for at in stock], [args[at] for at in stock]) if stock else ()
+        found: dict[int, Any] = dict(zip(stock, read, strict=True))
+        lazy = [at for at, lazy in enumerate(is_lazy) if lazy]
+        if lazy:
+            for at in lazy:
+                await infos[at].await_path_creation()
+            views = await asyncio.to_thread(_open_views, [infos[at] for at in lazy])
+            for at, view in zip(lazy, views, strict=True):
+                dtype = args[at].dtype
+                found[at] = view if dtype is None else view.astype(dtype)
+        return [found[at] for at in range(len(infos))]
+
+
+async def _fail(error: ValueError) -> None:
+    raise error
+
+
+def stock_handler(handler: Any) -> Any:
+    """The handler below one of ours; any other one is itself."""
+    return handler.below if isinstance(handler, NumpyOrLazyHandler) else handler
+
+
+def _name(info: Any) -> str:
+    """The '/'-joined name of a leaf; older versions of Orbax tell a handler the key alone."""
+    keypath = getattr(info, "keypath", None)
+    return info.name if keypath is None else leaf_name(keypath)
+
+
+def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any:
+    """A leaf as one of the two handlers takes it."""
+    if not isinstance(value, LazyArray):
+        return value
+    view = as_view(value, name=name)
+    if arg.dtype is not None:
+        view = view.astype(arg.dtype)
+    if any(_spans_processes(leaf) for leaf in view.leaves()):
+        raise UnsupportedCheckpointError("is made of an array that spans processes; save the jax.Array", leaf=name)
+    if view.is_value and (view.leaf is not None or jax.process_count() > 1):
+        # Arrays in memory may differ between processes, and then the primary one's counts.
+        return view.get()
+    hold_values(view, writer.held)
+    return StreamedLeaf(view, name, writer, ChunkWishes(arg.chunk_byte_size, tuple(arg.shard_axes)))
+
+
+def _spans_processes(leaf: Any) -> bool:
+    value = getattr(leaf, "value", None)
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+
+def _asks_for_lazy(arg: ocp.RestoreArgs) -> bool:
+    return isinstance(arg.restore_type, type) and issubclass(arg.restore_type, LazyArray)
+
+
+def _open_views(infos: Sequence[Any]) -> list[View]:
+    """The leaves that Orbax tells by the keys under which it stores them."""
+    opened: dict[str, Checkpoint] = {}
+    views: list[View] = []
+    for info in infos:
+        directory = str(info.parent_dir)
+        if directory not in opened:
+            # Not closed here: a leaf can be read for as long as somebody has it.
+            opened[directory] = open_checkpoint(directory, format="orbax")
+        views.append(_view_of(opened[directory], info.name))
+    return views
+
+
+def _view_of(checkpoint: Checkpoint, key: str) -> View:
+    wanted = key.replace("/", ".")
+    for name, view in checkpoint.leaves.items():
+        if name.replace("/", ".") == wanted:
+            for leaf in view.leaves():
+                leaf.raise_error()
+            return view
+    raise CheckpointNotFoundError(f"no array is stored under the key {key!r}", path=checkpoint.path)

@@ -1,0 +1,272 @@
+"""Lazy arrays on their way into a checkpoint: read chunk by chunk, written chunk by chunk, never whole.
+
+A view is cut into the chunks of the array it becomes, and each piece is read into a buffer and handed to
+TensorStore. One byte budget bounds buffers, scratch and the encoded copies that TensorStore holds until they are on
+disk: at most `memory_limit_bytes`, whatever the size of a leaf (one piece larger than that goes alone). Which chunks
+a view is cut into is pure geometry, decided in one place; every process writes its share of them. Where the source
+has checksums, all that was read is checked against them; the checksums of what is written are made on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from orbax_t5x.concurrency import Budget, LoopThread, await_to_end, call_carried, reader_pool, run_in_pool, wait_all
+from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
+from orbax_t5x.handlers.type_handlers.checksums import SaveSums
+from orbax_t5x.lazy import Box, Leaf, ReadStats, View
+from orbax_t5x.lazy.box import box_shape, box_size, box_slices
+from orbax_t5x.lazy.chunks import ChunkWishes, choose_chunk, pieces
+from orbax_t5x.lazy.read import group_reads
+from orbax_t5x.readers.box_sums import array_crc
+from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.storage.limits import check_memory_limit
+from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
+
+_MIB = 1 << 20
+# Larger chunks make a restore of one shard of many decode too much; smaller ones cost a write each. T5X writes the
+# same.
+_CHUNK_BYTES = 64 * _MIB
+# Each chunk costs a commit of the database, some 10 ms where it is waited for: a limit of 64 bytes took 107 s for
+# 74 KiB. A chunk of this size is larger than such a limit, and goes alone.
+LEAST_CHUNK_BYTES = _MIB
+# What a piece takes, measured on data that does not compress: its buffer, TensorStore's copy of it, the encoded bytes,
+# and those again in the write to disk.
+PIECE_COPIES = 4
+# OCDBT keeps nodes of its tree, which grow with every leaf; Orbax grants it 100 MB, which is most of a small limit.
+_NODE_CACHE_SHARE = 16
+_MAX_NODE_CACHE_BYTES = 100_000_000
+# Writes at a time; each thread keeps buffers of its own.
+_FILE_THREADS = 16
+# Of the small leaves, this many are on their way at once; more only lengthen the queue.
+PIECES_IN_FLIGHT = 128
+
+
+class Output(Protocol):
+    """A stored array that is written box by box."""
+
+    async def write(self, box: Box, data: np.ndarray) -> None:
+        """Writes one box; a write that has begun goes on to its end. Several boxes may be written at once."""
+
+
+class Job(NamedTuple):
+    """One lazy array to write.
+
+    Attributes:
+      view: what to read.
+      name: for errors and progress.
+      output: makes the stored array, from the shape of its chunks and TensorStore's context.
+      context: TensorStore's.
+      path: the directory, for errors.
+      chunks: what its caller wants of its chunks.
+      key: under which Orbax stores it, for its checksums.
+    """
+
+    view: View
+    name: str
+    output: Callable[[tuple[int, ...], ts.Context | None], Output]
+    context: ts.Context | None
+    path: str
+    chunks: ChunkWishes = ChunkWishes()
+    key: str = ""
+
+
+class ChunkWriter:
+    """Writes the lazy arrays of one save.
+
+    Jobs come from Orbax, which knows where arrays go. They are written at once in Orbax's background thread, or,
+    deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an
+    interrupt, without leaving writers behind.
+
+    Attributes:
+      held: what is read instead of a leaf: an array in memory as it was when the save began.
+    """
+
+    def __init__(
+        self,
+        memory_limit_bytes: int | None = None,
+        progress: Progress | None = None,
+        *,
+        deferred: bool = False,
+        sums: SaveSums | None = None,
+        processes: Collection[int] | None = None,
+    ):
+        """Args are those of `TrainStateSave`, and more.
+
+        Args:
+          deferred: whether jobs wait for `run_deferred`.
+          sums: where checksums go.
+          processes: those that save together and share the chunks; None: all.
+        """
+        check_memory_limit(memory_limit_bytes)
+        limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
+        check_progress(progress)
+        _check_numbers(processes)
+        self.deferred = deferred
+        self.held: dict[Leaf, Leaf] = {}
+        self._sums = sums
+        self._processes = processes
+        self._limit = limit
+        self._progress: Progress | None = progress
+        self._jobs: list[Job] = []
+
+    def check_processes(self) -> None:
+        """Refuses processes that are not there: their share of the chunks would be written by nobody.
+
+        Not when the writer is made: JAX may still have to be told how many processes there are.
+
+        Raises:
+          ValueError: naming them.
+        """
+        count = jax.process_count()
+        unknown = sorted(process for process in self._processes or () if process >= count)
+        if unknown:
+            raise ValueError(
+                f"active_processes has {', '.join(map(str, unknown))}, and the last process is number {count - 1}: "
+                "nobody would write their share"
+            )
+
+    def defer(self, jobs: Sequence[Job]) -> None:
+        """Keeps jobs for `run_deferred`."""
+        self._jobs.extend(jobs)
+
+    def run_deferred(self) -> None:
+        """Writes the deferred jobs and waits; an interrupt stops the writing, and is raised when it has stopped."""
+        jobs, self._jobs = self._jobs, []
+        if jobs:
+            # Nobody else writes now. While others do, all must share Orbax's context, and so one view of the database.
+            context = own_context(self._limit)
+            with LoopThread("orbax_t5x-write") as thread:
+                thread.run(self.write([job._replace(context=context) for job in jobs]))
+
+    async def write(self, jobs: Sequence[Job]) -> None:
+        """Writes lazy arrays; returns when they are on disk and agree with their source's checksums.
+
+        Raises:
+          CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
+          CarriedError: `progress` raised something that event loops do not survive.
+        """
+        with shown_progress(self._progress, "saving") as on_progress:
+            run = _WriterRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.held)
+            await wait_all(self._moves(jobs, run))
+        for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
+            await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
+
+    async def _moves(self, jobs: Sequence[Job], run: _WriterRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
+        """This process's pieces, each as soon as the budget has room for it."""
+        processes = range(jax.process_count()) if self._processes is None else sorted(self._processes)
+        for turn, job in enumerate(jobs):
+            chunk = self.chunk_of(job.view, job.chunks)
+            output = job.output(chunk, job.context)
+            for index, box in enumerate(pieces(job.view.shape, chunk)):
+                if processes[(turn + index) % len(processes)] == jax.process_index():
+                    yield run.move(job, output, box, await run.admit(job.view, box))
+
+    def chunk_of(self, view: View, wishes: ChunkWishes) -> tuple[int, ...]:
+        """The shape of the chunks that a view is stored in."""
+        limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * PIECE_COPIES)))
+        leaves = view.leaves()
+        like_source = len(leaves) == 1 and leaves[0].shape == view.shape
+        unit = leaves[0].chunks if like_source else None
+        if wishes.nbytes is not None:
+            # Chunks of the source may be larger than what is asked for.
+            limit, unit = min(limit, wishes.nbytes), None
+        return choose_chunk(view.shape, view.dtype.itemsize, limit, unit, cut_first=wishes.cut_first)
+
+
+def _check_numbers(processes: Any) -> None:
+    """Refuses what are no numbers of processes; None stands for all."""
+    if processes is None:
+        return
+    numbers = processes if isinstance(processes, Collection) else [processes]
+    known = [isinstance(number, int | np.integer) and not isinstance(number, bool) for number in numbers]
+    if not isinstance(processes, Collection) or not all(known):
+        raise TypeError(f"active_processes are numbers of processes, such as {{0, 1}}, not {processes!r}")
+    if not processes:
+        raise ValueError("active_processes is empty: nobody would save; None stands for all processes")
+    if min(processes) < 0:
+        raise ValueError(f"active_processes has {min(processes)}; processes are numbered from 0")
+
+
+def own_context(limit: int) -> ts.Context:
+    """TensorStore's context for writing with so many bytes of memory."""
+    cache = min(_MAX_NODE_CACHE_BYTES, limit // _NODE_CACHE_SHARE)
+    return ts.Context(
+        {"file_io_concurrency": {"limit": _FILE_THREADS}, "cache_pool#ocdbt": {"total_bytes_limit": cache}}
+    )
+
+
+class TensorStoreArray:
+    """The TensorStore array that a view becomes; opened when its first piece is there."""
+
+    def __init__(self, spec: dict[str, Any], context: ts.Context | None):
+        self._spec = spec
+        self._context = context
+        self._opening = asyncio.Lock()
+        self._store: ts.TensorStore | None = None
+
+    async def write(self, box: Box, data: np.ndarray) -> None:
+        """See `Output.write`."""
+        async with self._opening:
+            if self._store is None:
+                opened = ts.open(ts.Spec(self._spec), create=True, open=True, context=self._context)
+                self._store = await await_to_end(opened)
+        written = self._store[box_slices(box)].write(data, can_reference_source_data_indefinitely=True)
+        await await_to_end(written)
+
+
+class _WriterRun:
+    """One run of a writer: the budget, what was read, how far it is."""
+
+    def __init__(
+        self,
+        limit: int,
+        progress: OnProgress | None,
+        total: int,
+        sums: SaveSums | None,
+        held: Mapping[Leaf, Leaf],
+    ):
+        self._sums = sums
+        self._held = held
+        self.stats = ReadStats("touched", limit)
+        self._budget = Budget(limit)
+        self._count = asyncio.Semaphore(PIECES_IN_FLIGHT)
+        self._progress = progress
+        self._done = 0
+        self._total = total
+
+    async def admit(self, view: View, box: Box) -> int:
+        """Waits for a piece's share of the budget, and returns it."""
+        size = PIECE_COPIES * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
+        await self._count.acquire()
+        await self._budget.take(size)
+        return size
+
+    async def move(self, job: Job, output: Output, box: Box, size: int) -> None:
+        """Reads one piece and writes it."""
+        try:
+            out = np.empty(box_shape(box), job.view.dtype)
+            lowered = job.view.lower(box, out)
+            reads = [(self._held.get(leaf, leaf), requests) for leaf, requests in group_reads(lowered.reads)]
+            await wait_all(leaf.read_into(requests, self.stats) for leaf, requests in reads)
+            for step in lowered.finish:
+                step()
+            if self._sums is not None:
+                crc = await run_in_pool(reader_pool(), array_crc, out)
+                self._sums.add(job.key, job.view.shape, out.dtype.name, box, crc)
+            try:
+                await output.write(box, out)
+            except Exception as error:
+                raise_as_checkpoint_error(error, job.path, leaf=job.name)
+            self._done += out.nbytes
+            if self._progress is not None:
+                call_carried(self._progress, self._done, self._total, job.name)
+        finally:
+            self._budget.give(size)
+            self._count.release()

@@ -1,0 +1,1 @@
+"""Converts a checkpoint to an Orbax item or to safetensors files."""

@@ -1,0 +1,253 @@
+"""`convert`: a checkpoint of any format becomes an Orbax item or safetensors files, leaf by leaf and chunk by chunk.
+
+The source is planned like a restore of everything, so transforms compose views and nothing is read before all is known
+to be storable. Then pieces of views are written into a directory beside the destination, under a hidden name, and noted
+in a journal when they are on disk; checksums of the source are compared; at the end everything is synced and takes the
+destination's name. Until then the destination is as it was. After a failure or an interrupt there is nothing new beside
+it. After a kill, or an interrupt while others may be writing, there is that directory, and the same conversion, called
+again, verifies what stands in it and writes the rest. Memory: `memory_limit_bytes` in each process, whatever the size
+of a leaf, as long as the source's own chunks are smaller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.multihost.agreement import Agreement
+from orbax_t5x.operations.convert.destination import check_apart, check_destination, local
+from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, CollectiveConversion
+from orbax_t5x.operations.convert.report import ConvertReport
+from orbax_t5x.operations.convert.writing import WriteOptions
+from orbax_t5x.readers import Checkpoint, Limits
+from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.chains import Transforms
+from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
+from orbax_t5x.storage.limits import check_memory_limit
+from orbax_t5x.text.progress_bar import OnProgress, Progress, shown_progress
+from orbax_t5x.text.wording import size_text
+from orbax_t5x.trees.narrow import check_flag
+
+_logger = logging.getLogger(__name__)
+
+# Below this, nearly every leaf is larger than the limit; nobody means it who writes 256 for 256 MiB.
+_LEAST_SENSIBLE_LIMIT = 1 << 20
+
+
+def convert(
+    source: AnySource,
+    destination: str | os.PathLike[str],
+    transforms: Transforms = (),
+    *,
+    format: str = "orbax",
+    dtype: Any = None,
+    overwrite: bool = False,
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
+    progress: Progress | None = ReadOptions.progress,
+    on_unsupported: Literal["error", "skip"] = "error",
+    is_resuming: bool | None = PlanOptions.is_resuming,
+    strict: bool = PlanOptions.strict,
+    item: str | None = PlanOptions.item,
+    limits: Limits | None = PlanOptions.limits,
+) -> ConvertReport:
+    """Writes what a checkpoint holds as a plain Orbax item, or as safetensors files.
+
+    `ocp.PyTreeCheckpointer().restore(destination)` reads the one; `from_pretrained(destination)` of Transformers the
+    other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and a config.json lies beside.
+
+    With several processes (`jax.distributed`) it is a collective call: every process makes it with the same arguments,
+    and writes its share into a directory that all of them see. A leaf is written by one process, unless it is larger
+    than a share.
+
+    Called again with the same arguments after it was killed, it goes on: what stands is read back and compared with its
+    checksums, and only the rest is written, by as many processes as there are now. What was on its way is lost, which
+    in each process is a quarter of `memory_limit_bytes` at most, and no more than the largest leaf, or 16 MiB of
+    smaller ones. It begins anew where the source has changed, where other pieces would be written, and where nobody can
+    tell: sources by URL or in memory, and arrays that a function computes.
+
+    Args:
+      source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
+        own, or a mapping of several.
+      destination: the local directory to make, `~` expanded; its parents are made too.
+      transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. A chain that
+        was applied before the source was written, by its record, is not applied again, and a warning says so.
+      format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no
+        place for None, for empty containers or for a record of what was applied.
+      dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
+        Safetensors files without such names hold model parameters alone.
+      overwrite: replace a checkpoint of that format (or an empty directory) that is there; nothing else is ever
+        replaced. On Linux, and most file systems, the two are exchanged in one step.
+      memory_limit_bytes: host memory of a process for data on its way, 256 MiB by default. A chunk is up to 1 MiB
+        whatever the limit; what is larger than the limit goes alone.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time, with the bytes that
+        this process has to write; "bar" shows a bar on a terminal.
+      on_unsupported: "error": leaves that the format cannot store are an error, by name, before anything is written.
+        "skip": they are left out; their names, shapes and dtypes are in the report, and in an Orbax item's record.
+      is_resuming: whether the transforms were applied already; None decides by the record in the source.
+      strict: as in `orbax_t5x.restore`; without a target no leaf is left over.
+      item: which item of an Orbax step.
+      limits: what a file's headers may claim.
+
+    Returns:
+      What was written.
+
+    Raises:
+      CheckpointIOError: the destination exists, or cannot be written; another conversion to it is running
+        (`errno.EBUSY`); another process of this one failed or died.
+      RestorePlanError: the transforms do not fit, or the processes were given different arguments.
+      UnsupportedCheckpointError: leaves that cannot be stored, no leaf at all, or another `format`.
+      CheckpointError: the source cannot be opened or read, or its checksums do not hold; nothing was made.
+    """
+    options = PlanOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)
+    writing = WriteOptions(format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported)
+    return convert_for(None, source, destination, transforms, options, writing)
+
+
+def convert_for(
+    target: Any,
+    source: AnySource,
+    destination: str | os.PathLike[str],
+    transforms: Transforms,
+    options: PlanOptions,
+    writing: WriteOptions,
+) -> ConvertReport:
+    """`convert` with a target: what is written has its names, shapes and dtypes. None: everything, as it is."""
+    started = time.monotonic()
+    agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", tells_errors=True)
+    with contextlib.ExitStack() as stack, agreement.planning():
+        _check_options(writing)
+        path = local(destination)
+        check_destination(path, writing)
+        asking = Asking("convert", agreement.records)
+        plan = _plan(source, target, transforms, options, writing.on_unsupported, asking, stack)
+        for checkpoint in plan.checkpoints.values():
+            check_apart(path, checkpoint)
+        on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
+        callback = None if on_progress is None else _Callback(on_progress)
+        try:
+            with _typed(path):
+                written = CollectiveConversion(plan, path, writing, agreement).run(stack, callback)
+        except CheckpointIOError:
+            if callback is not None and callback.error is not None:
+                raise callback.error from None
+            raise
+    seconds = time.monotonic() - started
+    return ConvertReport(
+        str(path), writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes
+    )
+
+
+@contextlib.contextmanager
+def _typed(path: Path) -> Generator[None, None, None]:
+    """What the system says of the destination, as the error that callers expect."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointIOError(f"could not be written: {error}", path=path, errno=error.errno) from error
+
+
+class _Callback:
+    """The caller's `progress`; an OSError that it raises is no failure of writing.
+
+    Attributes:
+      error: what it raised, or None.
+    """
+
+    def __init__(self, progress: OnProgress):
+        self.error: BaseException | None = None
+        self._progress = progress
+
+    def __call__(self, done_bytes: int, total_bytes: int, leaf: str) -> None:
+        try:
+            self._progress(done_bytes, total_bytes, leaf)
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def _check_options(writing: WriteOptions) -> None:
+    if writing.format not in FORMATS:
+        formats = " and ".join(map(repr, FORMATS))
+        raise UnsupportedCheckpointError(f"format={writing.format!r} is not written; {formats} are")
+    check_flag("overwrite", writing.overwrite)
+    check_memory_limit(writing.memory_limit_bytes)
+    limit = writing.memory_limit_bytes
+    if limit is not None and 0 < limit < _LEAST_SENSIBLE_LIMIT:
+        _logger.warning(
+            "memory_limit_bytes=%d is %s: all that is larger goes alone, up to %s at a time; is a unit missing?",
+            limit,
+            size_text(limit),
+            size_text(_LEAST_SENSIBLE_LIMIT),
+        )
+
+
+# -- the source
+
+
+def _plan(
+    source: AnySource,
+    target: Any,
+    transforms: Any,
+    options: PlanOptions,
+    on_unsupported: str,
+    asking: Asking,
+    stack: contextlib.ExitStack,
+) -> RestorePlan:
+    """What the source holds, after the transforms; the stack closes what was opened here."""
+    sources = open_sources(source, options, stack)
+    if on_unsupported == "skip":
+        opened = checkpoints_of(sources)
+        sources = {
+            name: dataclasses.replace(one, path=_with_placeholders(opened[name])) for name, one in sources.items()
+        }
+    return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, asking))
+
+
+class _UnreadableLeaf(Leaf):
+    """Stands for a leaf whose type the reader does not know: it can be listed, renamed and left out, not read."""
+
+    def __init__(self, name: str, error: UnsupportedCheckpointError):
+        self.name = name
+        self.path = error.path or ""
+        self.shape: tuple[int, ...] = ()
+        self.dtype = np.dtype(object)
+        self._error = error
+
+    async def read_into(self, requests: Any, stats: Any) -> None:
+        raise self._error
+
+
+def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, with the leaves of unsupported type replaced by ones that a plan takes."""
+    leaves: dict[str, Leaf] = {}
+    for name, view in checkpoint.leaves.items():
+        (leaf,) = view.leaves()
+        error = leaf.error
+        leaves[name] = _UnreadableLeaf(name, error) if isinstance(error, UnsupportedCheckpointError) else leaf
+    replaced = Checkpoint(
+        path=checkpoint.path,
+        format=checkpoint.format,
+        step=checkpoint.step,
+        leaves=leaves,
+        empties=checkpoint.empties,
+        metadata=checkpoint.metadata,
+        sequences=checkpoint.sequences,
+        index_bytes=checkpoint.index_bytes,
+    )
+    replaced.given_path = checkpoint.given_path
+    return replaced

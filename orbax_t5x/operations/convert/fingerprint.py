@@ -1,0 +1,110 @@
+"""What tells one conversion from another: only one that would write the same pieces may go on with what a killed one
+left.
+
+A view counts by what it is made of, so that the same transforms under another name, or a lambda, are the same; a stored
+leaf by its name, with a stamp of the checkpoint's files; a constant by its contents. Where a view is computed by a
+function, or where a source cannot be stamped, nothing tells, and a conversion always begins anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.lazy import Leaf, ValueLeaf
+from orbax_t5x.lazy.node import Node
+from orbax_t5x.operations.convert.partition import PlannedArray
+from orbax_t5x.readers import Checkpoint
+from orbax_t5x.storage.paths import url_scheme
+
+# What a node is besides its own fields.
+_OF_EVERY_NODE = frozenset({"shape", "dtype", "inputs", "leaf"})
+
+
+def arrays_digest(arrays: Sequence[PlannedArray]) -> str:
+    """The digest of what is written, by names, shapes, dtypes and chunks: equal in all processes of a conversion."""
+    return _hashed([[one.name, one.key, one.view.shape, one.view.dtype.name, one.chunk] for one in arrays])
+
+
+def conversion_digest(format: str, arrays: Sequence[PlannedArray], checkpoints: Mapping[str, Checkpoint]) -> str | None:
+    """The digest of a conversion; None where nothing tells it from others."""
+    stamps = {name: _stamp(checkpoint) for name, checkpoint in checkpoints.items()}
+    names = {
+        leaf: (source, name)
+        for source, checkpoint in checkpoints.items()
+        for name, view in checkpoint.leaves.items()
+        for leaf in view.leaves()
+    }
+    nodes = _Nodes(names)
+    digests = [nodes.digest(array.view.node) for array in arrays]
+    if None in stamps.values() or None in digests:
+        return None
+    return _hashed([format, arrays_digest(arrays), digests, sorted(stamps.items())])
+
+
+class _Nodes:
+    """Digests of nodes, each made once."""
+
+    def __init__(self, names: Mapping[Leaf, tuple[str, str]]):
+        self._names = names
+        self._known: dict[Node, str | None] = {}
+
+    def digest(self, node: Node) -> str | None:
+        if node not in self._known:
+            self._known[node] = self._digest(node)
+        return self._known[node]
+
+    def _digest(self, node: Node) -> str | None:
+        inputs = [self.digest(one) for one in node.inputs]
+        leaf = None if node.own_leaf is None else self._leaf(node.own_leaf)
+        if None in inputs or (node.own_leaf is not None and leaf is None):
+            return None
+        fields = [
+            f"{field.name}={getattr(node, field.name)!r}"
+            for field in dataclasses.fields(node)
+            if field.name not in _OF_EVERY_NODE and not field.name.startswith("_")
+        ]
+        return _hashed([type(node).__name__, node.shape, node.dtype.name, fields, inputs, leaf])
+
+    def _leaf(self, leaf: Leaf) -> Any:
+        """What a leaf is; None where nothing tells."""
+        if leaf in self._names:
+            return self._names[leaf]
+        if isinstance(leaf, ValueLeaf) and not leaf.dtype.hasobject:
+            return hashlib.sha256(np.ascontiguousarray(np.asarray(leaf.value)).tobytes()).hexdigest()
+        return None
+
+
+def _stamp(checkpoint: Checkpoint) -> Any:
+    """What changes when the files of a checkpoint do; None for one that has no files here."""
+    if url_scheme(checkpoint.path) is not None:
+        return None
+    files = sorted(_files(checkpoint.path))
+    return [checkpoint.path, checkpoint.format, _hashed(files)] if files else None
+
+
+def _files(path: str) -> Iterator[tuple[str, int, int, int]]:
+    """(path, size, modification time, inode) of the files of a checkpoint: below a directory, or of a common prefix."""
+    place = Path(path)
+    if place.is_dir():
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
+    elif place.parent.is_dir():
+        found = [
+            entry.path for entry in os.scandir(place.parent) if entry.is_file() and entry.name.startswith(place.name)
+        ]
+    else:
+        found = []
+    for one in found:
+        stat = os.stat(one)
+        yield one, stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def _hashed(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,66 @@
+"""Which directories a conversion may replace when it is told to overwrite: checkpoints, and nothing that somebody put
+beside or into one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.operations.convert.safetensors_output import SAFETENSORS_FILES
+from orbax_t5x.readers import Limits
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
+from orbax_t5x.readers.orbax.open import read_step_metadata
+from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names
+from orbax_t5x.storage.local_store import LocalStore
+
+# What Orbax writes into an item or a step beside arrays.
+_ORBAX_NAMES = re.compile(
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|_CHECKSUMS\.json|manifest\.ocdbt|d|ocdbt\.process_\d+"
+    r"|array_metadatas|checkpoint|commit_success\.txt|descriptor"
+)
+
+
+def why_not_replaceable(target: Path, format: str) -> str | None:
+    """Why a directory is none that a conversion to this format may have written, or None where it may be replaced."""
+    if not target.is_dir():
+        return "is no directory"
+    names = set(os.listdir(target))
+    if not names:
+        return None
+    if format != "orbax":
+        # A tokenizer beside the model was put there by somebody.
+        others = sorted(name for name in names if not SAFETENSORS_FILES.fullmatch(name))
+        return f"is not a directory of safetensors files alone: it holds {others[0]!r}" if others else None
+    try:
+        known = _names_of_orbax(target, names)
+    except CheckpointError as error:
+        return f"is not an Orbax checkpoint ({error.message})"
+    if known is None:
+        return "is not an Orbax checkpoint"
+    others = sorted(name for name in names if not _ORBAX_NAMES.fullmatch(name) and name not in known)
+    return f"is an Orbax checkpoint that holds {others[0]!r}, which Orbax did not write" if others else None
+
+
+def _names_of_orbax(target: Path, names: set[str]) -> set[str] | None:
+    """The names of arrays and items in a checkpoint, from its metadata; None where it has none.
+
+    Raises:
+      CheckpointError: the metadata is none of Orbax's.
+    """
+    root = LocalStore(target)
+    known: set[str] = set()
+    if METADATA_FILE in names:
+        nodes = read_item_metadata(root, "", Limits()).nodes
+        known |= {node.param.split("/")[0] for node in nodes}
+    elif STEP_METADATA_FILE in names:
+        handlers = read_step_metadata(root, Limits()).get("item_handlers")
+        known |= set(handlers) if isinstance(handlers, dict) else set()
+        known |= set(item_names(root.path))
+        if not known:
+            return None
+    else:
+        return None
+    return known

@@ -1,0 +1,155 @@
+"""A plan's views as safetensors files, written piece by piece, each to its place."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.handlers.failed_saves import sync, sync_directory
+from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.chunks import ChunkWishes
+from orbax_t5x.operations.convert import safetensors_layout
+from orbax_t5x.operations.convert.journal import JournalEntry
+from orbax_t5x.operations.convert.output_format import PARTS
+from orbax_t5x.operations.convert.partition import PlannedArray, PlannedPiece
+from orbax_t5x.operations.convert.safetensors_layout import (
+    INDEX_NAME,
+    Tensor,
+    TensorInFile,
+    create,
+    index_of,
+    stands,
+    why_not,
+)
+from orbax_t5x.operations.convert.writing import WriteOptions, Written, nothing_to_write
+from orbax_t5x.readers.box_sums import array_crc
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.text.wording import listed
+from orbax_t5x.trees.dtypes import kind_of
+
+CONFIG_NAME = "config.json"
+SAFETENSORS_FILES = re.compile(
+    r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX_NAME) + "|" + re.escape(CONFIG_NAME)
+)
+"""Names of the files that a conversion writes."""
+
+_MODEL_PARAMETERS = ("target/", "params/")
+# More names than this in one error hide the first.
+_SHOWN_LEAVES = 10
+
+
+class SafetensorsFormat:
+    """See `PieceFormat`."""
+
+    def __init__(self, plan: RestorePlan, writing: WriteOptions):
+        views = {entry.name: entry.view for entry in plan.entries if entry.view is not None}
+        if not views:
+            raise nothing_to_write(plan)
+        self._skipped = _unsupported(views, skip=writing.on_unsupported == "skip")
+        kept = _cast({name: view for name, view in views.items() if name not in self._skipped}, writing.dtype)
+        self._tensors = {name: Tensor(name, view.shape, view.dtype) for name, view in kept.items()}
+        self._files = safetensors_layout.plan_files(list(self._tensors.values()), safetensors_layout.MAX_FILE_BYTES)
+        self._config = writing.config
+        chunk_of = ChunkWriter(writing.memory_limit_bytes).chunk_of
+        self.arrays: Sequence[PlannedArray] = [
+            PlannedArray(name, name, kept[name], chunk_of(kept[name], ChunkWishes()), file.name)
+            for file in self._files
+            for name in file.starts
+        ]
+
+    def prepare(self, work: Path) -> None:
+        """See `PieceFormat.prepare`."""
+        parts = work / PARTS
+        others = [entry for entry in work.iterdir() if entry.is_dir() and entry != parts]
+        if others and not parts.exists():
+            others.pop().rename(parts)  # a conversion was killed when its files had their final name already
+        for other in others:
+            shutil.rmtree(other)
+        parts.mkdir(exist_ok=True)
+        planned = {file.name: file for file in self._files}
+        for path in parts.iterdir():
+            if path.name not in planned or not stands(planned[path.name], path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for file in self._files:
+            if not (parts / file.name).exists():
+                create(file, parts)
+
+    def store(self, work: Path, number: int) -> _Files:
+        """See `PieceFormat.store`: the processes share the files."""
+        return _Files(work / PARTS, self._starts(), self._tensors)
+
+    def check(self, work: Path, number: int, pieces: Mapping[PlannedPiece, int]) -> set[PlannedPiece]:
+        """See `PieceFormat.check`: other pieces are written over."""
+        files = self.store(work, number)
+        return {piece for piece, crc in pieces.items() if array_crc(files.output(piece.array).read(piece.box)) == crc}
+
+    def finish(
+        self, work: Path, directory: Path, entries: Mapping[PlannedPiece, JournalEntry], numbers: Collection[int]
+    ) -> Written:
+        """See `PieceFormat.finish`."""
+        parts, tensors = work / PARTS, list(self._tensors.values())
+        if len(self._files) > 1:
+            (parts / INDEX_NAME).write_bytes(index_of(self._files, tensors))
+        if self._config is not None:
+            (parts / CONFIG_NAME).write_bytes(self._config)
+        sync_directory(parts)
+        parts.rename(directory)
+        return Written(len(tensors), sum(tensor.nbytes for tensor in tensors), self._skipped)
+
+    def _starts(self) -> dict[str, tuple[str, int]]:
+        return {name: (file.name, start) for file in self._files for name, start in file.starts.items()}
+
+
+class _Files:
+    """See `PieceStore`."""
+
+    def __init__(self, directory: Path, starts: Mapping[str, tuple[str, int]], tensors: Mapping[str, Tensor]):
+        self._directory = directory
+        self._starts = starts
+        self._tensors = tensors
+
+    def output(self, array: PlannedArray) -> TensorInFile:
+        """See `PieceStore.output`."""
+        file, start = self._starts[array.key]
+        return TensorInFile(self._directory / file, start, self._tensors[array.key])
+
+    def sync(self, arrays: Sequence[PlannedArray]) -> None:
+        """See `PieceStore.sync`."""
+        for file in {self._starts[array.key][0] for array in arrays}:
+            sync(self._directory / file)
+
+
+def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped."""
+    reasons = {name: reason for name, view in views.items() if (reason := why_not(name, np.dtype(view.dtype)))}
+    if not reasons or (skip and len(reasons) < len(views)):
+        return {name: (tuple(views[name].shape), str(views[name].dtype)) for name in reasons}
+    shown = listed([f"{name!r} {reason}" for name, reason in reasons.items()], _SHOWN_LEAVES, separator="; ")
+    fix = "" if skip else '; nothing was written. Drop them by a transform, or pass on_unsupported="skip"'
+    raise UnsupportedCheckpointError(
+        f"{len(reasons)} of {len(views)} leaves cannot be stored in safetensors files: {shown}{fix}",
+        leaf=next(iter(reasons)) if len(reasons) == 1 else None,
+    )
+
+
+def _cast(views: Mapping[str, View], dtype: Any) -> dict[str, View]:
+    """The views, floating-point model parameters in `dtype`; where no name says which those are, all are."""
+    if dtype is None:
+        return dict(views)
+    wanted = np.dtype(dtype)
+    if kind_of(wanted) != "float" or why_not("", wanted):
+        message = f"{wanted.name} is no floating-point type that safetensors files have"
+        raise RestorePlanError([Problem("dtype", None, message)])
+    is_named = any(name.startswith(_MODEL_PARAMETERS) for name in views)
+
+    def is_parameter(name: str, view: View) -> bool:
+        return kind_of(view.dtype) == "float" and (not is_named or name.startswith(_MODEL_PARAMETERS))
+
+    return {name: view.astype(wanted) if is_parameter(name, view) else view for name, view in views.items()}

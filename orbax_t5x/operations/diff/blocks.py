@@ -1,0 +1,243 @@
+"""Pairs of arrays are read block by block and compared, in bounded memory, several blocks at a time.
+
+A block is the same box of both sides. Which boxes those are is decided once for each pair, from what reading one of
+them would decode: a chunk of either side is not cut where that can be had, so that it is decoded once. What cannot be
+read of one array is an outcome of that pair, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from orbax_t5x.concurrency import Budget, LoopThread, call_carried, reader_pool, run_in_pool, wait_all
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.lazy import Box, Leaf, ReadStats, View, full_box
+from orbax_t5x.lazy.box import box_shape, box_size
+from orbax_t5x.lazy.chunks import choose_chunk, pieces
+from orbax_t5x.lazy.read import group_reads
+from orbax_t5x.operations.diff.values import Apart, Tolerance, compare, scratch_bytes
+from orbax_t5x.storage.memory import empty_array, naming_memory_errors
+from orbax_t5x.text.progress_bar import OnProgress
+
+Side = Literal["a", "b"]
+
+# Of each side, at a time. Larger ones compare no faster; smaller ones cost a read each.
+_BLOCK_BYTES = 16 << 20
+# Of the limit, so that several blocks are on their way: one side's buffer is a sixteenth, both an eighth.
+_BLOCK_SHARE = 16
+_LEAST_BLOCK_BYTES = 1 << 20
+# Of small arrays, this many are on their way at once; more only lengthen the queue.
+_BLOCKS_IN_FLIGHT = 128
+
+
+class Pair(NamedTuple):
+    """Two arrays of one shape to compare.
+
+    Attributes:
+      name: of both.
+      a, b: of dtypes whose values can be compared.
+    """
+
+    name: str
+    a: View
+    b: View
+
+    @property
+    def sides(self) -> tuple[tuple[Side, View], tuple[Side, View]]:
+        """Both, by name."""
+        return ("a", self.a), ("b", self.b)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Of both sides, decoded."""
+        return self.a.nbytes + self.b.nbytes
+
+
+class Compared:
+    """What was found for one pair so far.
+
+    Attributes:
+      apart: how far the two are apart.
+      failure: the side that could not be read, or whose checksum does not hold, and why; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.apart = Apart()
+        self.failure: tuple[Side, CheckpointError] | None = None
+
+
+def compare_pairs(
+    pairs: Sequence[Pair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
+) -> dict[str, Compared]:
+    """Reads and compares pairs of arrays.
+
+    Args:
+      pairs: each of another name.
+      tolerance: what is still equal.
+      limit: bytes of buffers and what is computed beside them; a block larger than that goes alone.
+      on_progress: called as `on_progress(done_bytes, total_bytes, name)`.
+      stats: counts what is read, and collects what checksums are compared with.
+
+    Returns:
+      The outcomes by name.
+    """
+    run = _Comparing(pairs, tolerance, limit, on_progress, stats)
+    if pairs:
+        # An interrupt is raised when nothing is being read any more: the caller closes the files.
+        with LoopThread("orbax_t5x-diff") as thread:
+            thread.run(run.compare_all())
+    return run.outcomes
+
+
+class _Comparing:
+    """One comparison: the budget, what was found, how far it is."""
+
+    def __init__(
+        self, pairs: Sequence[Pair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
+    ):
+        self.outcomes: dict[str, Compared] = {pair.name: Compared() for pair in pairs}
+        self._pairs = pairs
+        self._tolerance = tolerance
+        self._limit = limit
+        self._on_progress = on_progress
+        self._stats = stats
+        self._budget = Budget(limit)
+        self._count = asyncio.Semaphore(_BLOCKS_IN_FLIGHT)
+        self._total = sum(pair.bytes_to_read for pair in pairs)
+        self._done = 0
+
+    async def compare_all(self) -> None:
+        await wait_all(self._blocks())
+        await self._verify_checksums()
+
+    async def _blocks(self) -> AsyncIterator[Coroutine[Any, Any, None]]:
+        """Each block of each pair, as soon as the budget has room for it."""
+        for pair in self._pairs:
+            for box in block_boxes(pair.a, pair.b, self._limit):
+                size = _bytes_in_flight(pair, box)
+                await self._count.acquire()
+                await self._budget.take(size)
+                yield self._block(pair, box, size)
+
+    async def _block(self, pair: Pair, box: Box, size: int) -> None:
+        outcome = self.outcomes[pair.name]
+        try:
+            if outcome.failure is None:
+                buffers: dict[Side, np.ndarray] = {}
+                await wait_all(self._read(outcome, side, view, box, buffers) for side, view in pair.sides)
+                if outcome.failure is None:
+                    corner = tuple(start for start, _ in box)
+                    values = buffers["a"], buffers["b"]
+                    apart = await run_in_pool(reader_pool(), compare, *values, corner, self._tolerance)
+                    outcome.apart = outcome.apart.joined(apart)
+            self._done += box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize)
+            if self._on_progress is not None:
+                call_carried(self._on_progress, self._done, self._total, pair.name)
+        finally:
+            self._budget.give(size)
+            self._count.release()
+
+    async def _read(self, outcome: Compared, side: Side, view: View, box: Box, buffers: dict[Side, np.ndarray]) -> None:
+        """Reads a box of one side; a failure is noted."""
+        first = view.leaves()[0]
+        try:
+            with naming_memory_errors(first.path, first.name):
+                out = empty_array(box_shape(box), view.dtype)
+                lowered = view.lower(box, out)
+            await wait_all(leaf.read_into(requests, self._stats) for leaf, requests in group_reads(lowered.reads))
+            if lowered.finish:
+                await run_in_pool(reader_pool(), partial(_finish, lowered.finish))
+            buffers[side] = out
+        except CheckpointError as error:
+            outcome.failure = outcome.failure or (side, error)
+
+    async def _verify_checksums(self) -> None:
+        """Compares the checksums of all that was read whole."""
+        readers: dict[Leaf, list[tuple[Compared, Side]]] = {}
+        for pair in self._pairs:
+            for side, view in pair.sides:
+                for leaf in view.leaves():
+                    readers.setdefault(leaf, []).append((self.outcomes[pair.name], side))
+        for leaf, uses in readers.items():
+            if all(outcome.failure is not None for outcome, _ in uses):
+                continue
+            try:
+                await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
+            except CheckpointError as error:
+                for outcome, side in uses:
+                    outcome.failure = outcome.failure or (side, error)
+
+
+def _finish(steps: Sequence[Any]) -> None:
+    for step in steps:
+        step()
+
+
+def _bytes_in_flight(pair: Pair, box: Box) -> int:
+    buffers = box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize)
+    return buffers + pair.a.scratch_bytes(box) + pair.b.scratch_bytes(box) + scratch_bytes(box_size(box))
+
+
+# -- which boxes
+
+
+def block_boxes(a: View, b: View, limit: int) -> Iterator[Box]:
+    """The boxes in which two arrays of one shape are compared; together they are the whole.
+
+    Args:
+      a, b: the two.
+      limit: bytes of memory for the comparison; see `compare_pairs`.
+    """
+    shape = a.shape
+    itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
+    most = min(_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, limit // _BLOCK_SHARE))
+    is_text = a.dtype.hasobject  # an array of strings is read whole, whatever is wanted of it
+    if is_text or 0 in shape or math.prod(shape) * itemsize <= most:
+        yield full_box(shape)
+        return
+    candidates = dict.fromkeys(_candidates(a, b, itemsize, most))
+    yield from pieces(shape, min(candidates, key=lambda block: _decoded_share(a, b, block)))
+
+
+def _candidates(a: View, b: View, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Shapes of blocks, of which the first that decodes least is taken."""
+    shape = a.shape
+    axes = range(len(shape))
+    units = [unit for unit in (_unit(a), _unit(b)) if unit is not None]
+    if len(units) == 2:
+        both = tuple(min(size, math.lcm(one, other)) for size, one, other in zip(shape, *units, strict=True))
+        if math.prod(both) * itemsize <= most:
+            units.insert(0, both)
+    for unit, first in itertools.product([*units, None], [(), *((axis,) for axis in axes)]):
+        yield choose_chunk(shape, itemsize, most, unit, cut_first=first)
+
+
+def _unit(view: View) -> tuple[int, ...] | None:
+    """The chunks of the one leaf that a view has the shape of; None where there is no such."""
+    leaves = view.leaves()
+    return leaves[0].chunks if len(leaves) == 1 and leaves[0].shape == view.shape else None
+
+
+def _decoded_share(a: View, b: View, block: tuple[int, ...]) -> float:
+    """The bytes that reading one block decodes, of those that it wants."""
+    box: Box = tuple((0, min(step, size)) for step, size in zip(block, a.shape, strict=True))
+    decoded = sum(_decoded_bytes(leaf, part) for view in (a, b) for leaf, part in view.requests(box))
+    return decoded / (box_size(box) * (a.dtype.itemsize + b.dtype.itemsize))
+
+
+def _decoded_bytes(leaf: Leaf, box: Box) -> int:
+    """The bytes of the chunks that a box touches."""
+    if leaf.chunks is None:
+        return box_size(box) * leaf.dtype.itemsize
+    covered = (
+        min(-(-stop // chunk) * chunk, size) - start // chunk * chunk
+        for (start, stop), chunk, size in zip(box, leaf.chunks, leaf.shape, strict=True)
+    )
+    return math.prod(covered) * leaf.dtype.itemsize

@@ -1,0 +1,165 @@
+"""Comparison of two checkpoints: names, shapes, dtypes, and values by streaming.
+
+Names are matched after transforms of the first checkpoint. Arrays of one shape are read block by block, the same box of
+both sides at a time, so that memory is bounded by the limit whatever the size of a leaf, as long as stored chunks are
+smaller. What checksums the formats keep are compared on the way. A leaf that is damaged or cannot be read is reported,
+and the others are compared all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterable
+
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.lazy import ReadStats, View
+from orbax_t5x.operations.diff.blocks import Compared, Pair, compare_pairs
+from orbax_t5x.operations.diff.report import DiffReport, DiffStatus, LeafDiff
+from orbax_t5x.operations.diff.values import Tolerance, are_comparable
+from orbax_t5x.readers import Limits
+from orbax_t5x.restoring.chains import Transforms
+from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES, PlanOptions, ReadOptions
+from orbax_t5x.restoring.sources import AnySource
+from orbax_t5x.restoring.transformed import open_transformed
+from orbax_t5x.text.progress_bar import Progress, shown_progress
+from orbax_t5x.text.wording import dtype_text
+
+
+def diff(
+    a: AnySource,
+    b: AnySource,
+    transforms: Transforms = (),
+    *,
+    values: bool = True,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
+    progress: Progress | None = ReadOptions.progress,
+    is_resuming: bool | None = PlanOptions.is_resuming,
+    item: str | None = PlanOptions.item,
+    limits: Limits | None = PlanOptions.limits,
+) -> DiffReport:
+    """Compares two checkpoints, of any formats and in any stores.
+
+    Compared are arrays: None and empty containers have no values, and some formats no place for them. Values of
+    different dtypes are compared in a type that has both, NaN equals NaN, and -0 equals 0.
+
+    Args:
+      a, b: as `orbax_t5x.restore` takes its source: paths, open checkpoints, `orbax_t5x.Source` with transforms of its
+        own, or mappings of several.
+      transforms: applied to `a`; as their target they get the leaves of `b`, to which `"auto"` finds the way, too.
+      values: whether arrays are read; without, names, shapes and dtypes alone are compared.
+      atol, rtol: elements are equal where `|a - b| <= atol + rtol * |b|`, as in `numpy.isclose`.
+      memory_limit_bytes: host memory for blocks on their way, 256 MiB by default; a chunk that is larger goes alone.
+        Chunks that are decoded beside them have as much memory of their own.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
+        terminal.
+      is_resuming: whether the transforms were applied before `a` was written; None decides by its record.
+      item: which item of an Orbax step, of both; where they differ, pass `orbax_t5x.Source(path, item=…)`.
+      limits: what a file's headers may claim.
+
+    Returns:
+      What was found for each leaf; differences and damage are no exceptions.
+
+    Raises:
+      RestorePlanError: the transforms cannot be applied to `a`.
+      CheckpointError: a checkpoint cannot be opened.
+      ValueError, TypeError: a tolerance that is negative or no number, or another argument that cannot be.
+    """
+    started = time.monotonic()
+    tolerance = _tolerance(atol, rtol)
+    if not isinstance(values, bool):
+        raise TypeError(f"values={values!r}: pass True, or False to compare names, shapes and dtypes alone")
+    reading = ReadOptions(memory_limit_bytes=memory_limit_bytes, progress=progress)
+    limit = MEMORY_LIMIT_BYTES if reading.memory_limit_bytes is None else reading.memory_limit_bytes
+    options = PlanOptions(item=item, is_resuming=is_resuming, strict=False, limits=limits)
+    stats = ReadStats("touched", limit)
+    with contextlib.ExitStack() as stack:
+        right = open_transformed(b, {}, (), PlanOptions(item=item, strict=False, limits=limits), stack)
+        left = open_transformed(a, right.views, transforms, options, stack)
+        names = sorted({*left.views, *right.views})
+        found = {name: _without_values(name, left.views.get(name), right.views.get(name)) for name in names}
+        if values:
+            pairs = [
+                Pair(name, left.views[name], right.views[name])
+                for name, leaf in found.items()
+                if leaf.status in ("equal", "dtype") and not leaf.reason
+            ]
+            on_progress = stack.enter_context(shown_progress(reading.progress, "comparing"))
+            outcomes = compare_pairs(pairs, tolerance, limit, on_progress, stats)
+            found.update((pair.name, _with_values(found[pair.name], outcomes[pair.name])) for pair in pairs)
+        return DiffReport(
+            left.path,
+            right.path,
+            left.rules,
+            tuple(found.values()),
+            values,
+            tolerance.atol,
+            tolerance.rtol,
+            (*left.warnings, *right.warnings),
+            stats.bytes_read,
+            time.monotonic() - started,
+        )
+
+
+def _tolerance(atol: float, rtol: float) -> Tolerance:
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name}={value!r} is no number")
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name}={value!r} must be finite and not negative")
+    return Tolerance(float(atol), float(rtol))
+
+
+def _without_values(name: str, a: View | None, b: View | None) -> LeafDiff:
+    """What names, shapes and dtypes tell; "equal" or "dtype" without a reason: values are to be compared."""
+    broken = next((error for view in (a, b) if view is not None for error in _errors(view)), None)
+    if broken is not None:
+        status, reason = _failed("a" if a is not None and broken in _errors(a) else "b", broken)
+    elif a is None or b is None:
+        status, reason = ("only in b" if a is None else "only in a"), ""
+    elif a.shape != b.shape:
+        status, reason = "shape", ""
+    elif not are_comparable(a.dtype, b.dtype):
+        status, reason = "dtype", "text against numbers"
+    else:
+        status, reason = ("equal" if a.dtype == b.dtype else "dtype"), ""
+    return LeafDiff(
+        name,
+        status,
+        None if a is None else tuple(a.shape),
+        None if b is None else tuple(b.shape),
+        None if a is None else dtype_text(a.dtype),
+        None if b is None else dtype_text(b.dtype),
+        reason=reason,
+    )
+
+
+def _errors(view: View) -> Iterable[CheckpointError]:
+    return [leaf.error for leaf in view.leaves() if leaf.error is not None]
+
+
+def _failed(side: str, error: CheckpointError) -> tuple[DiffStatus, str]:
+    if isinstance(error, CorruptCheckpointError):
+        return "damaged", f"{side}: {error.message}"
+    return "unreadable", f"{side}: {type(error).__name__}: {error.message}"
+
+
+def _with_values(leaf: LeafDiff, outcome: Compared) -> LeafDiff:
+    """The same, with what was found when both sides were read."""
+    if outcome.failure is not None:
+        status, reason = _failed(*outcome.failure)
+        return dataclasses.replace(leaf, status=status, reason=reason)
+    apart = outcome.apart
+    return dataclasses.replace(
+        leaf,
+        status="values" if apart.differing else leaf.status,
+        size=math.prod(leaf.shape_a or ()),
+        differing=apart.differing,
+        one_nan=apart.one_nan,
+        absolute=apart.absolute,
+        relative=apart.relative,
+    )

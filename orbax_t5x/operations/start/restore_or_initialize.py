@@ -1,0 +1,332 @@
+"""`restore_or_initialize`: the one call with which a training job starts, the first time and after every preemption.
+
+Three ways, in this order: the newest good step of the manager's own root; a checkpoint to begin with, mapped by
+transforms; the functions that initialise a model. The manager tells which steps there are and where; they are opened
+and read by our own readers, so that it does not matter which handler wrote them. Over several processes all take the
+same step: the primary's list of steps counts, and after each attempt all hear how it went on the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LeafMismatchError,
+    RestorePlanError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.handlers.orbax_names import step_directory
+from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.multihost.agreement import Agreement
+from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
+from orbax_t5x.provenance.decision import Asker
+from orbax_t5x.provenance.records import Lineage, applied_rules
+from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin, remember
+from orbax_t5x.readers import Limits
+from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
+from orbax_t5x.restoring.api import open_plan
+from orbax_t5x.restoring.chains import Transforms
+from orbax_t5x.restoring.fallback import abstract_tree
+from orbax_t5x.restoring.lineage import Asking, Records
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.planner import build_plan
+from orbax_t5x.restoring.run_steps import run_of
+from orbax_t5x.restoring.sources import AnySource, unopened_chain
+from orbax_t5x.text.progress_bar import Progress
+
+# Orbax's name for the item of a manager that has one item without a name.
+_DEFAULT_ITEM = "default"
+_PRIMARY = 0
+_FIRST_STEP = 0
+
+# What says that a step cannot be restored by anyone. All else says that this restore, or this installation, is not the
+# right one for it, and an older step would only hide that.
+_DAMAGE = (
+    CorruptCheckpointError,
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    LeafMismatchError,
+)
+
+
+class Start(NamedTuple):
+    """Where a training job starts.
+
+    Attributes:
+      state: the target's structure, filled.
+      step: the step of the manager's root that was resumed; 0 where the run begins.
+      how: "resumed" (from a step of the manager's root), "initialized" (from `init_from`) or "scratch" (by `init_fn`).
+    """
+
+    state: Any
+    step: int
+    how: Literal["resumed", "initialized", "scratch"]
+
+
+def restore_or_initialize(
+    manager: ocp.CheckpointManager,
+    target: Any,
+    *,
+    init_from: AnySource | None = None,
+    transforms: Transforms = (),
+    init_fn: Callable[[], Any] | None = None,
+    item: str | None = PlanOptions.item,
+    is_resuming: bool | None = PlanOptions.is_resuming,
+    strict: bool = PlanOptions.strict,
+    dtype: Any = PlanOptions.dtype,
+    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
+    verify: Verify = ReadOptions.verify,
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
+    progress: Progress | None = ReadOptions.progress,
+    limits: Limits | None = PlanOptions.limits,
+    broadcast: bool = ReadOptions.broadcast,
+) -> Start:
+    """The state with which a training job starts: its own newest step, else a checkpoint to begin with, else scratch.
+
+    Call it at every start, with the same arguments. What was applied when the run began is recorded by the first save
+    of an `orbax_t5x.TrainStateHandler` below the manager's root, and a run that goes on is never transformed again.
+
+    Args:
+      manager: any `ocp.CheckpointManager`, with whichever handlers; steps that others than this package wrote are
+        resumed too.
+      target: as `orbax_t5x.restore` takes it.
+      init_from: what a new run begins with: a source of `orbax_t5x.restore`, of any format.
+      transforms: of `init_from`. They are not applied to a step of the manager's root. Where the run's record has other
+        ones, a warning is logged, and those given are recorded.
+      init_fn: a function of no arguments that returns a tree like the target or its state dict, or such a tree: the
+        state where there is no `init_from`, else the values of the leaves that it lacks, as `fallback` of
+        `orbax_t5x.restore` gives them. A step of the manager's root has to be complete.
+      item: which item of the manager's steps is the state, where they have several.
+      is_resuming: of `init_from`, as in `orbax_t5x.restore`; a step of the manager's root goes on in any case.
+      strict, dtype, allow_lossy_cast, verify, memory_limit_bytes, progress, limits, broadcast: as in
+        `orbax_t5x.restore`.
+
+    Returns:
+      The state, the step, and how it came about.
+
+    Warns:
+      UserWarning: a step is damaged, and an older one is taken. Orbax saves no step up to a damaged one that is the
+        newest until `manager.delete(step)`.
+
+    Raises:
+      RestorePlanError: the step, the checkpoint or the function does not fit the target.
+      CheckpointNotFoundError: there are neither steps nor `init_from` nor `init_fn`; or the steps have no such item.
+      CheckpointIOError: none of the steps can be read, and it is the operating system or the store that refuses.
+      CheckpointError: `init_from` cannot be opened or read.
+    """
+    if not hasattr(manager, "all_steps"):
+        raise TypeError(f"manager is {manager!r}; pass an ocp.CheckpointManager, such as ocp.CheckpointManager(path)")
+    options = PlanOptions(item, init_fn, is_resuming, strict, dtype, allow_lossy_cast, limits)
+    reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
+    start = _Starting(manager, target, options, reading)
+    resumed = start.resume(unopened_chain(init_from, transforms))
+    if resumed is not None:
+        return resumed
+    if init_from is not None:
+        return start.initialize(init_from, transforms)
+    if init_fn is not None:
+        return start.from_scratch()
+    found = "each of its steps is damaged" if start.skipped else "it has no step"
+    message = f"{found}, and neither init_from= nor init_fn= says how the run begins"
+    raise CheckpointNotFoundError(message, path=os.fspath(manager.directory))
+
+
+class _Damage(NamedTuple):
+    """Why a step cannot be restored; `is_refusal` where the operating system or the store said no more than that."""
+
+    reason: str
+    is_refusal: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Restored:
+    """What one restore gave.
+
+    Attributes:
+      state: the target, filled.
+      plan: of the restore.
+      records: what each item recorded, by its name; a single item is under the empty name.
+    """
+
+    state: Any
+    plan: RestorePlan
+    records: Records
+
+    def lineages(self, single: str) -> dict[str, Lineage]:
+        """What happened to each item's state, this restore included; `single` is the name of a single item."""
+        recorded = [entry for record in self.records.values() for entry in record or ()]
+        added = [entry for entry in self.plan.provenance if applied_rules(entry) and entry not in recorded]
+        return {item or single: (*(record or ()), *added) for item, record in self.records.items()}
+
+
+class _Starting:
+    """One start of a job.
+
+    Attributes:
+      skipped: the damaged steps, which were passed over.
+    """
+
+    def __init__(self, manager: ocp.CheckpointManager, target: Any, options: PlanOptions, reading: ReadOptions):
+        self._manager = manager
+        self._root = os.fspath(manager.directory)
+        self._target = target
+        self._options = options
+        self._reading = reading
+        self.skipped: list[int] = []
+
+    # -- the run's own steps
+
+    def resume(self, chain: tuple[Callable[..., Any], ...]) -> Start | None:
+        """From the newest good step; None where there is none."""
+        refused = ""
+        for step in self._own_steps():
+            directory = step_directory(self._manager, step)
+            attempt = self._attempt(directory, chain)
+            if isinstance(attempt, _Restored):
+                for item, lineage in attempt.lineages(single=self._item_in(directory)).items():
+                    remember(run_of(self._root, item), lineage)
+                return Start(attempt.state, step, "resumed")
+            self.skipped.append(step)
+            refused = refused or (attempt.reason if attempt.is_refusal else "")
+            advice = f"no step up to {step} is saved before manager.delete({step})"
+            warnings.warn(f"step {step} is skipped: {attempt.reason}; {advice}", stacklevel=3)
+        if refused:
+            message = f"none of the run's steps can be read, and a run is not begun anew for that: {refused}"
+            raise CheckpointIOError(message, path=self._root)
+        return None
+
+    def _own_steps(self) -> list[int]:
+        """The steps that have the item, newest first; the primary process looks for all.
+
+        Raises:
+          CheckpointNotFoundError: there are steps, and none of them has it.
+        """
+        self._manager.wait_until_finished()
+        self._manager.reload()
+        together = Agreement(_PRIMARY, self._root)
+        with together.planning():
+            steps = sorted(self._manager.all_steps(), reverse=True)
+            having = [step for step in steps if self._has_item(step)]
+            steps, having = together.of_primary([steps, having])
+        if steps and not having:
+            message = f"none of the steps here has an item {self._options.item!r}; the newest is {steps[0]}"
+            raise CheckpointNotFoundError(message, path=self._root)
+        return having
+
+    def _has_item(self, step: int) -> bool:
+        """Whether a step has the item, or lost it: that is damage, and no step that never had it."""
+        item, directory = self._options.item, step_directory(self._manager, step)
+        if item is None or (directory / item).exists():
+            return True
+        recorded = _recorded_items(directory)
+        return recorded is None or item in recorded
+
+    def _item_in(self, directory: epath.Path) -> str:
+        """The name of the one item to restore from a step; empty where that is all of several."""
+        if self._options.item is not None:
+            return self._options.item
+        if (directory / _DEFAULT_ITEM).is_dir():
+            return _DEFAULT_ITEM
+        names = item_names(os.fspath(directory))
+        lost = lost_items(os.fspath(directory), _recorded_items(directory) or {}, names)
+        return names[0] if len(names) == 1 and not lost else ""
+
+    def _items_in(self, directory: epath.Path) -> list[str]:
+        """The items to restore from a step, where they are several."""
+        return [] if self._item_in(directory) else item_names(os.fspath(directory))
+
+    def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _Restored | _Damage:
+        """Restores one step; all processes have it, or none."""
+        options = dataclasses.replace(self._options, item=None, fallback=None, is_resuming=True)
+        path = os.fspath(directory / self._item_in(directory))
+        together = Agreement(_PRIMARY, os.fspath(directory))
+        restored: _Restored | None = None
+        damage: _Damage | None = None
+        with together.planning():
+            try:
+                restored = self._restore(path, chain, options, "resumed run")
+            except _DAMAGE as error:
+                damage = _Damage(str(error), isinstance(error, CheckpointIOError))
+            except UnsupportedCheckpointError as error:
+                if epath.Path(path).is_dir():
+                    raise
+                damage = _Damage(str(error), False)  # an item is a directory
+            except RestorePlanError as error:
+                found = damage_of(path, options.limits)
+                if found is None:
+                    raise of_own_step(error, path, self._items_in(directory)) from error.__cause__
+                damage = _Damage(str(found), False)
+            told = [_Damage(*one) for one in together.of_all(damage) if one is not None]
+        if restored is not None and not told:
+            return restored
+        # What fails on one process is an error of reading on the others.
+        return next((one for one in told if not one.is_refusal), told[0])
+
+    # -- a new run
+
+    def initialize(self, source: AnySource, transforms: Transforms) -> Start:
+        """From another checkpoint."""
+        try:
+            restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
+        except RestorePlanError as error:
+            raise with_init_fn(error) from error.__cause__
+        begin(self._run(), restored.plan.provenance)
+        return Start(restored.state, _FIRST_STEP, "initialized")
+
+    def from_scratch(self) -> Start:
+        """By the function alone: the plan of a restore from no checkpoint."""
+        init_fn, target = self._options.fallback, self._target
+        if target is None:  # everything
+            target = abstract_tree(init_fn)
+        together = Agreement(_PRIMARY, self._root)
+        with together.planning():
+            try:
+                plan = build_plan({}, target, (), self._options, Asking(agree=together.records, proposes=False))
+            except RestorePlanError as error:
+                raise with_init_fn(error) from error.__cause__
+            together.plan((), ())
+        state = plan.run(self._reading)
+        begin(self._run(), ())
+        return Start(state, _FIRST_STEP, "scratch")
+
+    def _run(self) -> RunKey:
+        return run_of(self._root, EVERY_ITEM if self._options.item is None else self._options.item)
+
+    def _restore(self, source: AnySource, transforms: Transforms, options: PlanOptions, asker: Asker) -> _Restored:
+        """A restore of all processes."""
+        together = Agreement(_PRIMARY, self._root)
+        records: Records = {}
+
+        def agree(mine: Records) -> Records:
+            records.update(together.records(mine))
+            return records
+
+        with contextlib.ExitStack() as stack:
+            with together.planning():
+                opened = open_plan(source, self._target, transforms, options, Asking(asker, agree))
+                plan = stack.enter_context(opened)
+                together.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
+            return _Restored(plan.run(self._reading), plan, records)
+
+
+def _recorded_items(directory: epath.Path) -> Mapping[str, Any] | None:
+    """The items that a step's metadata name; None where they cannot be read."""
+    try:
+        return recorded_items(os.fspath(directory))
+    except CheckpointError:
+        return None

@@ -1,0 +1,1 @@
+"""Verifies every checksum of a checkpoint."""

@@ -1,0 +1,106 @@
+"""Verification of a whole checkpoint: every byte of every leaf is read once and compared with its checksum.
+
+Leaf after leaf, in pieces that follow the stored chunks, so that memory is bounded by one row of chunks. What a format
+has to compare with: TensorFlow bundles a checksum of each tensor, Orbax items the file that this package's saves leave
+in them, zarr arrays perhaps one of each chunk, by their codec. What has none is read all the same: a chunk that is
+missing or cannot be decoded is damage, too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+
+from orbax_t5x.concurrency import run_on_read_thread
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
+from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
+from orbax_t5x.lazy.box import box_shape
+from orbax_t5x.operations.verify.report import HOLDS, NOTHING, LeafVerification, Status, VerifyReport
+from orbax_t5x.readers import Limits, open_checkpoint
+from orbax_t5x.readers.box_sums import row_boxes
+from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
+
+# What is read at a time of a leaf without a checksum, where a row of chunks is not larger.
+_PIECE_BYTES = 32 << 20
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Reads all of a checkpoint, of any format and in any store, and compares it with the checksums that it keeps.
+
+    Args:
+      path: as `orbax_t5x.open_checkpoint` takes it.
+      item: which item of an Orbax step.
+      limits: what a file's headers may claim.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`; "bar" shows a bar on a terminal.
+
+    Returns:
+      What was found for each leaf; damage is no exception.
+
+    Raises:
+      CheckpointError: the checkpoint cannot be opened.
+    """
+    started = time.monotonic()
+    check_progress(progress)
+    stats = ReadStats("full")
+    with (
+        open_checkpoint(path, item=item, limits=limits) as checkpoint,
+        shown_progress(progress, "verifying") as on_progress,
+    ):
+        leaves = [leaf for view in checkpoint.leaves.values() for leaf in view.leaves()]
+        found = _verify_all(leaves, stats, on_progress)
+        seconds = time.monotonic() - started
+        return VerifyReport(checkpoint.path, checkpoint.format, tuple(found), stats.bytes_read, seconds)
+
+
+def _verify_all(leaves: list[Leaf], stats: ReadStats, on_progress: OnProgress | None) -> list[LeafVerification]:
+    total = sum(_bytes_of(leaf) for leaf in leaves)
+    done = 0
+    found: list[LeafVerification] = []
+    for leaf in leaves:
+        status, reason = _verify(leaf, stats)
+        found.append(LeafVerification(leaf.name, tuple(leaf.shape), leaf.dtype.name, status, reason))
+        done += _bytes_of(leaf)
+        if on_progress is not None:
+            on_progress(done, total, leaf.name)
+    return found
+
+
+def _bytes_of(leaf: Leaf) -> int:
+    return 0 if leaf.error is not None else leaf.bytes_of((full_box(leaf.shape),))
+
+
+def _verify(leaf: Leaf, stats: ReadStats) -> tuple[Status, str]:
+    """What is to be said about one leaf."""
+    try:
+        leaf.raise_error()
+        if 0 in leaf.shape:
+            return "ok", "no elements"
+        if leaf.has_checksum:
+            run_on_read_thread(_compare(leaf, stats))
+            return "ok", HOLDS
+        run_on_read_thread(_read_all(leaf, stats))
+    except CorruptCheckpointError as error:
+        return "damaged", error.message
+    except CheckpointError as error:
+        return "unreadable", f"{type(error).__name__}: {error.message}"
+    if leaf.chunk_checksum is not None:
+        return "ok", f"the checksums of its {leaf.chunk_checksum} chunks hold"
+    return "no checksum", NOTHING
+
+
+async def _compare(leaf: Leaf, stats: ReadStats) -> None:
+    await leaf.verify_checksum(stats, ())
+
+
+async def _read_all(leaf: Leaf, stats: ReadStats) -> None:
+    rows = leaf.chunks[0] if leaf.chunks else 1
+    for box in row_boxes(full_box(leaf.shape), leaf.dtype.itemsize, _PIECE_BYTES, rows):
+        await leaf.read_into([Request(box, np.empty(box_shape(box), leaf.dtype))], stats)

@@ -1,0 +1,94 @@
+"""What all processes of a restore want: the boxes of each entry, and which process needs which of them.
+
+Each process tells its own boxes, so that targets may be placed differently on each of them; what they tell together is
+the same table on all, from which all derive the same schedule. Pure but for that one exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.lazy import Box, Leaf, View
+from orbax_t5x.multihost.collectives import gather, gather_bytes
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, boxes_by_leaf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wanted:
+    """The boxes of one entry that the processes of a job need.
+
+    Attributes:
+      entry: of the plan.
+      boxes: of all processes, each once.
+      needers: for each box the processes that need it, ascending.
+    """
+
+    entry: PlanEntry
+    boxes: tuple[Box, ...]
+    needers: tuple[tuple[int, ...], ...]
+
+    @property
+    def view(self) -> View:
+        """What is read."""
+        assert self.entry.view is not None
+        return self.entry.view
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What the view is made of."""
+        return self.entry.leaves
+
+    @property
+    def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        """The boxes of each leaf that all of it takes."""
+        return self._reads
+
+    @functools.cached_property
+    def _reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
+        return boxes_by_leaf((self.view, box) for box in self.boxes)
+
+
+def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
+    """Compares what the processes are about to execute; every process must call it.
+
+    Raises:
+      RestorePlanError: they differ, on all processes.
+      CheckpointIOError: a process does not answer.
+    """
+    told = [
+        broadcast,
+        [checkpoint.path for checkpoint in plan.checkpoints.values()],
+        [(entry.name, entry.sources, entry.shape, str(entry.dtype), entry.action) for entry in plan.entries],
+    ]
+    digest = hashlib.sha256(json.dumps(told).encode()).digest()
+    rows = gather(np.frombuffer(digest, np.uint8), path)
+    if (rows != rows[0]).any():
+        message = "the processes of this restore have different plans: other steps, sources, targets or broadcast="
+        fix = "call restore with the same arguments on every process"
+        raise RestorePlanError([Problem("target", None, message, fix)], path=path)
+
+
+def gather_wanted(entries: Sequence[PlanEntry], path: str | None) -> list[Wanted]:
+    """What all processes want of the entries, which all have alike; every process must call it.
+
+    Raises:
+      CheckpointIOError: a process does not answer.
+    """
+    told = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), path)
+    by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in told]
+    return [_wanted(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]
+
+
+def _wanted(entry: PlanEntry, by_process: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Wanted:
+    needers: dict[Box, list[int]] = {}
+    for process, boxes in enumerate(by_process):
+        for box in boxes:
+            needers.setdefault(tuple([(start, stop) for start, stop in box]), []).append(process)
+    return Wanted(entry, tuple(needers), tuple(map(tuple, needers.values())))

@@ -1,0 +1,1 @@
+"""Explains why a checkpoint and a target do not match."""

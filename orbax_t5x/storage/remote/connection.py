@@ -1,0 +1,368 @@
+"""One server or bucket: looks, reads of byte ranges and lists, each with a deadline, through TensorStore's kvstores.
+
+TensorStore retries what may pass (429, 5xx, broken connections) and proves the length of every answer; it follows no
+redirect. What is here besides: a deadline, the generation (ETag) of every answer, and the memory of one opening, so
+that detection and reader see the same files and nothing is asked twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol, cast
+
+import tensorstore as ts
+
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.remote.deadlines import AnswerClock
+from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
+from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
+
+# TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: a store
+# that comes back at once would wait for nothing, and one that does not would be waited for far too long.
+_RETRIES = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "8s"}
+# Requests under way at a time. TensorStore's own limit of 32 makes a checkpoint of hundreds of small arrays wait for
+# ten round trips where two would do; servers take hundreds.
+_REQUESTS = {"limit": 128}
+REQUEST_SETTINGS = {
+    "http_request_concurrency": _REQUESTS,
+    "s3_request_concurrency": _REQUESTS,
+    "gcs_request_concurrency": _REQUESTS,
+    "http_request_retries": _RETRIES,
+    "s3_request_retries": _RETRIES,
+    "gcs_request_retries": _RETRIES,
+}
+"""For the context of everything that reads remotely."""
+
+
+class Look(NamedTuple):
+    """What a request without bytes told of a file; the generation is empty where the server tells none."""
+
+    generation: bytes
+
+
+class Answer(NamedTuple):
+    """Bytes of a file, and the generation that they are of."""
+
+    data: bytes
+    generation: bytes
+
+
+class ReadFuture(Protocol):
+    """What TensorStore gives for a read; its own annotations leave some of it unknown."""
+
+    def result(self, timeout: float | None = None) -> ts.KvStore.ReadResult:
+        """Waits for the answer."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it came."""
+        ...
+
+    def cancel(self) -> bool:
+        """Says that nobody waits for it any more."""
+        ...
+
+
+class PendingRead(NamedTuple):
+    """A request under way."""
+
+    key: str
+    future: ReadFuture
+    begun: float
+
+
+# Below this a file is read whole without asking for its size; nearly all metadata are.
+_SMALL_BYTES = 1 << 20
+# Asked for before it is needed, by all threads that read: enough to hide a wait of 50 ms at 10 Gbit/s.
+_AHEAD_BYTES = 64 << 20
+# What stands for no generation: of a server without strong ETags, and of an emulator of Google's that tells it for
+# looks and not for reads.
+_NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
+
+
+def _generation(result: ts.KvStore.ReadResult) -> bytes:
+    generation = result.stamp.generation
+    return b"" if generation in _NO_GENERATIONS else generation
+
+
+class AheadBytes:
+    """Bytes under way before anybody needs them: a bound that many threads share, which never makes one wait."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, *, needed: bool) -> bool:
+        """Counts some more, if they fit or are needed now; returns whether they may be asked for."""
+        with self._lock:
+            if not needed and self._used + size > self._limit:
+                return False
+            self._used += size
+            return True
+
+    def give(self, size: int) -> None:
+        """They came, or nobody wants them any more."""
+        with self._lock:
+            self._used -= size
+
+
+class Connection:
+    """One server or bucket.
+
+    Attributes:
+      base: its URL.
+      clock: of its answers.
+      ahead: bytes that were asked for before they are needed, by all reads of files together.
+      refused: answers that were taken for missing files, by key: refusals for want of credentials, and redirects.
+    """
+
+    def __init__(self, url: StoreUrl, timeout: float):
+        self.base = url.base
+        self.can_list = url.can_list
+        self.clock = AnswerClock(timeout)
+        self.ahead = AheadBytes(_AHEAD_BYTES)
+        self.refused: dict[str, ValueError] = {}
+        self._looks: dict[str, Look | None] = {}
+        self._lists: dict[str, list[str]] = {}
+        self._listed: dict[str, frozenset[str]] = {}
+        self._wholes: dict[str, Answer] = {}
+        self._small: set[str] = set()
+        try:
+            spec = kvstore_spec(url.base)
+            self._kvstore = ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
+        except ValueError as error:
+            raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
+
+    def url(self, key: str) -> str:
+        """The URL of a key."""
+        return f"{self.base}/{key}" if key else self.base
+
+    # -- single requests
+
+    def begin(self, key: str, start: int, stop: int | None) -> PendingRead:
+        """Asks for bytes [start, stop), or to the end."""
+        future = cast(ReadFuture, self._kvstore.read(key, byte_range=slice(start, stop)))
+        return PendingRead(key, future, time.monotonic())
+
+    def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Answer | None:
+        """The answer to a request, or None where there is no such file.
+
+        Raises:
+          CheckpointError: the store failed or was silent for too long; the request is given up.
+          ValueError: the answer was an error of TensorStore's that `remote_error` has not been asked about.
+        """
+        result = self._wait(request.future, request.begun, doing, self.url(request.key), leaf)
+        if result.state != "value":
+            return None
+        return Answer(result.value, _generation(result))
+
+    def _wait(self, future: ReadFuture, begun: float, doing: str, path: str, leaf: str | None) -> ts.KvStore.ReadResult:
+        while (left := self.clock.seconds_left(begun)) > 0:
+            try:
+                result = future.result(timeout=left)
+            except TimeoutError:
+                if future.done():
+                    break
+                continue
+            except ValueError:
+                self.clock.note()
+                raise
+            self.clock.note()
+            return result
+        future.cancel()
+        raise CheckpointIOError(f"{doing}: {self.clock.silence()}", path=path, leaf=leaf)
+
+    # -- several at once
+
+    def look(self, keys: Iterable[str]) -> list[Look | None]:
+        """What stands under each key: None for no file. All are asked at once, and each once in an opening."""
+        keys = list(keys)
+        new = {key: self.begin(key, 0, 0) for key in dict.fromkeys(keys) if key not in self._looks}
+        try:
+            for key, request in new.items():
+                self._looks[key] = self._end_look(request)
+        finally:
+            for request in new.values():
+                request.future.cancel()
+        return [self._looks[key] for key in keys]
+
+    def _end_look(self, request: PendingRead) -> Look | None:
+        try:
+            answer = self.end(request, doing="looking at it")
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if self._is_no_file(request.key, error):
+                return None
+            raise remote_error(error, "looking at it", path=self.url(request.key)) from error
+        return None if answer is None else Look(answer.generation)
+
+    def has_file(self, key: str) -> bool:
+        """Whether a file stands under a key; a list that holds its place is enough to tell."""
+        for directory, names in self._listed.items():
+            if not directory or key.startswith(f"{directory}/"):
+                return key[len(directory) + 1 if directory else 0 :] in names
+        return self.look([key])[0] is not None
+
+    def look_anew(self, keys: Sequence[str]) -> list[Look | None]:
+        """As `look`, whatever was seen before."""
+        requests = [self.begin(key, 0, 0) for key in keys]
+        return [self._end_look(request) for request in requests]
+
+    def look_small(self, keys: Sequence[str]) -> list[Look | None]:
+        """As `look`, of files that will be read whole if they are there: it is learned at once which are small."""
+        new = [key for key in dict.fromkeys(keys) if key not in self._looks]
+        probes = [self.begin(key, _SMALL_BYTES, _SMALL_BYTES + 1) for key in new]
+        looks = self.look(keys)
+        self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
+        return looks
+
+    def whole_if_small(self, key: str) -> Answer | None:
+        """All bytes of a file that `look_small` has found to be small; None for others."""
+        return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
+
+    def whole(self, keys: Sequence[str], limit: int) -> list[Answer | None]:
+        """All bytes of each file, or None where there is none. A file of more than `limit` bytes is not read.
+
+        Raises:
+          LimitExceededError: a file is larger.
+        """
+        new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
+        # A request without an end is answered with whatever there is, so what is not known to be small is asked for one
+        # byte beyond the limit first.
+        unknown = [key for key in new if key not in self._small or limit < _SMALL_BYTES]
+        for key, too_long in zip(unknown, self._have_byte_each(unknown, limit), strict=True):
+            if too_long:
+                raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
+        requests = [self.begin(key, 0, None) for key in new]
+        for key, request in zip(new, requests, strict=True):
+            answer = self._end_whole(request)
+            self._looks[key] = None if answer is None else Look(answer.generation)
+            if answer is not None:
+                self._wholes[key] = answer
+        return [self._wholes.get(key) for key in keys]
+
+    def _have_byte_each(self, keys: Sequence[str], offset: int) -> list[bool]:
+        requests = [self.begin(key, offset, offset + 1) for key in keys]
+        return [self._has_bytes(request) for request in requests]
+
+    def _end_whole(self, request: PendingRead) -> Answer | None:
+        try:
+            return self.end(request, doing="reading it")
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if self._is_no_file(request.key, error):
+                return None
+            raise remote_error(error, "reading it", path=self.url(request.key)) from error
+
+    def _is_no_file(self, key: str, error: ValueError) -> bool:
+        if not is_no_file(error):
+            return False
+        self.refused[key] = error
+        return True
+
+    def _has_bytes(self, request: PendingRead) -> bool:
+        try:
+            return self.end(request, doing="measuring it") is not None
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if is_beyond_end(error) or self._is_no_file(request.key, error):
+                return False
+            raise remote_error(error, "measuring it", path=self.url(request.key)) from error
+
+    def have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
+        """Whether a file has a byte at each offset."""
+        requests = [self.begin(key, offset, offset + 1) for offset in offsets]
+        return [self._has_bytes(request) for request in requests]
+
+    def names_below(self, key: str) -> list[str]:
+        """The names of all files below a directory, at any depth, relative to it.
+
+        Raises:
+          UnsupportedCheckpointError: the protocol has no lists.
+        """
+        if not self.can_list:
+            raise UnsupportedCheckpointError("web servers do not say which files they have", path=self.url(key))
+        if key not in self._lists:
+            prefix = f"{key}/" if key else ""
+            keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None
+            self._lists[key] = [name[len(prefix) :] for name in self._list(key, keys)]
+            self._listed[key] = frozenset(self._lists[key])
+        return self._lists[key]
+
+    def _list(self, key: str, keys: ts.KvStore.KeyRange | None) -> list[str]:
+        future = self._kvstore.list(keys)
+        try:
+            # A list comes in pages, and nothing tells of the single ones.
+            found = future.result(timeout=self.clock.timeout)
+        except TimeoutError:
+            cast(ReadFuture, future).cancel()
+            raise CheckpointIOError(f"listing it: {self.clock.silence()}", path=self.url(key)) from None
+        except ValueError as error:
+            raise remote_error(error, "listing it", path=self.url(key)) from error
+        self.clock.note()
+        return sorted(name.decode("utf-8", "replace") for name in found)
+
+    def forget(self) -> None:
+        """Ends the memory of an opening."""
+        self._looks, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
+        self._small = set()
+
+
+class _Session:
+    """What one call has seen of remote stores."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.connections: dict[str, Connection] = {}
+
+
+_SESSION: ContextVar[_Session | None] = ContextVar("orbax_t5x_remote_session", default=None)
+
+
+@contextmanager
+def remote_session(limits: Limits | None = None) -> Generator[None, None, None]:
+    """Within it each server and bucket has one `Connection`, which remembers what it was asked.
+
+    A session inside another one is the same.
+    """
+    if _SESSION.get() is not None:
+        yield
+        return
+    session = _Session((limits or Limits()).io_timeout_secs)
+    token = _SESSION.set(session)
+    try:
+        yield
+    finally:
+        _SESSION.reset(token)
+        for connection in session.connections.values():
+            connection.forget()
+
+
+class RemotePlace(NamedTuple):
+    """A connection and a key."""
+
+    connection: Connection
+    key: str
+    is_directory: bool
+
+
+def connect(url: str) -> RemotePlace:
+    """Where a URL leads, by the connection of this session.
+
+    Raises:
+      UnsupportedCheckpointError: it is no URL of a store.
+    """
+    parsed = parse_url(url)
+    session = _SESSION.get() or _Session(Limits().io_timeout_secs)
+    if parsed.base not in session.connections:
+        session.connections[parsed.base] = Connection(parsed, session.timeout)
+    return RemotePlace(session.connections[parsed.base], parsed.key, parsed.is_directory)

@@ -1,0 +1,325 @@
+"""A file of a remote store: read by ranges, each answer proven to be of the file that was found when it was opened.
+
+Reads that are announced are begun early, several at a time, so that their waits overlap. No store tells a size in a way
+that TensorStore passes on. Most formats tell themselves where a file must end, which two requests for single bytes
+prove; where one does not, the size is searched for with such requests, many at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.storage.remote.connection import AheadBytes, Answer, Connection, Look, PendingRead
+from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
+
+_Answered = TypeVar("_Answered", Answer, Look)
+
+# One request. Smaller pays for more requests, larger waits longer before the first byte can be used and is dearer to
+# repeat.
+_PIECE_BYTES = 2 << 20
+# Requests under way for one thread that reads.
+_AHEAD_REQUESTS = 32
+# Headers are read from blocks of this size, which are kept while the file is parsed.
+_BLOCK_BYTES = 1 << 16
+_KEPT_BLOCKS = 4
+# The first places at which the search for a size looks, and into how many parts a step divides what is left.
+_SIZE_POINTS = [(1 << power) - 1 for power in range(16, 46, 2)]
+_SIZE_PARTS = 32
+
+
+class OpenState:
+    """Whether the files of a checkpoint are still open."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self.closed = False
+
+    def require_open(self) -> None:
+        """Raises ValueError after the checkpoint was closed."""
+        if self.closed:
+            raise ValueError(f"{self._path}: the checkpoint is closed; its leaves can no longer be read")
+
+
+class RemoteFile:
+    """Implements `StoredFile`.
+
+    Attributes:
+      name: relative to the root.
+      path: the URL.
+    """
+
+    def __init__(self, connection: Connection, key: str, name: str, generation: bytes, state: OpenState):
+        self._connection = connection
+        self._key = key
+        self._generation = generation
+        self._state = state
+        self._size: int | None = None
+        self._content: bytes | None = None
+        self._blocks: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self.name: str = name
+        self.path: str = connection.url(key)
+
+    # -- the size
+
+    @property
+    def known_size(self) -> int | None:
+        """See `StoredFile.known_size`."""
+        return self._size
+
+    @property
+    def size(self) -> int:
+        """See `StoredFile.size`."""
+        if self._size is None:
+            self._size = self._find_size()
+        return self._size
+
+    def _find_size(self) -> int:
+        low, high = 0, None  # the file has at least `low` bytes, and no byte at `high`
+        points = _SIZE_POINTS
+        while points:
+            found = self._connection.have_bytes(self._key, points)
+            count = found.index(False) if False in found else len(found)
+            if count:
+                low = points[count - 1] + 1
+            if count < len(points):
+                high = points[count]
+            if high is None:
+                points = [point << 4 for point in points]
+                continue
+            step = max(_BLOCK_BYTES, -(-(high - low) // _SIZE_PARTS))
+            points = list(range(low + step, high, step))
+        # From a byte that is there: behind the last one there is no range to ask for.
+        start = max(0, low - 1)
+        rest = self._answer(self._begin(start, None), None)
+        if not start:
+            self._content = rest.data
+        return start + len(rest.data)
+
+    def require_size(self, size: int) -> bool:
+        """Whether the file has exactly this size, in two requests."""
+        if self._size is None:
+            last, beyond = self._connection.have_bytes(self._key, [max(0, size - 1), size])
+            if (last or not size) and not beyond:
+                self._size = size
+        return self.size == size
+
+    # -- reading
+
+    def load(self, limit: int) -> None:
+        """See `StoredFile.load`."""
+        if self._content is None:
+            try:
+                answer = self._connection.whole([self._key], limit)[0]
+            except LimitExceededError:
+                return
+            self._hold(self._proven(answer, None))
+
+    def _hold(self, answer: Answer) -> None:
+        self._content = answer.data
+        self._size = len(answer.data)
+
+    def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
+        """See `StoredFile.read`."""
+        self._state.require_open()
+        if offset < 0 or size < 0 or (self._size is not None and offset + size > self._size):
+            raise CorruptCheckpointError(
+                f"bytes {offset} to {offset + size} asked of a file of {self._size} bytes", path=self.path, leaf=leaf
+            )
+        if self._content is None and 0 < size <= _BLOCK_BYTES:
+            if (small := self._connection.whole_if_small(self._key)) is not None:
+                self._hold(self._proven(small, leaf))
+                return self.read(offset, size, leaf=leaf)
+            return self._read_by_blocks(offset, size, leaf)
+        data = bytearray(size)
+        if size:
+            self.read_into(offset, [np.frombuffer(data, np.uint8)], leaf=leaf)
+        return data
+
+    def _read_by_blocks(self, offset: int, size: int, leaf: str | None) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            at = offset + len(data)
+            number, inside = divmod(at, _BLOCK_BYTES)
+            piece = self._block(number, leaf)[inside : inside + size - len(data)]
+            if not piece:
+                raise CorruptCheckpointError(f"ends before byte {offset + size}", path=self.path, leaf=leaf)
+            data += piece
+        return data
+
+    def _block(self, number: int, leaf: str | None) -> bytes:
+        with self._lock:
+            if number in self._blocks:
+                return self._blocks[number]
+        start = number * _BLOCK_BYTES
+        stop = start + _BLOCK_BYTES
+        if self._size is not None:
+            stop = min(stop, self._size)
+        answer = self._answer_inside(start, stop, leaf)
+        if answer is None:
+            # It is the last block, or there is none: a request without an end is answered with what there is.
+            answer = self._answer_inside(start, None, leaf)
+            self._size = start + len(answer.data) if answer is not None else self._size
+        block = b"" if answer is None else answer.data
+        with self._lock:
+            self._blocks[number] = block
+            while len(self._blocks) > _KEPT_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+        return block
+
+    def tail(self, size: int) -> bytes:
+        """The last `size` bytes of a file that has more; empty where the server cannot tell."""
+        try:
+            answer = self._answer_inside(-size, None, None)
+        except UnsupportedCheckpointError:
+            return b""
+        return b"" if answer is None else answer.data
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """See `StoredFile.read_into`."""
+        size = sum([buffer.nbytes for buffer in buffers])
+        self.ahead([(offset, size)]).read_into(offset, buffers, leaf=leaf)
+
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> RemoteAhead:
+        """See `StoredFile.ahead`."""
+        self._state.require_open()
+        return RemoteAhead(self, _pieces(ranges), self._connection.ahead)
+
+    def begin_piece(self, start: int, stop: int) -> PendingRead | bytes:
+        """Asks for bytes, or takes them from what was loaded; `end_piece` has the answer."""
+        if self._content is not None:
+            return self._content[start:stop]
+        return self._begin(start, stop)
+
+    def end_piece(self, piece: PendingRead | bytes, start: int, stop: int, leaf: str | None) -> bytes:
+        """The bytes of a piece."""
+        self._state.require_open()
+        data = piece if isinstance(piece, bytes) else self._answer(piece, leaf).data
+        if len(data) != stop - start:
+            raise CorruptCheckpointError(f"ends before byte {stop}", path=self.path, leaf=leaf)
+        return data
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """See `StoredFile.check_unchanged`.
+
+        Every answer was compared when it came; what is read from memory needs a look at what is there now.
+        """
+        self._state.require_open()
+        if self._content is not None:
+            self._proven(self._connection.look_anew([self._key])[0], leaf)
+
+    def require_open(self) -> None:
+        """See `StoredFile.require_open`."""
+        self._state.require_open()
+
+    # -- requests
+
+    def _begin(self, start: int, stop: int | None) -> PendingRead:
+        return self._connection.begin(self._key, start, stop)
+
+    def _answer(self, request: PendingRead, leaf: str | None) -> Answer:
+        """The answer to a request.
+
+        Raises:
+          CheckpointGoneError: it is of another file, or of none.
+          CheckpointError: the store failed, or the file ends before the bytes that were asked for.
+        """
+        try:
+            return self._proven(self._connection.end(request, doing="reading it", leaf=leaf), leaf)
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if is_beyond_end(error):
+                # Shorter than it was? Then it is another file, and not damage.
+                self._proven(self._connection.look_anew([self._key])[0], leaf)
+            raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
+
+    def _answer_inside(self, start: int, stop: int | None, leaf: str | None) -> Answer | None:
+        """As `_answer`, and None where the file ends before the bytes that were asked for."""
+        try:
+            return self._answer(self._begin(start, stop), leaf)
+        except CorruptCheckpointError as error:
+            if error.__cause__ is not None and is_beyond_end(error.__cause__):
+                return None
+            raise
+
+    def _proven(self, answer: _Answered | None, leaf: str | None) -> _Answered:
+        """An answer of the file that was opened.
+
+        A server without strong ETags tells no generation: nothing can be compared then.
+        """
+        if answer is None:
+            raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf)
+        if answer.generation and self._generation and answer.generation != self._generation:
+            raise CheckpointGoneError(
+                "changed after the checkpoint was opened: its ETag or generation is another", path=self.path, leaf=leaf
+            )
+        return answer
+
+
+def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the requests for ranges of (offset, size)."""
+    for offset, size in ranges:
+        for start in range(offset, offset + size, _PIECE_BYTES):
+            yield start, min(start + _PIECE_BYTES, offset + size)
+
+
+class RemoteAhead:
+    """Implements `AheadReads`: pieces are asked for in order before they are needed. For one thread."""
+
+    def __init__(self, file: RemoteFile, pieces: Iterator[tuple[int, int]], ahead: AheadBytes):
+        self._file = file
+        self._pieces = pieces
+        self._next = next(pieces, None)
+        self._begun: deque[tuple[int, int, PendingRead | bytes]] = deque()
+        self._ahead = ahead
+        self._taken = 0
+
+    def __del__(self) -> None:
+        # A read that failed leaves pieces that nobody takes.
+        self._ahead.give(self._taken)
+
+    def _begin_more(self) -> None:
+        while self._next is not None and len(self._begun) < _AHEAD_REQUESTS:
+            start, stop = self._next
+            if not self._ahead.take(stop - start, needed=not self._begun):
+                return
+            self._taken += stop - start
+            self._begun.append((start, stop, self._file.begin_piece(start, stop)))
+            self._next = next(self._pieces, None)
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """See `AheadReads.read_into`."""
+        views = [buffer.reshape(-1).view(np.uint8) for buffer in buffers if buffer.nbytes]
+        ends = list(np.cumsum([view.size for view in views]))
+        total = int(ends[-1]) if views else 0
+        done = 0
+        while done < total:
+            self._begin_more()
+            start, stop, piece = self._begun.popleft()
+            assert start == offset + done, "reads come in the order in which they were announced"
+            data = np.frombuffer(self._file.end_piece(piece, start, stop, leaf), np.uint8)
+            self._taken -= stop - start
+            self._ahead.give(stop - start)
+            self._begin_more()
+            at = 0
+            while at < data.size:
+                number = bisect.bisect_right(ends, done)
+                inside = done - (int(ends[number]) - views[number].size)
+                count = min(data.size - at, views[number].size - inside)
+                views[number][inside : inside + count] = data[at : at + count]
+                at += count
+                done += count

@@ -1,0 +1,176 @@
+"""A prefix of a bucket or a web server as a `Store`."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
+from orbax_t5x.storage.paths import split_name
+from orbax_t5x.storage.remote.connection import Connection, Look, connect
+from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
+from orbax_t5x.storage.remote.request_errors import remote_error
+from orbax_t5x.storage.remote.urls import kvstore_spec
+from orbax_t5x.storage.store import ArrayDirectory
+
+
+class RemoteStore:
+    """The files below a URL; see `Store`. Made within a `remote_session`, and outlives it."""
+
+    is_remote = True
+
+    def __init__(self, url: str):
+        place = connect(url)
+        self._connection = place.connection
+        self._key = place.key
+        self.path: str = self._connection.url(place.key)
+
+    @property
+    def connection(self) -> Connection:
+        """The server or bucket."""
+        return self._connection
+
+    def key(self, name: str, *, leaf: str | None = None) -> str:
+        """The key of a name.
+
+        Raises:
+          UnsafeCheckpointError: it leads out of the root.
+        """
+        parts = split_name(name, path=self.path, leaf=leaf) if name else []
+        return "/".join([self._key, *parts] if self._key else parts)
+
+    def join(self, name: str) -> str:
+        """See `Store.join`."""
+        return f"{self.path}/{name}" if name else self.path
+
+    def locate(self, name: str, *, leaf: str | None = None) -> str:
+        """See `Store.locate`."""
+        return self._connection.url(self.key(name, leaf=leaf))
+
+    def open_files(self) -> RemoteFiles:
+        """See `Store.open_files`."""
+        return RemoteFiles(self)
+
+    def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
+        """See `Store.read_whole`."""
+        answer = self._connection.whole([self.key(name, leaf=leaf)], limit)[0]
+        if answer is None:
+            raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
+        return answer.data
+
+    def look_ahead(self, names: Sequence[str]) -> None:
+        """See `Store.look_ahead`."""
+        self._connection.look([self.key(name) for name in names])
+
+    def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
+        """See `Store.read_ahead`."""
+        self._connection.whole([self.key(name) for name in names], limit)
+
+    def require_file(self, name: str) -> None:
+        """See `Store.require_file`."""
+        if not self.has_file(name):
+            raise CheckpointNotFoundError("no such file", path=self.join(name))
+
+    def has_file(self, name: str) -> bool:
+        """See `Store.has_file`."""
+        return self.has_files([name])[0]
+
+    def has_files(self, names: Sequence[str]) -> list[bool]:
+        """See `Store.has_files`."""
+        return [look is not None for look in self._connection.look([self.key(name) for name in names])]
+
+    def kvstore(self, name: str) -> dict[str, Any]:
+        """See `Store.kvstore`."""
+        spec = kvstore_spec(self._connection.base)
+        return {**spec, "path": spec["path"] + self.key(name)}
+
+    def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
+        """See `Store.array_files`."""
+        return RemoteSnapshot(self, f"{directory}/{metadata}" if directory else metadata, leaf)
+
+    def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        """See `Store.array_directory`."""
+        path = self.locate(directory, leaf=leaf)
+        files = self.array_files(directory, metadata, leaf=leaf)
+        data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf)
+        return ArrayDirectory(path, path, self.kvstore(directory), data, files)
+
+
+class RemoteFiles:
+    """Implements `OpenFiles`."""
+
+    def __init__(self, store: RemoteStore):
+        self._store = store
+        self._state = OpenState(store.path)
+
+    def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
+        """See `OpenFiles.file`."""
+        key = self._store.key(name, leaf=leaf)
+        look = self._store.connection.look([key])[0]
+        if look is None:
+            path = self._store.join(name)
+            if (refusal := self._store.connection.refused.get(key)) is not None:
+                raise remote_error(refusal, "looking at it", path=path, leaf=leaf) from refusal
+            raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
+        return RemoteFile(self._store.connection, key, name, look.generation, self._state)
+
+    def require_open(self) -> None:
+        """See `OpenFiles.require_open`."""
+        self._state.require_open()
+
+    def close(self) -> None:
+        """See `OpenFiles.close`."""
+        self._state.closed = True
+
+
+class RemoteSnapshot:
+    """Implements `Snapshot` by the generation of one metadata file: what it describes belongs to it.
+
+    The chunks have generations, too, but TensorStore reads them by itself, and a look at each would double the
+    requests. A writer that changes chunks and leaves the metadata as it was is not noticed.
+    """
+
+    def __init__(self, store: RemoteStore, name: str, leaf: str | None):
+        """Looks at the file.
+
+        Raises:
+          CheckpointNotFoundError: it is not there.
+        """
+        self.answers = store.connection.clock
+        self._connection = store.connection
+        self._key = store.key(name, leaf=leaf)
+        self._look = self._connection.look([self._key])[0]
+        self._lock = threading.Lock()
+        self._checked_in: weakref.ref[object] | None = None
+        if self._look is None:
+            raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
+
+    def count_absent(self, names: Collection[str]) -> int:
+        """See `Snapshot.count_absent`."""
+        directory = self._key.rpartition("/")[0]
+        found = self._connection.look_anew([f"{directory}/{name}" for name in names])
+        return sum(look is None for look in found)
+
+    def was_checked(self, execution: object) -> bool:
+        """See `Snapshot.was_checked`."""
+        checked = self._checked_in
+        return checked is not None and checked() is execution
+
+    def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        """See `Snapshot.check_unchanged`."""
+        with self._lock:
+            if self.was_checked(execution):
+                return
+            found = self._connection.look_anew([self._key])[0]
+            if found is None or _differ(found, self._look):
+                what = "vanished" if found is None else "changed"
+                raise CheckpointGoneError(
+                    f"{what} after the checkpoint was opened", path=self._connection.url(self._key), leaf=leaf
+                )
+            self._checked_in = weakref.ref(execution)
+
+
+def _differ(look: Look, other: Look | None) -> bool:
+    return other is None or bool(look.generation and other.generation and look.generation != other.generation)
