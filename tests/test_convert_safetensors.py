@@ -23,7 +23,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.handlers.type_handlers.lazy_array import stream
-from orbax_t5x.operations.convert.convert import safetensors_layout as safetensors_files
+from orbax_t5x.operations.convert import safetensors_layout
 from orbax_t5x.operations.convert.safetensors_layout import Tensor, plan_files
 from tests.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 
@@ -107,7 +107,7 @@ def test_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
 
 
 def test_a_large_model_is_several_files_and_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(safetensors_layout, "MAX_FILE_BYTES", 100)
     arrays = {f"w{i}": np.full(10, i, np.float32) for i in range(5)} | {"big": np.ones(40, np.float32)}
     ot.convert(checkpoint(arrays), tmp_path / "out", format="safetensors")
     files = [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
@@ -146,7 +146,7 @@ def test_no_file_is_larger_than_the_bound_but_for_a_single_tensor(sizes, bound):
 def test_hugging_face_to_t5x_and_back_has_equal_bytes(tmp_path, monkeypatch, max_bytes):
     source = GOLDENS / "safetensors" / "t5_1_1"
     if max_bytes is not None:
-        monkeypatch.setattr(safetensors_files, "MAX_FILE_BYTES", max_bytes)
+        monkeypatch.setattr(safetensors_layout, "MAX_FILE_BYTES", max_bytes)
     ot.convert(source, tmp_path / "t5x", ot.rules.hf_t5_to_t5x())
     ot.convert(tmp_path / "t5x", tmp_path / "hf", ot.rules.t5x_to_hf_t5(), format="safetensors")
 

@@ -16,12 +16,11 @@ import numpy as np
 from orbax_t5x.errors import Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, Leaf, View, as_view, fill, has_unfilled
 from orbax_t5x.lazy.cast import CastNode
-from orbax_t5x.restoring.diagnose.unplaced import MissingLeaf
 from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
-from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype
+from orbax_t5x.restoring.target_leaf import MissingLeaf, TargetLeaf, is_key_dtype
 from orbax_t5x.restoring.targets import MODEL_PARAMETERS, Target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.dtypes import kind_of

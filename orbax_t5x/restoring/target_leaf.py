@@ -59,6 +59,23 @@ class TargetLeaf:
         return self.layout if self.layout is not None else self.sharding
 
 
+@dataclasses.dataclass(frozen=True)
+class MissingLeaf:
+    """A leaf of the target that nothing fills.
+
+    Attributes:
+      name: in the target.
+      leaf: what the target wants.
+      is_none: whether the checkpoint has None under the name.
+      is_reset: whether a transform says that there is no counterpart of it.
+    """
+
+    name: str
+    leaf: TargetLeaf
+    is_none: bool
+    is_reset: bool
+
+
 def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: bool = False) -> TargetLeaf | Problem:
     """What a leaf of the target must become, or the problem with it."""
     if leaf is Ellipsis:

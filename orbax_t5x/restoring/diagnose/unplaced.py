@@ -6,7 +6,6 @@ names are listed, for the first few: each look-up scans all names.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from orbax_t5x.errors import Problem
 from orbax_t5x.restoring.diagnose.other_model import other_models
 from orbax_t5x.restoring.diagnose.proposals import assignment
 from orbax_t5x.restoring.diagnose.similar import Named, Similar, named
-from orbax_t5x.restoring.target_leaf import TargetLeaf
+from orbax_t5x.restoring.target_leaf import MissingLeaf
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 
@@ -31,28 +30,6 @@ _GIVE_VALUES = "give fallback= values, or put ... in the target to leave it out"
 # The matrix of a T5 that computes logits, as Hugging Face and T5X name it; and its leaves in an optimizer's state.
 _HEAD = re.compile(r"(?:.*/)?(?:lm_head(?:\.weight|/kernel)|decoder/logits_dense/kernel)(?:/\w+)?")
 _EMBEDDING = re.compile(r"(?:.*/)?(?:token_embedder/embedding|shared(?:\.weight|/embedding))")
-
-
-@dataclasses.dataclass(frozen=True)
-class MissingLeaf:
-    """A leaf of the target that nothing fills.
-
-    Attributes:
-      name: in the target.
-      leaf: what the target wants.
-      is_none: whether the checkpoint has None under the name.
-      is_reset: whether a transform says that there is no counterpart of it.
-    """
-
-    name: str
-    leaf: TargetLeaf
-    is_none: bool
-    is_reset: bool
-
-    @property
-    def named(self) -> Named:
-        """As `Similar` takes it."""
-        return Named(self.name, tuple(self.leaf.shape), str(self.leaf.dtype))
 
 
 def missing_problems(
@@ -77,10 +54,10 @@ def missing_problems(
     wanted = [one for one in wanted if one.name not in explained]
     free = {name: value for name, value in state.items() if value is not None and name not in target}
     closest = ClosestNames(list(free) or list(state))
-    similar = Similar([one.named for one in wanted], named(free)) if takes_rules else None
+    similar = Similar([_named(one) for one in wanted], named(free)) if takes_rules else None
     looked_up = {one.name for one in wanted[:_LOOKUPS]}
     return [*dict.fromkeys(explained.values())] + [
-        _problem(one, closest.to(one.name, _CLOSEST), similar.to(one.named) if similar is not None else None)
+        _problem(one, closest.to(one.name, _CLOSEST), similar.to(_named(one)) if similar is not None else None)
         if one.name in looked_up
         else _problem(one, (), None)
         for one in missing
@@ -110,7 +87,7 @@ def _alone(missing: MissingLeaf, held: Sequence[Named]) -> Problem:
     """Of a target or a checkpoint that is an array alone, and of names on the other side."""
     what = f"the target is {_ALONE}" if not missing.name else f"the checkpoint is {_ALONE}"
     fix = "name the target's leaf, {name: leaf}" if not missing.name else "pass the target's leaf alone"
-    if len(held) == 1 and held[0]._replace(name=missing.name) == missing.named:
+    if len(held) == 1 and held[0]._replace(name=missing.name) == _named(missing):
         fix = f"map it with {assignment(re.escape(missing.name), held[0].name)}"
     return Problem("missing", missing.name, f"the checkpoint has no such leaf: {what}", fix)
 
@@ -153,3 +130,7 @@ def _leftovers(names: Sequence[str]) -> list[Problem]:
     leaf = names[0] if len(names) == 1 else None
     shown = [name or _ALONE for name in names]
     return [Problem("leftover", leaf, message + listed(shown, _SHOWN_LEFTOVERS), fix)]
+
+
+def _named(missing: MissingLeaf) -> Named:
+    return Named(missing.name, tuple(missing.leaf.shape), str(missing.leaf.dtype))
