@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.sparse_checkpoints import t5_xxl, write_bundle, write_t5x
+from tests.support.sparse_checkpoints import t5_xxl, write_bundle, write_t5x
 
 # T5.1.1-base: 248 million parameters, 0.99 GB in float32, and Adafactor's factored slots.
 _EMBED, _HEADS, _MLP, _VOCAB, _BUCKETS, _LAYERS = 768, 12 * 64, 2048, 32128, 32, 12

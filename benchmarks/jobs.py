@@ -236,7 +236,7 @@ def plan_many(clock, count):
     import numpy as np
 
     import orbax_t5x as ot
-    from tests.memory_checkpoint import checkpoint
+    from tests.support.memory_checkpoint import checkpoint
 
     count, array = int(count), np.zeros((8, 8), np.float32)
     source = checkpoint({f"old_{index % 100}/layer_{index}/kernel": array for index in range(count)})

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.http_store import HttpStore
+from tests.support.http_store import HttpStore
 
 _LATENCY_MS = 20.0
 _EMBED, _HEADS, _MLP, _VOCAB, _LAYERS = 512, 6 * 64, 1024, 32128, 8

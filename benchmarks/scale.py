@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.data import layer_shapes
 from benchmarks.scale_measure import MEASURED
 from benchmarks.scale_model import Case, Costs, Format, Host, Layout, Leaf, Prediction, Store, Tree, predict
-from tests.sparse_checkpoints import t5_xxl
+from tests.support.sparse_checkpoints import t5_xxl
 
 _HOSTS = (8, 64, 512)
 _GIB = 1 << 30

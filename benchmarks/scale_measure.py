@@ -182,7 +182,7 @@ def make(folder: Path) -> dict[str, str]:
     import orbax_t5x as ot
     from benchmarks.data import layer_shapes
     from benchmarks.format_jobs import write_t5x
-    from tests.bundle_writer import bundle_of
+    from tests.support.bundle_writer import bundle_of
 
     large = layer_shapes(_LAYERS)
     small = {f"layer_{number:04d}/scale": (64,) for number in range(_SMALL)}

@@ -1,8 +1,9 @@
 """What is used of Orbax beyond its documented interface, all in one place.
 
-Orbax has no public function for these, so any of them may move in a later version; `tests/test_orbax_names.py` says
-which one has. `type_handlers.py` uses the table of type handlers and `NumpyHandler`, which Orbax exports and marks
-deprecated, and fields of `ParamInfo`; elsewhere Orbax is used through its documented names alone.
+Orbax has no public function for these, so any of them may move in a later version;
+`tests/handlers/test_orbax_names.py` says which one has. The room `type_handlers` uses the table of type handlers and
+`NumpyHandler`, which Orbax exports and marks deprecated, and fields of `ParamInfo`; elsewhere Orbax is used through its
+documented names only.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
-from tests.bundle_writer import Handles, block_entries, sealed, table, table_of_blocks, varint
+from tests.support.bundle_writer import Handles, block_entries, sealed, table, table_of_blocks, varint
 
 ChangeBytes = Callable[[bytes], bytes]
 Mutation = Callable[[bytes, random.Random, ChangeBytes], bytes]

@@ -34,9 +34,9 @@ from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
-from tests.bundle_writer import block, bundle_of, entry, header, sealed, shard_path, table, table_of_blocks
 from tests.fuzz import mutations
 from tests.fuzz.mutations import ChangeBytes, Mutation
+from tests.support.bundle_writer import block, bundle_of, entry, header, sealed, shard_path, table, table_of_blocks
 
 Check = Callable[[bytes], CheckpointError | None]
 

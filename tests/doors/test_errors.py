@@ -1,0 +1,137 @@
+"""Errors: the builtin that each class also is, its fields, and the documented kinds of problems."""
+
+import ast
+import errno
+import re
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import orbax_t5x as ot
+from orbax_t5x import errors
+from tests.support.memory_checkpoint import checkpoint
+
+ROOT = Path(__file__).parents[2]
+KINDS = typing.get_args(errors.ProblemKind)
+
+
+def kinds_in_code():
+    """The kinds that calls of `Problem`, `problem` and `_problem` in the package give as text."""
+    found = set()
+    for path in (ROOT / "orbax_t5x").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("Problem", "problem", "_problem"):
+                found.add(node.args[0].value)
+    return found
+
+
+def test_every_kind_is_used_and_every_used_kind_is_listed():
+    assert kinds_in_code() == set(KINDS)
+
+
+def test_every_kind_is_documented():
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/problems.md").read_text(), re.MULTILINE)
+    assert table == list(KINDS)
+    listed = re.findall(r'^\* "(\w+)": ', Path(errors.__file__).read_text(), re.MULTILINE)
+    assert listed == list(KINDS)
+
+
+@pytest.mark.parametrize("number", [None, errno.EACCES])
+def test_an_error_of_the_system_has_its_number(number):
+    error = errors.CheckpointIOError("cannot be read", path="/a/b", leaf="x", errno=number)
+    assert isinstance(error, OSError) and error.errno == number
+    assert str(error) == "/a/b: leaf 'x': cannot be read"
+
+
+def test_a_refused_directory_has_the_number_of_the_system(tmp_path):
+    (tmp_path / "there").mkdir()
+    bundle = ROOT / "orbax_t5x/cli/demo_data/model.ckpt-1000000"
+    with pytest.raises(errors.CheckpointIOError) as caught:
+        ot.convert(bundle, tmp_path / "there")
+    assert caught.value.errno == errno.EEXIST
+
+
+# -- the text of many problems
+
+
+def caught(source, target, *arguments, **keywords):
+    with pytest.raises(ot.RestorePlanError) as info:
+        ot.plan_restore(source, target, *arguments, **keywords)
+    return info.value
+
+
+def test_one_dtype_for_a_whole_model_is_one_entry():
+    arrays = {f"layers_{i}/{part}": np.zeros(4, np.float32) for i in range(26) for part in ("kernel", "bias")}
+    error = caught(checkpoint(arrays), {name: np.zeros(4, np.float16) for name in arrays})
+    assert len(error.problems) == 52
+    heading, entry, *leaves = str(error).splitlines()
+    assert heading == "/memory: 52 problems between checkpoint, transforms and target:"
+    assert entry.startswith("  - [dtype] 52 leaves: the checkpoint has dtype float32, the target float16: ")
+    assert entry.endswith(" Fix: pass allow_lossy_cast=True")
+    assert sorted(leaves) == ["      layers_{0…25}/bias ×26", "      layers_{0…25}/kernel ×26"]
+
+
+def test_one_shape_for_leaves_of_other_names_is_one_entry():
+    arrays = {f"layers_{i}/{part}": np.zeros(4, np.float32) for i in range(26) for part in ("kernel", "bias")}
+    target = {f"model/{name}": np.zeros((4, 2), np.float32) for name in arrays}
+    error = caught(checkpoint(arrays), target, ot.transforms.Rename([("(.*)", r"model/\1")]))
+    assert len(error.problems) == 52 and error.problems[0].message.endswith("(from layers_0/bias)")
+    _, entry, *leaves = str(error).splitlines()
+    assert entry.startswith("  - [shape] 52 leaves: the checkpoint has shape (4,), the target (4, 2) Fix: ")
+    assert len(leaves) == 2
+
+
+def test_one_typing_error_in_a_rule_is_short():
+    arrays = {
+        f"block_{i}/layer_{j}/kernel_of_a_long_name": np.zeros(2, np.float32) for i in range(16) for j in range(9)
+    }
+    target = {name.replace("block", "layers"): array for name, array in arrays.items()}
+    rules = ot.transforms.AssignmentMap([(r"layers_(\d+)/(.*)", r"blok_\1/\2")])
+    error = caught(checkpoint(arrays), target, rules)
+    problem, leftover = error.problems
+    assert "'blok_0/layer_0/kernel_of_a_long_name' does not exist" in problem.message
+    assert "nor do 143 others" in problem.message and leftover.kind == "leftover"
+    assert len(str(error)) < 2_000 and len(str(error).splitlines()) < 60
+    mended = ot.transforms.AssignmentMap([ast.literal_eval(problem.fix.removeprefix("write the rule as "))])
+    assert [entry.name for entry in ot.plan_restore(checkpoint(arrays), target, mended).entries] == sorted(target)
+
+
+def test_a_single_problem_is_whole():
+    problem = errors.Problem("missing", "a", f"Must be one of: {[str(number) for number in range(2_000)]}")
+    assert str(errors.RestorePlanError([problem])).endswith(f"  - {problem}")
+
+
+def test_no_kind_hides_another():
+    problems = [errors.Problem("missing", f"{'abcdefghij'[i % 10] * (i + 1)}", f"reason {'x' * i}") for i in range(300)]
+    problems.append(errors.Problem("shape", "last", "two shapes"))
+    text = str(errors.RestorePlanError(problems))
+    assert "[shape] last: two shapes" in text and "problems more of kind [missing]: see `.problems`" in text
+
+
+PROBLEMS = st.lists(
+    st.builds(
+        errors.Problem,
+        st.sampled_from(KINDS),
+        st.none() | st.from_regex(r"[ab]{1,3}/layers_[0-9]{1,2}/[cd]", fullmatch=True),
+        st.text("ab\n1", max_size=200),
+        st.text("ab\n", max_size=30),
+    ),
+    min_size=1,
+    max_size=120,
+)
+
+
+@given(PROBLEMS)
+def test_a_text_is_short_and_has_every_kind(problems):
+    error = errors.RestorePlanError(problems)
+    assert error.problems == tuple(problems)
+    assert len(str(error).splitlines()) < 60
+    if not any("\n" in problem.message + problem.fix for problem in problems):
+        assert all(f"[{problem.kind}]" in str(error) for problem in problems)

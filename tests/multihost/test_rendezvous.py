@@ -1,0 +1,152 @@
+"""Processes that come late to the first call of a job, or not at all, or do not wait so long."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support.jax_job import run_script
+
+_BEGIN = """
+import os, signal, threading
+import orbax.checkpoint as ocp
+import orbax_t5x as ot
+from orbax_t5x.multihost import heartbeat
+
+heartbeat._BEAT_SECS, heartbeat._SILENT_SECS = 0.05, 2.0
+source, folder = sys.argv[1:]
+store = ocp.multihost.get_jax_distributed_client()
+
+def wait_for_beats_of_first():
+    seen = set()
+    while len(seen) < 5:
+        seen |= {text for key, text in store.key_value_dir_get("orbax_t5x/beat/") if key.endswith("/0")}
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"kernel": np.arange(12, dtype=np.float32)}, path)
+    return path
+
+
+# With Gloo the first all-gather gives up on a process that is 30 s late.
+_LATE = """
+from jax.experimental import multihost_utils
+process_allgather = multihost_utils.process_allgather
+
+def noted(*arguments, **keywords):
+    store.key_value_set("test/begun", "", allow_overwrite=True)
+    return process_allgather(*arguments, **keywords)
+
+def late(state, target, *, is_resuming=False):
+    if process == 1:
+        wait_for_beats_of_first()
+        tell(store.key_value_dir_get("test/"))
+    return state
+
+multihost_utils.process_allgather = noted
+jax.devices()
+state = ot.restore(source, None, [late], is_resuming=False)
+tell(state["kernel"].tolist())
+tell([key for key, _ in store.key_value_dir_get("test/")])
+"""
+
+
+def test_jax_waits_for_nobody_who_has_not_come(source, tmp_path):
+    first, second = run_script(_BEGIN + _LATE, 2, source, tmp_path)
+    assert second.pop(0) == []
+    assert first == second == [list(range(12)), ["test/begun"]]
+
+
+_INTERRUPTED = """
+from jax.experimental import multihost_utils
+process_allgather = multihost_utils.process_allgather
+
+def interrupt_when(waits):
+    threading.Thread(target=lambda: (waits.wait(), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+
+def convert(name, waits=None):
+    if process == 0 and waits is not None:
+        interrupt_when(waits)
+        try:
+            ot.convert(source, f"{folder}/{name}")
+        except KeyboardInterrupt:
+            tell("interrupted")
+        store.key_value_set(f"test/{name}", "")
+    else:
+        if waits is not None:
+            store.blocking_key_value_get(f"test/{name}", 60_000)
+        if process == 0 or name == "first":
+            tell(ot.convert(source, f"{folder}/{name}").leaves)
+
+class Store:
+    def __getattr__(self, name):
+        if name == "wait_at_barrier":
+            meets.set()
+        return getattr(store, name)
+
+def gathers_noted(*arguments, **keywords):
+    gathers.set()
+    return process_allgather(*arguments, **keywords)
+
+# Before JAX has made its backend, which waits for the backends of the others.
+ocp.multihost.get_jax_distributed_client, meets = Store, threading.Event()
+convert("first", meets)
+if process == 0:
+    convert("first")
+# And where all have computed together.
+multihost_utils.process_allgather, gathers = gathers_noted, threading.Event()
+convert("second", gathers)
+tell(os.path.exists(f"{folder}/second"))
+jax.distributed.shutdown()  # the coordinator ends last
+os._exit(0)
+"""
+
+
+def test_an_interrupt_ends_the_wait_for_others(source, tmp_path):
+    first, second = run_script(_BEGIN + _INTERRUPTED, 2, source, tmp_path)
+    assert first == ["interrupted", 1, "interrupted", False]
+    assert second == [1, False]
+
+
+# JAX's own end waits for the other process; it is not what is tried here.
+_ENDS = """
+import atexit
+atexit.register(os._exit, 0)
+try:
+    ot.restore(source if process == 0 else f"{folder}/nothing", None)
+except ot.errors.CheckpointError as error:
+    tell([type(error).__name__, str(error)])
+"""
+
+
+def test_who_fails_in_planning_and_ends_is_not_waited_for(source, tmp_path):
+    first, second = run_script(_BEGIN + _ENDS, 2, source, tmp_path)
+    assert second[0][0] == "CheckpointNotFoundError"
+    assert first[0][0] == "CheckpointIOError" and "process 1 has ended" in first[0][1]
+
+
+# Killed where the others cannot know of it: before the first call, with a backend or without.
+_KILLED = """
+from orbax_t5x.multihost import rendezvous as meeting
+
+meeting._CPU_PATIENCE_SECS = 3.0
+if sys.argv[-1] == "backend":
+    jax.devices()
+if process == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    ot.restore(source, None)
+except ot.errors.CheckpointError as error:
+    tell([type(error).__name__, str(error)])
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("begun", ["backend", "nothing"])
+def test_who_dies_before_its_first_call_is_not_waited_for(source, tmp_path, begun):
+    begin = _BEGIN.replace("source, folder =", "source, folder, _ =")
+    first, _ = run_script(begin + _KILLED, 2, source, tmp_path, begun, killed=[1])
+    assert first[0][0] == "CheckpointIOError" and "has not come to this call within 3 s" in first[0][1]

@@ -1,0 +1,528 @@
+"""convert: any checkpoint becomes a plain Orbax item, in bounded memory, and nothing half-made is ever seen."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import orbax_t5x as ot
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    RestorePlanError,
+    UnsupportedCheckpointError,
+)
+from orbax_t5x.handlers.type_handlers import stream
+from orbax_t5x.lazy import LazyThreadPoolArray
+from orbax_t5x.lazy.chunks import choose_chunk, pieces
+from orbax_t5x.provenance import records as provenance
+from orbax_t5x.provenance.digests import chain_digest
+from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+MIB = 1 << 20
+
+
+def stock(directory):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(directory)
+
+
+def flat(tree):
+    return ot.state_utils.flatten_state_dict(tree)
+
+
+def assert_equals(restored, expected):
+    assert restored.keys() == expected.keys()
+    for name, array in expected.items():
+        assert restored[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(np.asarray(restored[name]), array, err_msg=name)
+
+
+def record_of(directory):
+    return json.loads((directory / "_METADATA").read_text())["custom_metadata"]
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+BUNDLES = ["t5_1_1_f32", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_perlayer_rel", "lm_transformer"]
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles_keep_every_value_and_dtype(tmp_path, name):
+    source = GOLDENS / "tf_bundle" / name
+    ot.convert(source, tmp_path / "out")
+    with ot.open_checkpoint(source) as opened:
+        expected = {leaf: view.get() for leaf, view in opened.leaves.items()}
+    restored = flat(stock(tmp_path / "out"))
+    assert_equals(restored, expected)
+    with np.load(source / "expected.npz") as values:
+        for leaf, array in restored.items():
+            np.testing.assert_array_equal(np.asarray(array, values[leaf].dtype), values[leaf])
+    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
+    assert record["format"] == "tf_bundle" and record["transforms"] is None
+    assert record["source"].startswith(str(source))
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles_translate_on_the_way(tmp_path, name):
+    """T5X's own importer says what the names and values are."""
+    translate = ot.transforms.Translate()
+    ot.convert(GOLDENS / "tf_bundle" / name, tmp_path / "out", translate)
+    restored = flat(stock(tmp_path / "out"))
+    types = json.loads((GOLDENS / "importer" / f"{name}.json").read_text())
+    with np.load(GOLDENS / "importer" / f"{name}.npz") as values:
+        expected = {leaf: values[leaf] for leaf in values.files}
+    # T5X invents these without a state to look at; here they exist only where a target has them.
+    expected = {leaf: array for leaf, array in expected.items() if leaf in restored or array.shape != (1,)}
+    assert restored.keys() == expected.keys(), types
+    for leaf, array in expected.items():
+        np.testing.assert_array_equal(np.asarray(restored[leaf], array.dtype), array, err_msg=leaf)
+    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
+    assert record["transforms"] == ["Translate()"] and record["digest"] == chain_digest([translate])
+    # Once is enough: the same chain on what it made changes nothing.
+    ot.convert(tmp_path / "out", tmp_path / "again", translate)
+    assert flat(stock(tmp_path / "again")).keys() == restored.keys()
+    assert record_of(tmp_path / "again") == record_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["dtype_zoo", "partitioned"])
+def test_leaves_that_orbax_cannot_store_are_named_before_anything_is_written(tmp_path, name):
+    source = GOLDENS / "tf_bundle" / name
+    with pytest.raises(UnsupportedCheckpointError) as raised:
+        ot.convert(source, tmp_path / "out")
+    with ot.open_checkpoint(source) as opened:
+        leaves = dict(opened.leaves)
+        bad = [
+            name
+            for name, view in leaves.items()
+            if 0 in view.shape or view.dtype.hasobject or view.dtype == ml_dtypes.uint4
+        ]
+        assert bad and any(name in str(raised.value) for name in bad)
+        assert names_in(tmp_path) == []
+        ot.convert(source, tmp_path / "out", on_unsupported="skip")
+        assert_equals(
+            flat(stock(tmp_path / "out")), {name: view.get() for name, view in leaves.items() if name not in bad}
+        )
+        skipped = provenance.skipped_from_metadata(record_of(tmp_path / "out"))
+        assert skipped == {name: (leaves[name].shape, str(leaves[name].dtype)) for name in bad}
+
+
+def test_safetensors_and_orbax_sources(tmp_path):
+    ot.convert(GOLDENS / "safetensors" / "t5_1_1", tmp_path / "hf")
+    with ot.open_checkpoint(GOLDENS / "safetensors" / "t5_1_1") as opened:
+        expected = {name: view.get() for name, view in opened.leaves.items()}
+    assert_equals(flat(stock(tmp_path / "hf")), expected)
+
+    ot.convert(GOLDENS / "t5x_orbax" / "d8_adafactor", tmp_path / "t5x", dtype="bfloat16")
+    with np.load(GOLDENS / "t5x_orbax" / "d8_adafactor" / "expected.npz") as values:
+        for name, array in flat(stock(tmp_path / "t5x")).items():
+            wanted = values[name]
+            if name.startswith("target/"):
+                assert array.dtype == jnp.bfloat16
+                wanted = wanted.astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(np.asarray(array, np.float32), np.asarray(wanted, np.float32))
+
+
+def test_none_and_empty_nodes_stay(tmp_path):
+    source = checkpoint({"a/w": np.ones(2)}, empties={"a/none": None, "b": {}, "c": []})
+    ot.convert(source, tmp_path / "out")
+    restored = stock(tmp_path / "out")
+    assert restored["a"]["none"] is None and restored["b"] == {} and restored["c"] == []
+
+
+def test_empty_nodes_stay_beside_what_transforms_make(tmp_path):
+    """As long as some of the leaves beside them are left, and no leaf takes their name."""
+    arrays = {"a/w": np.ones(2), "opt/1/mu": np.ones(2)}
+    source = checkpoint(arrays, empties={"a/none": None, "b": {}, "c": [], "opt/0": {}, "lone/x": {}})
+    cast = [ot.transforms.Cast("a/w", "float16")]
+    ot.convert(source, tmp_path / "cast", cast)
+    restored = stock(tmp_path / "cast")
+    assert restored["opt"]["0"] == {} and restored["b"] == {} and restored["c"] == [] and restored["a"]["none"] is None
+    assert jax.tree.structure(ot.restore(source, None, cast)["opt"]) == jax.tree.structure({"0": {}, "1": {"mu": 0}})
+    dropped = ot.restore(source, None, [ot.transforms.Drop("opt/.*"), ot.transforms.Rename([("a/w", "b")])])
+    assert dropped.keys() == {"a", "b", "c", "lone"} and isinstance(dropped["b"], np.ndarray)
+
+
+def test_a_name_that_is_also_a_prefix_keeps_its_leaves(tmp_path):
+    source = checkpoint({"a": np.ones(2), "a/b": np.zeros(3), "a/c/d": np.ones(1)}, format="tf_bundle")
+    ot.convert(source, tmp_path / "out")
+    with ot.open_checkpoint(tmp_path / "out") as opened:
+        assert {name: view.shape for name, view in opened.leaves.items()} == {"a": (2,), "a/b": (3,), "a/c/d": (1,)}
+
+
+def test_several_sources_and_a_function_that_computes(tmp_path):
+    def average(state, target, *, is_resuming=False):
+        return {"w": ot.stack([state["one"]["w"], state["two"]["w"]], 0), "kept": state["one"]["k"]}
+
+    one = checkpoint({"w": np.arange(6.0).reshape(2, 3), "k": np.ones(1)})
+    two = checkpoint({"w": np.zeros((2, 3)), "k": np.ones(1)}, format="tf_bundle")
+    ot.convert({"one": one, "two": two}, tmp_path / "out", average)
+    restored = stock(tmp_path / "out")
+    np.testing.assert_array_equal(restored["w"], np.stack([np.arange(6.0).reshape(2, 3), np.zeros((2, 3))]))
+    (record,) = provenance.from_metadata(record_of(tmp_path / "out"))
+    assert record["format"] == {"one": "orbax", "two": "tf_bundle"}
+
+
+def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
+    calls = []
+    array = np.arange(50_000, dtype=np.int32).reshape(100, 500)
+
+    def get():
+        calls.append(1)
+        return array
+
+    def lazy(state, target):
+        return {"w": LazyThreadPoolArray(array.shape, array.dtype, get)}
+
+    ot.convert(checkpoint({"w": np.ones(1)}), tmp_path / "out", lazy, memory_limit_bytes=1024)
+    np.testing.assert_array_equal(stock(tmp_path / "out")["w"], array)
+    assert len(calls) == 1
+
+
+def test_a_limit_below_a_mebibyte_cuts_no_leaf_smaller_than_that_and_warns(tmp_path, caplog):
+    """Chunks of a few bytes took 107 s for 74 KiB: each is a commit of the database."""
+    leaves = {"w": np.arange(3 << 17, dtype=np.float32).reshape(3, 1 << 17), "v": np.ones((64, 64))}
+    ot.convert(checkpoint(leaves), tmp_path / "out", memory_limit_bytes=64)
+    assert_equals(flat(stock(tmp_path / "out")), leaves)
+    with ot.open_checkpoint(tmp_path / "out") as opened:
+        chunks = {name: view.leaves()[0].chunks for name, view in opened.leaves.items()}
+    assert chunks == {"v": (64, 64), "w": (1, 1 << 17)}
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("orbax_t5x")]
+    assert "memory_limit_bytes=64 is 64 B" in warning and "1.00 MiB" in warning
+    caplog.clear()
+    ot.convert(checkpoint(leaves), tmp_path / "again", memory_limit_bytes=MIB)
+    assert not caplog.records
+
+
+def test_the_report_counts_what_is_there(tmp_path):
+    leaves = {"target/w": np.ones((4, 8), np.float32), "step": np.array(3), "none": np.zeros((0, 2), np.float32)}
+    report = ot.convert(checkpoint(leaves), tmp_path / "out", dtype="bfloat16", on_unsupported="skip")
+    stored = flat(stock(tmp_path / "out"))
+    assert report.leaves == len(stored) == 2
+    assert report.bytes == sum(array.nbytes for array in stored.values()) == 4 * 8 * 2 + 8
+    assert report.skipped == {"none": ((0, 2), "float32")}
+    assert report.destination == str(tmp_path / "out") and report.format == "orbax" and report.seconds > 0
+    first, second = str(report).splitlines()
+    assert first.startswith(f"2 leaves (72 B) in {tmp_path}/out, in ")
+    assert second == "left out, because Orbax cannot store it: none  float32[0,2]"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.leaves = 0
+
+
+def test_an_item_of_a_step_and_limits(tmp_path):
+    for item in ("params", "other"):
+        ot.convert(checkpoint({item: np.ones(2)}), tmp_path / "step" / item)
+    ot.convert(tmp_path / "step", tmp_path / "out", item="other", strict=False)
+    assert stock(tmp_path / "out").keys() == {"other"}
+    with pytest.raises(LimitExceededError):
+        ot.convert(GOLDENS / "tf_bundle" / "t5_1_1_f32", tmp_path / "x", limits=ot.Limits(entries=5))
+
+
+# -- the destination
+
+
+def test_an_existing_destination_is_left_alone_unless_told(tmp_path):
+    old, new = checkpoint({"a": np.zeros(3)}), checkpoint({"b": np.ones(3)})
+    ot.convert(old, tmp_path / "out")
+    with pytest.raises(CheckpointIOError, match="overwrite=True"):
+        ot.convert(new, tmp_path / "out")
+    assert stock(tmp_path / "out").keys() == {"a"}
+    ot.convert(new, tmp_path / "out", overwrite=True)
+    assert stock(tmp_path / "out").keys() == {"b"}
+    ot.convert(tmp_path / "out", tmp_path / "out", overwrite=True)
+    assert stock(tmp_path / "out").keys() == {"b"}
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_what_is_no_orbax_checkpoint_is_never_replaced(tmp_path):
+    source = checkpoint({"a": np.zeros(3)})
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    for name in ("dir", "file"):
+        with pytest.raises(CheckpointIOError, match="remove it yourself"):
+            ot.convert(source, tmp_path / name, overwrite=True)
+    assert (tmp_path / "dir" / "thesis.txt").read_text() == "years of work"
+    ot.convert(source, tmp_path / "root" / "step")
+    (tmp_path / "root" / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(CheckpointIOError, match="holds the source"):
+        ot.convert(tmp_path / "root" / "step", tmp_path / "root", overwrite=True)
+    assert stock(tmp_path / "root" / "step").keys() == {"a"}
+
+
+def test_parents_are_made_and_taken_back(tmp_path):
+    ot.convert(checkpoint({"a": np.zeros(3)}), tmp_path / "x" / "y" / "out")
+    assert stock(tmp_path / "x" / "y" / "out").keys() == {"a"}
+    broken = checkpoint({"a": FailingLeaf("a", np.zeros(3), CorruptCheckpointError("damaged", path="/p", leaf="a"))})
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        ot.convert(broken, tmp_path / "p" / "q" / "out")
+    assert names_in(tmp_path) == ["x"]
+
+
+def test_usage_errors(tmp_path):
+    source = checkpoint({"a": np.zeros(3)})
+    with pytest.raises(UnsupportedCheckpointError, match="'orbax' and 'safetensors' are"):
+        ot.convert(source, tmp_path / "out", format="msgpack")
+    with pytest.raises(ValueError, match="'bar'"):
+        ot.convert(source, tmp_path / "out", progress="bars")
+    with pytest.raises(UnsupportedCheckpointError, match="local"):
+        ot.convert(source, "gs://bucket/out")
+    with pytest.raises(RestorePlanError, match="Cast"):
+        ot.convert(source, tmp_path / "out", dtype="bfloat16")
+    with pytest.raises(RestorePlanError):
+        ot.convert(source, tmp_path / "out", ot.transforms.Rename([("nothing", "b")]))
+    with pytest.raises(ValueError, match="memory_limit_bytes"):
+        ot.convert(source, tmp_path / "out", memory_limit_bytes=0)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        ot.convert(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(RestorePlanError, match="duplicate"):
+        ot.convert(checkpoint({"a/b": np.ones(2), "a.b": np.ones(2)}), tmp_path / "out")
+    assert names_in(tmp_path) == []
+
+
+# -- failures
+
+
+@pytest.mark.parametrize("byte", [100, 3000, -3])
+def test_a_damaged_source_leaves_nothing(tmp_path, byte):
+    for path in (GOLDENS / "tf_bundle" / "t5_1_1_f32").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shard = max(tmp_path.glob("*.data-*"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(shard.read_bytes())
+    damaged[byte] ^= 4
+    shard.write_bytes(damaged)
+    before = names_in(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="leaf"):
+        ot.convert(tmp_path, tmp_path / "out")
+    assert names_in(tmp_path) == before
+
+
+def test_an_error_in_the_middle_stops_the_other_leaves(tmp_path):
+    leaves = {f"w{i:03}": np.ones((64, 128)) for i in range(300)}
+    leaves["w003"] = FailingLeaf("w003", np.ones((64, 128)), CheckpointIOError("gone", path="/p", leaf="w003"))
+    source = checkpoint(leaves, AwaitedLeaf)
+    with pytest.raises(CheckpointIOError, match="w003"):
+        ot.convert(source, tmp_path / "out", memory_limit_bytes=MIB)
+    assert names_in(tmp_path) == []
+    assert not source.made["w299"].boxes
+
+
+def test_progress_counts_every_byte_and_may_stop_the_conversion(tmp_path):
+    source = checkpoint({f"w{i}": np.ones((8, 1024), np.float32) for i in range(8)})
+    seen = []
+    ot.convert(source, tmp_path / "out", progress=lambda done, total, leaf: seen.append((done, total, leaf)))
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert seen[-1][0] == 8 * 8 * 1024 * 4 and {total for _, total, _ in seen} == {8 * 8 * 1024 * 4}
+    assert {leaf for _, _, leaf in seen} == {f"w{i}" for i in range(8)}
+
+    def enough(done, total, leaf):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        ot.convert(source, tmp_path / "other", progress=enough)
+    assert names_in(tmp_path) == ["out"]
+
+
+def write_safetensors(path, leaves):
+    """A safetensors file; an integer stands for that many bytes of a hole."""
+    header, start = {}, 0
+    for name, data in leaves.items():
+        size = data if isinstance(data, int) else len(data)
+        header[name] = {"dtype": "U8", "shape": [size // 1024, 1024], "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for data in leaves.values():
+            if isinstance(data, int):
+                file.truncate(file.seek(data, os.SEEK_CUR))
+            else:
+                file.write(data)
+
+
+def noise(size):
+    return np.random.default_rng(0).bytes(size)
+
+
+def start(code):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def test_leaves_larger_than_the_limit_take_bounded_memory(tmp_path):
+    """One that is zeros, and one that does not compress: what TensorStore holds of it counts, too."""
+    last = noise(128 * MIB)
+    write_safetensors(tmp_path / "big.safetensors", {"hole": 1024 * MIB, "noise": last})
+    limit = 64 * MIB
+    process = start(f"""
+        import resource, jax, orbax_t5x as ot
+        ot.TrainStateHandler()
+        jax.devices()
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        before = peak()
+        ot.convert({str(tmp_path / "big.safetensors")!r}, {str(tmp_path / "out")!r}, memory_limit_bytes={limit})
+        print(peak() - before)
+    """)
+    output, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error[-2000:]
+    growth = int(output)
+    # Beside data on its way: threads and their arenas, compressors, the index.
+    assert growth < limit + 64 * MIB, f"{growth / MIB:.0f} MiB under a limit of {limit / MIB:.0f} MiB"
+    with ot.open_checkpoint(tmp_path / "out") as opened:
+        assert opened.leaves["hole"].shape == (MIB, 1024)
+        assert not opened.leaves["hole"][-1:].get().any()
+        np.testing.assert_array_equal(opened.leaves["noise"].get().reshape(-1), np.frombuffer(last, np.uint8))
+
+
+@pytest.mark.parametrize("chunks", [1, 10])
+def test_an_interrupt_leaves_nothing_behind(tmp_path, chunks):
+    write_safetensors(tmp_path / "big.safetensors", {"hole": 8192 * MIB})
+    (tmp_path / "out").mkdir()
+    process = start(f"""
+        import os, signal, sys, threading, orbax_t5x as ot
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits "ignore"
+        ot.TrainStateHandler()
+        def progress(done, total, leaf):
+            os.write(1, b"wrote\\n")
+        try:
+            ot.convert({str(tmp_path / "big.safetensors")!r}, {str(tmp_path / "out" / "c")!r}, progress=progress)
+        except KeyboardInterrupt:
+            names = [thread.name for thread in threading.enumerate()]
+            print("interrupted", any("write" in name for name in names), flush=True)
+    """)
+    for _ in range(chunks):
+        assert process.stdout.readline() == "wrote\n"
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert output.splitlines()[-1] == "interrupted False", error[-2000:]
+    assert names_in(tmp_path / "out") == []
+
+
+def test_a_full_disk_is_one_typed_error_and_leaves_nothing(tmp_path):
+    """A limit on the size of files stands for the disk: the system reports it as any other failing write."""
+    write_safetensors(tmp_path / "noise.safetensors", {"w": noise(16 * MIB)})
+    (tmp_path / "out").mkdir()
+    process = start(f"""
+        import errno, resource, signal, orbax_t5x as ot
+        ot.TrainStateHandler()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        try:
+            ot.convert({str(tmp_path / "noise.safetensors")!r}, {str(tmp_path / "out" / "c")!r})
+        except ot.errors.CheckpointIOError as error:
+            print(errno.errorcode[error.errno], error.leaf)
+    """)
+    output, error = process.communicate(timeout=60)
+    assert output.splitlines() == ["EFBIG w"], error[-2000:]
+    assert names_in(tmp_path / "out") == []
+
+
+# -- geometry
+
+
+@given(
+    st.lists(st.integers(1, 300), max_size=4),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 1 << 16),
+    st.lists(st.integers(1, 40), min_size=4, max_size=4),
+    st.booleans(),
+)
+def test_chunks_tile_the_array_and_respect_limit_and_source(shape, itemsize, limit, unit, chunked):
+    unit = [min(size, part) for size, part in zip(shape, unit, strict=False)] if chunked else None
+    chunk = choose_chunk(shape, itemsize, limit, unit)
+    assert len(chunk) == len(shape) and all(part >= 1 for part in chunk)
+    least = int(np.prod(unit or [1] * len(shape), dtype=np.int64)) * itemsize
+    assert int(np.prod(chunk, dtype=np.int64)) * itemsize <= max(limit, least)
+    for size, part, source in zip(shape, chunk, unit or [1] * len(shape), strict=True):
+        assert part == size or part % source == 0
+    if int(np.prod(shape, dtype=np.int64)) < 20_000:
+        covered = np.zeros(shape, int)
+        for box in pieces(shape, chunk):
+            covered[tuple(slice(*bounds) for bounds in box)] += 1
+        assert (covered == 1).all()
+
+
+def test_chunks_are_rows_cut_evenly():
+    assert choose_chunk((32128, 4096), 4, 64 * MIB) == (4016, 4096)
+    assert choose_chunk((1024, 1024, 1024), 4, 64 * MIB) == (16, 1024, 1024)
+    assert choose_chunk((1 << 30,), 1, 64 * MIB) == (64 * MIB,)
+    assert choose_chunk((100, 100), 4, 64 * MIB) == (100, 100)
+    assert choose_chunk((), 8, 1) == ()
+    # Source chunks are joined, never cut.
+    assert choose_chunk((64, 1000), 4, 40_000, (8, 250)) == (8, 1000)
+    assert choose_chunk((64, 1000), 4, 100, (8, 250)) == (8, 250)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
+    dtype = data.draw(
+        st.sampled_from([np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(bool), np.dtype(ml_dtypes.int4)])
+    )
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))  # each chunk waits for a disk
+    chunks = tuple(data.draw(st.integers(1, size)) for size in shape) if data.draw(st.booleans()) else None
+    array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    leaf = AwaitedLeaf("w", array, chunks)
+    directory = tmp_path_factory.mktemp("c") / "out"
+    limit = data.draw(st.integers(1, 4000))
+    with mock.patch.object(stream, "LEAST_CHUNK_BYTES", 1):
+        ot.convert(checkpoint({"w": leaf, "v": array[..., None]}), directory, memory_limit_bytes=limit)
+    restored = stock(directory)
+    assert restored["w"].dtype == dtype
+    np.testing.assert_array_equal(restored["w"], array)
+    np.testing.assert_array_equal(restored["v"], array[..., None])
+    assert sum(int(np.prod([b - a for a, b in box])) for box in leaf.boxes) == array.size
+
+
+def test_lazy_leaves_save_through_a_manager_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
+    source = checkpoint({"w": np.arange(4096.0).reshape(64, 64), "v": np.ones(3, np.float32)}, AwaitedLeaf)
+    state = {"params": {**source.tree(), "here": jnp.ones(2)}}
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(state, dtype="float32", memory_limit_bytes=4096))
+        manager.wait_until_finished()
+        restored = manager.restore(0)["params"]
+    assert restored["w"].dtype == np.float32
+    np.testing.assert_array_equal(restored["w"], np.arange(4096).reshape(64, 64))
+    assert restored["here"].sum() == 2
+
+
+# Orbax cancels its other work on event loops that are closed already.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lazy_leaf_that_fails_in_the_background_leaves_nothing(tmp_path):
+    failing = FailingLeaf("w", np.ones(3), CorruptCheckpointError("damaged", path="/p", leaf="w"))
+    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            manager.save(0, args=ot.args.TrainStateSave(checkpoint({"w": failing, "v": np.ones(2)}).tree()))
+            manager.wait_until_finished()
+        assert names_in(tmp_path) == []
+        manager.save(0, args=ot.args.TrainStateSave({"v": np.ones(2)}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0]

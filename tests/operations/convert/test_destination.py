@@ -1,0 +1,232 @@
+"""The destination of a conversion: what may be replaced, and that a kill at any time costs nobody anything."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.operations.convert import work_directory as _work
+from orbax_t5x.operations.convert.work_directory import exchange
+from tests.support.bundle_writer import bundle_of
+
+WORK = ".c.orbax-t5x-convert"
+OLD, NEW = {"a": np.zeros(3, np.float32)}, {"b": np.ones(5, np.float32)}
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def stock(directory: Path) -> dict:
+    return ocp.PyTreeCheckpointer().restore(directory)
+
+
+@pytest.fixture
+def new(tmp_path) -> Path:
+    (tmp_path / "source").mkdir()
+    return bundle_of(NEW).write(tmp_path / "source")
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """A destination that holds a checkpoint."""
+    (tmp_path / "out").mkdir()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "out" / "c", args=ocp.args.PyTreeSave(OLD))
+    return tmp_path / "out" / "c"
+
+
+KILLED = """
+import os, signal, sys
+import orbax_t5x as ot
+def progress(done, total, leaf):
+    os.write(1, b"wrote\\n")
+    signal.pause()
+ot.convert(sys.argv[1], sys.argv[2], overwrite=True, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_one_conversion_at_a_time_and_what_a_killed_one_left_is_gone_after_the_next(how, new, out):
+    arguments = [sys.executable, "-c", KILLED, str(new), str(out)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"wrote\n"
+        assert names_in(out.parent) == [WORK, "c"]
+        ot.convert(new, out.parent / "d")  # another destination
+        with pytest.raises(CheckpointIOError, match="another conversion writes to it") as caught:
+            ot.convert(new, out, overwrite=True)
+        assert caught.value.errno == errno.EBUSY
+        assert names_in(out.parent) == [WORK, "c", "d"]
+        process.send_signal(how)
+        process.wait()
+    ot.convert(new, out.parent / "d", overwrite=True)
+    assert names_in(out.parent) == [WORK, "c", "d"]
+    assert stock(out).keys() == {"a"}
+    ot.convert(new, out, overwrite=True)
+    assert names_in(out.parent) == ["c", "d"]
+    assert stock(out).keys() == {"b"}
+
+
+def test_directories_of_other_names_are_nobodys(new, out):
+    others = [".c.orbax-t5x-convert.old", ".cc.orbax-t5x-convert", "c.orbax-t5x-convert"]
+    for name in others:
+        (out.parent / name).mkdir()
+    ot.convert(new, out, overwrite=True)
+    assert names_in(out.parent) == sorted([*others, "c"])
+
+
+def test_what_else_has_the_name_of_the_work_directory_stays(new, out):
+    (out.parent / WORK).symlink_to(out)
+    with pytest.raises(CheckpointIOError, match=WORK):
+        ot.convert(new, out, overwrite=True)
+    (out.parent / WORK).unlink()
+    (out.parent / WORK).write_text("mine")
+    with pytest.raises(CheckpointIOError, match=WORK):
+        ot.convert(new, out, overwrite=True)
+    assert (out.parent / WORK).read_text() == "mine" and stock(out).keys() == {"a"}
+
+
+def test_the_old_is_put_back_where_a_kill_came_between_two_renames(new, out):
+    left = out.parent / WORK
+    left.mkdir()
+    os.rename(out, left / "replaced")
+    with pytest.raises(CheckpointIOError, match="overwrite=True"):
+        ot.convert(new, out)
+    assert stock(out).keys() == {"a"}
+    assert names_in(out.parent) == ["c"]
+
+
+def test_names_are_exchanged_in_one_step(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").write_text("2")
+    if not exchange(tmp_path / "one", tmp_path / "two"):
+        pytest.skip("this system has no renameat2; the fallback is tested below, on every system")
+    assert (tmp_path / "one").read_text() == "2" and (tmp_path / "two").is_dir()
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "one", tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_the_destination_is_the_old_or_the_new_one_at_every_rename(can_exchange, new, out, monkeypatch):
+    if not can_exchange:
+        monkeypatch.setattr(_work, "exchange", lambda one, other: False)
+    seen: list[bool] = []
+    rename = os.rename
+
+    def watched(one, other, **keywords):
+        rename(one, other, **keywords)
+        seen.append(os.path.lexists(out))
+
+    monkeypatch.setattr(os, "rename", watched)
+    ot.convert(new, out, overwrite=True)
+    assert stock(out).keys() == {"b"}
+    assert names_in(out.parent) == ["c"]
+    assert all(seen) or not can_exchange
+
+
+def test_without_exchange_a_failed_rename_puts_the_old_back(new, out, monkeypatch):
+    monkeypatch.setattr(_work, "exchange", lambda one, other: False)
+    rename = os.rename
+
+    def failing(one, other, **keywords):
+        if Path(other) == out and "replaced" not in Path(one).name:
+            raise OSError(28, "No space left on device")
+        rename(one, other, **keywords)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(CheckpointIOError) as caught:
+        ot.convert(new, out, overwrite=True)
+    assert caught.value.errno == 28
+    assert stock(out).keys() == {"a"}
+    assert names_in(out.parent) == ["c"]
+
+
+def test_a_destination_inside_the_source_is_refused(out, tmp_path):
+    before = names_in(out)
+    (tmp_path / "link").symlink_to(out)
+    for inside in (out / "sub", out / "d" / "deep", tmp_path / "link" / "sub"):
+        for source in (out, {"x": out}, ot.open_checkpoint(out)):
+            with pytest.raises(CheckpointIOError, match="lies inside the source"):
+                ot.convert(source, inside)
+    assert names_in(out) == before
+
+
+def test_a_tilde_is_the_home_directory(new, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for destination in ("~/runs/c", Path("~/runs/d")):
+        report = ot.convert(new, destination)
+        assert report.destination == os.path.expanduser(destination)
+        assert stock(Path(report.destination)).keys() == {"b"}
+    assert names_in(tmp_path) == ["home", "source"]
+    with pytest.raises(CheckpointIOError, match="lies inside the source"):
+        ot.convert(tmp_path / "home/runs/c", "~/runs/c/inside")
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_empty_destination_is_not_the_working_directory(overwrite, new, out, monkeypatch):
+    monkeypatch.chdir(out)
+    with pytest.raises(CheckpointIOError, match=r"the destination is empty; '\.' is the working directory") as caught:
+        ot.convert(new, "", overwrite=overwrite)
+    assert caught.value.errno == errno.EINVAL
+    assert stock(out).keys() == {"a"} and names_in(out.parent) == ["c"]
+
+
+def test_a_destination_that_is_no_text_is_refused(new, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for destination in (b"c", None, 3):
+        with pytest.raises(TypeError):
+            ot.convert(new, destination)
+    assert names_in(tmp_path) == ["source"]
+
+
+def with_files(directory: Path, files: dict[str, str]) -> Path:
+    directory.mkdir()
+    for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+    return directory
+
+
+NODES = json.dumps({"tree_metadata": {}})
+NO_CHECKPOINTS = {
+    "an empty list of names": {"_METADATA": "", "thesis.txt": "years of work"},
+    "an empty list of names alone": {"_METADATA": ""},
+    "another JSON": {"_METADATA": "{}"},
+    "a file of a user in an item": {"_METADATA": NODES, "notes.txt": "x"},
+    "a directory of a user in an item": {"_METADATA": NODES, "photos/cat.jpg": "x"},
+    "empty metadata of a step": {"_CHECKPOINT_METADATA": ""},
+    "a step without items": {"_CHECKPOINT_METADATA": "{}"},
+    "a file of a user in a step": {"_CHECKPOINT_METADATA": "{}", "state/_METADATA": NODES, "notes.txt": "x"},
+    "a directory of a user in a step": {"_CHECKPOINT_METADATA": "{}", "state/_METADATA": NODES, "photos/cat.jpg": "x"},
+}
+
+
+@pytest.mark.parametrize("case", NO_CHECKPOINTS)
+def test_what_holds_more_than_a_checkpoint_is_not_replaced(case, new, tmp_path):
+    directory = with_files(tmp_path / "c", NO_CHECKPOINTS[case])
+    with pytest.raises(CheckpointIOError, match="so it is not replaced"):
+        ot.convert(new, directory, overwrite=True)
+    for name, text in NO_CHECKPOINTS[case].items():
+        assert (directory / name).read_text() == text
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize("use_zarr3", [True, False])
+def test_items_and_steps_of_orbax_are_replaced(use_ocdbt, use_zarr3, new, tmp_path):
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    tree = {"a": {"b": np.zeros(3)}, "s": "text", "n": None}
+    with ocp.CheckpointManager(tmp_path / "root", item_handlers={"state": handler}) as manager:
+        manager.save(1, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)), metrics={"loss": 1.0})
+    for path in (tmp_path / "root" / "1" / "state", tmp_path / "root" / "1"):
+        ot.convert(new, path, overwrite=True)
+        assert stock(path).keys() == {"b"}

@@ -1,0 +1,518 @@
+"""`ot.diff` and the command `diff`: names, shapes, dtypes and values, by streaming, of any two checkpoints."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import orbax_t5x as ot
+from orbax_t5x.cli.main import main
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, RestorePlanError
+from orbax_t5x.lazy import LazyThreadPoolArray, as_view, box_slices, stack
+from orbax_t5x.operations.diff import blocks as diff_blocks
+from orbax_t5x.operations.diff.blocks import block_boxes
+from orbax_t5x.operations.diff.values import Largest
+from tests.conftest import GOLDENS
+from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
+
+MIB = 1 << 20
+
+
+def save(path, tree, **options):
+    with ocp.Checkpointer(ot.TrainStateHandler(**options)) as checkpointer:
+        checkpointer.save(path, args=ot.args.TrainStateSave(tree))
+    return path
+
+
+def statuses(report):
+    return {leaf.name: leaf.status for leaf in report.leaves}
+
+
+def run(capsys, *arguments):
+    code = main(["diff", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+TREE = {
+    "params": {f"layers_{n}": {"kernel": np.arange(12.0, dtype=np.float32).reshape(3, 4) + n} for n in range(4)},
+    "step": 3,
+    "text": "words",
+}
+
+
+def changed():
+    other = {"params": {f"layers_{n}": {"kernel": np.array(TREE["params"][f"layers_{n}"]["kernel"])} for n in range(4)}}
+    return {**other, "step": 3, "text": "words"}
+
+
+# -- what is told
+
+
+def test_equal_checkpoints_are_equal_whatever_their_layout(tmp_path):
+    one = save(tmp_path / "one", TREE)
+    other = save(tmp_path / "other", TREE, use_ocdbt=False, use_zarr3=True, use_compression=False)
+    report = ot.diff(one, other)
+    assert report.equal and set(statuses(report).values()) == {"equal"}
+    # Both sides, each once: four kernels and a step; text is read and has no size.
+    assert report.bytes_read == 2 * (4 * 48 + 8)
+    assert "6 leaves equal" in str(report) and "kernel" not in str(report)
+
+
+def test_every_kind_of_difference(tmp_path):
+    a = {"same": np.ones(2), "a_only": np.ones(2), "shape": np.ones((2, 3)), "dtype": np.ones(3, np.float32)}
+    b = {"same": np.ones(2), "b_only": np.ones(2), "shape": np.ones((3, 2)), "dtype": np.ones(3, ml_dtypes.bfloat16)}
+    a |= {"values": np.arange(6).reshape(2, 3), "text": "one", "both": np.float32([1, 2.001]), "kind": "text"}
+    b |= {"values": np.array([[0, 1, 2], [3, 4, -5]]), "text": "two", "both": np.float64([1, 2]), "kind": np.ones(())}
+    report = ot.diff(save(tmp_path / "a", a), save(tmp_path / "b", b))
+    assert statuses(report) == {
+        "a_only": "only in a",
+        "b_only": "only in b",
+        "both": "values",
+        "dtype": "dtype",
+        "kind": "dtype",
+        "same": "equal",
+        "shape": "shape",
+        "text": "values",
+        "values": "values",
+    }
+    leaves = {leaf.name: leaf for leaf in report.leaves}
+    assert (leaves["a_only"].shape_b, leaves["a_only"].dtype_b, leaves["b_only"].shape_a) == (None, None, None)
+    assert (leaves["shape"].shape_a, leaves["shape"].shape_b) == ((2, 3), (3, 2))
+    assert (leaves["dtype"].dtype_a, leaves["dtype"].dtype_b) == ("float32", "bfloat16")
+    assert leaves["values"].absolute == Largest(10, (1, 2), 5, -5) and leaves["values"].differing == 1
+    assert leaves["values"].relative == Largest(2.0, (1, 2), 5, -5)
+    assert (leaves["both"].dtype_a, leaves["both"].dtype_b) == ("float32", "float64")
+    assert leaves["kind"].reason == "text against numbers" and not report.equal
+    said = " ".join(str(report).split())
+    assert "float32[3] → bfloat16[3]" in said and "1 of 6 elements, absolute ≤ 10 at [1,2] (5 → -5)" in said
+
+
+def test_tolerances_are_those_of_isclose(tmp_path):
+    a, b = np.array([1.0, 2.0, 100.0]), np.array([1.0, 2.001, 100.05])
+    paths = save(tmp_path / "a", {"w": a}), save(tmp_path / "b", {"w": b})
+    for atol, rtol in [(0, 0), (1e-3, 0), (2e-3, 0), (0.06, 0), (0, 1e-3), (0, 1e-4), (1e-3, 4e-4)]:
+        (leaf,) = ot.diff(*paths, atol=atol, rtol=rtol).leaves
+        close = np.isclose(a, b, atol=atol, rtol=rtol)
+        assert leaf.differing == np.count_nonzero(~close)
+        assert leaf.status == ("equal" if close.all() else "values")
+        assert leaf.absolute.value == np.abs(a - b).max() and leaf.absolute.index == (2,)
+
+
+def test_layers_are_one_line_with_the_worst_of_them(tmp_path):
+    other = changed()
+    other["params"]["layers_2"]["kernel"][1, 2] = math.nan
+    other["params"]["layers_3"]["kernel"][2, 3] += 0.5
+    other["params"]["layers_1"]["kernel"][0, 0] -= 0.25
+    report = ot.diff(save(tmp_path / "a", TREE), save(tmp_path / "b", other))
+    said = " ".join(str(report).split())
+    assert "params/layers_{1…3}/kernel ×3" in said
+    assert "3 of 36 elements, 1 NaN on one side" in said and "absolute ≤ 0.5 at [2,3] of params/layers_3/kernel" in said
+
+
+def test_names_shapes_and_dtypes_alone_read_nothing():
+    one, other = checkpoint({"w": np.ones(4), "v": np.ones(3)}), checkpoint({"w": np.zeros(4), "v": np.ones(2)})
+    report = ot.diff(one, other, values=False)
+    assert statuses(report) == {"v": "shape", "w": "equal"} and report.bytes_read == 0
+    assert one.made["w"].boxes == other.made["w"].boxes == []
+    assert "values not compared" in str(report)
+    assert ot.diff(one, one, values=False).equal
+
+
+def test_none_and_empty_containers_have_no_values(tmp_path):
+    one = save(tmp_path / "one", {"w": np.ones(2), "none": None, "empty": {}})
+    other = save(tmp_path / "other", {"w": np.ones(2)})
+    assert ot.diff(one, other).equal
+    other = save(tmp_path / "third", {"w": np.ones(2), "none": np.ones(1)})
+    assert statuses(ot.diff(one, other)) == {"none": "only in b", "w": "equal"}
+
+
+def test_json_holds_everything_and_nothing_that_json_lacks(tmp_path):
+    a = {"w": np.array([1.0, math.inf]), "c": np.complex64([1j]), "n": np.float32([math.nan])}
+    b = {"w": np.array([0.0, 1.0]), "c": np.complex64([2j]), "n": np.float32([1])}
+    report = ot.diff(save(tmp_path / "a", a), save(tmp_path / "b", b))
+    told = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert told["equal"] is False and [leaf["name"] for leaf in told["leaves"]] == ["c", "n", "w"]
+    assert told["leaves"][2]["absolute"] == {"value": "inf", "index": [1], "a": "inf", "b": 1.0}
+    assert told["leaves"][0]["absolute"]["a"] == "1j" and told["leaves"][1]["one_nan"] == 1
+
+
+# -- names and transforms
+
+
+@pytest.mark.parametrize("name", ["t5_1_1_f32", "t5_1_0_bf16", "t5_1_1_bf16_snappy"])
+def test_a_bundle_and_its_conversion(tmp_path, name):
+    bundle = GOLDENS / "tf_bundle" / name
+    ot.convert(bundle, tmp_path / "t5x", ot.transforms.Translate())
+    assert ot.diff(bundle, tmp_path / "t5x", ot.transforms.Translate()).equal
+    assert ot.diff(tmp_path / "t5x", ot.Source(bundle, ot.transforms.Translate())).equal
+    report = ot.diff(bundle, tmp_path / "t5x")
+    assert {"only in a", "only in b"} <= set(statuses(report).values())
+
+
+def test_auto_finds_the_way_to_the_other(tmp_path):
+    hf = GOLDENS / "safetensors" / "t5_1_1"
+    ot.convert(hf, tmp_path / "t5x", ot.rules.hf_t5_to_t5x())
+    report = ot.diff(hf, tmp_path / "t5x", "auto")
+    assert report.equal and report.rules
+    with pytest.raises(RestorePlanError, match="auto"):
+        ot.diff(GOLDENS / "flax_msgpack" / "t5_1_1", save(tmp_path / "other", {"w": np.ones(2)}), "auto")
+
+
+def test_every_format_against_an_orbax_copy(tmp_path):
+    """What `convert` wrote is compared elsewhere with what other readers read."""
+    sources = ["safetensors/t5_1_1", "flax_msgpack/t5_1_1", "tf_bundle/partitioned", "t5x_orbax/d8_adafactor"]
+    for number, source in enumerate(sources):
+        no_text = ot.transforms.Drop("note") if "bundle" in source else ()  # Orbax stores no arrays of strings
+        ot.convert(GOLDENS / source, tmp_path / str(number), no_text)
+        report = ot.diff(GOLDENS / source, tmp_path / str(number), no_text)
+        assert report.equal and report.leaves
+
+
+def test_transforms_get_the_other_as_their_target(tmp_path):
+    """An assignment map's patterns match the target's names."""
+    a, b = save(tmp_path / "a", {"old": np.ones(3)}), save(tmp_path / "b", {"new": np.ones(3)})
+    assert ot.diff(a, b, ot.transforms.AssignmentMap([("new", "old")])).equal
+
+    def function(state, target):
+        assert target["new"].shape == (3,)
+        return {"new": state["old"]}
+
+    assert ot.diff(a, b, function).equal
+    assert ot.diff(a, b, [ot.transforms.Rename([("old", "new")])]).rules == ("Rename((('old', 'new'),))",)
+
+
+def test_several_sources_and_items(tmp_path):
+    one, other = save(tmp_path / "one", {"w": np.ones(2)}), save(tmp_path / "other", {"w": np.zeros(2)})
+    both = {"x": one, "y": other}
+    assert ot.diff(both, save(tmp_path / "both", {"x": {"w": np.ones(2)}, "y": {"w": np.zeros(2)}})).equal
+    with ocp.CheckpointManager(tmp_path / "run", item_handlers={"state": ot.TrainStateHandler()}) as manager:
+        manager.save(1, args=ocp.args.Composite(state=ot.args.TrainStateSave({"w": np.ones(2)})))
+    assert ot.diff(ot.Source(tmp_path / "run", item="state"), one).equal
+    assert ot.diff(tmp_path / "run", tmp_path / "run", item="state").equal
+    with pytest.raises(CheckpointNotFoundError, match="other"):
+        ot.diff(tmp_path / "run", one, item="other")
+
+
+def test_problems_of_transforms_are_raised_together(tmp_path):
+    one = save(tmp_path / "one", {"w": np.ones(2)})
+    wrong = [ot.transforms.Rename([("nothing", "x")]), ot.transforms.Reshape("w", (3,))]
+    with pytest.raises(RestorePlanError) as caught:
+        ot.diff(one, one, wrong)
+    assert len(caught.value.problems) == 2 and caught.value.path == str(one)
+    with pytest.raises(RestorePlanError, match="pad with a number"):
+        ot.diff(one, one, ot.transforms.Pad("w", (4,), value=ot.transforms.FALLBACK))
+
+
+def test_transforms_that_were_applied_before_are_not_applied_again(tmp_path):
+    rename = ot.transforms.Rename([("old", "new")])
+    ot.convert(save(tmp_path / "old", {"old": np.ones(2)}), tmp_path / "new", rename)
+    report = ot.diff(tmp_path / "new", tmp_path / "new", rename)
+    assert report.equal and report.rules == () and "is_resuming=False" in report.warnings[0]
+    with pytest.raises(RestorePlanError):
+        ot.diff(tmp_path / "new", tmp_path / "new", rename, is_resuming=False)
+
+
+# -- damage
+
+
+def test_damaged_leaves_do_not_stop_the_others(tmp_path, capsys):
+    tree = {"bad": np.ones(9), "good": np.ones(9), "other": np.ones(9), "gone": np.ones(9)}
+    a = save(tmp_path / "a", tree, use_ocdbt=False, use_compression=False)
+    b = save(tmp_path / "b", {**tree, "other": np.zeros(9)}, use_ocdbt=False, use_compression=False)
+    data = bytearray((a / "bad" / "0").read_bytes())
+    data[-1] ^= 1
+    (a / "bad" / "0").write_bytes(data)
+    (b / "gone" / "0").unlink()
+    report = ot.diff(a, b)
+    assert statuses(report) == {"bad": "damaged", "gone": "damaged", "good": "equal", "other": "values"}
+    reasons = {leaf.name: leaf.reason for leaf in report.leaves}
+    assert reasons["bad"].startswith("a: ") and "crc32c" in reasons["bad"] and reasons["gone"].startswith("b: ")
+    code, out, _ = run(capsys, a, b)
+    assert code == 1 and "damaged:\nbad" in out and "2 leaves damaged, 1 leaf with other values, 1 leaf equal" in out
+
+
+def test_leaves_that_cannot_be_read():
+    error = CheckpointIOError("no such luck", path="/memory", leaf="w")
+    one = checkpoint({"w": FailingLeaf("w", np.ones(4), error), "v": np.ones(2)})
+    report = ot.diff(one, checkpoint({"w": np.ones(4), "v": np.ones(2)}))
+    assert statuses(report) == {"v": "equal", "w": "unreadable"}
+    assert report.leaves[1].reason == "a: CheckpointIOError: no such luck"
+
+
+def test_leaves_that_are_broken_from_the_start(tmp_path):
+    path = save(tmp_path / "a", {"w": np.ones(4), "v": np.ones(2)}, use_ocdbt=False)
+    (path / "w" / ".zarray").write_text("{")
+    report = ot.diff(path, path, values=False)
+    assert statuses(report) == {"v": "equal", "w": "damaged"}
+
+
+def test_what_a_function_raises_is_raised():
+    def fail():
+        raise KeyError("of the caller")
+
+    def function(state, target):
+        return {"w": LazyThreadPoolArray((2,), np.float32, fail)}
+
+    one = checkpoint({"w": np.ones(2, np.float32)})
+    with pytest.raises(KeyError, match="of the caller"):
+        ot.diff(one, one, function)
+
+
+# -- blocks and memory
+
+
+def small_blocks(patch, nbytes):
+    patch.setattr(diff_blocks, "_LEAST_BLOCK_BYTES", nbytes)
+    patch.setattr(diff_blocks, "_BLOCK_BYTES", nbytes)
+
+
+@st.composite
+def chunked(draw):
+    """Two arrays of one shape, and the chunks of each: None where any range can be read."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    chunks = [
+        draw(st.none() | st.tuples(*(st.integers(1, size) for size in shape))) if draw(st.booleans()) else None
+        for _ in range(2)
+    ]
+    base = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    other = base.copy()
+    for _ in range(draw(st.integers(0, 3))):
+        index = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        other[index] += draw(st.sampled_from([1, -2, math.inf, math.nan]))
+    return base, other, chunks
+
+
+@settings(max_examples=200)
+@given(chunked(), st.sampled_from([8, 64, 400]))
+def test_blocks_make_up_the_whole(given, nbytes):
+    """Against NumPy on whole arrays; each element is read once, and no chunk is cut without need."""
+    a, b, chunks = given
+    leaves = [AwaitedLeaf("w", array, chunk) for array, chunk in zip((a, b), chunks, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, nbytes)
+        (found,) = ot.diff(checkpoint({"w": leaves[0]}), checkpoint({"w": leaves[1]}), memory_limit_bytes=1).leaves
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    assert found.differing == np.count_nonzero(~same) and found.size == a.size
+    with np.errstate(all="ignore"):
+        distances = np.where(same | np.isnan(b), 0, np.abs(a.astype(float) - b))
+    assert (0 if found.absolute is None else found.absolute.value) == distances.max()
+    if found.absolute is not None:
+        assert found.absolute.index == np.unravel_index(distances.argmax(), a.shape)
+    for leaf in leaves:
+        counts = np.zeros(a.shape, int)
+        for box in leaf.boxes:
+            counts[box_slices(box)] += 1
+        assert (counts == 1).all()
+    for leaf, chunk in zip(leaves, chunks, strict=True):
+        if chunk is not None and all(other in (None, chunk) for other in chunks):
+            assert all(start % step == 0 for box in leaf.boxes for (start, _), step in zip(box, chunk, strict=True))
+
+
+def touched(leaf, boxes):
+    """How many chunks a sequence of reads decodes."""
+    return sum(
+        math.prod(-(-stop // chunk) - start // chunk for (start, stop), chunk in zip(box, leaf.chunks, strict=True))
+        for box in boxes
+    )
+
+
+def test_stacked_layers_are_cut_between_layers(monkeypatch):
+    """Each layer is one chunk; cut across them, every block would decode all layers."""
+    small_blocks(monkeypatch, 600)
+    layers = [AwaitedLeaf(str(n), np.full((8, 16), n, np.float32), (8, 16)) for n in range(6)]
+    both = [stack([as_view(layer) for layer in layers], 1), as_view(np.zeros((8, 6, 16), np.float32))]
+    boxes = list(block_boxes(*both, 1))
+    assert len(boxes) == 6 and {tuple(stop - start for start, stop in box) for box in boxes} == {(8, 1, 16)}
+
+
+def test_chunks_of_both_sides_are_decoded_once(monkeypatch):
+    small_blocks(monkeypatch, 4096)
+    a = AwaitedLeaf("w", np.zeros((120, 30), np.float32), (20, 10))
+    b = AwaitedLeaf("w", np.zeros((120, 30), np.float32), (30, 30))
+    boxes = list(block_boxes(as_view(a), as_view(b), 1))
+    assert len(boxes) > 1
+    assert touched(b, boxes) == 4 and touched(a, boxes) <= 24  # 18, and a row of them once more at most
+
+
+def test_a_function_is_called_once_however_small_the_blocks(monkeypatch):
+    small_blocks(monkeypatch, 8)
+    calls = []
+
+    def read():
+        calls.append(1)
+        return np.ones((5, 5), np.float32)
+
+    def function(state, target):
+        return {"w": LazyThreadPoolArray((5, 5), np.float32, read)}
+
+    one = checkpoint({"w": np.ones((5, 5), np.float32)})
+    assert ot.diff(one, one, function, memory_limit_bytes=1).equal and calls == [1]
+
+
+def write_sparse(path, name, shape, dtype):
+    """A safetensors file of zeros that takes no room on disk; the layout is that of its specification."""
+    size = math.prod(shape) * {"F32": 4, "BF16": 2}[dtype]
+    header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+
+
+def test_a_leaf_of_256_mib_under_a_limit_of_16_mib(tmp_path):
+    """In a process of its own; dtypes differ, so that every element is converted and compared as a number."""
+    write_sparse(tmp_path / "a.safetensors", "w", [64 * 1024, 1024], "F32")
+    write_sparse(tmp_path / "b.safetensors", "w", [64 * 1024, 1024], "BF16")
+    a, b = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
+    code = f"""
+        import resource, jax, orbax_t5x as ot
+        ot.diff, jax.devices()
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        before = peak()
+        report = ot.diff({a!r}, {b!r}, memory_limit_bytes={16 * MIB})
+        print(peak() - before, report.leaves[0].status, report.bytes_read)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    growth, status, read = done.stdout.split()
+    assert (status, int(read)) == ("dtype", 384 * MIB)
+    # Beside the blocks: threads and their arenas.
+    assert int(growth) < 16 * MIB + 32 * MIB, f"{int(growth) / MIB:.0f} MiB"
+
+
+def test_progress_counts_both_sides():
+    one = checkpoint({"a": np.ones(9), "b": np.ones(5, np.int8)})
+    calls = []
+    ot.diff(one, one, progress=lambda *call: calls.append(call))
+    assert sorted(total for _, total, _ in calls) == [154, 154] and max(done for done, _, _ in calls) == 154
+
+
+# -- what is called wrongly
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "said"),
+    [
+        ({"values": "no"}, TypeError, "pass True, or False"),
+        ({"atol": -1}, ValueError, "not negative"),
+        ({"rtol": math.nan}, ValueError, "finite"),
+        ({"rtol": "1e-3"}, TypeError, "no number"),
+        ({"memory_limit_bytes": 0}, ValueError, "at least 1"),
+        ({"progress": "foo"}, ValueError, "'bar'"),
+        ({"item": {"w": 1}}, TypeError, "item="),
+        ({"transforms": "hf_t5_to_t5x"}, TypeError, r"ot\.rules\.hf_t5_to_t5x\(\)"),
+        ({"transforms": ot.transforms.Translate}, TypeError, r"Translate\(…\)"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path, keywords, error, said):
+    one = save(tmp_path / "one", {"w": np.ones(2)})
+    with pytest.raises(error, match=said):
+        ot.diff(one, one, **keywords)
+
+
+@pytest.mark.parametrize("wrong", [np.ones(3), {"w": np.ones(3)}, None, 5])
+def test_states_are_no_checkpoints(tmp_path, wrong):
+    with pytest.raises(TypeError, match="path"):
+        ot.diff(save(tmp_path / "one", {"w": np.ones(3)}), wrong)
+
+
+# -- the command
+
+
+def test_exit_codes_and_json(tmp_path, capsys):
+    other = changed()
+    other["params"]["layers_1"]["kernel"][0, 0] += 0.25
+    a, b = save(tmp_path / "a", TREE), save(tmp_path / "b", other)
+    assert run(capsys, a, a)[0] == 0
+    code, out, _ = run(capsys, a, b)
+    assert code == 1 and "params/layers_1/kernel" in out and "5 leaves equal" in out
+    assert run(capsys, a, b, "--values", "no")[0] == run(capsys, a, b, "--atol", "0.25")[0] == 0
+    assert run(capsys, a, b, "--rtol", "1e-9")[0] == 1
+    code, out, _ = run(capsys, a, b, "--json", "--memory-limit", "2M")
+    told = json.loads(out)
+    assert code == 1 and told["equal"] is False
+    assert [leaf["status"] for leaf in told["leaves"]].count("values") == 1
+
+
+def test_names_on_the_command_line(tmp_path, capsys):
+    bundle = GOLDENS / "tf_bundle" / "t5_1_1_f32"
+    ot.convert(bundle, tmp_path / "t5x", ot.transforms.Translate())
+    assert run(capsys, bundle, tmp_path / "t5x")[0] == 0  # a bundle's names are translated by themselves
+    assert run(capsys, bundle, bundle)[0] == 0  # and are not where the other side is a bundle, too
+    assert run(capsys, bundle, tmp_path / "t5x", "--no-translate")[0] == 1
+    hf = GOLDENS / "safetensors" / "t5_1_1"
+    ot.convert(hf, tmp_path / "from_hf", ot.rules.hf_t5_to_t5x())
+    assert run(capsys, hf, tmp_path / "from_hf", "--rules", "auto")[0] == 0
+    assert run(capsys, hf, tmp_path / "from_hf", "--rules", "hf_t5_to_t5x")[0] == 0
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "old" / "model.safetensors")
+    safetensors.numpy.save_file({"b": np.ones(3, np.float32)}, tmp_path / "new" / "model.safetensors")
+    (tmp_path / "rules.json").write_text('[["b", "a"]]')
+    assert run(capsys, tmp_path / "old", tmp_path / "new", "--map", tmp_path / "rules.json")[0] == 0
+
+
+def test_items_on_the_command_line(tmp_path, capsys):
+    handlers = {"one": ot.TrainStateHandler(), "two": ot.TrainStateHandler()}
+    with ocp.CheckpointManager(tmp_path / "run", item_handlers=handlers) as manager:
+        tree = ot.args.TrainStateSave({"w": np.ones(2)})
+        manager.save(1, args=ocp.args.Composite(one=tree, two=ot.args.TrainStateSave({"w": np.zeros(2)})))
+    root = tmp_path / "run"
+    assert run(capsys, root, root)[0] == run(capsys, root, root, "--item", "one")[0] == 0
+    assert run(capsys, root, root, "--item", "one", "--item-b", "two")[0] == 1
+    code, _, err = run(capsys, root, root, "--item", "three")
+    assert code == 1 and "three" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a"], "usage"),
+        (["a", "b", "--values", "maybe"], "invalid choice"),
+        (["a", "b", "--atol", "-1"], "no tolerance"),
+        (["a", "b", "--rtol", "few"], "no tolerance"),
+        (["a", "b", "--memory-limit", "many"], "no size"),
+        (["a", "b", "--rules", "auto", "--translate"], "--rules auto"),
+        (["a", "b", "--rules", "hf_t5_to_t5"], "closest: hf_t5_to_t5x"),
+        (["a", "b", "--map", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_wrong_usage_is_2(capsys, arguments, said):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out and said in err
+
+
+def test_a_terminal_is_not_moved_by_names(tmp_path, capsys):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    safetensors.numpy.save_file({"\x1b[2Ja": np.ones(3, np.float32)}, tmp_path / "one" / "model.safetensors")
+    safetensors.numpy.save_file({"b": np.ones(3, np.float32)}, tmp_path / "two" / "model.safetensors")
+    code, out, _ = run(capsys, tmp_path / "one", tmp_path / "two")
+    assert code == 1 and "\x1b" not in out
+
+
+def test_checkpoints_of_t5x(tmp_path):
+    """A native step beside its Orbax copy: chunks of gzip against chunks of zstd."""
+    shutil.unpack_archive(GOLDENS / "t5x_native" / "d8_bf16.tar.gz", tmp_path / "t5x", filter="data")
+    path = next(Path(tmp_path / "t5x").rglob("checkpoint_3"))
+    ot.convert(path, tmp_path / "orbax")
+    report = ot.diff(path, tmp_path / "orbax")
+    assert report.equal and len(report.leaves) > 10

@@ -1,0 +1,161 @@
+"""Chunks that are decoded at the same time are bounded together: a restore of large ones holds about one of them."""
+
+import asyncio
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import orbax_t5x as ot
+from orbax_t5x.lazy import ReadStats, Request, ValueLeaf, box_shape, box_size, box_slices
+from orbax_t5x.readers.chunk_grid import count_chunks, pieces_by_chunk
+from orbax_t5x.restoring import executor
+from tests.support.lazy_leaf import boxes
+
+_CHUNK_BYTES = 64 << 20
+_ROWS = 4
+
+CHILD = """
+import resource, sys
+import numpy as np
+import orbax_t5x as ot
+
+def memory(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+path, small, way, limit = *sys.argv[1:4], int(sys.argv[4])
+first = [ot.transforms.Slice("a.*", (slice(None), slice(0, 8)))]
+ot.restore(small, None, first)  # what is made once is there
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak is what there is now
+before = memory("VmRSS")
+if way == "restore":
+    state = ot.restore(path, None, first, memory_limit_bytes=limit)
+elif way == "convert":
+    ot.convert(path, f"{path}-out", first, memory_limit_bytes=limit)
+    state = ot.restore(f"{path}-out", None)
+else:
+    with ot.open_checkpoint(path) as checkpoint:
+        state = {"all": ot.stack([checkpoint.leaves[f"a{i}"][:, :8] for i in range(3)]).get()}
+peak = memory("VmHWM") - before
+print(peak, {name: int(np.sum(value)) for name, value in state.items()})
+"""
+
+
+def arrays_of(directory: Path, columns: int, *, compressed: bool) -> Path:
+    """Three arrays of four rows, each row a chunk; what is stored of a chunk is small, or a hole."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(directory, args=ocp.args.PyTreeSave({f"a{i}": np.ones(7, np.uint8) for i in range(3)}))
+    compressor = {"id": "gzip", "level": 1} if compressed else None
+    chunk = gzip.compress(b"\1" * columns, 1) if compressed else b"\1" * 8
+    for i in range(3):
+        place = directory / f"a{i}"
+        said = json.loads((place / ".zarray").read_text())
+        said |= {"shape": [_ROWS, columns], "chunks": [1, columns], "compressor": compressor}
+        (place / ".zarray").write_text(json.dumps(said))
+        (place / "0").unlink()
+        for row in range(_ROWS):
+            (place / f"{row}.0").write_bytes(chunk)
+            if not compressed:
+                os.truncate(place / f"{row}.0", columns)
+    return directory
+
+
+# A limit of one chunk, and the default of a lazy array, which is four of them.
+@pytest.mark.parametrize(
+    ("way", "chunks", "compressed"),
+    [("restore", 1, True), ("restore", 1, False), ("convert", 1, False), ("get", 4, False)],
+)
+def test_no_more_chunks_are_decoded_at_once_than_the_limit_holds(way, chunks, compressed, tmp_path):
+    path = arrays_of(tmp_path / "large", _CHUNK_BYTES, compressed=compressed)
+    small = arrays_of(tmp_path / "small", 16, compressed=compressed)
+    arguments = [sys.executable, "-c", CHILD, str(path), str(small), way, str(chunks * _CHUNK_BYTES)]
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    peak, _, sums = run.stdout.partition(" ")
+    ones = _ROWS * 8
+    assert sums.strip() == str({"all": 3 * ones} if way == "get" else {f"a{i}": ones for i in range(3)})
+    # There are twelve chunks. What is not theirs is Python's, the compressed bytes' and TensorStore's.
+    assert _CHUNK_BYTES // 2 < int(peak) < (chunks + 0.6) * _CHUNK_BYTES
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_what_is_read_chunk_by_chunk_is_what_is_read_at_once(small_chunks, data):
+    path, array = small_chunks
+    wanted = data.draw(st.lists(boxes(array.shape), min_size=1, max_size=4))
+    limit = data.draw(st.sampled_from([1, 100, 300, 1 << 20]))
+    outs = [np.full(box_shape(box), -1, array.dtype) for box in wanted]
+    with ot.open_checkpoint(path) as checkpoint:
+        leaf = checkpoint.leaves["a"].leaf
+        assert leaf is not None and leaf.chunks == CHUNKS
+        requests = [Request(box, out) for box, out in zip(wanted, outs, strict=True)]
+        asyncio.run(leaf.read_into(requests, ReadStats("off", limit)))
+    for box, out in zip(wanted, outs, strict=True):
+        np.testing.assert_array_equal(out, array[box_slices(box)])
+
+
+CHUNKS = (2, 4, 3)
+
+
+@pytest.fixture(scope="module")
+def small_chunks(tmp_path_factory):
+    """An array of many chunks of 96 bytes, some of which are cut by its end."""
+    directory = tmp_path_factory.mktemp("small") / "item"
+    array = np.random.default_rng(0).integers(0, 1 << 30, (7, 9, 5), np.int32)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(directory, args=ocp.args.PyTreeSave({"a": array}))
+    shutil.rmtree(directory / "a")
+    kvstore = {"driver": "file", "path": f"{directory}/a/"}
+    spec = {"driver": "zarr", "kvstore": kvstore, "metadata": {"shape": array.shape, "chunks": CHUNKS, "dtype": "<i4"}}
+    ts.open(spec, create=True).result().write(array).result()
+    return directory, array
+
+
+@given(st.data())
+def test_pieces_of_chunks_are_the_elements_of_the_boxes_each_once(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=3)))
+    chunks = tuple([data.draw(st.integers(1, 5)) for _ in shape])
+    wanted = {box: np.zeros(shape, int) for box in data.draw(st.lists(boxes(shape), max_size=3)) if box_size(box)}
+    by_chunk = list(pieces_by_chunk(wanted, chunks))
+    for pieces in by_chunk:
+        for piece, box in pieces:
+            wanted[box][box_slices(piece)] += 1
+    touched = set()
+    for box, seen in wanted.items():
+        expected = np.zeros(shape, int)
+        expected[box_slices(box)] = 1
+        np.testing.assert_array_equal(seen, expected)
+        touched |= {tuple(index // np.array(chunks, int)) for index in np.argwhere(expected)}
+    assert count_chunks(wanted, chunks) == len(by_chunk) == len(touched)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "is_remote", "expected"),
+    [((1, 2), False, 64), ((1, 40), False, 160), ((1, 200), False, 256), ((1,), True, 256), ((), False, 64)],
+    ids=["small", "large", "beyond_the_limit", "remote", "none"],
+)
+def test_memory_for_decoding_follows_the_largest_chunk(megabytes, is_remote, expected, monkeypatch):
+    monkeypatch.setattr(executor, "_THREADS", 2)
+
+    class Chunked(ValueLeaf):
+        chunks = (1 << 20,)
+
+    leaves = []
+    for size in megabytes:
+        leaf = Chunked(np.zeros(1, np.uint8), "a")
+        leaf.chunks, leaf.is_remote = (size << 20,), is_remote
+        leaves.append(leaf)
+    assert executor.decoding_bytes(leaves, 256 << 20) == expected << 20
+    assert executor.decoding_bytes(leaves, 16 << 20) == 16 << 20

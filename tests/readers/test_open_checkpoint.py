@@ -1,0 +1,414 @@
+"""Which format stands at a path: what is recognised, what is refused and in which words, and what never blocks."""
+
+import dataclasses
+import errno
+import gc
+import gzip
+import io
+import json
+import os
+import pathlib
+import pickle
+import socket
+import subprocess
+import sys
+import zipfile
+
+import hypothesis
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from etils import epath
+from hypothesis import strategies as st
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
+from tests.support.bundle_writer import bundle_of
+
+T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"
+BUNDLE_STATE = 'model_checkpoint_path: "model.ckpt-7"\nall_model_checkpoint_paths: "model.ckpt-7"\n'
+
+
+@pytest.fixture
+def orbax_item(tmp_path):
+    path = tmp_path / "3" / "state"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {"w": np.arange(3)})
+    return path
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path, epath.Path])
+def test_paths_of_all_kinds(orbax_item, kind):
+    for path in (orbax_item, orbax_item.parent, orbax_item.parent.parent):
+        with ot.open_checkpoint(kind(path)) as checkpoint:
+            assert (checkpoint.format, checkpoint.step) == ("orbax", 3)
+        assert ot.latest_step(kind(orbax_item.parent.parent)) == 3
+
+
+def test_relative_paths_and_trailing_slashes(orbax_item, monkeypatch):
+    monkeypatch.chdir(orbax_item.parent)
+    for path in ("state", "./state/", ".", "..", f"{orbax_item}//"):
+        with ot.open_checkpoint(path) as checkpoint:
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(3))
+
+
+def test_a_path_behind_a_link(orbax_item, tmp_path):
+    """What the caller names is trusted: a link to a checkpoint is that checkpoint."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "latest").symlink_to(orbax_item.parent)
+    with ot.open_checkpoint(tmp_path / "links" / "latest") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(3))
+        assert checkpoint.step == 3
+
+
+def test_the_bundles_of_tensorflow(goldens):
+    bundles = goldens / "tf_bundle"
+    if not bundles.exists():
+        pytest.fail("the golden TensorFlow bundles are missing")
+    directory = bundles / "t5_1_1_f32"
+    prefix = directory / "model.ckpt-1000000"
+    for path in (directory, prefix, f"{prefix}.index", directory / "checkpoint"):
+        with ot.open_checkpoint(path) as checkpoint:
+            assert (checkpoint.format, checkpoint.step) == ("tf_bundle", 1000000)
+    with pytest.raises(UnsupportedCheckpointError, match="has no items"):
+        ot.open_checkpoint(directory, item="state")
+
+
+def test_a_damaged_bundle_is_still_one(tmp_path):
+    (tmp_path / "model.ckpt-7.index").write_bytes(b"short")
+    (tmp_path / "model.ckpt-7.data-00000-of-00001").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "model.ckpt-7", tmp_path / "model.ckpt-7.index"):
+        with pytest.raises(ot.errors.CorruptCheckpointError, match=r"model\.ckpt-7\.index"):
+            ot.open_checkpoint(path)
+
+
+def test_a_native_t5x_state_without_leaves(tmp_path):
+    step = tmp_path / "checkpoint_500"
+    step.mkdir()
+    (step / "checkpoint").write_bytes(T5X_STATE)
+    for path in (tmp_path, step, step / "checkpoint"):
+        for format in (None, "t5x"):
+            with ot.open_checkpoint(path, format=format) as checkpoint:
+                assert (checkpoint.format, checkpoint.step) == ("t5x", 500)
+                assert checkpoint.tree() == {"target": {}, "state": {}}
+    assert ot.latest_step(tmp_path, validated=True) == 500
+
+
+def test_a_flax_msgpack_file_without_arrays(tmp_path):
+    (tmp_path / "checkpoint_3").write_bytes(b"\x81\xa6params\x81\xa1w\xc0")
+    with ot.open_checkpoint(tmp_path / "checkpoint_3") as checkpoint:
+        assert (checkpoint.format, checkpoint.step) == ("flax_msgpack", 3)
+        assert checkpoint.tree() == {"params": {"w": None}}
+
+
+def zipped():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("data.pkl", b"")
+    return buffer.getvalue()
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+FOREIGN = {
+    "pickle": (pickle.dumps(Hostile()), "a pickle"),
+    "old pickle of PyTorch": (pickle.dumps([1], protocol=2), "a pickle"),
+    "zip": (zipped(), "zip archive"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"),
+    "npy": (b"\x93NUMPY\x01\x00", "NumPy array"),
+    "gzip": (gzip.compress(b"x"), "decompress"),
+    "gguf": (b"GGUF\x03\x00\x00\x00", "GGUF"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+    "TensorFlow 1": (bytes(100) + bytes.fromhex("57fb808b247547db"), "V1"),
+    "empty": (b"", "0 bytes"),
+    "text": (b"hello", "begins with b'hello'"),
+    "one byte": (b"\x81", "1 bytes"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), FOREIGN.values(), ids=FOREIGN.keys())
+def test_other_files_say_what_they_are(tmp_path, monkeypatch, content, said):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "model"
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedCheckpointError, match=said) as caught:
+        ot.open_checkpoint(path)
+    assert caught.value.path == str(path)
+    assert os.listdir(tmp_path) == ["model"], "a pickle was executed"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("pytorch_model.bin", "PyTorch"), ("tf_model.h5", "Keras"), ("saved_model.pb", "SavedModel")]
+)
+def test_other_directories_say_what_they_are(tmp_path, name, said):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UnsupportedCheckpointError, match=said):
+        ot.open_checkpoint(tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path / "a\0b", "", tmp_path / ("x" * 300)):
+        with pytest.raises((CheckpointNotFoundError, CheckpointIOError)):
+            ot.open_checkpoint(path)
+    (tmp_path / "diagnostics.txt").write_text("")
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        ot.open_checkpoint(tmp_path)
+    for word in ("looked for", "TensorFlow bundle", "_METADATA", "safetensors", "found diagnostics.txt"):
+        assert word in str(caught.value)
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_root_without_finished_steps(tmp_path):
+    (tmp_path / "checkpoint_3").mkdir()
+    (tmp_path / "4.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="a root with finished steps"):
+        ot.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["file:///tmp", "ftp://x/y", "gs://", "https://user:word@x/y", "https://x/y?z"])
+def test_urls_that_no_store_is_behind_are_refused_without_a_packet(url, monkeypatch):
+    def no_socket(*args, **kwargs):
+        raise AssertionError("a socket was made")
+
+    monkeypatch.setattr(socket, "socket", no_socket)
+    for call in (ot.open_checkpoint, ot.latest_step):
+        with pytest.raises(UnsupportedCheckpointError, match=url.split("://")[0]):
+            call(url)
+
+
+@pytest.mark.parametrize("place", ["", "checkpoint", "model.safetensors", "x.index", "_METADATA", "3"])
+def test_what_would_block_is_not_opened(tmp_path, place):
+    path = tmp_path / "root"
+    if place:
+        path.mkdir()
+        os.mkfifo(path / place)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(CheckpointError):
+        ot.open_checkpoint(path)
+    for device in ("/dev/zero", "/dev/tty"):
+        with pytest.raises(CheckpointError):
+            ot.open_checkpoint(device)
+
+
+def test_a_format_by_name(tmp_path, orbax_item):
+    file = tmp_path / "weights"
+    safetensors.numpy.save_file({"w": np.ones(2)}, file)
+    for format in (None, "safetensors"):
+        with ot.open_checkpoint(file, format=format) as checkpoint:
+            assert checkpoint.format == "safetensors"
+    with ot.open_checkpoint(orbax_item, format="orbax") as checkpoint:
+        assert checkpoint.format == "orbax"
+    with pytest.raises(CheckpointError):
+        ot.open_checkpoint(file, format="tf_bundle")
+    with pytest.raises(CheckpointError):
+        ot.open_checkpoint(orbax_item, format="safetensors")
+    with pytest.raises(CheckpointError):
+        ot.open_checkpoint(file, format="orbax")
+    with pytest.raises(ValueError, match="'tf_bundle', 'orbax', 't5x', 'flax_msgpack', 'safetensors'"):
+        ot.open_checkpoint(file, format="zip")
+    with pytest.raises(UnsupportedCheckpointError, match="no items"):
+        ot.open_checkpoint(file, item="state")
+
+
+def test_an_item_beside_a_bundle_state_file(orbax_item):
+    """An early Orbax item has a msgpack file of the name that TensorFlow gives its state file."""
+    (orbax_item / "checkpoint").write_bytes(b"\x81\xa1w\xc0")
+    with ot.open_checkpoint(orbax_item) as checkpoint:
+        assert checkpoint.format == "orbax"
+
+
+def test_steps_that_are_items_themselves(tmp_path):
+    """A root whose steps were saved without items, as Flax's own functions do."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        for step in (2, 10):
+            checkpointer.save(tmp_path / f"checkpoint_{step}", {"w": np.full(3, step)})
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.step == 10
+        assert list(checkpoint.leaves) == ["w"]
+        assert checkpoint.leaves["w"].get()[0] == 10
+
+
+@pytest.mark.parametrize("format", ["orbax", "safetensors", "tf_bundle"])
+def test_a_leaf_keeps_its_checkpoint_open(tmp_path, orbax_item, goldens, format, descriptors):
+    if format == "safetensors":
+        safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "model.safetensors")
+    path = {
+        "orbax": orbax_item,
+        "safetensors": tmp_path / "model.safetensors",
+        "tf_bundle": goldens / "tf_bundle" / "t5_1_1_f32",
+    }[format]
+    lazy = next(iter(ot.open_checkpoint(path).leaves.values()))
+    gc.collect()
+    first = lazy.get()
+    np.testing.assert_array_equal(lazy.get(), first)
+    if format != "orbax":
+        assert descriptors
+    del lazy
+    assert descriptors.all_closed()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "tf_bundle"])
+def test_closing_closes_files(tmp_path, goldens, format, descriptors):
+    safetensors.numpy.save_file({"w": np.arange(3)}, tmp_path / "model.safetensors")
+    path = tmp_path if format == "safetensors" else goldens / "tf_bundle" / "t5_1_1_f32"
+    with ot.open_checkpoint(path) as checkpoint:
+        next(iter(checkpoint.leaves.values())).get()
+        assert descriptors
+    assert not descriptors
+
+
+def test_a_path_that_is_no_text(tmp_path):
+    with pytest.raises(TypeError):
+        ot.open_checkpoint(str(tmp_path).encode())
+
+
+def test_a_directory_that_may_not_be_listed(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(CheckpointIOError, match="Permission denied") as caught:
+        ot.open_checkpoint(tmp_path)
+    assert (caught.value.errno, caught.value.path) == (errno.EACCES, str(tmp_path))
+
+
+def test_opening_imports_no_framework(orbax_item):
+    """Readers need neither TensorFlow nor Orbax nor Flax."""
+    code = (
+        "import sys, orbax_t5x as ot\n"
+        f"with ot.open_checkpoint({str(orbax_item)!r}) as c: c.leaves['w'].get()\n"
+        "print([m for m in ('tensorflow', 'orbax', 'flax', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+_HEADS = [T5X_STATE, BUNDLE_STATE.encode(), b"\x81\xa1w\xc0", b"PK\x03\x04", b"\x80\x04", b"\x02\0\0\0\0\0\0\0{}", b""]
+
+
+@hypothesis.given(
+    name=st.sampled_from(["checkpoint", "x.index", "x", "model.safetensors", "x.safetensors.index.json", "_METADATA"]),
+    head=st.sampled_from(_HEADS),
+    tail=st.binary(max_size=20),
+    as_directory=st.booleans(),
+)
+@hypothesis.settings(max_examples=150)
+def test_detection_never_raises_anything_else(tmp_path_factory, name, head, tail, as_directory):
+    directory = tmp_path_factory.getbasetemp() / "detected"
+    directory.mkdir(exist_ok=True)
+    for old in directory.iterdir():
+        old.unlink()
+    (directory / name).write_bytes(head + tail)
+    try:
+        with ot.open_checkpoint(directory if as_directory else directory / name) as checkpoint:
+            for lazy in checkpoint.leaves.values():
+                lazy.get()
+    except CheckpointError as error:
+        assert str(directory) in str(error)
+
+
+def test_metadata_can_be_written_as_json(orbax_item, goldens):
+    for path in (orbax_item, goldens / "safetensors" / "t5_1_1", goldens / "t5x_orbax" / "d8_adafactor"):
+        with ot.open_checkpoint(path) as checkpoint:
+            assert json.loads(json.dumps(checkpoint.metadata)) == checkpoint.metadata
+
+
+# -- paths as people write them
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    bundle_of({"w": np.ones(2, np.float32)}).write(tmp_path, "model.ckpt-3")
+    with ot.open_checkpoint("~/model.ckpt-3") as checkpoint:
+        assert list(checkpoint.leaves) == ["w"]
+
+
+def test_an_empty_path_and_a_list_of_paths(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"^the path is empty"):
+        ot.open_checkpoint("")
+    with pytest.raises(TypeError, match="one path is opened at a time"):
+        ot.open_checkpoint([tmp_path, tmp_path])
+    for nothing in (None, 3):
+        with pytest.raises(TypeError, match=r"a checkpoint's path is text or an os\.PathLike, not"):
+            ot.open_checkpoint(nothing)
+
+
+def test_an_item_is_a_name(orbax_item, tmp_path):
+    """What Orbax's older interface calls so is the target here."""
+    tree = {"w": np.ones(2, np.float32)}
+    with ot.open_checkpoint(orbax_item) as checkpoint:
+        for call in (
+            lambda: ot.open_checkpoint(orbax_item, item=tree),
+            lambda: ot.restore(orbax_item, tree, item=tree),
+            lambda: ot.plan_restore(checkpoint, tree, item=tree),
+        ):
+            with pytest.raises(TypeError, match=r"item= is the name of an item .* not a dict; .* target"):
+                call()
+
+
+def test_a_directory_of_checkpoints_is_none_of_them(tmp_path):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        for name in ("small", "large"):
+            checkpointer.save(tmp_path / name, {"w": np.ones(3)})
+    with pytest.raises(UnsupportedCheckpointError, match="a directory of checkpoints: 'large', 'small'; open one"):
+        ot.open_checkpoint(tmp_path)
+    with ot.open_checkpoint(tmp_path, item="small") as checkpoint:
+        assert list(checkpoint.leaves) == ["w"]
+    both = ot.restore({name: tmp_path / name for name in ("small", "large")}, None)
+    assert sorted(both) == ["large", "small"]
+
+
+def test_a_name_of_the_hub():
+    with pytest.raises(CheckpointNotFoundError, match="open 'hf://google/flan-t5-small'"):
+        ot.open_checkpoint("google/flan-t5-small")
+
+
+def test_a_digit_that_is_missing(tmp_path):
+    bundle_of({"w": np.ones(2, np.float32)}, 2).write(tmp_path, "model.ckpt-1000000")
+    with pytest.raises(CheckpointNotFoundError, match=r"beside it: 'model\.ckpt-1000000'"):
+        ot.open_checkpoint(tmp_path / "model.ckpt-100000")
+    with pytest.raises(CheckpointNotFoundError, match=rf"in {tmp_path.parent} there is {tmp_path.name!r}"):
+        ot.open_checkpoint(tmp_path.with_name(tmp_path.name[:-1]) / "model.ckpt-1000000")
+
+
+def test_a_step_that_is_not_there(tmp_path):
+    for step in range(0, 50, 10):
+        bundle = tmp_path / str(step) / "state"
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(bundle, {"w": np.ones(3)})
+    with pytest.raises(
+        CheckpointNotFoundError, match="finished steps beside it, the newest first: '40', '30', '20' and 2 more"
+    ):
+        ot.open_checkpoint(tmp_path / "99")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ot.Limits)])
+def test_limits_are_positive(field):
+    assert getattr(ot.Limits(**{field: 1}), field) == 1
+    for value in (0, -5):
+        with pytest.raises(ValueError, match=rf"{field}={value}\): a limit must be positive"):
+            ot.Limits(**{field: value})
+
+
+# -- parsers whose time grows with their input and no faster
+
+
+def test_many_blank_lines_before_nothing(tmp_path):
+    (tmp_path / "checkpoint").write_bytes(b"\n" * (1 << 20))
+    (tmp_path / "m.index").write_bytes(b"no table")
+    with pytest.raises(CheckpointError):
+        ot.open_checkpoint(tmp_path, format="tf_bundle")
+
+
+def test_many_keys_of_which_the_last_stands_twice(tmp_path):
+    keys = [f"k{number}" for number in range(200_000)]
+    header = ("{" + ",".join(f'"{key}":0' for key in [*keys, keys[-1]]) + "}").encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="'k199999' stands twice"):
+        ot.open_checkpoint(path)

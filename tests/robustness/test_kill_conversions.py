@@ -1,0 +1,26 @@
+"""Some kills of conversions at random moments; `tests.robustness.kill_conversions` makes as many as one likes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+KILLS = 10
+
+
+def test_a_conversion_goes_on_after_a_kill_at_any_moment():
+    """In a process of its own: children are forked from it, which is safe only before JAX has a backend."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.robustness.kill_conversions", "--times", str(KILLS), "--seed", "11"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rounds = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    assert sum(kills for _, _, kills, _, _ in rounds) >= KILLS
+    assert any(kept for _, _, _, kept, _ in rounds), rounds

@@ -1,0 +1,270 @@
+"""Arrays that claim more memory than there is, and broken ones: a typed error before anything is allocated.
+
+`np.empty` is watched: what a header claims must not even be asked of it.
+"""
+
+import gzip
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.storage import memory
+from tests.support.bundle_writer import bundle_of, entry
+
+_TIB = 1 << 40
+GOOD = np.arange(6, dtype=np.float32)
+
+
+def safetensors_of(path: Path, shape: list[int], size: int) -> Path:
+    """A file of one tensor of bytes whose data is a hole."""
+    header = json.dumps({"a": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + size)
+    return path
+
+
+def every_way(path: Path, name: str):
+    """All ways to ask for a leaf; each is called with nothing."""
+    with ot.open_checkpoint(path) as checkpoint:
+        view = checkpoint.leaves[name]
+        yield view.get
+        yield view[...].get
+        yield ot.stack([view, view]).get
+        if view.ndim:
+            yield view[:0].get
+    yield lambda: ot.restore(path, None)
+    yield lambda: ot.plan_restore(path, None).execute()
+
+
+BROKEN = {
+    "unknown dtype, no element": (entry(9999, (0, 3)), UnsupportedCheckpointError),
+    "reference dtype, no element": (entry(101, (0, 3)), UnsupportedCheckpointError),
+    "dtype 0, no element": (entry(0, (0, 3)), UnsupportedCheckpointError),
+    "size for no element": (entry(1, (0, 3), size=16), CorruptCheckpointError),
+    "far shard, no element": (entry(1, (0, 3), shard=9), CorruptCheckpointError),
+    "a claim of 12 TiB": (entry(1, (_TIB, 3), size=16), CorruptCheckpointError),
+    "zeros and 2**62": (entry(1, (0, 1 << 62)), CorruptCheckpointError),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_leaf_raises_its_error_whatever_shape_it_claims(case, tmp_path):
+    value, kind = BROKEN[case]
+    bundle = bundle_of({"good": GOOD})
+    bundle.entries[b"bad"] = value
+    prefix = bundle.write(tmp_path)
+    for read in every_way(prefix, "bad"):
+        with pytest.raises(kind) as caught:
+            read()
+        assert caught.value.leaf == "bad" and caught.value.path
+    target = {"good": jax.ShapeDtypeStruct(GOOD.shape, GOOD.dtype)}
+    assert np.array_equal(ot.restore(prefix, target, strict=False)["good"], GOOD)
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 62, 2], [0, (1 << 63) - 1, 4], [1 << 31, 0, 1 << 32]])
+def test_shapes_that_cannot_be_counted_are_refused_for_their_leaf(shape, tmp_path):
+    bad = {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}
+    good = {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}
+    header = json.dumps({"bad": bad, "good": good}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + GOOD.tobytes())
+    for read in every_way(path, "bad"):
+        with pytest.raises(CorruptCheckpointError, match="more bytes than can be counted") as caught:
+            read()
+        assert caught.value.leaf == "bad"
+    with ot.open_checkpoint(path) as checkpoint:
+        assert np.array_equal(checkpoint.leaves["good"].get(), GOOD)
+
+
+def test_a_record_of_a_skipped_leaf_that_cannot_be_counted_is_refused_for_that_leaf(tmp_path):
+    skipped = {"bad": {"shape": [0, 1 << 62], "dtype": "float32"}, "empty": {"shape": [0, 3], "dtype": "float32"}}
+    metadata: Any = {"orbax_t5x": {"version": 1, "skipped": skipped}}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "item", args=ocp.args.PyTreeSave({"good": GOOD}, custom_metadata=metadata))
+    with ot.open_checkpoint(tmp_path / "item") as checkpoint:
+        assert checkpoint.leaves["empty"].get().shape == (0, 3)
+        with pytest.raises(CorruptCheckpointError, match="more bytes than can be counted") as caught:
+            checkpoint.leaves["bad"].get()
+    assert caught.value.leaf == "bad"
+
+
+def zarr_of_holes(path: Path, *, shape: list[int], chunks: list[int]) -> Path:
+    """An Orbax item whose array `a` claims another shape than was stored."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave({"a": np.zeros(7, np.uint8)}))
+    metadata = json.loads((path / "a/.zarray").read_text())
+    (path / "a/.zarray").write_text(json.dumps({**metadata, "shape": shape, "chunks": chunks}))
+    return path
+
+
+@pytest.mark.parametrize("format", ["safetensors", "zarr"])
+def test_a_sound_header_over_a_hole_of_a_tebibyte_is_a_limit_and_not_an_allocation(format, tmp_path, monkeypatch):
+    if format == "safetensors":
+        path = safetensors_of(tmp_path / "model.safetensors", [_TIB], _TIB)
+    else:
+        path = zarr_of_holes(tmp_path / "item", shape=[_TIB], chunks=[1 << 20])
+    monkeypatch.setattr(memory, "most_memory_bytes", lambda: 1 << 34)
+    with ot.open_checkpoint(path) as checkpoint:
+        view = checkpoint.leaves["a"]
+        ways = [
+            view.get,
+            view.astype("float32").get,
+            ot.stack([view, view]).get,
+            lambda: ot.restore(checkpoint, None),
+            lambda: ot.restore(checkpoint, {"a": jax.ShapeDtypeStruct((_TIB,), np.uint8)}),
+            ot.plan_restore(checkpoint, None).execute,
+        ]
+        for read in ways:
+            with pytest.raises(LimitExceededError, match="bytes, and this process can have 17179869184") as caught:
+                read()
+            assert caught.value.leaf == "a" and caught.value.path
+        if format == "safetensors":
+            assert view[5:8].get().tolist() == [0, 0, 0]
+
+
+def huge_chunk(path: Path, kind: str, nbytes: int) -> None:
+    """A checkpoint whose leaf `a`, bytes, claims one chunk of this size; nothing of it is stored."""
+    flat = {
+        "shape": [nbytes],
+        "chunks": [nbytes],
+        "dtype": "|u1",
+        "compressor": {"id": "gzip", "level": 1},
+        "fill_value": None,
+    }
+    v2 = {**flat, "filters": None, "order": "C", "zarr_format": 2}
+    if kind == "t5x":
+        (path / "a").mkdir(parents=True)
+        (path / "a" / ".zarray").write_text(json.dumps(v2))
+        said = {"driver": "zarr", "kvstore": {"driver": "file", "path": "a"}, "metadata": {"shape": [nbytes]}}
+        tree = {"version": 3, "optimizer": {"a": said}}
+        (path / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
+        return
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=kind == "ocdbt", use_zarr3="zarr3" in kind)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave({"a": np.zeros(7, np.uint8)}))
+    if kind == "ocdbt":
+        database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
+        ts.KvStore.open(database).result().write("a/.zarray", json.dumps(v2).encode()).result()
+    elif kind == "zarr2":
+        (path / "a" / ".zarray").write_text(json.dumps(v2))
+    else:
+        metadata = json.loads((path / "a" / "zarr.json").read_text())
+        # A shard of single bytes has an index of 16 bytes for each.
+        outer = nbytes // 16 if "shard" in kind else nbytes
+        metadata |= {"shape": [outer], "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [outer]}}}
+        metadata["codecs"] = [{"name": "bytes"}]
+        if "shard" in kind:
+            inner = {"chunk_shape": [1], "codecs": [{"name": "bytes"}], "index_codecs": [LITTLE, {"name": "crc32c"}]}
+            metadata["codecs"] = [{"name": "sharding_indexed", "configuration": inner}]
+        (path / "a" / "zarr.json").write_text(json.dumps(metadata))
+
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+CHUNKED = ("zarr2", "zarr3", "zarr3 shard index", "ocdbt", "t5x")
+
+
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_a_chunk_beyond_the_limit_is_refused_and_its_leaf_listed(kind, tmp_path, monkeypatch):
+    gib = 1 << 30
+    huge_chunk(tmp_path / "step", kind, 10 * gib)
+    with ot.open_checkpoint(tmp_path / "step") as checkpoint:
+        view = checkpoint.leaves["a"]
+        assert view.nbytes in (10 * gib, 10 * gib // 16)
+        for read in (view[:1].get, lambda: ot.restore(checkpoint, None)):
+            with pytest.raises(
+                LimitExceededError, match=f"takes {10 * gib} bytes, more than Limits.chunk_bytes"
+            ) as caught:
+                read()
+            assert caught.value.leaf == "a" and (caught.value.path or "").startswith(str(tmp_path / "step"))
+    # However large the limit, memory is what there is.
+    monkeypatch.setattr(memory, "most_memory_bytes", lambda: 8 * gib)
+    with ot.open_checkpoint(tmp_path / "step", limits=ot.Limits(chunk_bytes=1 << 50)) as checkpoint:
+        with pytest.raises(LimitExceededError, match=f"this process can have {8 * gib}") as caught:
+            checkpoint.leaves["a"][:1].get()
+    assert caught.value.leaf == "a"
+
+
+def test_a_chunk_that_the_address_space_does_not_hold_does_not_end_the_process(tmp_path):
+    huge_chunk(tmp_path / "step", "zarr2", 10 << 30)
+    (tmp_path / "step" / "a" / "0").write_bytes(gzip.compress(bytes(1 << 20)))
+    run = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT, str(tmp_path / "step")], capture_output=True, text=True, timeout=120
+    )
+    assert (run.returncode, run.stdout) == (0, "LimitExceededError a\n"), run.stderr[-2000:]
+
+
+UNDER_A_LIMIT = """
+import resource, sys
+import orbax_t5x as ot
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+with ot.open_checkpoint(sys.argv[1], limits=ot.Limits(chunk_bytes=1 << 50)) as checkpoint:
+    try:
+        checkpoint.leaves["a"][:1].get()
+    except ot.errors.CheckpointError as error:
+        print(type(error).__name__, error.leaf)
+"""
+
+
+def test_memory_that_the_system_refuses_is_a_limit_that_names_the_leaf(tmp_path, monkeypatch):
+    """As under RLIMIT_AS, where the limit is not exceeded by one array alone."""
+    path = safetensors_of(tmp_path / "model.safetensors", [4, 1 << 20], 1 << 22)
+    empty = np.empty
+
+    def scarce(shape, dtype=float, *more, **named):
+        if np.prod(shape) * np.dtype(dtype).itemsize >= 1 << 21:
+            raise MemoryError("no such memory")
+        return empty(shape, dtype, *more, **named)
+
+    with ot.open_checkpoint(path) as checkpoint:
+        view = checkpoint.leaves["a"]
+        monkeypatch.setattr(np, "empty", scarce)
+        for read in (view.get, lambda: ot.restore(checkpoint, None)):
+            with pytest.raises(LimitExceededError, match="no such memory") as caught:
+                read()
+            assert caught.value.leaf == "a" and caught.value.path == str(path)
+        # The result fits, what the cast needs beside it does not.
+        narrow = view[0].astype("float64").astype("uint8")
+        for read in (narrow.get, lambda: ot.plan_restore({"s": checkpoint}, None, [cast_row]).execute()):
+            with pytest.raises(LimitExceededError, match="no such memory") as caught:
+                read()
+            assert caught.value.leaf and caught.value.path == str(path)
+
+
+def cast_row(state, target):
+    """A transform whose result is small and whose way there is not."""
+    return {"s": {"row": state["s"]["a"][0].astype("float64").astype("uint8")}}
+
+
+def test_the_memory_of_control_groups_of_both_versions_is_known(tmp_path):
+    groups = "12:cpu,cpuacct:/\n5:memory:/docker/abc\n0::/user.slice/job\n"
+    for name, text in {
+        "memory/docker/abc/memory.limit_in_bytes": "3000",
+        "memory/docker/memory.limit_in_bytes": "9223372036854771712",
+        "user.slice/job/memory.max": "max\n",
+        "user.slice/memory.max": "2000\n",
+        "memory.max": "5000\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sorted(memory.cgroup_limits(groups, tmp_path)) == [2000, 3000, 5000, 9223372036854771712]
+
+
+def test_what_the_limit_on_the_address_space_leaves_counts(monkeypatch):
+    resource = memory.resource
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1234 if which == resource.RLIMIT_AS else -1, -1))
+    assert memory.most_memory_bytes() == 0, "Python alone takes more"
+    monkeypatch.setattr(memory, "address_space_bytes", lambda: 234)
+    assert memory.most_memory_bytes() == 1000

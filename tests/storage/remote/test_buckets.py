@@ -1,0 +1,277 @@
+"""Buckets and the hub: one good path each on moto (S3), on a stand-in of Google's JSON API, and on a stand-in hub.
+
+The stand-in for Google Cloud Storage answers what TensorStore asks: objects whole and by range with their generation,
+their metadata, and lists. The emulators on PyPI leave the generation out of the answers that carry bytes, by which a
+changed file is noticed.
+"""
+
+import hashlib
+import json
+import urllib.request
+from pathlib import Path
+
+import boto3
+import flax.serialization
+import huggingface_hub.constants
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from moto.server import ThreadedMotoServer
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
+from tests.support.bundle_writer import bundle_of
+from tests.support.http_store import HttpStore, Request, serving
+
+W = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A Mesh TensorFlow bundle, safetensors, and an Orbax root with two steps and an unfinished one."""
+    directory = tmp_path_factory.mktemp("bucket")
+    for name in ("bundle", "hugging"):
+        (directory / name).mkdir()
+    bundle_of({"w": W}).write(directory / "bundle")
+    safetensors.numpy.save_file({"w": W}, directory / "hugging" / "model.safetensors")
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(directory / "root", options=options) as manager:
+        for step in (3, 12):
+            manager.save(step, args=ocp.args.StandardSave({"w": W + step}))
+    for step in (3, 12):
+        for place in (directory / "root" / str(step), directory / "root" / str(step) / "default"):
+            (place / "commit_success.txt").write_text("committed")
+    (directory / "root" / "40" / "default").mkdir(parents=True)
+    metadata = directory / "root" / "12" / "default" / "_METADATA"
+    (directory / "root" / "40" / "default" / "_METADATA").write_bytes(metadata.read_bytes())
+    return directory
+
+
+def files_of(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def check_all(base):
+    """What a user does with a bucket."""
+    target = {"w": jax.ShapeDtypeStruct(W.shape, jnp.float32)}
+    for name in ("bundle", "hugging", "hugging/model.safetensors"):
+        np.testing.assert_array_equal(ot.restore(f"{base}/{name}", target)["w"], W)
+    (leaf,) = ot.diff(f"{base}/bundle", f"{base}/root").leaves
+    assert (leaf.status, leaf.differing, leaf.absolute.value) == ("values", 24, 12.0)
+    assert ot.latest_step(f"{base}/root") == 12, "40 has no mark of its writer"
+    assert ot.latest_step(f"{base}/root/", validated=True) == 12
+    for place in ("root", "root/12", "root/12/default"):
+        np.testing.assert_array_equal(ot.restore(f"{base}/{place}", target)["w"], W + 12)
+    with ot.open_checkpoint(f"{base}/root") as checkpoint:
+        assert (checkpoint.step, checkpoint.path) == (12, f"{base}/root/12/default")
+    with pytest.raises(CheckpointNotFoundError):
+        ot.open_checkpoint(f"{base}/nothing")
+    assert ot.latest_step(f"{base}/nothing") is None
+
+
+@pytest.fixture(scope="module")
+def moto(tree):
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+    for bucket in ("private", "public"):
+        client.create_bucket(Bucket=bucket)
+        for name, data in files_of(tree).items():
+            acl = {"ACL": "public-read"} if bucket == "public" else {}
+            client.put_object(Bucket=bucket, Key=f"models/{name}", Body=data, **acl)
+    yield url
+    server.stop()
+
+
+@pytest.fixture
+def amazon(moto, monkeypatch):
+    """The environment of somebody with credentials."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    return monkeypatch
+
+
+@pytest.fixture
+def nobody(amazon):
+    """The environment of somebody without."""
+    amazon.delenv("AWS_ACCESS_KEY_ID")
+    amazon.delenv("AWS_SECRET_ACCESS_KEY")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        amazon.setenv(name, "/dev/null")
+    amazon.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def test_s3_with_credentials(amazon):
+    check_all("s3://private/models")
+
+
+def test_s3_without_credentials(nobody):
+    check_all("s3://public/models")
+
+
+def test_s3_that_is_refused(nobody):
+    with pytest.raises(CheckpointIOError, match="credentials are missing or do not suffice"):
+        ot.open_checkpoint("s3://private/models/hugging")
+
+
+class GoogleStore(HttpStore):
+    """The part of Google Cloud Storage's JSON API that TensorStore's `gcs` driver uses to read."""
+
+    def generation(self, data):
+        return str(int(hashlib.sha256(data).hexdigest()[:12], 16))
+
+    def answer_to(self, name, query):
+        """(status, body, headers), or the contents of a file."""
+        bucket = "storage/v1/b/bucket/o"
+        if name == bucket:
+            start, end = (query.get(key, [""])[0] for key in ("startOffset", "endOffset"))
+            names = sorted(key for key in self.files if key >= start and (not end or key < end))
+            items = [{"name": key, "generation": self.generation(self.files[key])} for key in names]
+            return 200, json.dumps({"kind": "storage#objects", "items": items}).encode(), {}
+        data = self.files.get(name.removeprefix(f"{bucket}/"))
+        if data is None:
+            return 404, b"{}", {}
+        if query.get("alt") == ["json"]:
+            metadata = {"name": name, "generation": self.generation(data), "size": str(len(data))}
+            return 200, json.dumps(metadata).encode(), {}
+        return data
+
+
+@pytest.fixture
+def google(tree, monkeypatch):
+    server = GoogleStore()
+    server.files = {f"models/{name}": data for name, data in files_of(tree).items()}
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    yield server
+    server.close()
+
+
+def test_gcs(google):
+    check_all("gs://bucket/models")
+
+
+def test_a_changed_generation(google):
+    with ot.open_checkpoint("gs://bucket/models/hugging") as checkpoint:
+        google.files["models/hugging/model.safetensors"] = bytes(len(google.files["models/hugging/model.safetensors"]))
+        with pytest.raises(ot.errors.CheckpointGoneError):
+            checkpoint.leaves["w"].get()
+
+
+class Hub(HttpStore):
+    """The part of the hub's API that `snapshot_download` uses; one commit."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    revisions = ("main", "v1", commit)
+
+    def answer_to(self, name, query):
+        parts = name.split("/")
+        if parts[:2] == ["api", "models"] and "/".join(parts[2:4]) == "google/tiny":
+            return self.describe(parts[4:])
+        if parts[2:3] == ["resolve"] and parts[3] in self.revisions and "/".join(parts[:2]) == "google/tiny":
+            data = self.files.get("/".join(parts[4:]))
+            if data is not None:
+                return 200, data, {"X-Repo-Commit": self.commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+            return 404, b"", {"X-Error-Code": "EntryNotFound"}
+        return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
+
+    def describe(self, parts):
+        if len(parts) >= 2 and parts[1] not in self.revisions:
+            return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
+        if parts[:1] == ["tree"]:
+            files = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.files.items()
+            ]
+            return 200, json.dumps(files).encode(), {}
+        siblings = [{"rfilename": name} for name in self.files]
+        described = {"id": "google/tiny", "modelId": "google/tiny", "sha": self.commit, "siblings": siblings}
+        return 200, json.dumps(described).encode(), {}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    server = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    # A stand-in hub has no store of chunks.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    yield server
+    server.close()
+
+
+def asked_for(server: HttpStore) -> set[str]:
+    return {
+        Path(request.name).name for request in server.log if "/resolve/" in request.name and request.method == "GET"
+    }
+
+
+@pytest.mark.parametrize("path", ["google/tiny", "google/tiny@v1", "google/tiny/model.safetensors"])
+def test_safetensors_of_the_hub(hub, path):
+    hub.files = {
+        "model.safetensors": safetensors.numpy.save({"w": W}),
+        "config.json": b'{"model_type": "t5"}',
+        "pytorch_model.bin": b"\x80\x02",
+        "flax_model.msgpack": b"",
+    }
+    target = {"w": jax.ShapeDtypeStruct(W.shape, jnp.float32)}
+    np.testing.assert_array_equal(ot.restore(f"hf://{path}", target)["w"], W)
+    assert asked_for(hub) == {"model.safetensors", "config.json"}
+    with ot.open_checkpoint(f"hf://{path}") as checkpoint:
+        assert checkpoint.metadata["config"] == {"model_type": "t5"}
+
+
+def test_shards_and_directories_of_the_hub(hub):
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    for prefix in ("", "other/"):
+        hub.files[f"{prefix}model.safetensors.index.json"] = json.dumps(index).encode()
+        hub.files[f"{prefix}model-00001-of-00001.safetensors"] = safetensors.numpy.save({"w": W})
+    for path in ("", "/model.safetensors.index.json", "/other", "/other/model.safetensors.index.json"):
+        with ot.open_checkpoint(f"hf://google/tiny{path}") as checkpoint:
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+def test_flax_of_the_hub(hub):
+    hub.files = {"flax_model.msgpack": flax.serialization.msgpack_serialize({"w": W}), "config.json": b"{}"}
+    with ot.open_checkpoint("hf://google/tiny") as checkpoint:
+        assert checkpoint.format == "flax_msgpack"
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+def test_the_cache_is_enough(hub):
+    hub.files = {"model.safetensors": safetensors.numpy.save({"w": W})}
+    ot.open_checkpoint("hf://google/tiny").close()
+    hub.fault = lambda request: "500"
+    with ot.open_checkpoint("hf://google/tiny") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+def test_what_is_not_on_the_hub(hub):
+    hub.files = {"pytorch_model.bin": b"\x80\x02"}
+    with pytest.raises(UnsupportedCheckpointError, match=r"neither model\.safetensors"):
+        ot.open_checkpoint("hf://google/tiny")
+    for path in ("google/other", "google/tiny@v9", "google/tiny/model.safetensors"):
+        with pytest.raises(CheckpointNotFoundError):
+            ot.open_checkpoint(f"hf://{path}")
+    for path in ("tiny", "google", "a b/c"):
+        with pytest.raises(UnsupportedCheckpointError, match="hf://org/name"):
+            ot.open_checkpoint(f"hf://{path}")
+    with pytest.raises(ot.errors.UnsafeCheckpointError):
+        ot.open_checkpoint("hf://google/tiny/../../etc")
+
+
+def test_the_stand_ins_answer_ranges():
+    """They are this test's own: a range of theirs is compared with the bytes."""
+    with serving() as store:
+        store.files["a"] = bytes(range(100))
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{store.url}/a", headers={"Range": "bytes=10-19"})
+        ) as answer:
+            assert (answer.status, answer.read()) == (206, bytes(range(10, 20)))
+        assert store.log == [Request("GET", "a", "bytes=10-19")]

@@ -1,0 +1,173 @@
+"""What restores, saves and conversions say while they run: a bar on a terminal, two lines in the log."""
+
+import io
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+
+import orbax_t5x as ot
+from orbax_t5x.text.progress_bar import ProgressBar
+
+BUNDLE = Path(__file__).parents[1] / "goldens" / "tf_bundle" / "t5_1_1_f32"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+# -- the bar
+
+
+def test_a_bar_is_for_terminals(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        with ProgressBar("converting", stream) as bar:
+            bar(0, 1 << 30, "a")
+            bar(1 << 29, 1 << 30, "b")
+            bar(1 << 30, 1 << 30, "c")
+    assert pipe.getvalue() == ""
+    drawn = terminal.getvalue()
+    assert "100%  1.00 GiB of 1.00 GiB" in drawn
+    # It is taken away, and the cursor is shown again.
+    assert drawn.endswith("\x1b[1A\x1b[2K") and drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_nothing(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    dumb = Terminal()
+    with ProgressBar("converting", dumb) as bar:
+        bar(1, 1, "a")
+    assert dumb.getvalue() == ""
+
+
+def test_a_bar_of_nothing_is_full():
+    terminal = Terminal()
+    with ProgressBar("converting", terminal) as bar:
+        bar(0, 0, "a")
+    assert "100%" in terminal.getvalue()
+
+
+def test_a_bar_that_was_never_called_draws_nothing():
+    terminal = Terminal()
+    with ProgressBar("converting", terminal):
+        pass
+    assert terminal.getvalue() == ""
+
+
+def test_names_of_leaves_are_not_drawn():
+    """What a name holds must not move a cursor or be taken for rich's markup."""
+    terminal = Terminal()
+    with ProgressBar("converting", terminal) as bar:
+        bar(1, 1, "[bold red]\x1b[2J")
+    assert "\x1b[2J" not in terminal.getvalue() and "bold" not in terminal.getvalue()
+
+
+def test_bar_is_a_keyword_of_every_way_to_restore_and_save(monkeypatch, tmp_path):
+    with ot.open_checkpoint(BUNDLE) as source, ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+        plan = ot.plan_restore(source, None)
+        ways = {
+            "converting": lambda: ot.convert(source, tmp_path / "converted", progress="bar"),
+            "restoring": lambda: ot.restore(source, None, progress="bar"),
+            "restoring ": lambda: plan.execute(progress="bar"),
+            "saving": lambda: checkpointer.save(
+                tmp_path / "saved", args=ot.args.TrainStateSave(dict(source.leaves), progress="bar")
+            ),
+            "restoring  ": lambda: checkpointer.restore(
+                tmp_path / "converted", args=ot.args.TrainStateRestore(None, progress="bar")
+            ),
+        }
+        for verb, run in ways.items():
+            terminal = Terminal()
+            monkeypatch.setattr(sys, "stderr", terminal)
+            run()
+            assert verb.strip() in terminal.getvalue() and "100%" in terminal.getvalue(), verb
+
+
+@pytest.mark.parametrize("progress", ["bars", ""])
+def test_no_other_text_is_taken_for_progress(tmp_path, progress):
+    with pytest.raises(ValueError, match="'bar'"):
+        ot.restore(BUNDLE, None, progress=progress)
+    with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer, pytest.raises(ValueError, match="'bar'"):
+        checkpointer.save(tmp_path / "x", args=ot.args.TrainStateSave({"a": np.ones(2)}, progress=progress))
+
+
+def test_an_interrupt_takes_the_bar_away(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def interrupted(state, target, *, is_resuming=False):
+        def get():
+            raise KeyboardInterrupt
+
+        lazy = ot.LazyThreadPoolArray((2,), np.float32, get)
+        return {"a": np.ones(2, np.float32), "b": lazy}
+
+    with pytest.raises(KeyboardInterrupt):
+        ot.restore(BUNDLE, None, interrupted, progress="bar")
+    drawn = terminal.getvalue()
+    assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h")
+
+
+# -- the log
+
+
+def lines_of(caplog, run):
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="orbax_t5x"):
+        run()
+    return [record.getMessage() for record in caplog.records if record.name.startswith("orbax_t5x")]
+
+
+def test_a_restore_logs_two_lines(caplog):
+    with ot.open_checkpoint(BUNDLE) as source:
+        path, count = source.path, len(source.leaves)
+    before, after = lines_of(caplog, lambda: ot.restore(BUNDLE, None))
+    assert before == f"restoring {count} leaves ({count} read) from {path} (tf_bundle): 73.9 KiB to read here"
+    assert after.startswith(f"restored {count} leaves from {path} (tf_bundle): 73.9 KiB read in ")
+    assert after.endswith(f"{count} leaves verified")
+
+
+def test_the_lines_count_what_becomes_of_leaves(caplog):
+    target = {"shared": {"embedding": np.zeros((128, 16), np.float32)}, "new": np.zeros(3), "same": ...}
+
+    def run():
+        ot.restore(BUNDLE, target, fallback={"new": np.ones(3)}, strict=False)
+
+    before, after = lines_of(caplog, run)
+    assert before.startswith("restoring 3 leaves (1 read, 1 from the fallback, 1 kept, 142 of the checkpoint unused)")
+    assert "8.00 KiB to read here" in before and "1 leaf verified" in after
+
+
+def test_a_handler_logs_the_same_two_lines(caplog, tmp_path):
+    ot.convert(BUNDLE, tmp_path / "item")
+    with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+        lines = lines_of(caplog, lambda: checkpointer.restore(tmp_path / "item", args=ot.args.TrainStateRestore(None)))
+    assert len(lines) == 2 and str(tmp_path / "item") in lines[0] and "(orbax)" in lines[1]
+
+
+def test_a_path_cannot_move_the_cursor_in_a_log(caplog, tmp_path):
+    path = tmp_path / "a\x1b[2J.safetensors"
+    safetensors.numpy.save_file({"a": np.ones(2, np.float32)}, path)
+    before, after = lines_of(caplog, lambda: ot.restore(path, None))
+    assert "\x1b" not in before + after and "a\\x1b[2J.safetensors" in before
+
+
+def test_below_info_nothing_is_counted(caplog, monkeypatch):
+    monkeypatch.setattr("orbax_t5x.restoring.plan.about_to_restore", None)
+    with caplog.at_level(logging.WARNING, logger="orbax_t5x"):
+        ot.restore(BUNDLE, None)
+    assert not caplog.records
