@@ -29,6 +29,32 @@ class Request(NamedTuple):
     out: np.ndarray
 
 
+class Checksums(abc.ABC):
+    """Checksums that a checkpoint keeps of one leaf's data.
+
+    Attributes:
+      error: why they cannot be used, or None. Verifying raises it.
+    """
+
+    error: CheckpointError | None = None
+
+    @abc.abstractmethod
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
+        """Compares the checksums of the ranges that were read; see `Leaf.verify_checksum`."""
+
+
+class UnusableChecksums(Checksums):
+    """Checksums that cannot be compared, because of `error`."""
+
+    def __init__(self, leaf: str, error: CheckpointError):
+        self.error: CheckpointError | None = error_at(error, path=error.path, leaf=leaf)
+
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
+        """Raises the error."""
+        assert self.error is not None
+        raise self.error
+
+
 class Leaf(abc.ABC):
     """One stored array. Leaves are compared and hashed by identity.
 
@@ -42,9 +68,6 @@ class Leaf(abc.ABC):
       is_remote: whether reading it waits for another machine.
       is_value: whether it is a constant in memory, so that reading it reads nothing of a checkpoint.
       prng_impl: the implementation of typed PRNG keys whose uint32 data this is, where the format records it.
-      has_checksum: whether the format keeps a checksum of its data, so that reading all of it can verify it.
-      checksum_error: why the checksums that the format keeps of it cannot be used, or None. Verifying raises it.
-      chunk_checksum: what compares a checksum of each chunk whenever one is read ("gzip", …), or None.
     """
 
     __slots__ = ("__weakref__",)
@@ -58,9 +81,16 @@ class Leaf(abc.ABC):
     is_remote: bool = False
     is_value: bool = False
     prng_impl: str | None = None
-    has_checksum: bool = False
-    checksum_error: CheckpointError | None = None
-    chunk_checksum: str | None = None
+
+    @property
+    def checksums(self) -> Checksums | None:
+        """The checksums that the checkpoint keeps of the data, or None."""
+        return None
+
+    @property
+    def chunk_checksum(self) -> str | None:
+        """The codec that compares a checksum of each chunk whenever one is read ("gzip", …), or None."""
+        return None
 
     @abc.abstractmethod
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
@@ -84,19 +114,20 @@ class Leaf(abc.ABC):
         """
         return union_size(boxes) * self.dtype.itemsize
 
-    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+    async def verify_checksum(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool | None:
         """Compares checksums after the last read of this leaf.
 
-        `parts` come from all processes together. Under "full" what no part covers is read first.
+        `ranges` come from all processes together. Under "full" the bytes that no range covers are read first.
 
         Returns:
           True: every byte was covered and the checksum holds. False: read only in part, so unverified. None: nothing
-            was verified, because the leaf has no checksum (see `has_checksum`) or verification is off.
+            was verified, because the leaf has no `checksums` or verification is off.
 
         Raises:
           CorruptCheckpointError: the checksum does not hold; the text gives the stored and the computed one.
         """
-        return None
+        checksums = None if stats.verify == "off" else self.checksums
+        return None if checksums is None else await checksums.verify(stats, ranges)
 
     def raise_error(self) -> None:
         """Raises `error` where there is one, a new exception each time: a traceback belongs to one raise."""

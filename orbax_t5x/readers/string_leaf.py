@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, error_at
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.open_flag import OpenFlag
@@ -18,7 +18,7 @@ from orbax_t5x.storage import crc32c
 class StringLeaf(Leaf):
     """A string that the format keeps outside its arrays; a rank-0 array of dtype object whose element is `bytes`."""
 
-    __slots__ = ("_open", "_value", "chunks", "dtype", "name", "path", "shape", "sums")
+    __slots__ = ("_open", "_sums", "_value", "chunks", "dtype", "name", "path", "shape")
 
     def __init__(
         self,
@@ -33,31 +33,16 @@ class StringLeaf(Leaf):
         self.shape: tuple[int, ...] = ()
         self.dtype: np.dtype = np.dtype(object)
         self.chunks: tuple[int, ...] | None = None
-        self.sums = sums
+        self._sums = sums
         self._value = value
         self._open = flag
 
     @property
-    def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the checkpoint keeps a checksum of the string."""
-        return self.sums is not None
-
-    @property
-    def checksum_error(self) -> CheckpointError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why the checksums cannot be used, or None."""
-        return self.sums if isinstance(self.sums, CheckpointError) else None
-
-    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
-        """Compares the whole string, whatever was read."""
-        if self.sums is None or stats.verify == "off":
-            return None
-        if not isinstance(self.sums, BoxSums):
-            raise error_at(self.sums, path=self.sums.path, leaf=self.name)
-        found, stored = crc32c.extend(0, self._value), self.sums.crcs[0]
-        if found != stored or self.sums.shape:
-            message = f"the string has the crc32c {found:#010x}, stored is {stored:#010x}; it is damaged"
-            raise CorruptCheckpointError(message, path=self.path, leaf=self.name)
-        return True
+    def checksums(self) -> Checksums | None:
+        """The checksum that the checkpoint keeps of the string, or None."""
+        if isinstance(self._sums, CheckpointError):
+            return UnusableChecksums(self.name, self._sums)
+        return None if self._sums is None else _StringChecksum(self._value, self._sums, self.path, self.name)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         """None: the string was read when the checkpoint was opened."""
@@ -68,3 +53,17 @@ class StringLeaf(Leaf):
         self._open.check(self.path, self.name)
         for _, out in requests:
             out[...] = self._value
+
+
+class _StringChecksum(Checksums):
+    """Checksum of a whole string, compared whatever part of it was read."""
+
+    def __init__(self, value: bytes, sums: BoxSums, path: str, leaf: str):
+        self._value, self._sums, self._path, self._leaf = value, sums, path, leaf
+
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
+        found, stored = crc32c.extend(0, self._value), self._sums.crcs[0]
+        if found != stored or self._sums.shape:
+            message = f"the string has the crc32c {found:#010x}, stored is {stored:#010x}; it is damaged"
+            raise CorruptCheckpointError(message, path=self._path, leaf=self._leaf)
+        return True

@@ -25,10 +25,9 @@ from orbax_t5x.errors import (
     CheckpointIOError,
     CorruptCheckpointError,
     LimitExceededError,
-    error_at,
 )
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
-from orbax_t5x.lazy.leaf import Leaf, Request
+from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.array_layout import ArrayLayout, UnopenedArray
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
@@ -58,7 +57,6 @@ class TensorStoreLeaf(Leaf):
       chunks: the unit in which the array is read, or None for a rank-0 array.
       error: that a chunk takes more memory than the limits allow, or None.
       prng_impl: the implementation of a typed PRNG key whose uint32 data this is ("threefry2x32", …), or None.
-      sums: the checksums that the checkpoint keeps of the array, why they cannot be used, or None.
     """
 
     __slots__ = (
@@ -67,14 +65,15 @@ class TensorStoreLeaf(Leaf):
         "_files",
         "_open",
         "_open_array",
+        "_sums",
         "chunks",
         "dtype",
         "error",
+        "is_remote",
         "name",
         "path",
         "prng_impl",
         "shape",
-        "sums",
     )
 
     def __init__(
@@ -96,7 +95,9 @@ class TensorStoreLeaf(Leaf):
           path: the directory that holds the array.
           array: opened for reading, or what opens it on the first read.
           flag: of the checkpoint.
-          prng_impl, sums: see above; checksums of another shape or dtype cannot be used.
+          prng_impl: see above.
+          sums: the checksums that the checkpoint keeps of the array, why they cannot be used, or None. Checksums of
+            another shape or dtype cannot be used.
           files: those that hold the array, as they were before it was opened.
           limits: on its chunks.
         """
@@ -119,29 +120,22 @@ class TensorStoreLeaf(Leaf):
         except LimitExceededError as error:
             self.error = LimitExceededError(error.message, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
-        self.sums: BoxSums | CheckpointError | None = self._usable(sums)
+        self._sums: BoxSums | CheckpointError | None = self._usable(sums)
         self._array: ts.TensorStore | None = array if opened else None
         self._open_array: Callable[[], ts.TensorStore] | None = None if opened else array.open
         self._open = flag
         self._files = files
+        self.is_remote: bool = files.answers is not None
 
     @property
-    def is_remote(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether its chunks come from another machine."""
-        return self._files.answers is not None
+    def checksums(self) -> Checksums | None:
+        """The checksums that the checkpoint keeps of the array, or None."""
+        if isinstance(self._sums, CheckpointError):
+            return UnusableChecksums(self.name, self._sums)
+        return None if self._sums is None else _BoxChecksums(self, self._sums, self._files)
 
     @property
-    def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the checkpoint keeps checksums of the array."""
-        return self.sums is not None
-
-    @property
-    def checksum_error(self) -> CheckpointError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why the checksums cannot be used, or None."""
-        return self.sums if isinstance(self.sums, CheckpointError) else None
-
-    @property
-    def chunk_checksum(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def chunk_checksum(self) -> str | None:
         """The codec of the chunks that has a checksum of its own, or None."""
         spec = self._opened().spec().to_json()
         return _checking_codec(spec.get("metadata", {}))
@@ -219,58 +213,13 @@ class TensorStoreLeaf(Leaf):
         for out, buffer in copies:
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
-        if isinstance(self.sums, BoxSums) and stats.verify != "off":
+        if isinstance(self._sums, BoxSums) and stats.verify != "off":
             reads = [Request(box, buffer) for box, buffer in first.items()]
-            await run_in_pool(reader_pool(), self._add_sums, reads, self.sums, stats)
+            await run_in_pool(reader_pool(), self._add_sums, reads, self._sums, stats)
 
     def _add_sums(self, reads: Sequence[Request], sums: BoxSums, stats: ReadStats) -> None:
         for part in sums_of(reads, sums):
             stats.add_range(self, part)
-
-    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
-        """See `Leaf.verify_checksum`."""
-        if self.sums is None or stats.verify == "off":
-            return None
-        if not isinstance(self.sums, BoxSums):
-            raise error_at(self.sums, path=self.sums.path, leaf=self.name)
-        sums = self.sums
-        found = compare(parts, sums)
-        if found.mismatch is not None:
-            raise await run_in_pool(reader_pool(), self._damage, sums, found.mismatch)
-        if found.uncovered and stats.verify == "full":
-            for number in found.uncovered:
-                crc = await self._read_crc(sums.boxes[number], stats)
-                if crc != sums.crcs[number]:
-                    raise await run_in_pool(reader_pool(), self._damage, sums, Mismatch(number, crc))
-            return True
-        return not found.uncovered
-
-    async def _read_crc(self, box: Box, stats: ReadStats) -> int:
-        """Reads a box for its checksum alone, some rows of chunks at a time."""
-        crc = 0
-        rows = self.chunks[0] if self.chunks else 1
-        reading = ReadStats("off")
-        reading.decoding = stats.decoding
-        for part in row_boxes(box, self.dtype.itemsize, _VERIFY_BYTES, rows):
-            out = np.empty(box_shape(part), self.dtype)
-            await self.read_into([Request(part, out)], reading)
-            crc = await run_in_pool(reader_pool(), array_crc, out, crc)
-        stats.count(reading.bytes_read)
-        return crc
-
-    def _damage(self, sums: BoxSums, mismatch: Mismatch) -> CheckpointError:
-        """What a wrong checksum means: the files changed while they were read, or the data are damaged."""
-        try:
-            self._files.check_unchanged(ReadStats(), leaf=self.name)
-        except CheckpointError as error:
-            return error
-        box = box_text(sums.boxes[mismatch.number]) if self.shape else "its value"
-        stored = sums.crcs[mismatch.number]
-        if mismatch.crc is None:
-            message = f"{box} gave different values when read twice; the files are changing"
-        else:
-            message = f"{box} has the crc32c {mismatch.crc:#010x}, stored is {stored:#010x}; the data are damaged"
-        return CorruptCheckpointError(message, path=self.path, leaf=self.name)
 
     async def _read_boxes(self, wanted: Mapping[Box, np.ndarray], decoding: Budget) -> None:
         """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
@@ -353,6 +302,54 @@ class TensorStoreLeaf(Leaf):
 
     def __repr__(self) -> str:
         return f"<TensorStoreLeaf {self.name!r}: {self.dtype}{list(self.shape)}>"
+
+
+class _BoxChecksums(Checksums):
+    """Checksums of boxes that tile an array."""
+
+    def __init__(self, leaf: TensorStoreLeaf, sums: BoxSums, files: Snapshot):
+        self._leaf, self._sums, self._files = leaf, sums, files
+
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
+        sums = self._sums
+        found = compare(ranges, sums)
+        if found.mismatch is not None:
+            raise await run_in_pool(reader_pool(), self._damage, found.mismatch)
+        if found.uncovered and stats.verify == "full":
+            for number in found.uncovered:
+                crc = await self._read_crc(sums.boxes[number], stats)
+                if crc != sums.crcs[number]:
+                    raise await run_in_pool(reader_pool(), self._damage, Mismatch(number, crc))
+            return True
+        return not found.uncovered
+
+    async def _read_crc(self, box: Box, stats: ReadStats) -> int:
+        """Reads a box only for its checksum, some rows of chunks at a time."""
+        leaf, crc = self._leaf, 0
+        rows = leaf.chunks[0] if leaf.chunks else 1
+        reading = ReadStats("off")
+        reading.decoding = stats.decoding
+        for part in row_boxes(box, leaf.dtype.itemsize, _VERIFY_BYTES, rows):
+            out = np.empty(box_shape(part), leaf.dtype)
+            await leaf.read_into([Request(part, out)], reading)
+            crc = await run_in_pool(reader_pool(), array_crc, out, crc)
+        stats.count(reading.bytes_read)
+        return crc
+
+    def _damage(self, mismatch: Mismatch) -> CheckpointError:
+        """Explains a wrong checksum: the files changed while they were read, or the data are damaged."""
+        leaf = self._leaf
+        try:
+            self._files.check_unchanged(ReadStats(), leaf=leaf.name)
+        except CheckpointError as error:
+            return error
+        box = box_text(self._sums.boxes[mismatch.number]) if leaf.shape else "its value"
+        stored = self._sums.crcs[mismatch.number]
+        if mismatch.crc is None:
+            message = f"{box} gave different values when read twice; the files are changing"
+        else:
+            message = f"{box} has the crc32c {mismatch.crc:#010x}, stored is {stored:#010x}; the data are damaged"
+        return CorruptCheckpointError(message, path=leaf.path, leaf=leaf.name)
 
 
 async def _ended(write: ts.WriteFutures) -> None:

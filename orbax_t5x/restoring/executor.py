@@ -353,7 +353,7 @@ class _Execution:
             fill_chunks=self._stats.fill_chunks,
             verified=tuple(sorted(leaf.name for leaf, verified in stored if verified)),
             unverified=tuple(sorted(leaf.name for leaf, verified in stored if verified is False)),
-            without_checksum=tuple(sorted(leaf.name for leaf, _ in stored if not leaf.has_checksum)),
+            without_checksum=tuple(sorted(leaf.name for leaf, _ in stored if leaf.checksums is None)),
             seconds=seconds,
             bytes_received=self._bytes_received,
         )

@@ -42,7 +42,7 @@ class ArrayLeaf(Leaf):
             self.counts[box_slices(box)] += 1
         stats.count(self.bytes_of(tuple([box for box, _ in requests])))
 
-    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+    async def verify_checksum(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool | None:
         """Counts the call; an array has no checksum."""
         self.verified += 1
         return None

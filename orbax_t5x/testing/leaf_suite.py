@@ -41,7 +41,7 @@ class LeafAttributes:
         assert isinstance(leaf.shape, tuple) and all(type(size) is int and size >= 0 for size in leaf.shape)
         assert isinstance(leaf.dtype, np.dtype)
         assert leaf.chunks is None or len(leaf.chunks) == len(leaf.shape)
-        assert isinstance(leaf.is_value, bool) and isinstance(leaf.has_checksum, bool)
+        assert isinstance(leaf.is_value, bool)
 
     def test_leaves_are_keys_by_identity(self, leaf: Leaf) -> None:
         assert {leaf: 1}[leaf] == 1
@@ -118,16 +118,13 @@ class LeafSuite(LeafAttributes):
             assert_same(out, expected)
 
     def test_checksums_are_verified_when_all_was_read(self, leaf: Leaf) -> None:
-        whole = True if leaf.has_checksum else None
+        whole = None if leaf.checksums is None else True
         assert read_boxes(leaf).verified is whole
         assert read_boxes(leaf, verify="full").verified is whole
         assert read_boxes(leaf, [], verify="full").verified is whole
 
     def test_a_part_is_unverified(self, leaf: Leaf) -> None:
-        if leaf.has_checksum:
-            assert read_boxes(leaf, []).verified is False
-        else:
-            assert read_boxes(leaf, []).verified is None
+        assert read_boxes(leaf, []).verified is (None if leaf.checksums is None else False)
 
     def test_nothing_is_summed_where_nothing_is_verified(self, leaf: Leaf, expected: np.ndarray) -> None:
         reading = read_boxes(leaf, verify="off")

@@ -58,7 +58,8 @@ def damage_of(path: str, limits: Limits | None) -> CheckpointError | None:
         with open_checkpoint(path, limits=limits) as checkpoint:
             for view in checkpoint.leaves.values():
                 for leaf in view.leaves():
-                    for error in (leaf.error, leaf.checksum_error):
+                    checksums = leaf.checksums
+                    for error in (leaf.error, None if checksums is None else checksums.error):
                         if isinstance(error, CorruptCheckpointError):
                             return error
     except CheckpointError:

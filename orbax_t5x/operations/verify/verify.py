@@ -83,7 +83,7 @@ def _verify(leaf: Leaf, stats: ReadStats) -> tuple[Status, str]:
         leaf.raise_error()
         if 0 in leaf.shape:
             return "ok", "no elements"
-        if leaf.has_checksum:
+        if leaf.checksums is not None:
             run_on_read_thread(_compare(leaf, stats))
             return "ok", HOLDS
         run_on_read_thread(_read_all(leaf, stats))

@@ -65,7 +65,7 @@ class _Span(NamedTuple):
     out: np.ndarray
 
 
-class _Checksums:
+class _ReadChecksums:
     """Parts of consecutive reads; with `join`, one part while one read follows the other."""
 
     def __init__(self, wanted: bool, *, join: bool = True):
@@ -148,7 +148,7 @@ class ByteRange:
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
         """Reads byte ranges of the array for their checksums alone; blocks."""
-        checksums = _Checksums(True)
+        checksums = _ReadChecksums(True)
         size = 0
         buffer = _staging()
         windows = [
@@ -176,7 +176,7 @@ class ByteRange:
         return Outcome([part for outcome in done for part in outcome.parts], wanted, read - wanted)
 
     def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> Outcome:
-        checksums = _Checksums(checksum)
+        checksums = _ReadChecksums(checksum)
         size = 0
         file = self.file.ahead((self.offset + batch.start, batch.size) for batch in batches)
         for batch in batches:
@@ -201,7 +201,7 @@ class ByteRange:
         scatter = Scatter(self.shape, grid.depth, requests, elements)
         jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.pieces))
         done = run_jobs(
-            partial(self._read_some, windows, scatter, _Checksums(checksum, join=join), leaf) for windows in jobs
+            partial(self._read_some, windows, scatter, _ReadChecksums(checksum, join=join), leaf) for windows in jobs
         )
         read = sum(outcome.wanted for outcome, _ in done)
         filled = sum(elements for _, elements in done)
@@ -210,7 +210,7 @@ class ByteRange:
         return Outcome([part for outcome, _ in done for part in outcome.parts], wanted, read - wanted)
 
     def _read_some(
-        self, windows: list[Window], scatter: Scatter, checksums: _Checksums, leaf: str
+        self, windows: list[Window], scatter: Scatter, checksums: _ReadChecksums, leaf: str
     ) -> tuple[Outcome, int]:
         buffer = _staging()
         size = filled = 0

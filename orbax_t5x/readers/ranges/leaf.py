@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -10,7 +12,7 @@ import numpy as np
 from orbax_t5x.concurrency import reader_pool, run_in_pool, waiting_pool
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
-from orbax_t5x.lazy.leaf import BlockingLeaf, Request
+from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import Outcome
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
@@ -98,9 +100,9 @@ class ByteRangeLeaf(RangeLeaf):
         self.crc: int | None = crc
 
     @property
-    def has_checksum(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether `crc` is known."""
-        return self.crc is not None
+    def checksums(self) -> Checksums | None:
+        """The checksum of the range where `crc` is known, or None."""
+        return None if self.crc is None else RangeChecksums(self, [(self.range, self.crc)])
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         """See `Leaf.bytes_of`."""
@@ -115,15 +117,35 @@ class ByteRangeLeaf(RangeLeaf):
         for part in outcome.parts:
             stats.add_range(self, part)
 
-    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
+
+class RangeChecksums(Checksums):
+    """A crc32c over each byte range of a leaf; its checksummed extent is these ranges one after the other."""
+
+    def __init__(self, leaf: RangeLeaf, stored: Sequence[tuple[StoredRange, int]]):
+        self._leaf, self._stored = leaf, stored
+
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
         """See `Leaf.verify_checksum`."""
-        if self.crc is None or stats.verify == "off":
-            return None
-        verified = verify_range(self.range, self.crc, parts, self.name)
-        if verified or stats.verify != "full":
-            return verified
-        self.raise_error()
-        return await run_in_pool(reader_pool(), verify_rest, self.range, self.crc, parts, self.name, stats)
+        starts = list(itertools.accumulate([stored.nbytes for stored, _ in self._stored[:-1]], initial=0))
+        own: list[list[ChecksummedRange]] = [[] for _ in starts]
+        for part in ranges:
+            number = bisect.bisect_right(starts, part.start) - 1
+            own[number].append(moved(part, -starts[number]))
+        verified = True
+        for (stored, crc), read in zip(self._stored, own, strict=True):
+            if _verify_range(stored, crc, read, self._leaf.name):
+                continue
+            if stats.verify == "full":
+                self._leaf.raise_error()
+                await run_in_pool(reader_pool(), _verify_rest, stored, crc, read, self._leaf.name, stats)
+            else:
+                verified = False
+        return verified
+
+
+def moved(part: ChecksummedRange, offset: int) -> ChecksummedRange:
+    """Returns the range that begins `offset` bytes later."""
+    return part._replace(start=part.start + offset, stop=part.stop + offset)
 
 
 def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
@@ -142,7 +164,7 @@ def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum:
     return outcome
 
 
-def verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:
+def _verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:
     """Whether parts cover a range and every one is verified.
 
     Raises:
@@ -163,15 +185,15 @@ def verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange]
     return found.complete
 
 
-def verify_rest(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str, stats: ReadStats) -> bool:
+def _verify_rest(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str, stats: ReadStats) -> bool:
     """Reads what no part covers, once, and verifies; blocks."""
     holes = uncovered(parts, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
     stats.count(outcome.wanted)
     range.file.check_unchanged(leaf=leaf)
-    if verify_range(range, crc, [*parts, *outcome.parts], leaf):
+    if _verify_range(range, crc, [*parts, *outcome.parts], leaf):
         return True
     # Overlapping parts of different boundaries have no common checksum: only reading the whole tells.
     outcome = range.sum([(0, range.nbytes)], leaf=leaf)
     stats.count(outcome.wanted)
-    return verify_range(range, crc, outcome.parts, leaf)
+    return _verify_range(range, crc, outcome.parts, leaf)

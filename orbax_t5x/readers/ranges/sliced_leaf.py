@@ -6,19 +6,17 @@ extents one after the other, in the order of the pieces.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy.box import Box, intersect, shift
-from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.ranges.leaf import RangeLeaf, StoredRange, read_unchanged, verify_range, verify_rest
+from orbax_t5x.lazy.leaf import Checksums, Request
+from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, StoredRange, moved, read_unchanged
 
 
 class Piece(NamedTuple):
@@ -34,8 +32,6 @@ class SlicedLeaf(RangeLeaf):
 
     __slots__ = ("_bases", "_pieces")
 
-    has_checksum = True
-
     def __init__(
         self,
         name: str,
@@ -48,6 +44,11 @@ class SlicedLeaf(RangeLeaf):
         super().__init__(name, path, shape, dtype, error)
         self._pieces = tuple(pieces)
         self._bases = list(itertools.accumulate((piece.range.nbytes for piece in pieces), initial=0))
+
+    @property
+    def checksums(self) -> Checksums:
+        """A checksum of each piece."""
+        return RangeChecksums(self, [(piece.range, piece.crc) for piece in self._pieces])
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         """Of each piece, what is wanted of it; see `Leaf.bytes_of`."""
@@ -68,29 +69,7 @@ class SlicedLeaf(RangeLeaf):
             outcome = read_unchanged(piece.range, wanted, checksum=checksum, leaf=self.name)
             stats.count(outcome.wanted, outcome.gaps)
             for part in outcome.parts:
-                stats.add_range(self, _moved(part, base))
-
-    async def verify_checksum(self, stats: ReadStats, parts: Sequence[ChecksummedRange]) -> bool | None:
-        """See `Leaf.verify_checksum`."""
-        if stats.verify == "off":
-            return None
-        by_piece: list[list[ChecksummedRange]] = [[] for _ in self._pieces]
-        for part in parts:
-            number = bisect.bisect_right(self._bases, part.start) - 1
-            by_piece[number].append(_moved(part, -self._bases[number]))
-        verified = True
-        for piece, own in zip(self._pieces, by_piece, strict=True):
-            if verify_range(piece.range, piece.crc, own, self.name):
-                continue
-            if stats.verify == "full":
-                await run_in_pool(reader_pool(), verify_rest, piece.range, piece.crc, own, self.name, stats)
-            else:
-                verified = False
-        return verified
-
-
-def _moved(part: ChecksummedRange, offset: int) -> ChecksummedRange:
-    return part._replace(start=part.start + offset, stop=part.stop + offset)
+                stats.add_range(self, moved(part, base))
 
 
 def _within(request: Request, box: Box) -> Request | None:
