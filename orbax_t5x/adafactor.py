@@ -5,6 +5,11 @@ those that a parameter does not use are zeros((1,)) and never change. Second mom
 parameters are; results have the parameters' dtype. A subclass may say what happens to one parameter, as in T5X:
 `init_param_state` and `apply_param_gradient`. Everything is `jax.numpy` on the parameters where they
 are: a step moves nothing to the host.
+
+Example:
+  >>> optimizer = ot.adafactor.Adafactor(learning_rate=1e-3).create({"w": jnp.ones((256, 128))})
+  >>> jax.tree.map(np.shape, optimizer.state_dict()["state"]["param_states"])
+  {'w': {'m': (1,), 'v': (1,), 'v_col': (256,), 'v_row': (128,)}}
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ The lazy arrays are those of `orbax_t5x.lazy`, the rules those of `orbax_t5x.mes
 that of `transforms.Translate`, and names and shapes are checked by the plan of any restore; here they only have T5X's
 names. Opening reads the bundle's index. Arrays are read at the end, each once, after all names and shapes have been
 checked, or not at all (`lazy_parameters`).
+
+Example:
+  >>> state = ot.checkpoint_importer.load_tf_ckpt(bundle)
+  >>> state["shared/embedding"]
+  View(shape=(128, 16), dtype=float32, of='shared/embedding')
 """
 
 from __future__ import annotations

@@ -2,6 +2,13 @@
 
 Each class also is the builtin that callers catch by habit (`FileNotFoundError`, `ValueError`, `OSError`). An error
 carries the `path` of the file or directory and the name of the `leaf` it is about, and its text begins with both.
+
+Example:
+  >>> try:
+  ...     ot.open_checkpoint(bundle + "-of-another-name")
+  ... except FileNotFoundError as error:  # an ot.errors.CheckpointNotFoundError, too
+  ...     type(error).__name__
+  'CheckpointNotFoundError'
 """
 
 from __future__ import annotations
@@ -135,6 +142,13 @@ class Problem:
       leaf: the '/'-joined name concerned, or None where the problem is not about one leaf.
       message: what is wrong, with both values.
       fix: what to do about it, as a call or an argument; may be empty.
+
+    Example:
+      >>> try:
+      ...     ot.restore(bundle, {"shared": {"embedding": np.zeros((8, 8), np.float32)}}, strict=False)
+      ... except ot.RestorePlanError as error:
+      ...     [(problem.kind, problem.leaf) for problem in error.problems]
+      [('shape', 'shared/embedding')]
     """
 
     kind: ProblemKind
@@ -154,6 +168,14 @@ class RestorePlanError(CheckpointError, ValueError):
 
     Attributes:
       problems: all of them.
+
+    Example:
+      >>> small = np.zeros(3, np.float32)
+      >>> try:
+      ...     ot.restore(bundle, {"shared": {"embedding": small, "embedding_slot_vc": small}}, strict=False)
+      ... except ot.RestorePlanError as error:
+      ...     [problem.leaf for problem in error.problems]
+      ['shared/embedding', 'shared/embedding_slot_vc']
     """
 
     def __init__(self, problems: Sequence[Problem], *, path: str | os.PathLike[str] | None = None):

@@ -1,6 +1,12 @@
 """`flax.nnx.State` as a target: leaves by path, put back with their types and metadata.
 
 `orbax_t5x.restore` takes states and abstract modules as they are; `flatten_target` is how it names their leaves.
+
+Example:
+  >>> model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+  >>> leaves, _ = ot.nnx.flatten_target(nnx.state(model))
+  >>> [(name, leaf.shape) for name, leaf, _ in leaves]
+  [('bias', (3,)), ('kernel', (2, 3))]
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 `adam(learning_rate=1e-3).create(params)` is a pytree to train, shard, save and restore. Optax optimizers have their own
 learning rates and schedules: a `learning_rate` given to `apply_gradient` (T5X's trainer gives one to every optimizer)
 is ignored. State dicts hold no empty entries; a restore puts them in again.
+
+Example:
+  >>> optimizer = ot.optimizers.adam(learning_rate=1e-3).create({"w": jnp.ones(3)})
+  >>> optimizer = optimizer.apply_gradient({"w": jnp.ones(3)})
+  >>> sorted(optimizer.state_dict()["state"]["param_states"]["0"])
+  ['count', 'mu', 'nu']
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 The transforms of the same name share the implementation; these are for code that calls them by hand. Errors are
 `ValueError`s with T5X's text, and advice in a note; where T5X's answer is an accident of Python (`re.error`, a
 `TypeError` from a dict) the text names rule or names.
+
+Example:
+  >>> ot.state_utils.flatten_state_dict({"encoder": {"w": 1}})
+  {'encoder/w': 1}
+  >>> ot.state_utils.apply_assignment_map({"old": 1}, {"new": ...}, [("new", "old")])
+  {'new': 1}
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ Both kinds name their own leaves (`state_dict`) and take them back (`restore_sta
 `jax.ShapeDtypeStruct`, as `jax.eval_shape` makes them). Names are `target/…`, `state/step`, `state/param_states/…`
 and, where there are any, `flax_mutables/…`. Axes are metadata: they stand beside the arrays and in no state dict.
 What does not fit is a ValueError that names it; nothing is filled in or left out quietly.
+
+Example:
+  >>> optimizer = ot.optimizers.adam(learning_rate=1e-3)
+  >>> state = ot.train_state.FlaxOptimTrainState.create(optimizer, {"params": {"w": jnp.ones(3)}})
+  >>> sorted(ot.state_utils.flatten_state_dict(state.state_dict()))
+  ['state/param_states/0/count', 'state/param_states/0/mu/w', 'state/param_states/0/nu/w', 'state/step', 'target/w']
 """
 
 from __future__ import annotations

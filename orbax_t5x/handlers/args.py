@@ -1,6 +1,12 @@
 """The arguments of a save and of a restore, as Orbax wants them: plain records, checked where they are used.
 
 `orbax_t5x.handlers.checkpoint_handler` registers them with `TrainStateHandler`.
+
+Example:
+  >>> with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
+  ...     checkpointer.save(directory / "step", args=ot.args.TrainStateSave({"w": np.ones(3)}))
+  ...     checkpointer.restore(directory / "step", args=ot.args.TrainStateRestore())
+  {'w': array([1., 1., 1.])}
 """
 
 from __future__ import annotations

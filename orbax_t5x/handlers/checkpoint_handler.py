@@ -42,6 +42,14 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     Use it as any handler: `ocp.CheckpointManager(root, item_handlers=handler)`, `ocp.Checkpointer(handler)`, or in a
     handler registry; with `orbax_t5x.args.TrainStateSave` and `TrainStateRestore`. What was applied to a run's state
     is kept per root and item, whichever handler restores and saves it.
+
+    Example:
+      >>> with ocp.CheckpointManager(directory, item_handlers=ot.TrainStateHandler()) as manager:
+      ...     manager.save(0, args=ot.args.TrainStateSave({"w": jnp.ones(3)}))
+      ...     manager.wait_until_finished()
+      ...     manager.restore(0, args=ot.args.TrainStateRestore({"w": np.zeros(3, np.float32)}))
+      True
+      {'w': array([1., 1., 1.], dtype=float32)}
     """
 
     # Any: Orbax declares a class method, and this answers differently for the class and for an instance.

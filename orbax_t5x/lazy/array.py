@@ -24,6 +24,12 @@ class LazyArray(abc.ABC):
     """An array that is not read yet: shape and dtype are known, the value comes from `get()`.
 
     Subclass it and implement `get` and `get_async`, or use one of its kinds.
+
+    Example:
+      >>> with ot.open_checkpoint(bundle) as checkpoint:
+      ...     table = checkpoint.tree()["shared"]["embedding"]
+      ...     isinstance(table, ot.LazyArray), table.shape, table[:2].get().shape
+      (True, (128, 16), (2, 16))
     """
 
     def __init__(self, shape: Sequence[int], dtype: Any, get_fn: Callable[[], Any]):
@@ -116,6 +122,11 @@ class LazyThreadPoolArray(LazyArray):
 
     Attributes:
       executor: the pool, one for all such arrays unless a subclass (or an assignment to the class) says another.
+
+    Example:
+      >>> array = ot.LazyThreadPoolArray((2, 3), np.float32, lambda: np.ones((2, 3)))
+      >>> array, array.get().dtype
+      (LazyThreadPoolArray(shape=(2, 3), dtype=float32), dtype('float32'))
     """
 
     executor: ClassVar[Any] = _FunctionPool()
@@ -138,7 +149,14 @@ class LazyThreadPoolArray(LazyArray):
 
 
 class LazyAwaitableArray(LazyArray):
-    """A lazy array whose `get_fn` returns an awaitable: a coroutine, or a TensorStore future."""
+    """A lazy array whose `get_fn` returns an awaitable: a coroutine, or a TensorStore future.
+
+    Example:
+      >>> async def read():
+      ...     return np.arange(3)
+      >>> ot.LazyAwaitableArray((3,), np.float32, read).get()
+      array([0., 1., 2.], dtype=float32)
+    """
 
     @classmethod
     def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None) -> Self:

@@ -21,6 +21,11 @@ def stack(views: Iterable[Any], axis: int = 0) -> View:
 
     Raises:
       ValueError: no array, or shapes or dtypes differ; the text names both.
+
+    Example:
+      >>> ot.stack([np.zeros(2), np.ones(2)], axis=1).get()
+      array([[0., 1.],
+             [0., 1.]])
     """
     inputs = _inputs("stack", views)
     _check_shapes("stack", inputs)
@@ -35,6 +40,12 @@ def concatenate(views: Iterable[Any], axis: int = 0) -> View:
 
     Raises:
       ValueError: no array, rank 0, or shapes (other than along the axis) or dtypes differ; the text names both.
+
+    Example:
+      >>> ot.concatenate([np.zeros((1, 2)), np.ones((2, 2))]).get()
+      array([[0., 0.],
+             [1., 1.],
+             [1., 1.]])
     """
     inputs = _inputs("concatenate", views)
     first = inputs[0]

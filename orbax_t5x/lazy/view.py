@@ -219,7 +219,14 @@ def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "
 
 
 def repeat(view: Any, times: int, axis: int) -> View:
-    """An array several times over on a new axis: `numpy.repeat(numpy.expand_dims(a, axis), times, axis)`; read once."""
+    """An array several times over on a new axis: `numpy.repeat(numpy.expand_dims(a, axis), times, axis)`; read once.
+
+    Example:
+      >>> ot.repeat(np.arange(2), 3, axis=0).get()
+      array([[0, 1],
+             [0, 1],
+             [0, 1]])
+    """
     old = as_view(view)
     at = normalize_axis(axis, old.ndim + 1)
     count = operator.index(times)
@@ -235,6 +242,11 @@ def broadcast_to(view: Any, shape: Sequence[int] | int) -> View:
 
     Raises:
       ValueError: naming both shapes where they do not fit.
+
+    Example:
+      >>> ot.broadcast_to(np.arange(3), (2, 3)).get()
+      array([[0, 1, 2],
+             [0, 1, 2]])
     """
     old = as_view(view)
     new = tuple(operator.index(size) for size in (shape if isinstance(shape, Iterable) else (shape,)))

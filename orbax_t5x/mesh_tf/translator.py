@@ -45,7 +45,7 @@ class CheckpointTranslator:
     r"""An ordered table of rules that rename the leaves of a flat state dict.
 
     Example:
-      >>> translator = CheckpointTranslator()
+      >>> translator = ot.checkpoint_importer.CheckpointTranslator()
       >>> @translator.add(r"layer(\d+)/(bias|kernel)")
       ... def layers(opts, key, val, number, name):
       ...     return f"{opts['tower']}/layers_{number}/{name}", val

@@ -37,7 +37,12 @@ STANDARD_LOGICAL_AXIS_RULES: Sequence[tuple[str, MeshAxes]] = (
     ("stack", None),
     ("mlp_activations", None),
 )
-"""T5X's rules for a mesh with the axes `data` and `model`: batches over `data`, wide dimensions over `model`."""
+"""T5X's rules for a mesh with the axes `data` and `model`: batches over `data`, wide dimensions over `model`.
+
+Example:
+  >>> dict(ot.STANDARD_LOGICAL_AXIS_RULES)["mlp"]
+  'model'
+"""
 
 
 class AxisRules:

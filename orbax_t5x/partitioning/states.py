@@ -54,6 +54,13 @@ def with_shardings(
       TypeError: nothing says how to split any leaf.
       ValueError: the model named no axes, a leaf has another rank than its axes, or a dimension is not divided evenly;
         all such leaves at once.
+
+    Example:
+      >>> mesh = jax.make_mesh((8,), ("model",))
+      >>> state = {"embedding": jax.ShapeDtypeStruct((128, 16), jnp.float32)}
+      >>> split = ot.with_shardings(state, mesh, [(".*embedding", jax.sharding.PartitionSpec("model"))])
+      >>> split["embedding"].sharding.shard_shape((128, 16))
+      (16, 16)
     """
     loaded = sys.modules.get("flax.nnx")
     if loaded is not None and isinstance(train_state, loaded.Pytree) and not isinstance(train_state, loaded.State):

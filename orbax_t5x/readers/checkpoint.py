@@ -46,6 +46,11 @@ class Checkpoint:
       metadata: what the format records about itself.
       sequences: names of the containers that were lists or tuples when Orbax saved them; `tree()` has dicts there.
       index_bytes: how many bytes opening read.
+
+    Example:
+      >>> with ot.open_checkpoint(bundle) as checkpoint:
+      ...     checkpoint.format, checkpoint.step, checkpoint.leaves["shared/embedding"].shape
+      ('tf_bundle', 1000000, (128, 16))
     """
 
     def __init__(

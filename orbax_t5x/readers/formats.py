@@ -47,6 +47,11 @@ def open_checkpoint(
       ValueError, TypeError: the path is empty, or is no path; `limits` are something else.
       UnsupportedCheckpointError: it is of a format that is not read; the text says what it is.
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError, CheckpointIOError: naming the file.
+
+    Example:
+      >>> with ot.open_checkpoint(bundle) as checkpoint:
+      ...     checkpoint.format, len(checkpoint.leaves), checkpoint.leaves["shared/embedding"].dtype.name
+      ('tf_bundle', 143, 'float32')
     """
     text = path_text(path)
     check_item(item)

@@ -30,6 +30,13 @@ def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int
     Raises:
       UnsafeCheckpointError: the newest is a symlink that leads out of the root; validated, it is skipped.
       CheckpointIOError: the operating system refused to look.
+
+    Example:
+      >>> with ocp.CheckpointManager(directory) as manager:
+      ...     manager.save(20, args=ocp.args.StandardSave({"w": np.ones(3)}))
+      True
+      >>> ot.latest_step(directory)
+      20
     """
     with remote_session():
         return _latest_step(path_text(root), validated)

@@ -42,6 +42,12 @@ def plan_restore(
     Raises:
       RestorePlanError: with every problem in `.problems`.
       CheckpointError: a source could not be opened.
+
+    Example:
+      >>> target = {"shared": {"embedding": jax.ShapeDtypeStruct((128, 16), jnp.float32)}}
+      >>> plan = ot.plan_restore(bundle, target, strict=False)
+      >>> [(entry.name, entry.action) for entry in plan.entries], len(plan.unused)
+      ([('shared/embedding', 'read')], 142)
     """
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
     with contextlib.ExitStack() as stack:
@@ -100,6 +106,14 @@ def restore(
     Raises:
       RestorePlanError: the checkpoint, the transforms and the target disagree; all problems at once, nothing was read.
       CheckpointError: the checkpoint could not be opened or read, or is damaged.
+
+    Example:
+      >>> sharding = jax.sharding.NamedSharding(jax.make_mesh((8,), ("model",)), jax.sharding.PartitionSpec("model"))
+      >>> target = {"table": jax.ShapeDtypeStruct((128, 16), jnp.float32, sharding=sharding)}
+      >>> rename = ot.transforms.Rename([("shared/embedding", "table")])
+      >>> state = ot.restore(bundle, target, [rename], strict=False)
+      >>> state["table"].shape, state["table"].addressable_shards[0].data.shape
+      ((128, 16), (16, 16))
     """
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)

@@ -29,6 +29,13 @@ class RestorePlan(PlanData):
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
       provenance: what was applied to this state, oldest first; handlers write it beside what they save.
       report: after `execute`, what was read and checked.
+
+    Example:
+      >>> plan = ot.plan_restore(bundle, None)
+      >>> len(plan.entries), plan.unused
+      (143, ())
+      >>> plan.execute()["shared"]["embedding"].shape
+      (128, 16)
     """
 
     def execute(

@@ -42,6 +42,13 @@ class PlanEntry:
       view: what to read, of the target's shape and dtype; None where nothing is read.
       leaf: what the target wants.
       leaves: the stored leaves and constants that the view is made of.
+
+    Example:
+      >>> rename = ot.transforms.Rename([("shared/embedding", "table")])
+      >>> plan = ot.plan_restore(bundle, {"table": np.zeros((128, 16), np.float32)}, [rename], strict=False)
+      >>> (entry,) = plan.entries
+      >>> entry.name, entry.sources, entry.action
+      ('table', ('shared/embedding',), 'read')
     """
 
     name: str

@@ -30,6 +30,11 @@ class Source:
 
     Raises:
       TypeError: `transforms` holds something else.
+
+    Example:
+      >>> tuned = ot.Source(bundle, [ot.transforms.Keep(["shared/.*"])])
+      >>> sorted(ot.restore({"tuned": tuned, "base": bundle}, None))
+      ['base', 'tuned']
     """
 
     path: Path | Checkpoint

@@ -1,5 +1,12 @@
 """Rule packs: functions of a model's dimensions that give one transform, with `.inverse()`, between two trees of
 one model.
+
+Example:
+  >>> layer = {"mlp": {"wo": {"kernel": np.ones((8, 4))}}}
+  >>> state = {"target": {"encoder": {"layers_0": layer, "layers_1": layer}}}
+  >>> scanned = ot.rules.t5_unscanned_to_scanned()(state, {})
+  >>> sorted(ot.rules.t5_unscanned_to_scanned().inverse()(scanned, {})["target"]["encoder"])
+  ['layers_0', 'layers_1']
 """
 
 from __future__ import annotations

@@ -192,6 +192,11 @@ def hf_t5_to_t5x(
         the transposed embedding, True is an error. None: True for T5.1.0 (`wi`), False for gated models, with a
         warning.
       prefix: of the names where there is no target.
+
+    Example:
+      >>> state = {"encoder.block.0.layer.0.SelfAttention.q.weight": np.ones((32, 16))}
+      >>> jax.tree.map(np.shape, ot.rules.hf_t5_to_t5x()(state, {}))
+      {'target': {'encoder': {'layers_0': {'attention': {'query': {'kernel': (16, 32)}}}}}}
     """
     arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
     shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
@@ -224,6 +229,11 @@ def t5x_to_hf_t5() -> RulePack:
 
     Optimizer state, step and mutables are dropped. `logits_dense` becomes `lm_head.weight`, also where it was the
     embedding.
+
+    Example:
+      >>> state = {"target": {"token_embedder": {"embedding": 1}, "encoder": {"encoder_norm": {"scale": 2}}}}
+      >>> ot.rules.t5x_to_hf_t5()(state, {})
+      {'shared.weight': 1, 'encoder.final_layer_norm.weight': 2}
     """
     return dataclasses.replace(hf_t5_to_t5x().inverse(), name="t5x_to_hf_t5()")
 
@@ -234,6 +244,10 @@ def hf_flax_t5_to_t5x(
     """The names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1 and mT5 to T5X minimal T5.
 
     As `hf_t5_to_t5x`, whose arguments it has; of the arrays, relative biases alone are transposed.
+
+    Example:
+      >>> ot.rules.hf_flax_t5_to_t5x()({"shared": {"embedding": 1}, "lm_head": {"kernel": 2}}, {})
+      {'target': {'token_embedder': {'embedding': 1}, 'decoder': {'logits_dense': {'kernel': 2}}}}
     """
     arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
     shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]

@@ -83,6 +83,10 @@ def mesh_tf_to_t5x() -> RulePack:
     """Mesh TensorFlow's T5 names to T5X minimal T5, parameters and Adafactor slots: `Translate()`.
 
     There is no way back, and its `inverse()` raises: several of Mesh TensorFlow's names have one name in T5X.
+
+    Example:
+      >>> ot.rules.mesh_tf_to_t5x()({"encoder/final_layer_norm/scale": 1}, {})
+      {'target': {'encoder': {'encoder_norm': {'scale': 1}}}}
     """
     return RulePack((translate.Translate(),), (), "mesh_tf_to_t5x()", "encoder/block_000/layer_000/SelfAttention/q")
 
@@ -107,6 +111,11 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
 
     Raises:
       RestorePlanError: no pack leads from one to the other; the text says what both look like.
+
+    Example:
+      >>> state = {f"target/encoder/layers_{number}/attention/query/kernel": np.ones((16, 8)) for number in range(3)}
+      >>> ot.rules.infer(state, {"target/encoder/encoder/attention/query/kernel": np.ones((16, 3, 2, 4))})
+      <RulePack from minimal (encoder of 3 layers) to scanned: t5_minimal_to_scanned(num_heads=2, head_dim=4)>
     """
     source, target = _leaves(source_leaves), _leaves(target_leaves)
     seen, wanted = layout_of(_parameters(source)), layout_of(_parameters(target))

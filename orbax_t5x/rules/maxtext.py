@@ -115,6 +115,11 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
       head_dim: D; T5X's kernels are (E, H*D).
       scanned: whether MaxText's layers stand on one axis; otherwise as `layers_3`.
       scan_axis: where that axis stands: MaxText's `param_scan_axis`.
+
+    Example:
+      >>> state = {"target": {"decoder": {"layers_0": {"mlp": {"wo": {"kernel": np.ones((32, 16))}}}}}}
+      >>> jax.tree.map(np.shape, ot.rules.t5x_decoder_to_maxtext(num_heads=2, head_dim=8)(state, {}))
+      {'params': {'params': {'decoder': {'layers': {'mlp': {'wo': {'kernel': (32, 1, 16)}}}}}}}
     """
     heads, dim, axis = operator.index(num_heads), operator.index(head_dim), operator.index(scan_axis)
     attention = rf"{_MAXTEXT}decoder/layers_\d+/self_attention"

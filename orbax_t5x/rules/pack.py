@@ -28,6 +28,13 @@ class RulePack(Chain):
       name: the function that made it, with its arguments, as text.
       example: a name as the pack expects it.
       found: what `infer` found in the checkpoint, as text; packs that differ in it alone are equal.
+
+    Example:
+      >>> pack = ot.rules.t5_minimal_to_unscanned(num_heads=2, head_dim=8)
+      >>> pack.inverse()
+      <RulePack inverse of t5_minimal_to_unscanned(num_heads=2, head_dim=8)>
+      >>> pack.inverse().inverse() == pack
+      True
     """
 
     back: tuple[AnyTransform, ...] = ()

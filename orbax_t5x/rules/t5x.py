@@ -100,6 +100,12 @@ def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) 
       num_heads: H.
       head_dim: D; kernels are (E, H*D) in the minimal layout.
       scan_axis: where the layers' axis stands; T5X's `scan_axis`.
+
+    Example:
+      >>> layer = {"attention": {"query": {"kernel": np.ones((16, 16))}}}
+      >>> state = {"target": {"encoder": {"layers_0": layer, "layers_1": layer, "layers_2": layer}}}
+      >>> jax.tree.map(np.shape, ot.rules.t5_minimal_to_scanned(num_heads=2, head_dim=8)(state, {}))
+      {'target': {'encoder': {'encoder': {'attention': {'query': {'kernel': (16, 3, 2, 8)}}}}}}
     """
     heads, dim = _checked_heads(num_heads, head_dim)
     axis = operator.index(scan_axis)
@@ -120,6 +126,11 @@ def t5_minimal_to_unscanned(num_heads: int, head_dim: int) -> RulePack:
     Args:
       num_heads: H.
       head_dim: D.
+
+    Example:
+      >>> state = {"target": {"encoder": {"layers_0": {"attention": {"query": {"kernel": np.ones((16, 16))}}}}}}
+      >>> jax.tree.map(np.shape, ot.rules.t5_minimal_to_unscanned(num_heads=2, head_dim=8)(state, {}))
+      {'target': {'encoder': {'layers_0': {'attention': {'query': {'kernel': (16, 2, 8)}}}}}}
     """
     heads, dim = _checked_heads(num_heads, head_dim)
     return RulePack(
@@ -138,6 +149,12 @@ def t5_unscanned_to_scanned(*, scan_axis: int = 1) -> RulePack:
 
     Args:
       scan_axis: where the layers' axis stands; T5X's `scan_axis`.
+
+    Example:
+      >>> layer = {"mlp": {"wo": {"kernel": np.ones((8, 4))}}}
+      >>> state = {"target": {"encoder": {"layers_0": layer, "layers_1": layer}}}
+      >>> jax.tree.map(np.shape, ot.rules.t5_unscanned_to_scanned()(state, {}))
+      {'target': {'encoder': {'encoder': {'mlp': {'wo': {'kernel': (8, 2, 4)}}}}}}
     """
     axis = operator.index(scan_axis)
     return RulePack(

@@ -65,6 +65,13 @@ class Limits:
       chunk_bytes: the largest chunk of a chunked format (zarr), decoded; to read one element
         takes memory for all of it. Never more than this process can have, whatever is set here.
       io_timeout_secs: how long one read of a remote store may take.
+
+    Example:
+      >>> try:
+      ...     ot.open_checkpoint(bundle, limits=ot.Limits(entries=10))
+      ... except ot.errors.LimitExceededError as error:
+      ...     "Limits.entries" in str(error)
+      True
     """
 
     index_bytes: int = 256 * _MIB

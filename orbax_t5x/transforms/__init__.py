@@ -1,4 +1,10 @@
-"""Restore-time transforms: frozen dataclasses that map names and compose lazy views, before a byte is read."""
+r"""Restore-time transforms: frozen dataclasses that map names and compose lazy views, before a byte is read.
+
+Example:
+  >>> stack = ot.transforms.StackLayers(r"encoder/layers_(\d+)/(.*)", r"encoder/layers/\2", axis=0)
+  >>> stack({"encoder": {"layers_0": {"w": np.zeros(4)}, "layers_1": {"w": np.ones(4)}}}, {})["encoder"]["layers"]
+  {'w': View(shape=(2, 4), dtype=float64, of='encoder/layers_0/w' and 1 more, stack of 2 on axis 0)}
+"""
 
 from __future__ import annotations
 

@@ -35,6 +35,10 @@ class Reshape(InPlace):
       pattern: a regex that must match a whole name.
       shape: the new shape; one size may be -1 and is worked out.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> ot.transforms.Reshape(".*/kernel", (-1, 2, 4))({"q": {"kernel": np.ones((16, 8))}}, {})["q"]["kernel"].shape
+      (16, 2, 4)
     """
 
     pattern: Pattern
@@ -57,6 +61,10 @@ class Transpose(InPlace):
       pattern: a regex that must match a whole name.
       axes: the old axis for each new one, as NumPy takes them; None reverses them.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> ot.transforms.Transpose(".*weight")({"lm_head.weight": np.ones((128, 16))}, {})["lm_head.weight"].shape
+      (16, 128)
     """
 
     pattern: Pattern
@@ -78,6 +86,11 @@ class Cast(InPlace):
       pattern: a regex that must match a whole name.
       dtype: anything that names a NumPy dtype, `"bfloat16"` included.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> cast = ot.transforms.Cast("encoder/.*", "bfloat16")
+      >>> cast({"encoder": {"w": np.ones(2)}}, {})["encoder"]["w"].dtype.name
+      'bfloat16'
     """
 
     pattern: Pattern
@@ -105,6 +118,10 @@ class Repeat(InPlace):
       times: the size of the new axis.
       axis: where it stands in the result.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> ot.transforms.Repeat("bias", times=3, axis=0)({"bias": np.ones(2)}, {})["bias"].shape
+      (3, 2)
     """
 
     pattern: Pattern

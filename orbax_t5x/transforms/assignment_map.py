@@ -33,7 +33,7 @@ class _MissingParameter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AssignmentMap(Transform):
-    """T5X's assignment map: for every target name the first rule that matches it says which checkpoint leaf it gets.
+    r"""T5X's assignment map: for every target name the first rule that matches it says which checkpoint leaf it gets.
 
     A rule is (pattern of target names, replacement). The replacement, with the groups of the match filled in, is
     the name in the state dict; None leaves the target leaf out. Target names without a rule keep the leaf of their
@@ -46,6 +46,11 @@ class AssignmentMap(Transform):
     Attributes:
       rules: pairs (regex, replacement or None); a regex must match a whole name.
       require_all_rules_match: whether a rule that decides nothing is an error.
+
+    Example:
+      >>> rename = ot.transforms.AssignmentMap([(r"decoder/(.*)", r"encoder/\1")])
+      >>> rename({"encoder": {"w": 1}}, {"decoder": {"w": ...}})
+      {'decoder': {'w': 1}}
     """
 
     rules: tuple[Rule, ...]

@@ -22,7 +22,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Transform:
-    """Base of all transforms: frozen dataclasses that follow T5X's protocol for state transformation functions."""
+    """Base of all transforms: frozen dataclasses that follow T5X's protocol for state transformation functions.
+
+    Example:
+      >>> class Halve(ot.transforms.Transform):
+      ...     def apply(self, state, target, diagnostics):
+      ...         return {name: value / 2 for name, value in state.items()}
+      >>> Halve()({"encoder": {"scale": 3.0}}, {})
+      {'encoder': {'scale': 1.5}}
+    """
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """The new flat state dict.

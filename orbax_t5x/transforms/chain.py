@@ -17,6 +17,11 @@ class Chain(Transform):
 
     Attributes:
       steps: transforms, or plain functions of T5X's protocol.
+
+    Example:
+      >>> both = ot.transforms.Chain([ot.transforms.Drop("head/.*"), ot.transforms.Rename([("w", "kernel")])])
+      >>> both({"w": 1, "head": {"b": 2}}, {})
+      {'kernel': 1}
     """
 
     steps: tuple[AnyTransform, ...]

@@ -75,15 +75,18 @@ def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagn
 class StackLayers(ByRules):
     r"""Stacks the leaves of a tower's layers on a new axis.
 
-    `StackLayers(r"(enc|dec)/layers_(?P<i>\d+)/(.*)", r"\1/layers/\3", 1)` makes `enc/layers/w` of `enc/layers_0/w`,
-    `enc/layers_1/w`, …, each `(E, L, …)` from `(E, …)`.
-
     Attributes:
       pattern: a regex that must match a whole name. One group is the layer number: the one named `i`, or else the
         only one that matches digits alone.
       into: the new name; it may use the other groups by their own numbers.
       axis: where the new axis stands in the result.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> stack = ot.transforms.StackLayers(r"(enc|dec)/layers_(?P<i>\d+)/(.*)", r"\1/layers/\3", axis=1)
+      >>> stacked = stack({"enc": {"layers_0": {"w": np.zeros(4)}, "layers_1": {"w": np.ones(4)}}}, {})
+      >>> stacked["enc"]["layers"]["w"].shape
+      (4, 2)
     """
 
     pattern: Pattern
@@ -204,7 +207,7 @@ def _depths(stacks: Iterable[Mapping[int, re.Match[str]]], group: int) -> dict[s
 
 @dataclasses.dataclass(frozen=True)
 class UnstackLayers(OnePattern):
-    """Takes leaves apart along an axis: one leaf per layer, without the axis.
+    r"""Takes leaves apart along an axis: one leaf per layer, without the axis.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -212,6 +215,11 @@ class UnstackLayers(OnePattern):
         groups.
       axis: the axis of the layers.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> unstack = ot.transforms.UnstackLayers("enc/layers/(.*)", r"enc/layers_{i}/\1", axis=1)
+      >>> jax.tree.map(np.shape, unstack({"enc": {"layers": {"w": np.ones((4, 2))}}}, {}))
+      {'enc': {'layers_0': {'w': (4,)}, 'layers_1': {'w': (4,)}}}
     """
 
     pattern: Pattern

@@ -15,7 +15,7 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True)
 class AddLowRank(ByRules):
-    """Adds `scale * down @ up` to kernels, and takes the two factors out.
+    r"""Adds `scale * down @ up` to kernels, and takes the two factors out.
 
     Sums are made in float32 (float64 where a leaf has 64 bits) and rounded to the kernel's dtype once; each shard reads
     its part of the kernel, the rows of `down` and the columns of `up` that belong to it. A kernel of more dimensions
@@ -29,6 +29,13 @@ class AddLowRank(ByRules):
       up: the name of the factor [rank, out], likewise.
       scale: of the product; for LoRA alpha / rank.
       require_match: whether it is an error that no kernel has factors.
+
+    Example:
+      >>> merge = ot.transforms.AddLowRank(r"(.*)/kernel", r"\1/lora_a", r"\1/lora_b", scale=2.0)
+      >>> state = {"q": {"kernel": np.eye(2), "lora_a": np.ones((2, 1)), "lora_b": np.ones((1, 2))}}
+      >>> np.asarray(merge(state, {})["q"]["kernel"])
+      array([[3., 2.],
+             [2., 3.]])
     """
 
     pattern: Pattern

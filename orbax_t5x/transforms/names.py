@@ -19,7 +19,12 @@ from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten
 
 @dataclasses.dataclass(frozen=True)
 class Intersect(Transform):
-    """T5X's `intersect_state`: drops every leaf whose name the target lacks."""
+    """T5X's `intersect_state`: drops every leaf whose name the target lacks.
+
+    Example:
+      >>> ot.transforms.Intersect()({"kernel": 1, "bias": 2}, {"kernel": ...})
+      {'kernel': 1}
+    """
 
     @property
     def only_selects(self) -> bool:
@@ -41,6 +46,10 @@ class Merge(Transform):
     Attributes:
       from_scratch_state: nested (or a flat) state dict; it is not changed. Its arrays are kept as they are, not copied.
       overwrite: whether its leaves win where the state has the name, too.
+
+    Example:
+      >>> ot.transforms.Merge({"head": {"bias": 0}})({"encoder": {"w": 1}}, {})
+      {'encoder': {'w': 1}, 'head': {'bias': 0}}
     """
 
     from_scratch_state: StateDict = dataclasses.field(repr=False)
@@ -102,7 +111,7 @@ def _leaf_above_leaf(flat: FlatState) -> tuple[str, str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Rename(ByRules):
-    """Renames leaves: for every name in the state dict the first rule that matches it gives the new name.
+    r"""Renames leaves: for every name in the state dict the first rule that matches it gives the new name.
 
     Names without a rule stay. All renames happen at once, so rules may swap names. Two leaves that land on one name
     are an error, and so is a new name with an empty part.
@@ -111,6 +120,11 @@ class Rename(ByRules):
       rules: pairs (regex, replacement); a regex must match a whole name; the replacement may use its groups, None
         drops the leaf.
       require_match: whether a rule that matches no name is an error.
+
+    Example:
+      >>> rename = ot.transforms.Rename([(r"layer_(\d+)/(.*)", r"encoder/layers_\1/\2"), ("head/.*", None)])
+      >>> rename({"layer_0": {"w": 1}, "head": {"b": 2}, "step": 3}, {})
+      {'encoder': {'layers_0': {'w': 1}}, 'step': 3}
     """
 
     rules: tuple[Rule, ...]
@@ -156,6 +170,10 @@ class Drop(_Select):
     Attributes:
       patterns: one regex or several; each must match a whole name.
       require_match: whether a pattern that matches no name is an error.
+
+    Example:
+      >>> ot.transforms.Drop(["opt_state/.*"])({"params": {"w": 1}, "opt_state": {"mu": 2}}, {})
+      {'params': {'w': 1}}
     """
 
     patterns: tuple[Pattern, ...]
@@ -172,6 +190,10 @@ class Keep(_Select):
     Attributes:
       patterns: one regex or several; each must match a whole name.
       require_match: whether a pattern that matches no name is an error.
+
+    Example:
+      >>> ot.transforms.Keep(["params/.*"])({"params": {"w": 1}, "opt_state": {"mu": 2}}, {})
+      {'params': {'w': 1}}
     """
 
     patterns: tuple[Pattern, ...]

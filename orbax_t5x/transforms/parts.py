@@ -18,7 +18,7 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True)
 class Split(OnePattern):
-    """Cuts leaves into several along an axis.
+    r"""Cuts leaves into several along an axis.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -26,6 +26,11 @@ class Split(OnePattern):
       axis: along which to cut.
       sizes: of the parts, in order; None for equal parts. They must add up to the axis.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> split = ot.transforms.Split("(.*)/qkv", [r"\1/q", r"\1/k", r"\1/v"], axis=0)
+      >>> jax.tree.map(np.shape, split({"attention": {"qkv": np.ones((6, 4))}}, {}))
+      {'attention': {'k': (2, 4), 'q': (2, 4), 'v': (2, 4)}}
     """
 
     pattern: Pattern
@@ -73,13 +78,18 @@ class Split(OnePattern):
 
 @dataclasses.dataclass(frozen=True)
 class Concat(ByRules):
-    """Joins leaves along an axis, in the order of the patterns.
+    r"""Joins leaves along an axis, in the order of the patterns.
 
     Attributes:
       patterns: one regex per part, in order; each must match a whole name.
       into: the new name; it may use the groups of each pattern. Leaves that give the same new name are joined.
       axis: along which to join.
       require_match: whether it is an error that a pattern matches no name.
+
+    Example:
+      >>> join = ot.transforms.Concat(["(.*)/wi_0", "(.*)/wi_1"], r"\1/wi", axis=1)
+      >>> join({"mlp": {"wi_0": np.ones((4, 8)), "wi_1": np.ones((4, 8))}}, {})["mlp"]["wi"].shape
+      (4, 16)
     """
 
     patterns: tuple[Pattern, ...]

@@ -29,7 +29,13 @@ class Filling(enum.Enum):
 
 
 FALLBACK = Filling.FALLBACK
-"""For `Pad`: new elements are those at the same place of the fallback's leaf."""
+"""For `Pad`: new elements are those at the same place of the fallback's leaf.
+
+Example:
+  >>> grow = ot.transforms.Pad("embedding", (256, None), ot.transforms.FALLBACK)
+  >>> grow({"embedding": np.ones((128, 16))}, {})["embedding"].shape
+  (256, 16)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +52,14 @@ class Pad(InPlace):
       shape: the new shape; None keeps a dimension.
       value: a number, or `FALLBACK`.
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> grow = ot.transforms.Pad("embedding", (4, None), value=-1)
+      >>> np.asarray(grow({"embedding": np.ones((3, 2))}, {})["embedding"])
+      array([[ 1.,  1.],
+             [ 1.,  1.],
+             [ 1.,  1.],
+             [-1., -1.]])
     """
 
     pattern: Pattern
@@ -136,6 +150,10 @@ class Slice(InPlace):
       index: integers, slices, None and `...`, or a tuple of these. A slice may also be given, and is kept, as a tuple
         (start, stop, step).
       require_match: whether it is an error that no name matches.
+
+    Example:
+      >>> ot.transforms.Slice("embedding", np.s_[:100])({"embedding": np.ones((128, 16))}, {})["embedding"].shape
+      (100, 16)
     """
 
     pattern: Pattern

@@ -34,6 +34,11 @@ class Average(Transform):
     Attributes:
       weights: source name -> weight, or one weight per source in their order (that of the leaves in the state dict).
       pattern: a regex; a leaf takes part if its whole name matches, with the source's name in front or without it.
+
+    Example:
+      >>> average = ot.transforms.Average({"a": 3, "b": 1})
+      >>> average({"a": {"w": np.zeros(2)}, "b": {"w": np.ones(2)}}, {})["w"].get()
+      array([0.25, 0.25])
     """
 
     weights: Weights
@@ -168,6 +173,10 @@ class Overlay(Transform):
 
     Attributes:
       sources: source names, the strongest first. Leaves of other sources keep their names.
+
+    Example:
+      >>> ot.transforms.Overlay(["tuned", "base"])({"tuned": {"w": 1}, "base": {"w": 2, "bias": 3}}, {})
+      {'w': 1, 'bias': 3}
     """
 
     sources: tuple[str, ...]

@@ -51,6 +51,10 @@ class Translate(Transform):
     Attributes:
       translator: a `CheckpointTranslator` (or anything with its `apply`); None for T5's own rules. With one of the
         caller's and no target, the result is what its rules say and nothing more.
+
+    Example:
+      >>> ot.transforms.Translate()({"shared/embedding": 1, "encoder/final_layer_norm/scale": 2}, {})
+      {'target': {'token_embedder': {'embedding': 1}, 'encoder': {'encoder_norm': {'scale': 2}}}}
     """
 
     translator: Any = None

@@ -29,6 +29,11 @@ class TypeHandlerRegistration:
     `undo()`, or the end of a `with` block, makes the table what it was. Registrations of one table may be undone in any
     order: the settings of the newest one that is left hold, and with the last one the handler for NumPy arrays comes
     back that stood there first. A handler that somebody else has put in its place since stays.
+
+    Example:
+      >>> with ot.register_type_handlers() as registration:
+      ...     isinstance(registration, ot.TypeHandlerRegistration)
+      True
     """
 
     def __init__(self, table: Any, handler: NumpyOrLazyHandler, saving: LazySaving):
@@ -91,6 +96,12 @@ def register_type_handlers(
       TypeError: `registry` is no table of type handlers, or `active_processes` are no numbers.
       ValueError: it has no handler for NumPy arrays; a limit below one byte, an unknown `progress`, no process, or a
         number below 0.
+
+    Example:
+      >>> with ot.register_type_handlers(), ot.open_checkpoint(bundle) as checkpoint:
+      ...     ocp.PyTreeCheckpointer().save(directory / "copy", checkpoint.tree())
+      >>> ocp.PyTreeCheckpointer().restore(directory / "copy")["shared"]["embedding"].shape
+      (128, 16)
     """
     table = _table(registry)
     saving = LazySaving(memory_limit_bytes, progress, active_processes)

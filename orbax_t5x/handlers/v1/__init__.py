@@ -3,6 +3,12 @@
 Inside `with ot.v1.context():`, Orbax's own functions save trees with checksums and a record of provenance, as plain
 Orbax, and load what is wrapped in an `AbstractTrainState` by the plan of `orbax_t5x.restore`: transformed, sharded,
 verified. Everything is in that context; nothing that Orbax has for a whole process is changed.
+
+Example:
+  >>> with ot.v1.context():
+  ...     ocp_v1.save(directory / "step", {"w": jnp.ones(3)})
+  ...     ocp_v1.load(directory / "step", ot.v1.AbstractTrainState({"w": np.zeros(3, np.float32)}))
+  {'w': array([1., 1., 1.], dtype=float32)}
 """
 
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState

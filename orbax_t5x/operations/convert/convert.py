@@ -110,6 +110,11 @@ def convert(
       RestorePlanError: the transforms do not fit, or the processes were given different arguments.
       UnsupportedCheckpointError: leaves that cannot be stored, no leaf at all, or another `format`.
       CheckpointError: the source cannot be opened or read, or its checksums do not hold; nothing was made.
+
+    Example:
+      >>> report = ot.convert(bundle, directory / "t5x", [ot.transforms.Translate()])
+      >>> ocp.PyTreeCheckpointer().restore(directory / "t5x")["target"]["token_embedder"]["embedding"].shape
+      (128, 16)
     """
     options = PlanOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)
     writing = WriteOptions(format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported)

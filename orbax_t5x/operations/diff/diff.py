@@ -68,6 +68,11 @@ def diff(
       RestorePlanError: the transforms cannot be applied to `a`.
       CheckpointError: a checkpoint cannot be opened.
       ValueError, TypeError: a tolerance that is negative or no number, or another argument that cannot be.
+
+    Example:
+      >>> report = ot.diff(bundle, bundle, [ot.transforms.Drop(["shared/embedding"])])
+      >>> [(leaf.name, leaf.status) for leaf in report.leaves if leaf.status != "equal"]
+      [('shared/embedding', 'only in b')]
     """
     started = time.monotonic()
     tolerance = _tolerance(atol, rtol)

@@ -128,6 +128,13 @@ def restore_or_initialize(
       CheckpointNotFoundError: there are neither steps nor `init_from` nor `init_fn`; or the steps have no such item.
       CheckpointIOError: none of the steps can be read, and it is the operating system or the store that refuses.
       CheckpointError: `init_from` cannot be opened or read.
+
+    Example:
+      >>> target = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+      >>> with ocp.CheckpointManager(directory, item_handlers=ot.TrainStateHandler()) as manager:
+      ...     state, step, how = ot.restore_or_initialize(manager, target, init_fn=lambda: {"w": jnp.ones(3)})
+      ...     step, how
+      (0, 'scratch')
     """
     if not hasattr(manager, "all_steps"):
         raise TypeError(f"manager is {manager!r}; pass an ocp.CheckpointManager, such as ocp.CheckpointManager(path)")

@@ -27,6 +27,14 @@ class AdafactorSlots(Transform):
     Attributes:
       rules: pairs (parameter name, T5X's rule for it as FactorDims) for parameters of rank 3 and more whose shapes do
         not show which dimensions were averaged over.
+
+    Example:
+      >>> params = {"w": jnp.ones((256, 128))}
+      >>> state = ot.adafactor.Adafactor(1e-3).create(params).state_dict()
+      >>> optax_state = flax.serialization.to_state_dict(optax.adafactor(1e-3).init(params))
+      >>> converted = ot.transforms.AdafactorSlots()(state, {"target": params, "opt_state": optax_state})
+      >>> jax.tree.map(np.shape, converted["opt_state"]["0"]["v_row"])
+      {'w': (128,)}
     """
 
     rules: tuple[tuple[str, tuple[FactorDim, ...]], ...] = ()

@@ -58,6 +58,11 @@ class FollowOptimizer(Transform):
         as in T5X's factor_map, for parameters of rank 3 and more whose shapes are ambiguous. The first pair whose regex
         and rank fit counts.
       roots: pairs (root of the parameters' names, root of their optimizer's state).
+
+    Example:
+      >>> follow = ot.transforms.FollowOptimizer(ot.transforms.Rename([("target/old", "target/new")]))
+      >>> follow({"target": {"old": np.ones(2)}, "state": {"param_states": {"old": {"m": np.zeros(2)}}}}, {})
+      {'target': {'new': array([1., 1.])}, 'state': {'param_states': {'new': {'m': array([0., 0.])}}}}
     """
 
     transform: AnyTransform
