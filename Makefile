@@ -9,6 +9,8 @@ JOBS ?= 2
 # How long `make fuzz` looks for inputs that break a parser, and then for examples that break a property; it ends with
 # the round that began before that.
 SECONDS ?= 600
+# Tests start hundreds of processes: without bytecode each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: check lint test test-lowest fuzz demo bench clean

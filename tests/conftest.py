@@ -38,6 +38,16 @@ hypothesis.settings.register_profile("fuzz", _EXACT, derandomize=False, max_exam
 hypothesis.settings.load_profile("repo")
 
 
+def pytest_collection() -> None:
+    # Modules and tests come to be, and none goes: a quarter of the time would go into looking for garbage among them.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture
 def standard_dtype_promotion() -> Iterator[None]:
     """For steps of Optax's optimizers, which raise floats to the power of integer counts."""

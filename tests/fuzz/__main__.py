@@ -24,10 +24,10 @@ _INPUT_BYTES = 8192
 
 def fuzz_one(name: str, seconds: int, keep: Path) -> None:
     """Fuzzes one target in this process and exits."""
-    import atheris  # noqa: PLC0415  (an extra; nothing else needs it)
+    import atheris
 
     with atheris.instrument_imports(include=["orbax_t5x.readers", "orbax_t5x.storage"]):
-        from tests.fuzz import corpus, mutations, targets  # noqa: PLC0415  (instrumented as they load)
+        from tests.fuzz import corpus, mutations, targets  # instrumented as they load
 
     target = targets.TARGETS[name]
     scratch = Path(tempfile.mkdtemp())
@@ -85,7 +85,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.here:
         fuzz_one(options.targets[0], options.seconds, options.keep)
-    from tests.fuzz.targets import TARGETS  # noqa: PLC0415  (the fuzzed process loads it instrumented)
+    from tests.fuzz.targets import TARGETS  # the fuzzed process loads it instrumented
 
     names = options.targets or list(TARGETS)
     failed = []

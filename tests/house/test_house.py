@@ -3,6 +3,7 @@
 import ast
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,11 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
 
 
 def room_of(module: str) -> str:
@@ -70,7 +75,12 @@ def resolve(name: str) -> str:
     return name
 
 
-def imports_of(module: str) -> Iterator[Import]:
+def called(node: ast.expr) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+@functools.cache
+def imports_of(module: str) -> tuple[Import, ...]:
     """Everything that a module imports: in functions, under TYPE_CHECKING and by `importlib` with a literal, too."""
 
     def visit(node: ast.AST, function: str | None) -> Iterator[Import]:
@@ -81,25 +91,30 @@ def imports_of(module: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{module}:{node.lineno}: a relative import"
             yield from (Import(resolve(f"{node.module}.{alias.name}"), function, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+        elif isinstance(node, ast.Call) and called(node.func) in ("importlib.import_module", "__import__"):
             literal = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
             yield Import(resolve(str(literal)), function, node.lineno)
         for child in ast.iter_child_nodes(node):
             yield from visit(child, function)
 
-    yield from visit(TREES[module], None)
+    return tuple(visit(tree_of(module), None))
 
 
-# The package's own `__init__` names every room, for users; inside, nobody imports it.
-EDGES = {
-    module: {found.module for found in imports_of(module) if found.module in MODULES} - {module}
-    for module in MODULES
-    if module != "orbax_t5x"
-}
-IMPORTS = [(module, other) for module, others in EDGES.items() for other in sorted(others)]
+@functools.cache
+def edges() -> dict[str, set[str]]:
+    """What each module imports of the package. Its own `__init__` names every room, for users, and is left out."""
+    return {
+        module: {found.module for found in imports_of(module) if found.module in MODULES} - {module}
+        for module in MODULES
+        if module != "orbax_t5x"
+    }
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+def imports() -> list[tuple[str, str]]:
+    return [(module, other) for module, others in edges().items() for other in sorted(others)]
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """The strongly connected components of more than one node, by Tarjan's algorithm."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -109,7 +124,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     def connect(node: str) -> None:
         index[node] = low[node] = len(index)
         stack.append(node)
-        for other in edges.get(node, ()):
+        for other in graph.get(node, ()):
             if other not in index:
                 connect(other)
             if other in stack:
@@ -120,7 +135,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
             if len(component) > 1:
                 found.append(sorted(component))
 
-    for node in edges:
+    for node in graph:
         if node not in index:
             connect(node)
     return found
@@ -132,7 +147,7 @@ def test_circles_are_found():
 
 
 def test_every_module_has_a_room():
-    assert {room_of(module) for module in EDGES} == set(FLOOR_OF)
+    assert {room_of(module) for module in edges()} == set(FLOOR_OF)
     assert len(FLOOR_OF) <= 28 and len(FLOORS) <= 10
 
 
@@ -155,11 +170,11 @@ def may_import(module: str, other: str) -> bool:
 
 
 def test_imports_run_down():
-    assert [edge for edge in IMPORTS if not may_import(*edge)] == []
+    assert [edge for edge in imports() if not may_import(*edge)] == []
 
 
 def test_no_modules_import_one_another_in_a_circle():
-    assert circles(EDGES) == []
+    assert circles(edges()) == []
 
 
 def test_no_subrooms_import_one_another_in_a_circle():
@@ -169,17 +184,17 @@ def test_no_subrooms_import_one_another_in_a_circle():
         parent = module.rpartition(".")[0]
         return parent if parent.count(".") >= 2 else module
 
-    edges: dict[str, set[str]] = collections.defaultdict(set)
-    for module, others in EDGES.items():
-        edges[subroom(module)] |= {subroom(other) for other in others} - {subroom(module)}
-    assert circles(edges) == []
+    between: dict[str, set[str]] = collections.defaultdict(set)
+    for module, others in edges().items():
+        between[subroom(module)] |= {subroom(other) for other in others} - {subroom(module)}
+    assert circles(between) == []
 
 
 def test_private_modules_are_imported_in_their_own_room_alone():
     def private(module: str) -> bool:
         return any(part.startswith("_") and not part.startswith("__") for part in module.split("."))
 
-    assert [edge for edge in IMPORTS if private(edge[1]) and room_of(edge[0]) != room_of(edge[1])] == []
+    assert [edge for edge in imports() if private(edge[1]) and room_of(edge[0]) != room_of(edge[1])] == []
 
 
 def test_imports_stand_at_the_top():
@@ -193,7 +208,7 @@ def test_imports_stand_at_the_top():
 
 
 def test_every_module_says_what_it_is():
-    assert [module for module, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    assert [module for module in MODULES if not ast.get_docstring(tree_of(module))] == []
 
 
 def test_names_say_something():
@@ -204,8 +219,8 @@ def test_names_say_something():
 def test_names_of_classes_are_unique():
     """A leading underscore makes no difference: a name read without its module means one class."""
     modules: dict[str, list[str]] = collections.defaultdict(list)
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.ClassDef):
                 modules[node.name.lstrip("_")].append(module)
     assert {name: found for name, found in modules.items() if len(found) > 1} == {}

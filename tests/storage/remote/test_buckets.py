@@ -10,16 +10,13 @@ import json
 import urllib.request
 from pathlib import Path
 
-import boto3
 import flax.serialization
-import huggingface_hub.constants
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-from moto.server import ThreadedMotoServer
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
@@ -74,6 +71,9 @@ def check_all(base):
 
 @pytest.fixture(scope="module")
 def moto(tree):
+    import boto3
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
@@ -197,11 +197,13 @@ class Hub(HttpStore):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
     server = Hub()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     # A stand-in hub has no store of chunks.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     yield server
     server.close()
 
