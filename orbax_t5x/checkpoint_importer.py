@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.errors import CheckpointError, LeafMismatchError, Problem, RestorePlanError
+from orbax_t5x.errors import CheckpointError, Fix, LeafMismatchError, Problem, RestorePlanError
 from orbax_t5x.lazy import (
     LazyArray,
     LazyAwaitableArray,
@@ -184,7 +184,7 @@ def _in_words_of_a_state(
     for problem in error.problems:
         if problem.kind == "leftover":
             message = f"the checkpoint has {_names_text(extra)}, which the state lacks"
-            problems.append(Problem("leftover", None, message, "pass strict=False to leave them out"))
+            problems.append(Problem("leftover", None, message, Fix("pass strict=False to leave them out")))
         elif problem.kind == "shape" and problem.leaf is not None:
             found, wanted = as_view(translated[problem.leaf]).shape, tuple(np.shape(state[problem.leaf]))
             shapes.append(Problem("shape", problem.leaf, f"has shape {found}, the state's is {wanted}"))

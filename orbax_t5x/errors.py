@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from orbax_t5x.text.html import html_fragment, html_list
 from orbax_t5x.text.problem_lines import problem_lines
@@ -133,6 +133,51 @@ ProblemKind = Literal[
 """
 
 
+class Arguments(Mapping[str, Any]):
+    """Immutable mapping of keyword arguments to values."""
+
+    def __init__(self, arguments: Mapping[str, Any] | None = None):
+        self._values = dict(arguments or {})
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fix:
+    """What to do about a problem; one without transforms and arguments is advice in words.
+
+    Attributes:
+      text: the fix in words, for a program in Python.
+      transforms: transforms to add to those of the call.
+      arguments: keyword arguments to set in the call.
+    """
+
+    text: str
+    transforms: tuple[Any, ...] = dataclasses.field(default=(), hash=False)
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=Arguments, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", Arguments(self.arguments))
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the fix for JSON; transforms are the code that makes them."""
+        transforms = [str(one) for one in self.transforms]
+        return {"text": self.text, "transforms": transforms, "arguments": dict(self.arguments)}
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a restore, found before anything is read.
@@ -141,7 +186,7 @@ class Problem:
       kind: a stable short word for programs; see `ProblemKind`.
       leaf: the '/'-joined name concerned, or None where the problem is not about one leaf.
       message: what is wrong, with both values.
-      fix: what to do about it, as a call or an argument; may be empty.
+      fix: what to do about it, or None.
 
     Example:
       >>> try:
@@ -154,11 +199,15 @@ class Problem:
     kind: ProblemKind
     leaf: str | None
     message: str
-    fix: str = ""
+    fix: Fix | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the problem for JSON; transforms are the code that makes them."""
+        return {"kind": self.kind, "leaf": self.leaf, "message": self.message, "fix": self.fix and self.fix.as_data()}
 
     def __str__(self) -> str:
         where = "" if self.leaf is None else f"{self.leaf}: "
-        return f"[{self.kind}] {where}{self.message}" + (f" Fix: {self.fix}" if self.fix else "")
+        return f"[{self.kind}] {where}{self.message}" + ("" if self.fix is None else f" Fix: {self.fix}")
 
 
 class RestorePlanError(CheckpointError, ValueError):

@@ -149,6 +149,6 @@ def _in_t5xs_words() -> Iterator[None]:
     except RestorePlanError as error:
         (problem,) = error.problems
         error.args = (problem.message,)
-        if problem.fix:
-            error.add_note(problem.fix)
+        if problem.fix is not None:
+            error.add_note(str(problem.fix))
         raise

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from orbax_t5x.cli.fixes import options_for
-from orbax_t5x.errors import CheckpointError, Problem, RestorePlanError, problems_heading
+from orbax_t5x.errors import CheckpointError, Fix, Problem, RestorePlanError, problems_heading
 from orbax_t5x.text.problem_lines import problem_lines
 from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import plain
@@ -79,10 +79,10 @@ def plain_lines(text: str) -> str:
 
 def problem_with_options(problem: Problem) -> Problem:
     """The problem with a fix that this program's user can follow, or that says it needs Python."""
-    fix = _with_options(problem.fix)
-    if _PYTHON.search(_RULE_PACK.sub("", fix)):
+    fix = None if problem.fix is None else _with_options(str(problem.fix))
+    if fix is not None and _PYTHON.search(_RULE_PACK.sub("", fix)):
         fix = f"in Python, {fix}"
-    return dataclasses.replace(problem, message=_with_options(problem.message), fix=fix)
+    return dataclasses.replace(problem, message=_with_options(problem.message), fix=None if fix is None else Fix(fix))
 
 
 def _with_options(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 from typing import Any
 
 from orbax_t5x.cli.arguments import UsageError
@@ -29,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         except RestorePlanError as error:
             if not options.json:
                 raise
-            problems = [dataclasses.asdict(problem_with_options(problem)) for problem in error.problems]
+            problems = [problem_with_options(problem).as_data() for problem in error.problems]
             emit_json({"problems": problems})
             return 1
         _show(plan, options)

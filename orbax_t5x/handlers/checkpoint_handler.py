@@ -17,7 +17,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers import failed_saves as _failed_saves
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType
@@ -280,7 +280,7 @@ def _without_target(args: TrainStateRestore, given: Sequence[str], directory: ep
     else:  # what stock Orbax's arguments call so
         message = "item= is a tree, and here it is the name of one of several items of a step"
         fix = "pass the tree as target="
-    return RestorePlanError([Problem("target", None, message, fix)], path=directory)
+    return RestorePlanError([Problem("target", None, message, Fix(fix))], path=directory)
 
 
 ocp.args.register_with_handler(TrainStateHandler, for_save=True)(TrainStateSave)

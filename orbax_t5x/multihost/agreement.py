@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.errors import CheckpointIOError, Problem, RestorePlanError
+from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
 from orbax_t5x.multihost.collectives import error_as_bytes, gather, told_error
 from orbax_t5x.multihost.heartbeat import beating
 from orbax_t5x.multihost.rendezvous import meet_before_backend
@@ -98,7 +98,7 @@ class Agreement:
             self._told_failure = True  # all know
             message = f"the processes of this {self._what} were given different steps, sources or transforms"
             fix = f"call {self._what} with the same arguments on every process"
-            raise RestorePlanError([Problem("provenance", None, message, fix)], path=", ".join(sources))
+            raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=", ".join(sources))
 
     def _exchange(self, payload: bytes, *, failed: bool = False) -> list[bytes]:
         """What each process tells, by its index.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape, dims_by_size, possible_dims
 
@@ -157,7 +157,7 @@ class _Pairing:
         absent = [name for name in t5x_names.values() if name not in self.t5x] or (values[:1] if shape is None else [])
         if shape is None or absent:
             message = f"needed to convert Adafactor's state of {param}"
-            self.result.problems.append(Problem("missing", absent[0], message, _RESET))
+            self.result.problems.append(Problem("missing", absent[0], message, Fix(_RESET)))
             return
         try:
             matched = match_slots(
@@ -193,7 +193,7 @@ class _Pairing:
         self.result.renames[to] = origin
 
     def _problem(self, leaf: str, message: str) -> None:
-        self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", _RESET))
+        self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", Fix(_RESET)))
 
 
 def _step(names: Mapping[str, Shape]) -> str:

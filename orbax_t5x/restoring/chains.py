@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from orbax_t5x import rules
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.rules import infer
 from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms import __all__ as transform_names
@@ -145,7 +145,7 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
     if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
         fix = "pass the rules: a pack of ot.rules, or transforms of ot.transforms"
-        raise RestorePlanError([Problem("rule", None, what, fix)])
+        raise RestorePlanError([Problem("rule", None, what, Fix(fix))])
     return chain_of(transforms, has_target=False)
 
 
@@ -205,7 +205,7 @@ def _found(source: FlatState, target: Mapping[str, Any], path: str | None) -> tu
     if not target:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
         fix = "pass the target, or the rules: a pack of ot.rules, or transforms of ot.transforms"
-        raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
+        raise RestorePlanError([Problem("rule", None, what, Fix(fix))], path=path)
     try:
         pack = infer({name: leaf for name, leaf in source.items() if leaf is not None}, target)
     except RestorePlanError as error:

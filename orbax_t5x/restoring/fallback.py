@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import BlockingLeaf, Box, ReadStats, Request
 from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape
 from orbax_t5x.restoring.targets import flatten_target
@@ -128,7 +128,7 @@ class Computation:
             if _described(value) != _described(planned):
                 message = f"the fallback gives {_described(value)}, the plan says {_described(planned)}"
                 fix = "plan and execute under the same JAX settings, with a function that gives the same each time"
-                problems.append(Problem("fallback", name, message, fix))
+                problems.append(Problem("fallback", name, message, Fix(fix)))
         if problems:
             raise RestorePlanError(problems)
 
@@ -146,7 +146,7 @@ def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | 
         return Fallback(fallback)
     except Exception as error:  # whatever the caller's function raises under tracing
         message = f"the function given as fallback can not be traced: {type(error).__name__}: {error}"
-        note(Problem("fallback", None, message, "pass the tree itself: fallback=init_fn()"))
+        note(Problem("fallback", None, message, Fix("pass the tree itself: fallback=init_fn()")))
         return None
 
 

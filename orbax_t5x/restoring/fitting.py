@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Leaf, View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import PlanOptions
@@ -62,7 +62,7 @@ class Fitting:
             return self._fit(name, leaf, value, origin)
         if isinstance(value, jax.ShapeDtypeStruct):
             fix = "pass values, or a function that returns them"
-            return self._problem(_kind(origin), name, f"{origin} has an abstract leaf, which has no values", fix)
+            return self._problem(_kind(origin), name, f"{origin} has an abstract leaf, which has no values", Fix(fix))
         if type(value) in (int, float, complex):
             value = self._weakly_typed(name, leaf, value, origin)
             if value is None:
@@ -77,7 +77,7 @@ class Fitting:
             view = as_view(value, label or name)
         except (TypeError, ValueError):  # ValueError: lists of several lengths
             message = f"{origin} has a {type(value).__name__}, which is no array"
-            return self._problem(_kind(origin), name, message, "put an array, a scalar or a lazy array there")
+            return self._problem(_kind(origin), name, message, Fix("put an array, a scalar or a lazy array there"))
         return self._fit(name, leaf, view, origin)
 
     # -- shapes and dtypes
@@ -136,7 +136,7 @@ class Fitting:
         else:
             keys = f" (the data of PRNG keys of {listed(map(repr, impls), 2)})" if impls else ""
             message = f"{origin} has shape {view.shape}{keys}, the target {leaf.shape}{source_text}"
-        self._problem("shape", name, message, fix)
+        self._problem("shape", name, message, Fix(fix))
 
     def _dtype_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin, *, is_lossy: bool) -> None:
         if "object" in (kind_of(source), kind_of(leaf.dtype)):
@@ -156,7 +156,7 @@ class Fitting:
             "dtype",
             name,
             f"{origin} has dtype {source.name}, the target {leaf.dtype.name}: the conversion {lost}",
-            fix,
+            Fix(fix),
         )
 
     def _text_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin) -> None:
@@ -168,7 +168,7 @@ class Fitting:
             fix = f"give the fallback {wanted} there"
         elif have == "text":
             fix += ", such as an empty str"
-        self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", fix)
+        self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", Fix(fix))
 
     def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
         """A Python scalar in the target's dtype where JAX would take it so, else as NumPy takes it; None: a problem."""
@@ -178,7 +178,7 @@ class Fitting:
             bounds = ml_dtypes.iinfo(leaf.dtype)
             if not int(bounds.min) <= value <= int(bounds.max):
                 message = f"{origin} has the value {value}, which {leaf.dtype.name} cannot hold"
-                return self._problem("dtype", name, message, "give the target a wider dtype")
+                return self._problem("dtype", name, message, Fix("give the target a wider dtype"))
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(leaf.dtype)
 
@@ -189,7 +189,7 @@ class Fitting:
         if leaf.kind != "key":
             message = f"{origin} has typed PRNG keys ({dtype}), the target {leaf.dtype.name}"
             fix = "give the target typed keys, or pass jax.random.key_data(keys)"
-            self._problem("dtype", name, message, fix)
+            self._problem("dtype", name, message, Fix(fix))
             return False
         impl = key_impl_of(dtype)
         if impl != leaf.key_impl:
@@ -197,7 +197,7 @@ class Fitting:
                 "dtype",
                 name,
                 f"{origin} has PRNG keys of {impl or dtype!r}, the target keys of {leaf.key_impl!r}",
-                f"make the keys with jax.random.key(seed, impl={leaf.key_impl!r})",
+                Fix(f"make the keys with jax.random.key(seed, impl={leaf.key_impl!r})"),
             )
             return False
         return True
@@ -205,7 +205,7 @@ class Fitting:
     def _raw_key(self, name: str, leaf: TargetLeaf) -> None:
         message = f"the fallback has no typed PRNG keys, the target keys of {leaf.key_impl!r}"
         fix = f"use jax.random.key(seed), or jax.random.wrap_key_data(data, impl={leaf.key_impl!r})"
-        self._problem("dtype", name, message, fix)
+        self._problem("dtype", name, message, Fix(fix))
 
     def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
         """Whether key data are of the leaf's implementation, as far as that is recorded; otherwise a problem is noted.
@@ -218,11 +218,11 @@ class Fitting:
                 "dtype",
                 name,
                 f"the checkpoint has PRNG keys of {impl!r}, the target keys of {leaf.key_impl!r}",
-                f"give the target keys of that implementation: {_key_text(impl)}",
+                Fix(f"give the target keys of that implementation: {_key_text(impl)}"),
             )
         return not others
 
-    def _problem(self, kind: ProblemKind, name: str, message: str, fix: str) -> None:
+    def _problem(self, kind: ProblemKind, name: str, message: str, fix: Fix) -> None:
         self._note(Problem(kind, name, message, fix))
 
 
@@ -292,5 +292,5 @@ def _described_source(name: str, view: View) -> str:
 
 def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
     """The one problem that a plan cannot see: the value of a step that is stored in a wider dtype than the target's."""
-    problem = Problem("dtype", leaf.name, message, "give the target the stored dtype")
+    problem = Problem("dtype", leaf.name, message, Fix("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)

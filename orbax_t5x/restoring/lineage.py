@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import Asker, Decision, Question, combine, decide
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, Records, from_metadata
@@ -73,7 +73,7 @@ def decide_resuming(
     where = ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
     if decision.problem is not None:
         message, fix = decision.problem
-        raise RestorePlanError([Problem("provenance", None, message, fix)], path=where)
+        raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=where)
     if decision.warning:
         _logger.warning("%s: %s", where, decision.warning)
     if decision.note:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.errors import Problem, ProblemKind
+from orbax_t5x.errors import Fix, Problem, ProblemKind
 from orbax_t5x.lazy import LazyArray, Leaf, View, as_view, fill, has_unfilled
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
@@ -144,7 +144,7 @@ class Matcher:
                 None,
                 f"dtype={wanted.name} applies to the floating-point model parameters (under target/ or params/, or "
                 "nnx.Param), and the target has none",
-                "use transforms=[..., ot.transforms.Cast(pattern, dtype)] and give the target that dtype",
+                Fix("use transforms=[..., ot.transforms.Cast(pattern, dtype)] and give the target that dtype"),
             )
         return changed
 
@@ -204,7 +204,7 @@ class Matcher:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
             message = f"Pad takes new elements from the fallback, and {lack}"
             fix = f"give fallback= a value of shape {leaf.shape} for {name!r}, or pad with a number"
-            self._problem("fallback", name, message, fix)
+            self._problem("fallback", name, message, Fix(fix))
             return None
         given = self._fitting.view(name, leaf, value, "the fallback")
         if given is None or (given.shape, given.dtype) != (view.shape, view.dtype):
@@ -213,7 +213,7 @@ class Matcher:
             return View(fill(view.node, given.node))
         except ValueError as error:
             message = f"Pad takes new elements from the fallback, but their places are not known after this: {error}"
-            self._problem("transform", name, message, "put Pad after that transform, or pad with a number")
+            self._problem("transform", name, message, Fix("put Pad after that transform, or pad with a number"))
             return None
 
     def _check_placing(self, name: str, leaf: TargetLeaf) -> None:
@@ -222,17 +222,17 @@ class Matcher:
                 "dtype",
                 name,
                 f"the target's dtype {leaf.dtype.name} would be narrowed silently, because jax_enable_x64 is off",
-                "set jax.config.update('jax_enable_x64', True), or ask for a 32-bit dtype or a NumPy target",
+                Fix("set jax.config.update('jax_enable_x64', True), or ask for a 32-bit dtype or a NumPy target"),
             )
         if leaf.sharding is None:
             if not self._one_process:
                 self._problem(
-                    "sharding", name, "the target has no sharding, and there are several processes", "give it one"
+                    "sharding", name, "the target has no sharding, and there are several processes", Fix("give it one")
                 )
             return
         clash, fix = _placing_clash(leaf.sharding, leaf.shape)
         if clash:
-            self._problem("sharding", name, f"{leaf.sharding} {clash}", fix)
+            self._problem("sharding", name, f"{leaf.sharding} {clash}", Fix(fix))
 
     # -- what is missing
 
@@ -262,7 +262,7 @@ class Matcher:
             leaves=() if view is None else view.leaves(),
         )
 
-    def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: str) -> None:
+    def _problem(self, kind: ProblemKind, leaf: str | None, message: str, fix: Fix) -> None:
         self.problems.append(Problem(kind, leaf, message, fix))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import prefixed
@@ -24,7 +25,7 @@ def source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostic
                     "duplicate",
                     name,
                     f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name",
-                    "give one of the sources another name",
+                    Fix("give one of the sources another name"),
                 )
             source[name] = value
             prefix_of[name] = prefix

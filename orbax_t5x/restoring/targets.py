@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.target_leaf import TargetLeaf, describe_leaf
 from orbax_t5x.trees.flat import flatten, unflatten
 from orbax_t5x.trees.named_leaves import is_train_state, names_itself
@@ -164,7 +164,9 @@ class _Flattening:
     def _add_leaf(self, name: str, leaf: Any, is_param: bool, is_variable: bool = False) -> None:
         if name in self._leaves:
             self._problems.append(
-                Problem("duplicate", name, "two leaves of the target have this name", "rename one of the target's keys")
+                Problem(
+                    "duplicate", name, "two leaves of the target have this name", Fix("rename one of the target's keys")
+                )
             )
             return
         described = describe_leaf(name, leaf, is_param=is_param, is_variable=is_variable)

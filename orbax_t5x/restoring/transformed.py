@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
 from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
 from orbax_t5x.restoring.lineage import Asking, decide_resuming
@@ -96,7 +96,7 @@ def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View
             continue
         if has_unfilled(view.leaves()):
             message = "Pad takes new elements from the fallback of a restore, and there is none here"
-            diagnostics.problems.append(Problem("fallback", name, message, "pad with a number"))
+            diagnostics.problems.append(Problem("fallback", name, message, Fix("pad with a number")))
             continue
         views[name] = view
     return views

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, target_prefix
 from orbax_t5x.transforms.arrays import Transpose
@@ -150,8 +151,10 @@ class _TiedHead(Transform):
                 target_prefix(target, "") + _HEAD,
                 "the checkpoint has no lm_head, because the model uses its embedding for the logits and scales the "
                 "decoder's output (T5.1.0); T5X's model for it has no logits_dense",
-                "build the T5X model with logits_via_embedding=True; or, if config.json has "
-                "scale_decoder_outputs: false, pass scale_decoder_outputs=False to the rule pack",
+                Fix(
+                    "build the T5X model with logits_via_embedding=True; or, if config.json has "
+                    "scale_decoder_outputs: false, pass scale_decoder_outputs=False to the rule pack"
+                ),
             )
             return dict(state)
         view = view_of(_ANCHOR, state[_ANCHOR], diagnostics)
@@ -168,7 +171,7 @@ class _TiedHead(Transform):
                 "missing",
                 _HEAD,
                 "the checkpoint has no lm_head, although tie_word_embeddings=False says that it is not the embedding",
-                "pass tie_word_embeddings=None to the rule pack, or use a file that has it",
+                Fix("pass tie_word_embeddings=None to the rule pack, or use a file that has it"),
             )
         gated = any("/mlp/wi_0/" in name for name in state)
         if gated:

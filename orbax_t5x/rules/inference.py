@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
 from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis
@@ -147,7 +147,7 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
         if "unknown" not in (seen.kind, wanted.kind):
             message += f": {_why_not(seen, wanted)}"
         fix = "write AssignmentMap, Rename or StackLayers rules by hand"
-        raise RestorePlanError([Problem("rule", None, message, fix)])
+        raise RestorePlanError([Problem("rule", None, message, Fix(fix))])
     return pack if pack.steps else _renaming(source, target)
 
 

@@ -13,6 +13,7 @@ import operator
 import re
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.steps import HeadsFit
 from orbax_t5x.text.wording import listed
@@ -79,7 +80,7 @@ class _WhatMaxTextHas(Transform):
                     "rule",
                     found[0] if len(found) == 1 else None,
                     f"{reason}. The checkpoint has {listed(found, 2)}",
-                    f"to leave them out all the same, put ot.transforms.Drop([{pattern!r}]) before the pack",
+                    Fix(f"to leave them out all the same, put ot.transforms.Drop([{pattern!r}]) before the pack"),
                 )
                 result = {name: value for name, value in result.items() if name not in found}
         return result

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -66,7 +66,7 @@ class RulePack(Chain):
             without = [part.name for part in self._joined if isinstance(part, RulePack) and not part.has_inverse]
             message = f"{' and '.join(without) or self.name or 'this rule pack'} has no inverse"
             raise RestorePlanError(
-                [Problem("rule", None, message, "write ot.transforms.Rename rules for the way back")]
+                [Problem("rule", None, message, Fix("write ot.transforms.Rename rules for the way back"))]
             )
         prefix = "inverse of "
         name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name
@@ -109,7 +109,7 @@ class RulePack(Chain):
                 None,
                 f"{self.name}: no name is one of that layout's, such as {self.example!r}"
                 + (f"; closest: {near}" if near else ""),
-                "ot.rules.infer(source_leaves, target_leaves) finds the pack that fits",
+                Fix("ot.rules.infer(source_leaves, target_leaves) finds the pack that fits"),
             )
         return follow_target(result, target, quiet)
 

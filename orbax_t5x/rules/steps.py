@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import all_equal, repeat
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -60,7 +61,7 @@ class RepeatPerLayer(Transform):
                 continue
             if not depth:
                 message = f"{name!r} is for every layer, and there are no layers beside it"
-                diagnostics.problem("rule", name, message, "restore all of the tower, or drop this leaf")
+                diagnostics.problem("rule", name, message, Fix("restore all of the tower, or drop this leaf"))
             elif self.axis is None:
                 for new in numbered_names(match, self.into, depth, "per layer", diagnostics) or ():
                     result.put(new, value, name, f"the same in each of {depth} layers")
@@ -157,7 +158,9 @@ class HeadsFit(Transform):
             name,
             f"its shape {shape} has {size} for the heads, and {self.num_heads} heads of {self.head_dim} are "
             f"{self.num_heads * self.head_dim}",
-            "give the pack the model's num_heads and head_dim, or ask ot.rules.infer(source_leaves, target_leaves)",
+            Fix(
+                "give the pack the model's num_heads and head_dim, or ask ot.rules.infer(source_leaves, target_leaves)"
+            ),
         )
 
 

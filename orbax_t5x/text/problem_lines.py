@@ -43,8 +43,8 @@ class DescribedProblem(Protocol):
         ...
 
     @property
-    def fix(self) -> str:
-        """What to do about it, or nothing."""
+    def fix(self) -> object | None:
+        """What to do about it, as text; or None."""
         ...
 
 
@@ -114,13 +114,13 @@ def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_ProblemGroup]:
     entries: dict[tuple[str, str, str], _ProblemGroup] = {}
     for row in folded:
         first = problems[row.members[0]]
-        fix = first.fix
+        fix = original = "" if first.fix is None else str(first.fix)
         for name in (re.escape(first.leaf), first.leaf) if first.leaf else ():
             fix = fix.replace(name, "")
         message = _FROM.sub("", row.texts[1])
         entry = entries.setdefault(
             (first.kind, message, fix),
-            _ProblemGroup(first.kind, row.texts[1], first.fix, fix != first.fix, [], 0),
+            _ProblemGroup(first.kind, row.texts[1], original, fix != original, [], 0),
         )
         if entry.message != row.texts[1]:
             entry.message = message

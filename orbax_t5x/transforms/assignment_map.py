@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
@@ -119,9 +120,11 @@ class AssignmentMap(Transform):
                 "unused_rule",
                 None,
                 f"Unused patterns in `assignment_map`: {{{', '.join(map(repr, unused))}}}",
-                ("closest target names: " + "; ".join(near) + ". " if near else "")
-                + "A pattern must match a whole target name that no earlier rule matches; or pass "
-                "require_all_rules_match=False",
+                Fix(
+                    ("closest target names: " + "; ".join(near) + ". " if near else "")
+                    + "A pattern must match a whole target name that no earlier rule matches; or pass "
+                    "require_all_rules_match=False"
+                ),
             )
         else:
             note_unused(
@@ -143,7 +146,7 @@ def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], di
             found[0].name if len(found) == 1 else None,
             f"{rule_text('AssignmentMap', rule)}: parameter {found[0].wanted!r} does not exist in restore "
             f"checkpoint{others}" + (f"; closest: {', '.join(near)}" if near else ""),
-            _fix(found, near, frozenset(names)),
+            Fix(_fix(found, near, frozenset(names))),
         )
         diagnostics.explained.update(one.name for one in found)
 
@@ -156,7 +159,7 @@ def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diag
         "missing",
         missing.name,
         f"Parameter {missing.wanted!r} does not exist in restore checkpoint. Must be one of: {shown}",
-        _fix([missing], near, frozenset(names)) + (f"; closest: {', '.join(near)}" if near else ""),
+        Fix(_fix([missing], near, frozenset(names)) + (f"; closest: {', '.join(near)}" if near else "")),
     )
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -102,5 +103,5 @@ class InPlace(OnePattern):
             return [(match.string, self._compute(view))]
         except (ValueError, TypeError, IndexError) as error:
             message = f"{self._rule()}: {error}"
-            diagnostics.problem("shape", match.string, message, "leave the leaf out of the pattern")
+            diagnostics.problem("shape", match.string, message, Fix("leave the leaf out of the pattern"))
             return None

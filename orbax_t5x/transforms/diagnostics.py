@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 
 
 @dataclasses.dataclass
@@ -68,7 +68,7 @@ class Diagnostics:
         return error
 
     def problem(
-        self, kind: ProblemKind, leaf: str | None, message: str, fix: str = "", *, becomes: str | None = None
+        self, kind: ProblemKind, leaf: str | None, message: str, fix: Fix | None = None, *, becomes: str | None = None
     ) -> None:
         """Records one problem.
 

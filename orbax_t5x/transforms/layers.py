@@ -13,6 +13,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, stack
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -66,7 +67,7 @@ def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagn
         None,
         f"StackLayers {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match digits alone, "
         "so it is not clear which is the layer number",
-        "name the layer number's group (?P<i>\\d+)",
+        Fix("name the layer number's group (?P<i>\\d+)"),
     )
     return None
 
@@ -138,17 +139,17 @@ class StackLayers(ByRules):
                 continue
             if text is None or not text.isdecimal():
                 message = f"StackLayers: the layer number of {name!r} is {text!r}"
-                diagnostics.problem("rule", name, message, "let the group match digits alone")
+                diagnostics.problem("rule", name, message, Fix("let the group match digits alone"))
                 continue
             if int(text) >= _MOST_LAYERS:
                 message = f"StackLayers: the layer number of {name!r} is beyond {_MOST_LAYERS} layers"
-                diagnostics.problem("rule", name, message, "let the group match the layer number alone")
+                diagnostics.problem("rule", name, message, Fix("let the group match the layer number alone"))
                 continue
             other = stacks.setdefault(stacked, {}).setdefault(int(text), match)
             if other is not match:
                 message = f"StackLayers: {other.string!r} and {name!r} are both layer {int(text)} of {stacked!r}"
                 fix = "tell them apart by a group of the pattern that `into` uses"
-                diagnostics.problem("duplicate", stacked, message, fix)
+                diagnostics.problem("duplicate", stacked, message, Fix(fix))
         return stacks
 
     def _is_complete(
@@ -168,7 +169,7 @@ class StackLayers(ByRules):
             stacked,
             f"StackLayers: layer {shown} of {depth} is missing for {stacked!r}; it has {len(layers)}, such as "
             f"{example!r}",
-            "leave these names out of the pattern where they do not stand in every layer",
+            Fix("leave these names out of the pattern where they do not stand in every layer"),
         )
         return False
 
@@ -185,7 +186,7 @@ class StackLayers(ByRules):
         except ValueError as error:
             message = f"{self._rule()}: {error}"
             fix = "all layers need one shape and dtype, and the axis must exist"
-            diagnostics.problem("shape", stacked, message, fix)
+            diagnostics.problem("shape", stacked, message, Fix(fix))
             return
         new.put(stacked, value, first, self._rule())
 
@@ -252,7 +253,7 @@ def numbered_names(
     """The names that a template with `{i}` gives for numbers from 0; None, and a problem, where it gives none."""
     if count > _MOST_LAYERS:
         message = f"{rule}: {count} layers, and {_MOST_LAYERS} are the most"
-        diagnostics.problem("shape", match.string, message, "check the axis")
+        diagnostics.problem("shape", match.string, message, Fix("check the axis"))
         return None
     # The number is no part of a group reference: in "\\1{i}" layer 0 is not group 10.
     pieces: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, add_low_rank
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -67,7 +68,7 @@ class AddLowRank(ByRules):
         if factors and not known and self.require_match:
             name, (down, up) = next(iter(factors.items()))
             message = f"{self._rule()}: no kernel has factors; of {name!r} they would be {down!r} and {up!r}"
-            diagnostics.problem("unused_rule", None, message, "correct the names of the factors, or remove it")
+            diagnostics.problem("unused_rule", None, message, Fix("correct the names of the factors, or remove it"))
         taken = {factor for pair in known.values() for factor in pair}
         for name, value in state.items():
             if name in known:
@@ -83,7 +84,7 @@ class AddLowRank(ByRules):
         made: View | None = None
         if lacking:
             message = f"{self._rule()}: {name!r} has one factor alone, there is no {lacking[0]!r}"
-            diagnostics.problem("missing", name, message, "give it both factors, or drop the other one")
+            diagnostics.problem("missing", name, message, Fix("give it both factors, or drop the other one"))
         else:
             made = self._sum(name, [(one, state[one]) for one in (name, *factors)], diagnostics)
         if made is None:
@@ -101,5 +102,5 @@ class AddLowRank(ByRules):
         except (ValueError, TypeError) as error:
             kind = "shape" if isinstance(error, ValueError) else "dtype"
             fix = "correct the names of the factors, or transpose or cast them first"
-            diagnostics.problem(kind, name, f"{self._rule()}: {error}", fix)
+            diagnostics.problem(kind, name, f"{self._rule()}: {error}", Fix(fix))
             return None

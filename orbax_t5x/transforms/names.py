@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.by_rules import ByRules, Matches
@@ -79,7 +80,7 @@ class Merge(Transform):
         clash = _leaf_above_leaf(flat)
         if clash is not None:
             error = NameClashError(*clash)
-            diagnostics.problem("duplicate", clash[0], str(error), "rename or drop one of the two before merging")
+            diagnostics.problem("duplicate", clash[0], str(error), Fix("rename or drop one of the two before merging"))
         return flat
 
     def describe(self) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, concatenate
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -62,7 +63,7 @@ class Split(OnePattern):
                 "shape",
                 name,
                 f"{self._rule()}: axis {axis} of shape {view.shape} is not made of {parts}",
-                f"give sizes= that add up to {size}",
+                Fix(f"give sizes= that add up to {size}"),
             )
             return None
         made = []
@@ -120,7 +121,7 @@ class Concat(ByRules):
             if other != name:
                 message = f"Concat: {other!r} and {name!r} are both part {index} of {joined!r}"
                 fix = "tell them apart by a group of the pattern that `into` uses"
-                diagnostics.problem("duplicate", joined, message, fix)
+                diagnostics.problem("duplicate", joined, message, Fix(fix))
         for joined, parts in groups.items():
             value = self._join(joined, [(i, parts[i], state[parts[i]]) for i in sorted(parts)], diagnostics)
             if value is not None:
@@ -132,7 +133,7 @@ class Concat(ByRules):
         lacking = [pattern_text(pattern) for index, pattern in enumerate(self.patterns) if index not in present]
         if lacking:
             message = f"Concat: nothing matches {lacking} for {joined!r}, which has {[name for _, name, _ in parts]}"
-            diagnostics.problem("missing", joined, message, "give it all its parts, or narrow the patterns")
+            diagnostics.problem("missing", joined, message, Fix("give it all its parts, or narrow the patterns"))
             return None
         views = views_of(((name, value) for _, name, value in parts), diagnostics, becomes=joined)
         if views is None:
@@ -140,5 +141,5 @@ class Concat(ByRules):
         try:
             return concatenate(views, self.axis)
         except ValueError as error:
-            diagnostics.problem("shape", joined, f"Concat: {error}", "cast or reshape the parts first")
+            diagnostics.problem("shape", joined, f"Concat: {error}", Fix("cast or reshape the parts first"))
             return None

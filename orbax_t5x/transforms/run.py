@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.provenance.digests import qualified_name
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -49,7 +50,10 @@ def _run_function(
         return state
     if not isinstance(result, Mapping):
         diagnostics.problem(
-            "transform", None, f"{name} returned {type(result).__name__}, not a state dict", "return the nested dict"
+            "transform",
+            None,
+            f"{name} returned {type(result).__name__}, not a state dict",
+            Fix("return the nested dict"),
         )
         return state
     try:
@@ -70,7 +74,8 @@ def _record_raised(name: str, error: Exception, diagnostics: Diagnostics) -> Non
     if isinstance(error, OSError | MemoryError):
         raise error
     advice = "; ".join(getattr(error, "__notes__", ()))
-    diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}", advice)
+    fix = Fix(advice) if advice else None
+    diagnostics.problem("transform", None, f"{name} raised {type(error).__name__}: {error}", fix)
     diagnostics.raised.append(error)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, all_equal, average
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -69,7 +70,7 @@ class Average(Transform):
                 "unused_rule",
                 None,
                 f"Average: pattern {pattern_text(self.pattern)!r} matches no name of the sources {list(weights)}",
-                "a pattern must match a whole name",
+                Fix("a pattern must match a whole name"),
             )
         new = NewState(diagnostics)
         averaged = {name for parts in groups.values() for name in parts.values()}
@@ -83,7 +84,7 @@ class Average(Transform):
                     f"Average: {', '.join(map(repr, lacking))} {'lack' if len(lacking) > 1 else 'lacks'} {result!r}"
                 )
                 fix = f"take it from one source before: Rename([({next(iter(parts.values()))!r}, {result!r})])"
-                diagnostics.problem("missing", result, message, fix)
+                diagnostics.problem("missing", result, message, Fix(fix))
             else:
                 leaves = {parts[name]: state[parts[name]] for name in weights}
                 self._put_average(result, leaves, weights, new, diagnostics)
@@ -96,12 +97,16 @@ class Average(Transform):
             lacking = [name for name in weights if name not in sources]
             if lacking:
                 message = f"Average: there are no sources {lacking}; the names begin with {sources}"
-                diagnostics.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
+                diagnostics.problem(
+                    "missing", None, message, Fix("name the sources: ot.restore({'a': path, 'b': path}, …)")
+                )
                 return None
             return weights
         if len(given) != len(sources):
             message = f"Average: {len(given)} weights for {len(sources)} sources {sources}"
-            diagnostics.problem("rule", None, message, "give one weight per source, or a mapping from source to weight")
+            diagnostics.problem(
+                "rule", None, message, Fix("give one weight per source, or a mapping from source to weight")
+            )
             return None
         return dict(zip(sources, given, strict=True))
 
@@ -133,7 +138,7 @@ class Average(Transform):
             value = _average(views, list(weights.values()), result, diagnostics)
         except (ValueError, TypeError) as error:
             message = f"Average: {error}"
-            diagnostics.problem("shape", result, message, "only arrays of numbers of one shape have an average")
+            diagnostics.problem("shape", result, message, Fix("only arrays of numbers of one shape have an average"))
             return
         if value is None:
             return
@@ -150,7 +155,7 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
     kinds = {kind_of(view.dtype) for view in views}
     if any(leaf.prng_impl is not None for view in views for leaf in view.leaves()):
         message = f"Average: {name!r} holds PRNG keys, which have no average"
-        diagnostics.problem("dtype", name, message, "leave it out of the pattern, and take it from one source")
+        diagnostics.problem("dtype", name, message, Fix("leave it out of the pattern, and take it from one source"))
         return None
     if kinds <= {"bool", "object"}:
         return all_equal(views)
@@ -158,7 +163,9 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
         dtypes = ", ".join(dict.fromkeys(view.dtype.name for view in views))
         if any(weight / sum(weights) < 0 for weight in weights):
             message = f"Average: with negative weights {name!r} may leave the range of its integers ({dtypes})"
-            diagnostics.problem("dtype", name, message, "leave it out of the pattern, or Cast it to a float before")
+            diagnostics.problem(
+                "dtype", name, message, Fix("leave it out of the pattern, or Cast it to a float before")
+            )
             return None
         diagnostics.warnings.append(f"Average: {name!r} holds integers ({dtypes}); their average is rounded")
     return average(views, weights)
@@ -200,7 +207,9 @@ class Overlay(Transform):
         for first, leaves in by_source.items():
             if not leaves:
                 message = f"Overlay: there is no leaf of a source {first!r}"
-                diagnostics.problem("missing", None, message, "name the sources: ot.restore({'a': path, 'b': path}, …)")
+                diagnostics.problem(
+                    "missing", None, message, Fix("name the sources: ot.restore({'a': path, 'b': path}, …)")
+                )
             for rest, name in leaves:
                 if rest not in seen:
                     new.put(rest, state[name], name, f"Overlay: {first!r} is the first source that has it")

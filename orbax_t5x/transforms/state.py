@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.transforms.diagnostics import Diagnostics
 
@@ -39,7 +40,7 @@ class NewState:
                 "duplicate",
                 name,
                 f"{self._made_from[name]!r} and {made_from!r} both become {name!r}" + (f" ({rule})" if rule else ""),
-                "rename or drop one of the two",
+                Fix("rename or drop one of the two"),
             )
             return
         self.flat[name] = value
@@ -65,7 +66,9 @@ def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | N
     try:
         return as_view(value, name=name)
     except (TypeError, ValueError) as error:
-        diagnostics.problem("transform", name, f"not an array: {error}", "leave it out of the pattern", becomes=becomes)
+        diagnostics.problem(
+            "transform", name, f"not an array: {error}", Fix("leave it out of the pattern"), becomes=becomes
+        )
         return None
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
 from orbax_t5x.text.wording import listed
@@ -115,7 +116,7 @@ def _translate(translator: Any, state: FlatState, diagnostics: Diagnostics) -> T
 
 def _note_failures(translation: Translation, count: int, diagnostics: Diagnostics) -> None:
     for name, message in translation.failed:
-        diagnostics.problem("translate", name, message, "leave it out before Translate with Drop, or add a rule")
+        diagnostics.problem("translate", name, message, Fix("leave it out before Translate with Drop, or add a rule"))
     unmatched = translation.unmatched
     if not unmatched:
         return
@@ -123,6 +124,8 @@ def _note_failures(translation: Translation, count: int, diagnostics: Diagnostic
         "translate",
         unmatched[0] if len(unmatched) == 1 else None,
         f"no translation rule matches {len(unmatched)} of {count} names: {listed(map(repr, unmatched), _SHOWN_NAMES)}",
-        "leave Translate out where the checkpoint has the target's names already; otherwise take the names out before "
-        "it with Drop, or pass a CheckpointTranslator that knows them",
+        Fix(
+            "leave Translate out where the checkpoint has the target's names already; otherwise take the names out "
+            "before it with Drop, or pass a CheckpointTranslator that knows them"
+        ),
     )

@@ -99,7 +99,7 @@ def test_one_typing_error_in_a_rule_is_short():
     assert "'blok_0/layer_0/kernel_of_a_long_name' does not exist" in problem.message
     assert "nor do 143 others" in problem.message and leftover.kind == "leftover"
     assert len(str(error)) < 2_000 and len(str(error).splitlines()) < 60
-    mended = ot.transforms.AssignmentMap([ast.literal_eval(problem.fix.removeprefix("write the rule as "))])
+    mended = ot.transforms.AssignmentMap([ast.literal_eval(str(problem.fix).removeprefix("write the rule as "))])
     assert [entry.name for entry in ot.plan_restore(checkpoint(arrays), target, mended).entries] == sorted(target)
 
 
@@ -133,5 +133,5 @@ def test_a_text_is_short_and_has_every_kind(problems):
     error = errors.RestorePlanError(problems)
     assert error.problems == tuple(problems)
     assert len(str(error).splitlines()) < 60
-    if not any("\n" in problem.message + problem.fix for problem in problems):
+    if not any("\n" in problem.message + str(problem.fix) for problem in problems):
         assert all(f"[{problem.kind}]" in str(error) for problem in problems)

@@ -323,7 +323,7 @@ def test_all_problems_are_gathered():
     assert "30 of 33 names" in unmatched.message
     assert "'other/variable_0'" in unmatched.message
     assert "10 more" in unmatched.message
-    assert "Drop" in unmatched.fix
+    assert "Drop" in str(unmatched.fix)
 
 
 def test_by_hand_on_nested_dicts_the_first_problem_is_raised():

@@ -35,7 +35,7 @@ def named(tmp_path):
 
 def mapping(problem):
     """The transform that a fix says to map with."""
-    return eval(problem.fix.removeprefix("map it with "), {"ot": ot})
+    return eval(str(problem.fix).removeprefix("map it with "), {"ot": ot})
 
 
 def load_with_v1(path, target):
@@ -94,7 +94,7 @@ def test_no_rule_is_proposed_where_shapes_differ_or_several_leaves_may_be_meant(
     for path, target in ((named, jax.ShapeDtypeStruct((5,), np.float32)), (tmp_path / "several" / "state", ALONE)):
         with pytest.raises(RestorePlanError) as caught:
             ot.restore(path, target, strict=False)
-        assert [(problem.leaf, problem.fix) for problem in caught.value.problems] == [
+        assert [(problem.leaf, str(problem.fix)) for problem in caught.value.problems] == [
             ("", "name the target's leaf, {name: leaf}")
         ]
 

@@ -287,7 +287,7 @@ def test_auto_says_what_it_looked_at_where_nothing_fits(tmp_path):
         with pytest.raises(RestorePlanError) as caught:
             call()
         (problem,) = caught.value.problems
-        assert "there is no target" in problem.message and "ot.rules" in problem.fix
+        assert "there is no target" in problem.message and "ot.rules" in str(problem.fix)
     assert not (tmp_path / "out").exists()
     with pytest.raises(TypeError, match="is no transform"):
         ot.restore(BUNDLE, scanned_target(), ["auto"])

@@ -468,7 +468,7 @@ def test_a_stored_key_of_another_implementation_is_a_problem(saved, stored, want
         return
     problem = the_problem(source, target)
     assert problem.kind == "dtype" and repr(stored) in problem.message and repr(wanted) in problem.message
-    called = problem.fix.removeprefix("give the target keys of that implementation: ")
+    called = str(problem.fix).removeprefix("give the target keys of that implementation: ")
     assert eval(called, {"jax": jax, "seed": 0}).dtype == keys.dtype
 
 
@@ -476,13 +476,13 @@ def test_more_or_fewer_keys_keep_their_data_whole(saved):
     keys = key((3,))
     source = saved({"k": keys})
     problem = the_problem(source, {"k": S((2,), keys.dtype)})
-    assert problem.kind == "shape" and "ot.transforms.Slice('k', np.s_[:2, :])" in problem.fix
+    assert problem.kind == "shape" and "ot.transforms.Slice('k', np.s_[:2, :])" in str(problem.fix)
     part = ot.restore(source, {"k": S((2,), keys.dtype)}, ot.transforms.Slice("k", np.s_[:2, :]))["k"]
     np.testing.assert_array_equal(jax.random.key_data(part), jax.random.key_data(keys[:2]))
     new = key((5,))[::-1]
     problem = the_problem(source, {"k": new})
     call = "ot.transforms.Pad('k', (5, None), value=ot.transforms.FALLBACK)"
-    assert problem.kind == "shape" and call in problem.fix and "value=0" not in problem.fix
+    assert problem.kind == "shape" and call in str(problem.fix) and "value=0" not in str(problem.fix)
     for fallback in ({"k": new}, lambda: {"k": key((5,))[::-1]}):
         grown = ot.restore(source, {"k": new}, eval(call, {"ot": ot}), fallback=fallback)["k"]
         expected = jnp.concatenate([keys, new[3:]])
@@ -497,9 +497,11 @@ def test_key_data_whose_implementation_is_not_recorded_are_never_cut(saved, data
     other = "rbg" if data[-1:] == (2,) else "threefry2x32"
     problem = the_problem(source, {"k": S((2,), key(impl=other).dtype)})
     assert problem.kind == "shape" and "PRNG key data of shape" in problem.message
-    assert "Slice" not in problem.fix and "Pad" not in problem.fix
+    assert "Slice" not in str(problem.fix) and "Pad" not in str(problem.fix)
     if impls is not None:
-        called = problem.fix.removeprefix(f"give the target keys of the implementation that made the data, {impls}: ")
+        called = str(problem.fix).removeprefix(
+            f"give the target keys of the implementation that made the data, {impls}: "
+        )
         assert jax.random.key_data(eval(called, {"jax": jax, "seed": 0})).shape == data[-1:]
 
 
@@ -507,6 +509,6 @@ def test_typed_keys_are_named_where_the_target_wants_other_data(saved):
     source = saved({"k": key((3,), impl="rbg")})
     problem = the_problem(source, {"k": S((3, 2), np.uint32)})
     assert problem.kind == "shape" and "PRNG keys of 'rbg'" in problem.message
-    assert "Slice" not in problem.fix and "jax.random.key(seed, impl='rbg')" in problem.fix
+    assert "Slice" not in str(problem.fix) and "jax.random.key(seed, impl='rbg')" in str(problem.fix)
     data = ot.restore(source, {"k": S((3, 4), np.uint32)})["k"]
     np.testing.assert_array_equal(data, jax.random.key_data(key((3,), impl="rbg")))

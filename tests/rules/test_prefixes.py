@@ -254,7 +254,7 @@ def test_what_maxtext_has_no_place_for_is_a_problem_that_drop_permits():
     assert "no T5 relative bias" in bias.message and "have no encoder" in encoder.message
     # What the problems say is what permits it.
     permits = [
-        eval(problem.fix.partition("put ")[2].partition(" before")[0], {"ot": ot}) for problem in (bias, encoder)
+        eval(str(problem.fix).partition("put ")[2].partition(" before")[0], {"ot": ot}) for problem in (bias, encoder)
     ]
     plan = ot.plan_restore(both, None, [*permits, pack])
     assert not any("encoder/" in entry.name or "relpos" in entry.name for entry in plan.entries)

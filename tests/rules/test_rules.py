@@ -122,7 +122,7 @@ def test_a_part_of_a_network_and_a_wrong_one(networks):
     result, diagnostics = run(pack, encoder)
     assert diagnostics.problems == [] and all("decoder" not in name for name in result)
     (problem,) = run(pack, {"target/layer1/w": np.zeros(3)})[1].problems
-    assert problem.kind == "unused_rule" and "layers_0" in problem.message and "infer" in problem.fix
+    assert problem.kind == "unused_rule" and "layers_0" in problem.message and "infer" in str(problem.fix)
     found = run(rules.t5_minimal_to_scanned(3, 5), source)[1].problems
     assert found and {problem.kind for problem in found} == {"shape"}
     without_layer = {name: value for name, value in source.items() if "/layers_1/mlp/wo/" not in name}
@@ -232,7 +232,7 @@ def test_a_tied_head_is_the_transposed_embedding_if_outputs_are_not_scaled(hf, e
     # T5.1.0 (`wi`) scales; nothing else says so.
     old = {n.replace("wi_0", "wi"): v for n, v in hf.items() if "wi_1" not in n}
     (problem,) = run(rules.hf_t5_to_t5x(), old, target)[1].problems
-    assert problem.leaf == HEAD and "logits_via_embedding" in problem.fix
+    assert problem.leaf == HEAD and "logits_via_embedding" in str(problem.fix)
     assert not run(rules.hf_t5_to_t5x(), old, {name: 0 for name in target if name != HEAD})[1].problems
 
 
@@ -285,7 +285,7 @@ def test_other_numbers_of_heads_are_a_problem_both_ways(shapes, layout):
             kernels = {name for name in source if name.endswith(("query/kernel", "out/kernel"))}
             told = [problem for problem in diagnostics.problems if problem.kind == "shape"]
             assert kernels <= {problem.leaf for problem in told}
-            assert all("heads of" in problem.message and "num_heads" in problem.fix for problem in told)
+            assert all("heads of" in problem.message and "num_heads" in str(problem.fix) for problem in told)
 
 
 @pytest.mark.parametrize("scanned", [True, False])

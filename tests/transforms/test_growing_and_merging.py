@@ -179,9 +179,9 @@ def test_what_is_wrong_with_a_fallback_is_a_problem(checkpoint):
 def test_a_shape_that_differs_names_the_transform_that_mends_it(checkpoint):
     def run(shape):
         (problem,) = problems_of(checkpoint, {"params": {"emb": place(shape), "bias": ...}})
-        found = re.search(r"ot\.transforms\.(?:Pad|Slice)\(.*?(?:\]\)|value=0\))", problem.fix)
+        found = re.search(r"ot\.transforms\.(?:Pad|Slice)\(.*?(?:\]\)|value=0\))", str(problem.fix))
         if found is None:
-            return problem.fix
+            return str(problem.fix)
         transform = eval(found[0], {"ot": ot, "np": np})
         state = ot.restore(checkpoint, {"params": {"emb": place(shape), "bias": ...}}, [transform])
         return np.asarray(state["params"]["emb"])

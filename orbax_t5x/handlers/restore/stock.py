@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers.type_handlers.numpy_or_lazy import stock_handler
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
@@ -83,7 +83,7 @@ def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[P
             sharding = recorded.to_jax_sharding()
         except ValueError as error:
             message = f"it was saved from devices that are not here: {error}"
-            problems.append(Problem("sharding", name, message, "pass a target with shardings on the devices here"))
+            problems.append(Problem("sharding", name, message, Fix("pass a target with shardings on the devices here")))
     return ocp.checkpoint_utils.construct_restore_args(leaf, sharding)
 
 
@@ -156,7 +156,7 @@ class HandledLeaves:
                 "target",
                 entry.name,
                 f"{name!r} is stored by the type handler for {self._own_types[name]!r}, which alone can restore it",
-                f"give {name!r} a place of that name in the target, without transforms",
+                Fix(f"give {name!r} a place of that name in the target, without transforms"),
             )
             for entry in plan.entries
             for name in entry.sources

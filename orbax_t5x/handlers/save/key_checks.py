@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from orbax_t5x.errors import Problem, RestorePlanError, UnsafeCheckpointError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsafeCheckpointError
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.item_files import ARRAY_METADATAS, STRINGS_FILE
 from orbax_t5x.readers.orbax.keys import fault_of_key, key_leads_out, place_of
@@ -48,19 +48,19 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
         name = "/".join(keys)
         faulty = next((key for key in keys if fault_of(key)), None)
         if faulty is not None:
-            problems.append(Problem("name", name, f"the key {faulty!r} {fault_of(faulty)}", "rename it"))
+            problems.append(Problem("name", name, f"the key {faulty!r} {fault_of(faulty)}", Fix("rename it")))
         elif keys_of.setdefault(name, keys) is not keys:
             message = f"the keys {keys_of[name]!r} and {keys!r} both give this name"
-            problems.append(Problem("duplicate", name, message, "rename one of the two"))
+            problems.append(Problem("duplicate", name, message, Fix("rename one of the two")))
         elif name not in skipped and not _is_empty(node):
             joined = ".".join(keys)
             other = stored.setdefault(place_of(joined), name)
             if other is not name:
                 message = f"Orbax would store it under {joined!r}, as {other!r}"
-                problems.append(Problem("duplicate", name, message, "rename one of the two"))
+                problems.append(Problem("duplicate", name, message, Fix("rename one of the two")))
             elif in_directories and not isinstance(node, str) and not _is_directory(place_of(joined)):
                 message = f"its array would lie in the directory {joined!r}, which an item cannot have"
-                problems.append(Problem("name", name, message, "rename it, or save with use_ocdbt=True"))
+                problems.append(Problem("name", name, message, Fix("rename it, or save with use_ocdbt=True")))
     if problems:
         raise RestorePlanError(problems)
 

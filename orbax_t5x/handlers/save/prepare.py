@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.save.key_checks import check_names
 from orbax_t5x.handlers.save.leaf_options import save_options
@@ -160,7 +160,7 @@ def _casts(
                     None,
                     f"dtype={wanted.name} applies to floating-point model parameters (under target/ or params/, or "
                     "nnx.Param), and there are none in this tree",
-                    "use transforms=[ot.transforms.Cast(pattern, dtype)]",
+                    Fix("use transforms=[ot.transforms.Cast(pattern, dtype)]"),
                 )
             ]
         )

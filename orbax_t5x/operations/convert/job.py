@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from orbax_t5x.concurrency import LoopThread
-from orbax_t5x.errors import CheckpointIOError, Problem, RestorePlanError
+from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.multihost.agreement import Agreement
@@ -87,7 +87,7 @@ class CollectiveConversion:
         if any(other != mine for other in agreement.of_all(mine)):
             message = "the processes of this conversion were given different sources, destinations or options"
             fix = "call convert with the same arguments on every process"
-            raise RestorePlanError([Problem("provenance", None, message, fix)], path=target)
+            raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=target)
 
     def run(self, stack: contextlib.ExitStack, progress: OnProgress | None) -> Written:
         """Writes.

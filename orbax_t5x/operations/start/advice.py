@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Problem, RestorePlanError
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, Problem, RestorePlanError
 from orbax_t5x.readers import Limits, open_checkpoint
 
 # What is not given to a step of the run itself.
@@ -22,7 +22,11 @@ def with_init_fn(error: RestorePlanError) -> RestorePlanError:
         return text.replace("fallback=", "init_fn=")
 
     problems = [
-        dataclasses.replace(problem, message=worded(problem.message), fix=worded(problem.fix))
+        dataclasses.replace(
+            problem,
+            message=worded(problem.message),
+            fix=problem.fix and Fix(worded(str(problem.fix))),
+        )
         for problem in error.problems
     ]
     return RestorePlanError(problems, path=error.path)
@@ -44,7 +48,7 @@ def of_own_step(error: RestorePlanError, path: str, items: Sequence[str]) -> Res
         fix = f"name the item that is the state: item= one of {', '.join(map(repr, items))}; or else {fix}"
 
     def advised(problem: Problem) -> Problem:
-        return dataclasses.replace(problem, fix=fix) if _CHANGES.search(problem.fix) else problem
+        return dataclasses.replace(problem, fix=Fix(fix)) if _CHANGES.search(str(problem.fix)) else problem
 
     return RestorePlanError([advised(problem) for problem in error.problems], path=error.path)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from orbax_t5x.errors import Problem, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.multihost.collectives import gather, gather_bytes
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, boxes_by_leaf
@@ -72,7 +72,7 @@ def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
     if (rows != rows[0]).any():
         message = "the processes of this restore have different plans: other steps, sources, targets or broadcast="
         fix = "call restore with the same arguments on every process"
-        raise RestorePlanError([Problem("target", None, message, fix)], path=path)
+        raise RestorePlanError([Problem("target", None, message, Fix(fix))], path=path)
 
 
 def gather_wanted(entries: Sequence[PlanEntry], path: str | None) -> list[Wanted]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import FoundRules
 from orbax_t5x.restoring.diagnose.cures import Matched, cured
@@ -93,17 +93,19 @@ class PlanChecks:
             matcher.entries()
             untouched = self._outcome(matcher, self._source, notes)
             attempt = self._attempting(self._source, notes)
-            return cured(untouched, self._target, attempt, lambda calls: f"pass transforms=[{calls}] for Translate()")
+            return cured(
+                untouched, self._target, attempt, lambda calls: Fix(f"pass transforms=[{calls}] for Translate()")
+            )
         return cured(outcome, self._target, self._attempting(outcome.state, diagnostics), self._fix)
 
-    def _fix(self, calls: str) -> str:
+    def _fix(self, calls: str) -> Fix:
         """What to pass to have one transform more than was given."""
         if not self._given:
-            return f"add transforms=[{calls}]"
+            return Fix(f"add transforms=[{calls}]")
         if any(isinstance(transform, FoundRules) for transform in self._given):
             found = map(call_text, self._transforms)
-            return f"pass transforms=[{', '.join([*found, calls])}]"
-        return f"pass transforms=[*transforms, {calls}]"
+            return Fix(f"pass transforms=[{', '.join([*found, calls])}]")
+        return Fix(f"pass transforms=[*transforms, {calls}]")
 
     def _outcome(self, matcher: Matcher, state: Mapping[str, Any], diagnostics: Diagnostics) -> Matched:
         target = self._target.leaves
@@ -136,4 +138,4 @@ class PlanChecks:
             return []
         leaves = counted(missing, "target leaf is", "target leaves are")
         message = f"{leaves} missing, and the checkpoint's names are Mesh TensorFlow's"
-        return [Problem("missing", None, message, fix)]
+        return [Problem("missing", None, message, Fix(fix))]

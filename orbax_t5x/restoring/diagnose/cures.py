@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.proposals import (
     Proposal,
     is_optimizer_leaf,
@@ -40,7 +40,7 @@ class Matched:
 
 
 def cured(
-    outcome: Matched, target: Target, attempt: Callable[[Transform], Matched], fix: Callable[[str], str]
+    outcome: Matched, target: Target, attempt: Callable[[Transform], Matched], fix: Callable[[str], Fix]
 ) -> list[Problem] | None:
     """The problems of a plan when one transform explains its missing leaves: that it lacks, then those with it.
 
@@ -91,7 +91,7 @@ def _explains(before: Collection[str], after: Collection[str]) -> bool:
     return 2 * len(left) < len(model)
 
 
-def _problem(proposal: Proposal, unfilled: int, left: int, fix: Callable[[str], str]) -> Problem:
+def _problem(proposal: Proposal, unfilled: int, left: int, fix: Callable[[str], Fix]) -> Problem:
     has = "has no leaf" if unfilled == 1 else "have no leaf"
     message = f"{counted(unfilled, 'target leaf', 'target leaves')} {has} of their name and shape: {proposal.reason}"
     if left:

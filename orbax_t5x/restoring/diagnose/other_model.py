@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.text.wording import counted
 
 _LAYER = re.compile(r"(?P<tower>(?:.*/)?(?:encoder|decoder))/layers_(?P<number>\d+)/.*")
@@ -56,7 +56,9 @@ def _feed_forward(names: Collection[str]) -> dict[str, str]:
 
 def _fewer_layers(tower: str, depth: int, wanted: int) -> Problem:
     message = f"the checkpoint's {tower.rpartition('/')[2]} has {counted(depth, 'layer')}, the target's {wanted}"
-    return Problem("missing", None, message, "build the model with as many layers, or give fallback= for the others")
+    return Problem(
+        "missing", None, message, Fix("build the model with as many layers, or give fallback= for the others")
+    )
 
 
 def _other_feed_forward(kind: str) -> Problem:
@@ -66,4 +68,4 @@ def _other_feed_forward(kind: str) -> Problem:
         theirs, ours, activations = gated, plain, "('gelu', 'linear')"
     message = f"the checkpoint's feed-forward layers are {theirs}, and the target's are {ours}"
     fix = f"build the model as the checkpoint's was (T5X: mlp_activations={activations})"
-    return Problem("missing", None, message, fix)
+    return Problem("missing", None, message, Fix(fix))

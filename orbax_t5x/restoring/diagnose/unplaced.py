@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import Problem
+from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.other_model import other_models
 from orbax_t5x.restoring.diagnose.proposals import assignment
 from orbax_t5x.restoring.diagnose.similar import Named, Similar, named
@@ -71,16 +71,18 @@ def _problem(missing: MissingLeaf, closest: Sequence[str], same: str | None) -> 
             "missing",
             name,
             "the checkpoint has None there: that part of the state was not in use when it was saved",
-            "put None in the target there, or give fallback= values",
+            Fix("put None in the target there, or give fallback= values"),
         )
     if missing.is_reset:
         message = "the optimizer's state of this parameter has no counterpart in the new layout and is reset"
-        return Problem("missing", name, message, _GIVE_VALUES)
+        return Problem("missing", name, message, Fix(_GIVE_VALUES))
     message = "the checkpoint has no such leaf"
     if same is not None:
         fix = f"map it with {assignment(re.escape(name), same)}"
-        return Problem("missing", name, f"{message}; {same!r} has its shape and dtype", fix)
-    return Problem("missing", name, message + (f"; closest: {', '.join(closest)}" if closest else ""), _GIVE_VALUES)
+        return Problem("missing", name, f"{message}; {same!r} has its shape and dtype", Fix(fix))
+    return Problem(
+        "missing", name, message + (f"; closest: {', '.join(closest)}" if closest else ""), Fix(_GIVE_VALUES)
+    )
 
 
 def _alone(missing: MissingLeaf, held: Sequence[Named]) -> Problem:
@@ -89,7 +91,7 @@ def _alone(missing: MissingLeaf, held: Sequence[Named]) -> Problem:
     fix = "name the target's leaf, {name: leaf}" if not missing.name else "pass the target's leaf alone"
     if len(held) == 1 and held[0]._replace(name=missing.name) == _named(missing):
         fix = f"map it with {assignment(re.escape(missing.name), held[0].name)}"
-    return Problem("missing", missing.name, f"the checkpoint has no such leaf: {what}", fix)
+    return Problem("missing", missing.name, f"the checkpoint has no such leaf: {what}", Fix(fix))
 
 
 def leftover_problems(leftovers: Sequence[str], target: Collection[str], unfilled: Collection[str]) -> list[Problem]:
@@ -119,7 +121,7 @@ def _head_problem(head: Sequence[str]) -> list[Problem]:
     )
     if any(name.endswith("lm_head.weight") for name in head):
         fix += "; or, if config.json has tie_word_embeddings: true, pass that to the rule pack"
-    return [Problem("leftover", head[0] if len(head) == 1 else None, message, fix)]
+    return [Problem("leftover", head[0] if len(head) == 1 else None, message, Fix(fix))]
 
 
 def _leftovers(names: Sequence[str]) -> list[Problem]:
@@ -129,7 +131,7 @@ def _leftovers(names: Sequence[str]) -> list[Problem]:
     fix = "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules"
     leaf = names[0] if len(names) == 1 else None
     shown = [name or _ALONE for name in names]
-    return [Problem("leftover", leaf, message + listed(shown, _SHOWN_LEFTOVERS), fix)]
+    return [Problem("leftover", leaf, message + listed(shown, _SHOWN_LEFTOVERS), Fix(fix))]
 
 
 def _named(missing: MissingLeaf) -> Named:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.errors import Problem, ProblemKind, RestorePlanError
+from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Box
 from orbax_t5x.lazy.box import box_shape, box_size, full_box
 from orbax_t5x.restoring.plan_data import PlanEntry, addressable_boxes, box_of_index, shard_indices
@@ -154,7 +154,7 @@ def check_value(entry: PlanEntry, value: Any) -> None:
     if clash is not None:
         kind, found, planned = clash
         fix = "plan and execute under the same JAX settings (jax_enable_x64, the mesh in use)"
-        raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan says {planned}", fix)])
+        raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan says {planned}", Fix(fix))])
 
 
 def _on_host(leaf: TargetLeaf, array: np.ndarray) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape
 from orbax_t5x.optim.factored_state import STEPS, Conversion, optax_to_t5x, t5x_to_optax
@@ -60,7 +61,7 @@ class AdafactorSlots(Transform):
                 None,
                 "AdafactorSlots: the target has not optax.adafactor's state for T5X's slots in the checkpoint, nor "
                 "T5X's slots for Optax's state there",
-                "remove it, or check that the names still are those that the libraries gave",
+                Fix("remove it, or check that the names still are those that the libraries gave"),
             )
             return dict(state)
         return self._renamed(state, target, found, diagnostics)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.template import expand_match
 
@@ -179,7 +180,7 @@ def expand(match: re.Match[str], template: str, rule: str, diagnostics: Diagnost
     try:
         return expand_match(match, template)
     except ValueError as error:
-        diagnostics.problem("rule", match.string, f"{rule}: {error}", "name only groups that the pattern has")
+        diagnostics.problem("rule", match.string, f"{rule}: {error}", Fix("name only groups that the pattern has"))
         return None
 
 
@@ -199,5 +200,5 @@ def is_name(name: str, old: str, rule: str, diagnostics: Diagnostics) -> bool:
         fix = "let the replacement give a name without empty parts"
     else:
         message, fix = f"{rule}: the new name would be empty", "to take leaves out, give None in place of ''"
-    diagnostics.problem("rule", old, message, fix)
+    diagnostics.problem("rule", old, message, Fix(fix))
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.patterns.table import Pattern, RuleTable, pattern_text
@@ -62,4 +63,6 @@ def note_unused(
             continue
         near = closest.to(text) if regex is not None else []
         message += f"; closest: {near}" if near else ""
-        diagnostics.problem("unused_rule", None, message, "correct or remove it (a pattern must match a whole name)")
+        diagnostics.problem(
+            "unused_rule", None, message, Fix("correct or remove it (a pattern must match a whole name)")
+        )

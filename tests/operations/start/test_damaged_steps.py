@@ -174,7 +174,7 @@ def test_a_step_number_that_does_not_fit_is_no_damage(tmp_path):
         with pytest.raises(ot.errors.RestorePlanError, match="step: the value 2147483648 does not fit int32") as caught:
             restore()
         assert [problem.kind for problem in caught.value.problems] == ["dtype"]
-        assert caught.value.problems[0].fix == "give the target the stored dtype"
+        assert str(caught.value.problems[0].fix) == "give the target the stored dtype"
 
 
 def test_fixes_are_what_this_call_takes(tmp_path):
