@@ -23,7 +23,7 @@ def complete(script, tmp_path):
         call = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _orbax_t5x"
         code = f"{script}\n{call}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
         done = subprocess.run(
-            ["bash", "--norc", "--noprofile", "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+            ["bash", "--norc", "--noprofile", "-c", code], capture_output=True, text=True, timeout=800, cwd=tmp_path
         )
         assert done.returncode == 0 and not done.stderr, done.stderr
         return done.stdout.split()

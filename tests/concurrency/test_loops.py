@@ -197,6 +197,6 @@ with LoopThread() as thread:
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=800, check=False, env=environment
     )
     assert done.stdout.strip() == "interrupted", done.stderr

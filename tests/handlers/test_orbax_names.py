@@ -96,9 +96,9 @@ def test_a_commit_future_runs_its_coroutine_and_raises_its_errors(fails):
     future = CommitFuture(commit(), name="commit")
     if fails:
         with pytest.raises(ValueError, match="not written"):
-            future.result(timeout=60)
+            future.result(timeout=800)
     else:
-        future.result(timeout=60)
+        future.result(timeout=800)
     assert ran == [True]
 
 

@@ -58,7 +58,7 @@ def test_functions_are_not_hidden_by_modules():
 
 
 def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=800).stdout
 
 
 def test_import_brings_in_nothing():

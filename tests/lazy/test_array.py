@@ -449,7 +449,7 @@ print("child", os.waitstatus_to_exitcode(status))
 
 def test_reading_goes_on_in_a_forked_child():
     # In a process of its own, without JAX: forking one with JAX in it is not what is tested here.
-    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=800, check=False)
     assert done.stdout == "child 0\n", done.stderr
 
 
@@ -464,5 +464,5 @@ print(sorted(heavy), started)
 
 
 def test_importing_makes_no_thread_and_imports_no_framework():
-    done = subprocess.run([sys.executable, "-c", _LIGHT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", _LIGHT], capture_output=True, text=True, timeout=800, check=True)
     assert done.stdout == "[] []\n"

@@ -52,7 +52,7 @@ def killed(bundle, compiled, tmp_path_factory):
         env={**os.environ, **compiled},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr

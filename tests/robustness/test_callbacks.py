@@ -105,5 +105,5 @@ print("all reached the caller")
     search = os.pathsep.join(path for path in sys.path if path)
     environment = {**os.environ, "PYTHONPATH": search, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", _PRELUDE + body]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
     assert done.stdout.strip() == "all reached the caller", done.stderr[-4000:]

@@ -184,7 +184,7 @@ def test_nothing_outside_is_opened_and_nobody_is_called(confined, outside, tmp_p
         (tmp_path / "job.json").write_text(json.dumps(job))
         arguments = [sys.executable, "-m", "tests.robustness.confined_process", str(tmp_path / "job.json")]
         place = Path(__file__).parents[2]
-        run = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=place)
+        run = subprocess.run(arguments, capture_output=True, text=True, timeout=800, cwd=place)
         assert run.returncode == 0, run.stderr[-2000:]
         said = json.loads(run.stdout)
         listener.setblocking(False)

@@ -114,7 +114,7 @@ def said(tmp_path_factory) -> dict[str, tuple[str, float, int]]:
         write(directory)
         paths[name] = str(directory / "step" if (directory / "step").exists() else directory)
     arguments = [sys.executable, "-c", CHILD, json.dumps(paths)]
-    run = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)
 

@@ -40,7 +40,7 @@ def run(source, root, result, kill_after=None):
         str(STEPS),
         str(result),
     ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode in (0, -signal.SIGALRM), done.stderr[-3000:]
     return done.stdout.split(), done.returncode != 0
 

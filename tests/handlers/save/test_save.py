@@ -48,7 +48,7 @@ def run(code, **environment):
     """What a script prints, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        timeout=120,
+        timeout=800,
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

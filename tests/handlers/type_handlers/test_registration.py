@@ -81,7 +81,7 @@ def in_another_process(code, *arguments):
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

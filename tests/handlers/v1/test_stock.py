@@ -109,7 +109,7 @@ def run(script, root):
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(root)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

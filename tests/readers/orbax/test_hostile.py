@@ -592,7 +592,7 @@ def test_what_the_operating_system_refuses(item):
         "    except ot.errors.CheckpointIOError as error:\n"
         "        print(error.errno, error.leaf, error.path)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=800)
     assert done.stdout.split() == [str(errno.EMFILE), "a", str(path / "a")], done.stderr
 
 
