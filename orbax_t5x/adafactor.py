@@ -65,7 +65,7 @@ _AdafactorParamState = AdafactorParamState
 
 
 def standard_logical_factor_rules() -> flax.core.FrozenDict[str, FactorDim]:
-    """T5X's logical axis names and the part of each in the factored second moment."""
+    """Returns T5X's logical axis names and the role of each in the factored second moment."""
     return flax.core.freeze(dict(STANDARD_LOGICAL_FACTOR_RULES))
 
 
@@ -175,13 +175,13 @@ class Adafactor(OptimizerDef):
             self.hyper_params = self.hyper_params.replace(factor_map=rules_from_axes(param_logical_axes, rules))
 
     def init_state(self, params: Any) -> OptimizerState:
-        """A new state: a tree like the parameters with the slots of each, by `init_param_state`."""
+        """Makes a new state: a tree like the parameters with the slots of each, by `init_param_state`."""
         names, leaves, treedef = named_leaves(params)
         states = [self.init_param_state(param, name) for name, param in zip(names, leaves, strict=True)]
         return OptimizerState(step=first_step(), param_states=treedef.unflatten(states))
 
     def init_param_state(self, param: Any, path: str) -> AdafactorParamState:
-        """The slots of one parameter before the first step; subclasses may override it.
+        """Makes the slots of one parameter before the first step; subclasses may override it.
 
         Args:
           param: the parameter, abstract or not.
@@ -194,7 +194,7 @@ class Adafactor(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        """One step, by `apply_param_gradient` on each parameter; see the base class."""
+        """Applies gradients once, by `apply_param_gradient` on each parameter; see the base class."""
         if hyper_params.learning_rate is None:
             raise ValueError("Adafactor needs a learning_rate, when it is made or at each step.")
         names, leaves, treedef = named_leaves(params)
@@ -217,7 +217,7 @@ class Adafactor(OptimizerDef):
     def apply_param_gradient(
         self, step: Any, hyper_params: Any, param: Any, state: AdafactorParamState, grad: Any, path: str
     ) -> tuple[Any, AdafactorParamState]:
-        """One parameter's part of a step: its new value and slots; subclasses may override it.
+        """Computes one parameter's new value and slots; subclasses may override it.
 
         Args:
           step: how many times gradients were applied before.
@@ -237,14 +237,14 @@ class Adafactor(OptimizerDef):
     _parse_rule = staticmethod(parse_rule)
 
     def _factored_dims(self, shape: Sequence[int]) -> FactoredPair | None:
-        """The ROW and the COLUMN dimensions by size alone, or None for a shape that is not factored."""
+        """Returns the ROW and the COLUMN dimensions by size alone, or None for a shape that is not factored."""
         if not self.hyper_params.factored:
             return None
         dims = dims_by_size(shape, self.hyper_params.min_dim_size_to_factor)
         return None if dims is None else (dims.row, dims.column)
 
     def _factoring(self, path: str, shape: Sequence[int]) -> FactorDims:
-        """How the second moment of a parameter is factored."""
+        """Decides how the second moment of a parameter is factored."""
         rule: FactorRule = HEURISTIC_RULE
         if not self.hyper_params.factored:
             rule = None
@@ -288,7 +288,7 @@ def _is_slots(node: Any) -> bool:
 
 
 def _in_order(names: list[str], tree: Any, what: str) -> list[Any]:
-    """The leaves (or slots) of a tree in the order of the parameters' names; a dict and a FrozenDict may meet here."""
+    """Lists the leaves (or slots) of a tree in the order of the parameters' names, of a dict or a FrozenDict."""
     found, leaves, _ = named_leaves(tree, is_leaf=_is_slots)
     if found == names:
         return leaves

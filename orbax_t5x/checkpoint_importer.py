@@ -89,7 +89,7 @@ _SHOWN_NAMES = 10
 
 
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """The variables of a TensorFlow V2 checkpoint by name; only its index is read.
+    """Opens the variables of a TensorFlow V2 checkpoint, by name; reads only its index.
 
     Files stay open for as long as one of the arrays is there.
 
@@ -109,7 +109,7 @@ def restore_from_t5_checkpoint(
     strict: bool = True,
     translator: CheckpointTranslator | None = None,
 ) -> dict[str, Any]:
-    """A T5X state dict with the values of a Mesh TensorFlow T5 checkpoint, in its dtypes.
+    """Returns a T5X state dict with the values of a Mesh TensorFlow T5 checkpoint, in its dtypes.
 
     Relative biases are shared or per layer as the state names them, and Adafactor's placeholders are added where the
     state has them. A state without Adafactor's slots (an `InferenceState`'s) leaves those of the file unread.
@@ -157,7 +157,7 @@ def restore_from_t5_checkpoint(
 
 
 def _target(state: FlatState, translated: FlatState) -> dict[str, Any]:
-    """What the plan restores into: the state's names and shapes, the file's dtypes; `...` where the state has None."""
+    """Makes the plan's target: the state's names and shapes, the file's dtypes; `...` where the state has None."""
     target: dict[str, Any] = {}
     for name, leaf in state.items():
         if leaf is None:
@@ -174,7 +174,7 @@ def _target(state: FlatState, translated: FlatState) -> dict[str, Any]:
 def _in_words_of_a_state(
     error: RestorePlanError, state: FlatState, translated: FlatState, path: str | os.PathLike[str]
 ) -> CheckpointError:
-    """The plan's problems as callers of this module can act on them: they give a state and `strict`, and no rules."""
+    """Rewords the plan's problems for callers of this module, who give a state and `strict`, and no rules."""
     missing = [problem.leaf for problem in error.problems if problem.kind == "missing" and problem.leaf is not None]
     extra = sorted(translated.keys() - state.keys())
     problems: list[Problem] = []
@@ -197,13 +197,13 @@ def _in_words_of_a_state(
 
 
 def _maybe_correct_relpos_bias(t5_data: Mapping[str, Any]) -> dict[str, Any]:
-    """T5X's name for: relative biases found in block 0 alone become the tower's."""
+    """Makes relative biases that only block 0 has the tower's; under T5X's name."""
     renamed = place_relative_bias(t5_data, ())
     return {renamed.get(name, name): value for name, value in t5_data.items()}
 
 
 def _add_missing_param_states(t5_data: Mapping[str, Any]) -> dict[str, Any]:
-    """T5X's name for: parameters get the (1,) zeros of their unused slots, and of a momentum also without slots."""
+    """Adds the (1,) zeros of unused slots, and of a momentum also without slots; under T5X's name."""
     momenta = [f"{_SLOTS}{name.removeprefix(_PARAMETERS)}/m" for name in t5_data if name.startswith(_PARAMETERS)]
     zeros = {name: np.zeros((1,), np.float32) for name in momenta}
     return {**zeros, **adafactor_placeholders(t5_data, None), **t5_data}
@@ -212,7 +212,7 @@ def _add_missing_param_states(t5_data: Mapping[str, Any]) -> dict[str, Any]:
 def _update_state_dict(
     state_dict: Mapping[str, Any], t5_data: Mapping[str, Any], strict: bool = True
 ) -> dict[str, Any]:
-    """T5X's name for: translated values, lazy or not, in the structure of a state dict.
+    """Puts translated values, lazy or not, into the structure of a state dict; under T5X's name.
 
     Raises:
       ValueError: names of the state dict are missing, with `strict` others are there, or shapes differ.
@@ -235,7 +235,7 @@ def _names_text(names: Sequence[str]) -> str:
 
 
 def _read(views: Mapping[str, View | None]) -> dict[str, Any]:
-    """All arrays at once, each stored byte once; NumPy scalars for rank 0, as TensorFlow's reader gives the step.
+    """Reads all arrays at once, each stored byte once; NumPy scalars for rank 0, as TensorFlow's reader gives the step.
 
     Not by executing the plan, which waits for the other processes of a job: T5X's function does not.
     """

@@ -64,7 +64,7 @@ OptaxFactory = Callable[..., "OptaxWrapper"]
 
 @flax.struct.dataclass
 class _OptaxWrapperHyperParams:
-    """What may be given to one step of an Optax optimizer.
+    """Hyper-parameters that may be given to one step of an Optax optimizer.
 
     Attributes:
       learning_rate: accepted and ignored; Optax has its own schedules.
@@ -86,17 +86,17 @@ class OptaxStatePartitionRules:
 
     @classmethod
     def _is_optax_state(cls, x: Any) -> bool:
-        """Whether it looks like an Optax state: a named tuple whose class is called `…State`."""
+        """Reports whether a value looks like an Optax state: a named tuple whose class is called `…State`."""
         return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
     @classmethod
     def derive_params_axes(cls, optax_params: Any, params_axes: Any) -> Any:
-        """The axes of a tree like the parameters, of which parts may be masked: those stay `MaskedNode`s."""
+        """Returns the axes of a tree like the parameters; masked subtrees stay `MaskedNode`s."""
         return state_axes(optax_params, params_axes)
 
     @classmethod
     def derive_optax_logical_axes(cls, optax_state: Any, params_axes: Any, params: Any = None) -> Any:
-        """The state with partition specs for leaves, or None where a leaf has no logical axes.
+        """Returns the state with partition specs for leaves, or None where a leaf has no logical axes.
 
         Args:
           optax_state: the state of any Optax optimizer; leaves may be abstract.
@@ -130,7 +130,7 @@ class OptaxWrapper(OptimizerDef):
             return hash(type(self))
 
     def init_state(self, params: Any) -> OptimizerState:
-        """A new state, whose `param_states` is Optax's."""
+        """Makes a new state, whose `param_states` is Optax's."""
         return OptimizerState(step=first_step(), param_states=self.optax_optimizer.init(params))
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
@@ -143,7 +143,7 @@ class OptaxWrapper(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        """One step; see the base class."""
+        """Applies gradients once; see the base class."""
         extra_args = {} if hyper_params is None else hyper_params.extra_args
         updates, param_states = self._update(grads, state.param_states, params, **extra_args)
         return optax.apply_updates(params, updates), OptimizerState(step=state.step + 1, param_states=param_states)
@@ -162,7 +162,7 @@ class OptaxWrapper(OptimizerDef):
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransformation]) -> OptaxFactory:
-    """A factory of optimizer definitions from one of gradient transformations, with the same arguments."""
+    """Makes a factory of optimizer definitions from one of gradient transformations, with the same arguments."""
 
     @functools.wraps(optax_optimizer)
     def wrapped_optimizer(*args: Any, **kwargs: Any) -> OptaxWrapper:

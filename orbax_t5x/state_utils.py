@@ -39,12 +39,12 @@ __all__ = [
 
 
 def tensorstore_leaf(_: Any, value: Any) -> bool:
-    """Whether a value is a serialized TensorStore spec, which is one leaf: `is_leaf` of Flax's `flatten_dict`."""
+    """Reports whether a value is a serialized TensorStore spec: `is_leaf` for Flax's `flatten_dict`."""
     return is_tensorstore_spec(value)
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """The leaves by '/'-joined name; a serialized TensorStore spec is one leaf.
+    """Returns the leaves by '/'-joined name; a serialized TensorStore spec is one leaf.
 
     Args:
       state_dict: nested.
@@ -57,7 +57,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any], keep_empty_nodes: bool = F
 
 
 def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """The same structure with each leaf replaced by its '/'-joined name; TensorStore specs are looked into.
+    """Returns the same structure with each leaf replaced by its '/'-joined name; TensorStore specs are looked into.
 
     Args:
       state_dict: nested.
@@ -143,7 +143,7 @@ def apply_assignment_map(
 
 @contextlib.contextmanager
 def _in_t5xs_words() -> Iterator[None]:
-    """The error of a transform called by hand has T5X's text alone; what to do about it is a note."""
+    """Gives the error of a transform called by hand T5X's text; the advice becomes a note."""
     try:
         yield
     except RestorePlanError as error:

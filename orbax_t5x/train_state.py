@@ -51,7 +51,7 @@ class _LooksWithoutCalling(type(Protocol)):
 
 @runtime_checkable
 class TrainState(Protocol, metaclass=_LooksWithoutCalling):
-    """What training, evaluation and checkpointing need to know of a state."""
+    """Protocol of a state in training, evaluation and checkpointing."""
 
     @property
     def step(self) -> Any:
@@ -74,31 +74,31 @@ class TrainState(Protocol, metaclass=_LooksWithoutCalling):
         ...
 
     def state_dict(self) -> MutableMapping[str, Any]:
-        """The nested dict that is written to checkpoints."""
+        """Returns the nested dict that is written to checkpoints."""
         ...
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
-        """The same kind of state with the values of a state dict."""
+        """Returns the same kind of state with the values of a state dict."""
         ...
 
     def replace_params(self, params: Any) -> TrainState:
-        """The state with other parameters."""
+        """Returns the state with other parameters."""
         ...
 
     def replace_flax_mutables(self, flax_mutables: Any) -> TrainState:
-        """The state with other mutable variables."""
+        """Returns the state with other mutable variables."""
         ...
 
     def replace_step(self, step: Any) -> TrainState:
-        """The state at another step."""
+        """Returns the state at another step."""
         ...
 
     def apply_gradient(self, grads: Any, learning_rate: Any, flax_mutables: Any = EMPTY_DICT) -> TrainState:
-        """The state after one step of the optimizer."""
+        """Returns the state after one step of the optimizer."""
         ...
 
     def as_logical_axes(self) -> TrainState:
-        """The state with `PartitionSpec`s of logical axis names, or None, in place of its leaves."""
+        """Returns the state with `PartitionSpec`s of logical axis names, or None, in place of its leaves."""
         ...
 
 
@@ -121,7 +121,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
 
     @classmethod
     def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> Self:
-        """A state at step 0.
+        """Makes a state at step 0.
 
         Args:
           optimizer_def: an optimizer with `set_param_axes` is told the parameters' logical axes, in place.
@@ -164,7 +164,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         return self._optimizer.state.param_states
 
     def state_dict(self) -> dict[str, Any]:
-        """`target`, `state` and, where there are any, `flax_mutables`, as nested dicts."""
+        """Returns `target`, `state` and, where there are any, `flax_mutables`, as nested dicts."""
         return _with_mutables(dict(self._optimizer.state_dict()), self.flax_mutables)
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
@@ -178,7 +178,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         return self.replace(_optimizer=self._optimizer.restore_state(optimizer_dict), flax_mutables=mutables)
 
     def apply_gradient(self, grads: Any, learning_rate: Any, flax_mutables: Any = EMPTY_DICT) -> Self:
-        """The state after one step of the optimizer.
+        """Returns the state after one step of the optimizer.
 
         Args:
           grads: like the parameters.
@@ -191,20 +191,20 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         return self.replace(_optimizer=optimizer, flax_mutables=mutables)
 
     def replace_params(self, params: Any) -> Self:
-        """The state with other parameters."""
+        """Returns the state with other parameters."""
         return self.replace(_optimizer=dataclasses.replace(self._optimizer, target=params))
 
     def replace_flax_mutables(self, flax_mutables: Any) -> Self:
-        """The state with other mutable variables."""
+        """Returns the state with other mutable variables."""
         return self.replace(flax_mutables=flax_mutables)
 
     def replace_step(self, step: Any) -> Self:
-        """The state at another step."""
+        """Returns the state at another step."""
         state = dataclasses.replace(self._optimizer.state, step=step)
         return self.replace(_optimizer=dataclasses.replace(self._optimizer, state=state))
 
     def as_logical_axes(self) -> Self:
-        """The state with `PartitionSpec`s of logical axis names, or None, in place of its leaves.
+        """Returns the state with `PartitionSpec`s of logical axis names, or None, in place of its leaves.
 
         Raises:
           ValueError: the model named no axes, or the optimizer can not derive those of its states.
@@ -239,7 +239,7 @@ class InferenceState(flax.struct.PyTreeNode):
 
     @classmethod
     def create(cls, model_variables: Mapping[str, Any]) -> Self:
-        """A state at step 0; the variables are what `FlaxOptimTrainState.create` takes."""
+        """Makes a state at step 0; the variables are what `FlaxOptimTrainState.create` takes."""
         params, params_axes, mutables, mutables_axes = split_variables(model_variables)
         return cls(jnp.zeros((), jnp.int32), params, params_axes, mutables, mutables_axes)
 
@@ -249,11 +249,11 @@ class InferenceState(flax.struct.PyTreeNode):
         raise NotImplementedError("InferenceState has no optimizer states.")
 
     def apply_gradient(self, *args: Any, **kwargs: Any) -> Self:
-        """None here: raises NotImplementedError."""
+        """Raises NotImplementedError: there is no optimizer."""
         raise NotImplementedError("InferenceState does not support `apply_gradient`.")
 
     def state_dict(self) -> dict[str, Any]:
-        """`target`, `state/step` and, where there are any, `flax_mutables`, as nested dicts."""
+        """Returns `target`, `state/step` and, where there are any, `flax_mutables`, as nested dicts."""
         state = {"target": to_state_dict(self.params), "state": {"step": self.step}}
         return _with_mutables(state, self.flax_mutables)
 
@@ -277,19 +277,19 @@ class InferenceState(flax.struct.PyTreeNode):
         )
 
     def replace_params(self, params: Any) -> Self:
-        """The state with other parameters."""
+        """Returns the state with other parameters."""
         return self.replace(params=params)
 
     def replace_flax_mutables(self, flax_mutables: Any) -> Self:
-        """The state with other mutable variables."""
+        """Returns the state with other mutable variables."""
         return self.replace(flax_mutables=flax_mutables)
 
     def replace_step(self, step: Any) -> Self:
-        """The state at another step."""
+        """Returns the state at another step."""
         return self.replace(step=step)
 
     def as_logical_axes(self) -> Self:
-        """The state with `PartitionSpec`s of logical axis names, or None, in place of its leaves.
+        """Returns the state with `PartitionSpec`s of logical axis names, or None, in place of its leaves.
 
         Raises:
           ValueError: the model named no axes.
@@ -302,14 +302,14 @@ class InferenceState(flax.struct.PyTreeNode):
 
 
 def _validate_params_axes(params_axes: Any, params: Any) -> None:
-    """T5X's name for: a ValueError that lists the parameters without axis names."""
+    """Raises a ValueError that lists the parameters without axis names; under T5X's name."""
     check_axes(params_axes, params)
 
 
 def _split_variables_and_axes(
     variables_and_axes: Mapping[str, Any],
 ) -> tuple[FrozenDict[str, Any], FrozenDict[str, Any]]:
-    """T5X's name for: the collections without the axes, and the axes by the names of their collections."""
+    """Separates the collections from their axes, by the names of their collections; under T5X's name."""
     variables, axes = split_collections(variables_and_axes)
     return freeze(variables), freeze(axes)
 
@@ -327,7 +327,7 @@ def _restore_mutables(current: Any, state_dict: Mapping[str, Any]) -> Any:
 
 
 def _restore_tree(current: Any, restored: Any, what: str) -> Any:
-    """The restored leaves in the structure of the current tree; one without leaves takes any."""
+    """Returns the restored leaves in the structure of the current tree; one without leaves takes any."""
     if _holds_leaves(current):
         return from_state_dict(current, restored, what=what)
     return _contained(current, restored)
@@ -338,5 +338,5 @@ def _holds_leaves(tree: Any) -> bool:
 
 
 def _contained(current: Any, tree: Any) -> Any:
-    """The tree as a FrozenDict where the current one is, so that the structure of the state stays the same."""
+    """Returns the tree as a FrozenDict where the current one is, so that the structure of the state stays the same."""
     return freeze(tree) if isinstance(current, FrozenDict) and isinstance(tree, Mapping) else tree

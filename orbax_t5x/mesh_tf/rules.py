@@ -54,13 +54,13 @@ def _layer(mesh_tf_tower: str, block: str) -> str:
 
 
 def _place(name: str, slot: str | None) -> str:
-    """Where a parameter, or one of its slots, lives in T5X's state dict."""
+    """Returns the location of a parameter, or of one of its slots, in T5X's state dict."""
     return f"state/param_states/{name}/{SLOT_MAP[slot]}" if slot else f"target/{name}"
 
 
 @t5_importer.add(r"global_step")
 def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
-    """The step: int64 in Mesh TensorFlow, int32 in T5X; one that does not fit is an error when it is read."""
+    """Translates the step: int64 in Mesh TensorFlow, int32 in T5X; one that does not fit is an error when read."""
     del opts, key
     if hasattr(val, "cast_checked"):  # a view of a stored leaf
         return "state/step", val.cast_checked(np.int32)
@@ -74,7 +74,7 @@ def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
 
 @t5_importer.add(rf"shared/embedding{_SLOT}")
 def shared_embeddings(opts: Mapping[str, Any], key: str, val: Any, slot: str | None = None) -> tuple[str, Any]:
-    """One embedding for all towers (V,E)."""
+    """Translates one embedding for all towers (V,E)."""
     del opts, key
     return _place("token_embedder/embedding", slot), val
 
@@ -83,7 +83,7 @@ def shared_embeddings(opts: Mapping[str, Any], key: str, val: Any, slot: str | N
 def separate_embeddings(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """An embedding of one tower (V,E)."""
+    """Translates an embedding of one tower (V,E)."""
     del opts, key
     return _place(f"{_tower(encdec)}/token_embedder/embedding", slot), val
 
@@ -92,7 +92,7 @@ def separate_embeddings(
 def rel_embeddings(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """A relative-position bias (H,B), named as if every layer had one: see `place_relative_bias`."""
+    """Translates a relative-position bias (H,B), named as if every layer had one: see `place_relative_bias`."""
     del opts
     # The pattern takes every sublayer, and stays so: checkpoints record a digest of the patterns.
     if _NOT_FIRST_SUBLAYER.search(key):
@@ -111,7 +111,7 @@ def attention_layers(
     qkvo: str,
     slot: str | None = None,
 ) -> tuple[str, Any]:
-    """Attention projections: (E,J), and (J,E) for the output."""
+    """Translates attention projections: (E,J), and (J,E) for the output."""
     del opts, key
     if (encdec, attntype) not in _ATTENTION:
         raise ValueError(f"T5X's {_tower(encdec)} has no {attntype} where the bundle's tower is {encdec!r}")
@@ -130,7 +130,7 @@ def mlpblock(
     io_num: str | None = None,
     slot: str | None = None,
 ) -> tuple[str, Any]:
-    """MLP kernels: wi, or the gated wi_0 and wi_1 (E,F); wo (F,E)."""
+    """Translates MLP kernels: wi, or the gated wi_0 and wi_1 (E,F); wo (F,E)."""
     del opts
     if io_name == "wo" and io_num is not None:
         raise ValueError(f"there is no gated output projection, so {key!r} has no place in T5X")
@@ -142,7 +142,7 @@ def mlpblock(
 def layernorms(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, lyrnum: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """The norm before a sublayer (E,); its number tells which sublayer."""
+    """Translates the norm before a sublayer (E,), which its number identifies."""
     del opts, key
     norms = _LAYER_NORMS[encdec]
     if int(lyrnum) >= len(norms):
@@ -154,7 +154,7 @@ def layernorms(
 def final_layernorms(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, slot: str | None = None
 ) -> tuple[str, Any]:
-    """The norm after a tower (E,)."""
+    """Translates the norm after a tower (E,)."""
     del opts, key
     tower = _tower(encdec)
     return _place(f"{tower}/{tower}_norm/scale", slot), val
@@ -162,7 +162,7 @@ def final_layernorms(
 
 @t5_importer.add(rf"(?:decoder|transformer)/logits/kernel{_SLOT}")
 def final_logits(opts: Mapping[str, Any], key: str, val: Any, slot: str | None = None) -> tuple[str, Any]:
-    """The output projection (E,V)."""
+    """Translates the output projection (E,V)."""
     del opts, key
     return _place("decoder/logits_dense/kernel", slot), val
 
@@ -181,7 +181,7 @@ _SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relp
 
 
 def place_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
-    """New names for relative biases that a whole tower shares.
+    """Returns new names for relative biases that a whole tower shares.
 
     Mesh TensorFlow keeps a shared bias in block 0. A bias in block 0 alone is taken as the tower's, unless the target
     has biases in layers and none for the tower, and either they are in layer 0 alone or the file has a single block.
@@ -221,14 +221,14 @@ def _layers_by_tower(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str
 
 
 def _is_shared(target_shares: bool, target_layers: set[int], blocks: int) -> bool:
-    """Whether a bias found in block 0 alone belongs to the whole tower of so many blocks."""
+    """Reports whether a bias found only in block 0 belongs to the whole tower of so many blocks."""
     if target_shares or not target_layers:
         return True
     return blocks > 1 and target_layers != {0}
 
 
 def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
-    """The (1,) zeros that T5X's Adafactor keeps in unused slots and Mesh TensorFlow does not store.
+    """Makes the (1,) zeros that T5X's Adafactor keeps in unused slots and Mesh TensorFlow does not store.
 
     Only for parameters of the file, and never in place of a slot that the file should have. Without a target, only for
     parameters that have slots in the file.
@@ -264,18 +264,18 @@ def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | Non
 
 
 def _whole_moments(state: str, target: Mapping[str, Any]) -> set[str]:
-    """The second moments of a parameter that the target keeps and that are no placeholders."""
+    """Returns the second moments of a parameter that the target keeps and that are no placeholders."""
     names = {slot: f"{state}/{slot}" for slot in (*_FACTORS, "v")}
     return {slot for slot, name in names.items() if name in target and not _is_placeholder(target[name])}
 
 
 def _is_placeholder(leaf: Any) -> bool:
-    """Whether a leaf of the target has shape (1,), or takes any (`...`)."""
+    """Reports whether a leaf of the target has shape (1,), or takes any (`...`)."""
     return tuple(getattr(leaf, "shape", (1,))) == (1,)
 
 
 def _known_parameters(target: Iterable[str]) -> frozenset[str] | None:
-    """The parameters whose slots a target names as T5X does, as the slots begin; None where it has no Adafactor slots.
+    """Returns the parameters whose slots a target names as T5X does, as the slots begin; None without Adafactor slots.
 
     None of them in a target with Optax's factored state (`…/v_row/<parameter>`), which has other names for all slots.
     """

@@ -121,11 +121,11 @@ class CheckpointTranslator:
         result.unmatched.append(key)
 
     def describe(self) -> str:
-        """The table as text that is the same in every process: patterns and the functions' qualified names."""
+        """Returns the table as text that is the same in every process: patterns and the functions' qualified names."""
         return "; ".join(f"{pattern.pattern} -> {_recorded_name(function)}" for pattern, function in self.rules)
 
     def digest(self) -> str | None:
-        """Text that is the same for equal tables in every process; None where a rule is a lambda or a closure."""
+        """Returns text that is the same for equal tables in every process; None with a lambda or a closure."""
         for _, function in self.rules:
             if getattr(function, "__closure__", None) is not None or "<lambda>" in function.__qualname__:
                 return None

@@ -1,4 +1,4 @@
-"""One parameter's part of an Adafactor step: pure functions of `jax.numpy`.
+"""Adafactor's update of one parameter: pure functions of `jax.numpy`.
 
 The hyper-parameters and the slots of a parameter are Flax structs. What a parameter does not use stays as it is, so
 that shapes, dtypes and shardings of a state never change. The operations, their order and the dtypes that they have are
@@ -57,7 +57,7 @@ class AdafactorParamState(flax.struct.PyTreeNode):
 
 
 def init_slots(dims: FactorDims, param: Any, dtype_momentum: Any) -> AdafactorParamState:
-    """The slots of a parameter before the first step; `dtype_momentum` is None where no momentum is kept."""
+    """Makes the slots of a parameter before the first step; `dtype_momentum` is None where no momentum is kept."""
     # An array for each: a buffer that stands in several places cannot be donated to a step.
     slots = AdafactorParamState(*(jnp.zeros((1,), jnp.float32) for _ in range(4)))
     if dims.factored:
@@ -79,7 +79,7 @@ def clip_by_global_norm(grads: Sequence[Any], threshold: Any) -> list[Any]:
 
 
 def second_moment_decay(step: Any, decay_rate: Any) -> Any:
-    """1 - t ** -decay_rate at step t, which counts from 1 where `step` counts from 0."""
+    """Computes 1 - t ** -decay_rate at step t, which counts from 1 where `step` counts from 0."""
     t = jnp.array(step, jnp.float32) + 1.0
     return 1.0 - t ** (-decay_rate)
 
@@ -87,7 +87,7 @@ def second_moment_decay(step: Any, decay_rate: Any) -> Any:
 def step_param(
     hyper_params: AdafactorHyperParams, path: str, dims: FactorDims, beta2: Any, param: Any, slots: Any, grad: Any
 ) -> tuple[Any, Any]:
-    """One parameter's step: its new value and slots.
+    """Computes one parameter's new value and slots.
 
     Args:
       hyper_params: of this step.
@@ -117,7 +117,7 @@ def step_param(
 
 
 def _normalize(epsilon: Any, dims: FactorDims, beta2: Any, slots: Any, grad: Any) -> tuple[Any, dict[str, Any]]:
-    """The gradient divided by the root of its second moment, and the new moments."""
+    """Divides the gradient by the root of its second moment; returns it and the new moments."""
     mixing_rate = 1.0 - beta2
     square = grad * grad + epsilon
     if not dims.factored:
@@ -134,7 +134,7 @@ def _normalize(epsilon: Any, dims: FactorDims, beta2: Any, slots: Any, grad: Any
 
 
 def _param_scale(hyper_params: AdafactorHyperParams, path: str, param: Any, averaging: tuple[int, ...]) -> Any:
-    """What the learning rate of a parameter is multiplied by: 1, or an array that broadcasts against the parameter."""
+    """Returns the factor of a parameter's learning rate: 1, or an array that broadcasts against the parameter."""
     scaled = hyper_params.multiply_by_parameter_scale
     if not (scaled[path] if isinstance(scaled, HParamMap) else scaled):
         return 1

@@ -1,4 +1,4 @@
-"""What every T5X optimizer is: a definition without arrays, a state, and the two as one pytree.
+"""Base of T5X's optimizers: a definition without arrays, a state, and the two as one pytree.
 
 An `OptimizerDef` holds hyper-parameters and pure functions; an `Optimizer` is the pytree that is trained, sharded,
 saved and restored. Nothing here makes a copy on the host: states hold `jax.Array`s, also the step, or whatever abstract
@@ -30,7 +30,7 @@ class OptimizerState(flax.struct.PyTreeNode):
 
 
 def first_step() -> jax.Array:
-    """Step 0. An array, not Python's 0: a jitted step is then compiled once, and an abstract state has its dtype."""
+    """Returns step 0 as an array: a jitted step is compiled once, and an abstract state has its dtype."""
     return jnp.zeros((), jnp.int32)
 
 
@@ -52,17 +52,17 @@ class OptimizerDef:
 
     @property
     def needs_param_axes(self) -> bool:
-        """Whether the definition wants the logical axes of its parameters."""
+        """True if the definition wants the logical axes of its parameters."""
         return hasattr(self, "set_param_axes")
 
     def init_state(self, params: Any) -> OptimizerState:
-        """A new state for the parameters."""
+        """Makes a new state for the parameters."""
         raise NotImplementedError
 
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        """One step.
+        """Applies gradients once.
 
         Args:
           hyper_params: what `update_hyper_params` returned.
@@ -76,24 +76,24 @@ class OptimizerDef:
         raise NotImplementedError
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> Any:
-        """The hyper-parameters with some replaced; `hyper_params=` replaces all. The definition itself stays."""
+        """Returns the hyper-parameters with some replaced; `hyper_params=` replaces all. The definition stays."""
         hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
         if hyper_param_overrides:
             hyper_params = hyper_params.replace(**hyper_param_overrides)
         return hyper_params
 
     def create(self, target: Any) -> Optimizer:
-        """An optimizer for the parameters `target`, with a new state."""
+        """Makes an optimizer for the parameters `target`, with a new state."""
         return Optimizer(optimizer_def=self, state=self.init_state(target), target=target)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
-        """`{"target": …, "state": {"step": …, "param_states": …}}`; leaves may be abstract."""
+        """Returns `{"target": …, "state": {"step": …, "param_states": …}}`; leaves may be abstract."""
         return {"target": to_state_dict(target), "state": to_state_dict(state)}
 
     def restore_state(
         self, opt_target: Any, opt_state: OptimizerState, state_dict: dict[str, Any]
     ) -> tuple[Any, OptimizerState]:
-        """Parameters and state of the given structures with the leaves of a state dict.
+        """Returns parameters and state of the given structures with the leaves of a state dict.
 
         Raises:
           ValueError: an entry of the structure is not in the state dict.
@@ -108,7 +108,7 @@ class OptimizerDef:
         return target, state
 
     def derive_logical_axes(self, optimizer: Optimizer, /, param_logical_axes: Any) -> Optimizer:
-        """The optimizer with partition specs for leaves, or None where a leaf has no logical axes.
+        """Returns the optimizer with partition specs for leaves, or None where a leaf has no logical axes.
 
         Args:
           optimizer: of this definition; its leaves may be abstract.
@@ -133,16 +133,16 @@ class Optimizer(flax.struct.PyTreeNode):
     target: Any
 
     def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Self:
-        """One step with `grads`, a tree like `target`; hyper-parameters may be replaced for this step."""
+        """Applies `grads`, a tree like `target`, once; hyper-parameters may be replaced for this step."""
         hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
         target, state = self.optimizer_def.apply_gradient(hyper_params, self.target, self.state, grads)
         return self.replace(target=target, state=state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict in T5X's layout."""
+        """Returns the state dict in T5X's layout."""
         return self.optimizer_def.state_dict(self.target, self.state)
 
     def restore_state(self, state: dict[str, Any]) -> Self:
-        """The same optimizer with the leaves of a state dict."""
+        """Returns the same optimizer with the leaves of a state dict."""
         target, new_state = self.optimizer_def.restore_state(self.target, self.state, state)
         return self.replace(target=target, state=new_state)

@@ -50,7 +50,7 @@ _FACTOR_NAMES = {
 
 
 def factor_name_to_factordim(name: Any) -> Any:
-    """The `FactorDim` of a name: row, column (or col), batch, none (or unfactorized), in upper or lower case.
+    """Converts a name to a `FactorDim`: row, column (or col), batch, none (or unfactorized), in upper or lower case.
 
     What is not a string stays as it is.
     """
@@ -99,7 +99,7 @@ class HParamMap:
         raise KeyError(f"No rule found for parameter: {key}")
 
     def __call__(self, params: Any) -> Any:
-        """A tree like the parameters with each one's value in its place."""
+        """Returns a tree like the parameters with each one's value in its place."""
         names, _, treedef = named_leaves(params)
         return treedef.unflatten([self[name] for name in names])
 
@@ -114,7 +114,7 @@ class HParamMap:
 
 
 def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactorRules) -> dict[str, FactorRule]:
-    """A rule by the name of each parameter, from its logical axis names.
+    """Derives the rule of each parameter, by its name, from its logical axis names.
 
     Args:
       param_logical_axes: a tree like the parameters whose leaves are `PartitionSpec`s of axis names.

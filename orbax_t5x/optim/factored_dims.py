@@ -1,4 +1,4 @@
-"""Which dimensions of a parameter Adafactor's factored second moment is averaged over (arXiv 1804.04235).
+"""Dimensions of a parameter that Adafactor's factored second moment is averaged over (arXiv 1804.04235).
 
 `v_row` is the mean over the COLUMN dimensions and `v_col` the mean over the ROW dimensions; both keep the BATCH
 dimensions (layers). Up to rank 2 the sizes decide which dimension is which, in T5X and in Optax. Above rank 2 Optax
@@ -49,22 +49,22 @@ class FactorDims(NamedTuple):
 
     @property
     def factored(self) -> bool:
-        """Whether the second moment is factored."""
+        """True if the second moment is factored."""
         return bool(self.row)
 
     def kept(self, rank: int) -> tuple[frozenset[int], frozenset[int]]:
-        """The dimensions of the parameter that v_row has, and those that v_col has."""
+        """Returns the dimensions of the parameter that v_row has, and those that v_col has."""
         dims = frozenset(range(rank))
         return dims.difference(self.column), dims.difference(self.row)
 
     def slot_shapes(self, shape: Sequence[int]) -> tuple[Shape, Shape]:
-        """The shapes of v_row and v_col for a parameter of a shape."""
+        """Returns the shapes of v_row and v_col for a parameter of a shape."""
         row, column = (tuple(shape[dim] for dim in sorted(kept)) for kept in self.kept(len(shape)))
         return row, column
 
 
 def dims_by_size(shape: Sequence[int], min_dim_size_to_factor: int = 0) -> FactorDims | None:
-    """The second largest dimension as ROW and the largest as COLUMN; None where they are too few or too small.
+    """Takes the second largest dimension as ROW and the largest as COLUMN; None where they are too few or too small.
 
     Of equal dimensions the later one counts as larger: a square matrix averages its rows' moment over dimension 1.
     """
@@ -77,7 +77,7 @@ def dims_by_size(shape: Sequence[int], min_dim_size_to_factor: int = 0) -> Facto
 
 
 def dims_by_rule(rule: Sequence[FactorDim]) -> FactorDims:
-    """The dimensions that a rule with one part per dimension names."""
+    """Returns the dimensions that a rule with one part per dimension names."""
     row, column = (tuple(dim for dim, part in enumerate(rule) if part is wanted) for wanted in _FACTORED_PARTS)
     return FactorDims(tuple(dim for dim, part in enumerate(rule) if part is not FactorDim.BATCH), row, column)
 
@@ -88,7 +88,7 @@ _FACTORED_PARTS = (FactorDim.ROW, FactorDim.COLUMN)
 def parse_rule(
     rule: FactorRule, shape: Sequence[int], path: str, fallback_to_heuristics: bool = True
 ) -> tuple[tuple[int, ...], HeuristicRule | FactoredPair | None]:
-    """What a rule means for a parameter.
+    """Interprets a rule for a parameter.
 
     Args:
       rule: a `FactorDim` per dimension, `HEURISTIC_RULE`, or None for "do not factor".
@@ -148,7 +148,7 @@ def possible_dims(
     *,
     always_by_size: bool = False,
 ) -> tuple[FactorDims, ...]:
-    """All dimensions over which the slots of a checkpoint may have been averaged.
+    """Lists all dimensions over which the slots of a checkpoint may have been averaged.
 
     Args:
       shape: the parameter's.

@@ -1,4 +1,4 @@
-"""Which leaf of T5X's Adafactor slots has the values of which leaf of `optax.adafactor`'s factored state.
+"""Matches T5X's Adafactor slots with the leaves of `optax.adafactor`'s factored state that have the same values.
 
 Both keep running means of the squared gradient over one dimension of each matrix. Optax always takes the two largest
 dimensions: its v_row lacks the largest, its v_col the second largest. T5X does so for matrices by size; under logical
@@ -29,7 +29,7 @@ _RESET = "start the optimizer anew: Drop the optimizer's leaves and give them by
 
 @dataclasses.dataclass
 class Conversion:
-    """Where the leaves of one library's state come from in the other's.
+    """Sources of one library's state in the other's.
 
     Attributes:
       renames: for each leaf of the target's state, the source leaf with the same values.
@@ -47,7 +47,7 @@ class Conversion:
 def match_slots(
     shape: Shape, t5x: Mapping[str, Shape], optax: Mapping[str, Shape], rule: Sequence[FactorDim] | None = None
 ) -> dict[str, str]:
-    """For each of Optax's slots of a parameter, the T5X slot that has the same values.
+    """Finds, for each of Optax's slots of a parameter, the T5X slot that has the same values.
 
     Args:
       shape: of the parameter.
@@ -87,7 +87,7 @@ def match_slots(
 def t5x_to_optax(
     source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
 ) -> Conversion:
-    """How a T5X Adafactor checkpoint fills a target that holds `optax.adafactor`'s state, wherever in the tree that is.
+    """Fills a target that holds `optax.adafactor`'s state, anywhere in the tree, from a T5X Adafactor checkpoint.
 
     Args:
       source: shapes by name, in T5X's layout (`target/…`, `state/step`, `state/param_states/<param>/v_row`, …).
@@ -106,7 +106,7 @@ def t5x_to_optax(
 def optax_to_t5x(
     source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
 ) -> Conversion:
-    """How a checkpoint with `optax.adafactor`'s state fills a T5X Adafactor target; see `t5x_to_optax`."""
+    """Fills a T5X Adafactor target from a checkpoint with `optax.adafactor`'s state; see `t5x_to_optax`."""
     result = Conversion()
     for prefix, params in _factored_states(source).items():
         pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, to_optax=False)
@@ -124,7 +124,7 @@ def optax_to_t5x(
 
 @dataclasses.dataclass
 class _Pairing:
-    """One factored Optax state against T5X's slots.
+    """Matcher of one factored Optax state with T5X's slots.
 
     Attributes:
       result: the conversion, to which leaves and problems are added.
@@ -144,7 +144,7 @@ class _Pairing:
     to_optax: bool
 
     def counters(self) -> list[str]:
-        """The step counters of the chain, the factored state's own first."""
+        """Lists the step counters of the chain, the factored state's own first."""
         others = (f"{entry}count" for entry in self.entries if entry != self.prefix)
         return [f"{self.prefix}count", *(name for name in others if name in self.optax)]
 
@@ -197,7 +197,7 @@ class _Pairing:
 
 
 def _step(names: Mapping[str, Shape]) -> str:
-    """The name of the step: T5X's own, unless the tree has Flax's alone."""
+    """Returns the name of the step: T5X's own, unless the tree has only Flax's."""
     return next((name for name in STEPS if name in names), STEPS[0])
 
 
@@ -206,7 +206,7 @@ def _is_whole(slots: Mapping[str, Shape], shape: Shape) -> bool:
 
 
 def _factored_states(names: Mapping[str, Shape]) -> dict[str, list[str]]:
-    """The parameters of every factored Optax state, by the prefix of its fields."""
+    """Returns the parameters of every factored Optax state, by the prefix of its fields."""
     found: dict[str, list[str]] = {}
     for name in names:
         parts = name.split("/")
@@ -220,7 +220,7 @@ def _factored_states(names: Mapping[str, Shape]) -> dict[str, list[str]]:
 
 
 def _entries(names: Mapping[str, Shape], prefix: str) -> list[str]:
-    """The prefixes of all entries of the chain that a factored state stands in, its own among them."""
+    """Lists the prefixes of all entries of the chain that contains a factored state, its own among them."""
     chain = prefix[: prefix.rstrip("/").rfind("/") + 1]
     entries = (name[len(chain) :].partition("/")[0] for name in names if name.startswith(chain))
     return [f"{chain}{entry}/" for entry in dict.fromkeys(entries)]

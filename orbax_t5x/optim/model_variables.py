@@ -18,7 +18,7 @@ _AXES = "_axes"
 
 
 class ModelVariables(NamedTuple):
-    """What `module.init` returned.
+    """Variables that `module.init` returned.
 
     Attributes:
       params: the parameters.
@@ -47,7 +47,7 @@ def split_variables(model_variables: Mapping[str, Any]) -> ModelVariables:
 
 
 def split_collections(variables_and_axes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The collections without the axes, and the axes by the names of their collections.
+    """Separates the collections from their axes, which are under the names of their collections.
 
     Raises:
       ValueError: axes without their collection, or variables without axis names.
@@ -74,7 +74,7 @@ def check_axes(axes: Any, variables: Any) -> None:
 
 
 def params_axis_names(params_axes: Any) -> FrozenDict[str, Any]:
-    """A tree like the parameters of `PartitionSpec`s of logical axis names.
+    """Returns a tree like the parameters of `PartitionSpec`s of logical axis names.
 
     Raises:
       ValueError: there are no axes.
@@ -88,5 +88,5 @@ def params_axis_names(params_axes: Any) -> FrozenDict[str, Any]:
 
 
 def mutables_axis_names(axes: Any) -> FrozenDict[str, Any]:
-    """The same by collection of mutable variables; a collection that names no axes is absent."""
+    """Returns the same by collection of mutable variables; a collection that names no axes is absent."""
     return freeze({name: partitioning.get_axis_names(collection) for name, collection in (axes or {}).items()})

@@ -45,19 +45,19 @@ class MultiOptimizer(OptimizerDef):
 
     @property
     def keeps_param_tree(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether `param_states` is a tree like the parameters: whether every sub-optimizer's is."""
+        """True if `param_states` is a tree like the parameters, as it is if every sub-optimizer's is."""
         return all(getattr(optimizer, "keeps_param_tree", True) for optimizer in self.sub_optimizers)
 
     @property
     def needs_param_axes(self) -> bool:
-        """Whether a sub-optimizer does."""
+        """True if a sub-optimizer wants the logical axes of its parameters."""
         return any(
             getattr(optimizer, "needs_param_axes", hasattr(optimizer, "set_param_axes"))
             for optimizer in self.sub_optimizers
         )
 
     def init_state(self, params: Any) -> OptimizerState:
-        """A new state.
+        """Makes a new state.
 
         Raises:
           ValueError: a leaf is picked by more than one traversal.
@@ -72,7 +72,7 @@ class MultiOptimizer(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        """One step of every sub-optimizer; `hyper_params` is a list with an entry for each."""
+        """Applies gradients by every sub-optimizer; `hyper_params` is a list with an entry for each."""
         parts = self._parts(params)
         new_params = _flatten(params)
         new_states = []
@@ -88,7 +88,9 @@ class MultiOptimizer(OptimizerDef):
         return _like(params, new_params), OptimizerState(step=state.step + 1, param_states=param_states)
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
-        """The list of hyper-parameters: `hyper_params=[…]` replaces all; other overrides go to every sub-optimizer."""
+        """Returns the list of hyper-parameters: `hyper_params=[…]` replaces all; other overrides go to every
+        sub-optimizer.
+        """
         hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
         if len(hyper_params) != len(self.sub_optimizers):
             raise ValueError(f"{len(self.sub_optimizers)} optimizers, but {len(hyper_params)} hyper-parameters.")
@@ -123,11 +125,13 @@ class MultiOptimizer(OptimizerDef):
         return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
-        """T5X's tree with None for untouched leaves; over Optax one entry per sub-optimizer, without empty dicts."""
+        """Returns T5X's tree with None for untouched leaves; over Optax one entry per sub-optimizer, without empty
+        dicts.
+        """
         return {"target": to_state_dict(target), "state": to_state_dict(state, keep_empty=self.keeps_param_tree)}
 
     def _parts(self, tree: Any) -> list[list[_Path]]:
-        """The paths that each traversal picks."""
+        """Lists the paths that each traversal picks."""
         parts = []
         for traversal in self.traversals:
             flat = _flatten(traversal.update(lambda _: _Picked(), tree))
@@ -169,11 +173,11 @@ def _at(tree: Any, path: _Path) -> Any:
 
 
 def _like(tree: Any, flat: Mapping[_Path, Any]) -> Any:
-    """A nested dict, frozen where `tree` is."""
+    """Builds a nested dict, frozen where `tree` is."""
     nested = traverse_util.unflatten_dict(flat)
     return freeze(nested) if isinstance(tree, FrozenDict) else nested
 
 
 def _take(tree: Any, part: Sequence[_Path]) -> Any:
-    """The part of a tree below the given paths."""
+    """Returns the tree below the given paths."""
     return _like(tree, {path: _at(tree, path) for path in part})

@@ -43,7 +43,7 @@ class _ParamTree:
 
 
 def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any = None) -> Any:
-    """The state with partition specs for leaves, or None where a leaf has no logical axes.
+    """Returns the state with partition specs for leaves, or None where a leaf has no logical axes.
 
     Args:
       state: any optimizer state; leaves may be abstract.
@@ -66,7 +66,7 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
 
 
 def apply_axes_rules(rules: Mapping[type, AxesRule], state: Any, params_axes: Any, axes: Any) -> Any:
-    """The axes of a state, with the rules' answers where states of their classes stand.
+    """Returns the axes of a state, with the rules' results for states of their classes.
 
     Args:
       rules: by the class of a state.
@@ -85,7 +85,7 @@ def apply_axes_rules(rules: Mapping[type, AxesRule], state: Any, params_axes: An
 
 
 def _ask_optax(initable: Any, slots: Any, params_axes: Any) -> Any:
-    """The slots with every tree like the parameters wrapped in a `_ParamTree`, or None where Optax cannot tell."""
+    """Wraps every tree like the parameters in a `_ParamTree`; returns None where Optax cannot find them."""
     if initable is None or isinstance(params_axes, optax.LookaheadParams):
         # A lookahead optimizer logs that it got no lookahead parameters when it meets the placeholder.
         return None
@@ -110,7 +110,7 @@ def _search(node: Any, candidates: list[tuple[Any, Any]]) -> Any:
 
 
 def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
-    """The trees that a state may hold copies of: the parameters, and the fast ones of a lookahead optimizer."""
+    """Lists the trees that a state may hold copies of: the parameters, and the fast ones of a lookahead optimizer."""
     found = [(axes, params)]
     if isinstance(axes, optax.LookaheadParams):
         found.append((axes.fast, params.fast if isinstance(params, optax.LookaheadParams) else params))
@@ -119,7 +119,7 @@ def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
 
 
 def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
-    """Whether a node of a state has the structure of the parameters; masked parts fit anything.
+    """Reports whether a node of a state has the structure of the parameters; masked parts fit anything.
 
     Args:
       node: of a tree of slots.
@@ -150,7 +150,7 @@ def _is_masked(node: Any) -> bool:
 
 
 def _assign(node: Any, axes: Any, params: Any) -> Any:
-    """The axes for each leaf of a tree like the parameters; masked nodes stay."""
+    """Returns the axes for each leaf of a tree like the parameters; masked nodes stay."""
     if isinstance(axes, optax.LookaheadParams) and not isinstance(node, optax.LookaheadParams):
         return _assign(node, axes.fast, params.fast if isinstance(params, optax.LookaheadParams) else params)
     wanted = open_node(axes)
@@ -171,13 +171,13 @@ def _assign(node: Any, axes: Any, params: Any) -> Any:
 
 
 def _only_shape(param: Any) -> tuple[int, ...] | None:
-    """The shape of a parameter, also of one in a box; None where there is not exactly one array."""
+    """Returns the shape of a parameter, also of one in a box; None where there is not exactly one array."""
     leaves = jax.tree.leaves(param)
     return np.shape(leaves[0]) if len(leaves) == 1 else None
 
 
 def _spec(slot: _StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -> PartitionSpec | None:
-    """The axes of a leaf that stands in a parameter's place."""
+    """Returns the axes of a leaf of a state in the position of a parameter."""
     shape = slot.shape
     if axes is None or not shape:
         return None
@@ -203,7 +203,7 @@ def _spec(slot: _StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -> P
 
 
 def _kept_dims(slot: _StateLeaf, param_shape: tuple[int, ...], names: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """The dimensions of the parameter that a leaf of lower rank still has, or None where that cannot be known."""
+    """Returns the dimensions of the parameter that a leaf of lower rank has, or None where they are ambiguous."""
     shape = slot.shape
     all_dims = range(len(param_shape))
     for dropped in _factored_drop(slot, param_shape):
@@ -226,7 +226,9 @@ def _kept_dims(slot: _StateLeaf, param_shape: tuple[int, ...], names: tuple[Any,
 
 
 def _factored_drop(slot: _StateLeaf, param_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimension that Optax's factored moments average over: v_row the largest one, v_col the second largest."""
+    """Returns the dimension that Optax's factored moments average over: v_row the largest one, v_col the second
+    largest.
+    """
     dims = dims_by_size(param_shape)
     if dims is None:
         return ()
@@ -234,7 +236,7 @@ def _factored_drop(slot: _StateLeaf, param_shape: tuple[int, ...]) -> tuple[int,
 
 
 def align_axes(params: Any, params_axes: Any) -> Any:
-    """The axes in the parameters' own structure.
+    """Returns the axes in the parameters' own structure.
 
     Raises:
       ValueError: parameters have no place in `params_axes`.

@@ -18,7 +18,7 @@ from orbax_t5x.trees.pytree_names import key_text, leaf_name
 
 
 class OpenNode(NamedTuple):
-    """One level of a pytree: the children by name, and how to put others in their places."""
+    """A level of a pytree: the children by name, and a function that replaces them."""
 
     names: tuple[str, ...]
     children: tuple[Any, ...]
@@ -26,7 +26,7 @@ class OpenNode(NamedTuple):
 
 
 def open_node(node: Any) -> OpenNode | None:
-    """One level of `node`, or None for a leaf; None is a leaf."""
+    """Opens one level of `node`; returns None for a leaf, which None is."""
     if node is None:
         return None
     if type(node) is dict:
@@ -49,13 +49,13 @@ def open_node(node: Any) -> OpenNode | None:
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
-    """The '/'-joined names of the leaves, the leaves, and the tree's definition."""
+    """Returns the '/'-joined names of the leaves, the leaves, and the tree's definition."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [leaf_name(path) for path, _ in paths], [leaf for _, leaf in paths], treedef
 
 
 def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
-    """The state dict of a tree; a leaf is its own.
+    """Returns the state dict of a tree; a leaf is its own.
 
     Args:
       tree: any pytree.
@@ -73,7 +73,7 @@ def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
 
 
 def from_state_dict(reference: Any, state_dict: Any, *, what: str = "state") -> Any:
-    """A tree of the structure of `reference` with the leaves of `state_dict`.
+    """Builds a tree of the structure of `reference` with the leaves of `state_dict`.
 
     As in Flax, a dict in the reference ignores entries that it does not have; a tuple, list or record with other
     entries is an error.
@@ -121,5 +121,5 @@ def _restore(reference: Any, state_dict: Any, path: tuple[str, ...], missing: li
 
 
 def _leaf_paths(tree: Any) -> list[tuple[str, ...]]:
-    """The paths of the leaves below a node; None holds nothing."""
+    """Lists the paths of the leaves below a node; None holds nothing."""
     return [tuple(map(key_text, path)) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]

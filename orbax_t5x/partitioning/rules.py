@@ -63,7 +63,7 @@ class AxisRules:
         self.unused_patterns: dict[str, None] = dict.fromkeys(pattern.pattern for pattern, _ in self._patterns)
 
     def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-        """What the first pattern that matches a leaf's whole name says; None where none does."""
+        """Returns the spec of the first pattern that matches a leaf's whole name; None where none does."""
         pattern, spec = next((rule for rule in self._patterns if rule[0].fullmatch(name)), (None, None))
         if pattern is None or spec is None:
             return None
@@ -75,7 +75,7 @@ class AxisRules:
         return self._checked(kept, kept, shape, name)
 
     def by_logical_axes(self, names: AxisNames | None, shape: tuple[int, ...], where: str) -> PartitionSpec:
-        """The mesh axes of a leaf whose model names a logical axis for each dimension, or none (None)."""
+        """Returns the mesh axes of a leaf whose model names a logical axis for each dimension, or none (None)."""
         if names is None:
             return PartitionSpec()
         if len(names) != len(shape):
@@ -88,7 +88,7 @@ class AxisRules:
     def by_metadata(
         self, names: AxisNames, shape: tuple[int, ...], own_rules: LogicalAxisRules, where: str
     ) -> PartitionSpec:
-        """The mesh axes of a leaf with partitioning metadata: names of logical axes or of the mesh's own.
+        """Returns the mesh axes of a leaf with partitioning metadata: names of logical axes or of the mesh's own.
 
         Args:
           names: for the first dimensions, as in a PartitionSpec.
@@ -111,7 +111,7 @@ class AxisRules:
         return self._checked(spec, names, shape, where)
 
     def _checked(self, spec: PartitionSpec, names: AxisNames, shape: tuple[int, ...], where: str) -> PartitionSpec:
-        """The spec, after a look at whether it divides the shape."""
+        """Returns the spec, after checking that it divides the shape."""
         for size, name, mesh_axes in zip(shape, names, spec, strict=False):
             axes = (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
             devices = math.prod(self._mesh.shape[axis] for axis in axes)
@@ -126,7 +126,9 @@ class AxisRules:
         return spec
 
     def _on_mesh(self, rules: Iterable[tuple[str, MeshAxes | PartitionSpec]]) -> tuple[tuple[str, MeshAxes], ...]:
-        """The rules without the mesh axes that the mesh lacks; one of only such axes leaves room for a later one."""
+        """Returns the rules without the mesh axes that the mesh lacks; one of only such axes leaves room for a later
+        one.
+        """
         kept: list[tuple[str, MeshAxes]] = []
         for logical, mesh_axes in rules:
             present = self._present(mesh_axes)
@@ -135,7 +137,7 @@ class AxisRules:
         return tuple(kept)
 
     def _present(self, mesh_axes: MeshAxes | PartitionSpec) -> MeshAxes:
-        """Those of some mesh axes that the mesh has; None where it has none of them."""
+        """Returns those of some mesh axes that the mesh has; None where it has none of them."""
         if mesh_axes is None or isinstance(mesh_axes, str):
             return mesh_axes if mesh_axes in self._mesh.axis_names else None
         return tuple(axis for axis in mesh_axes if axis in self._mesh.axis_names) or None

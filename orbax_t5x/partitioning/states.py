@@ -31,7 +31,7 @@ _State = TypeVar("_State")
 def with_shardings(
     train_state: _State, mesh: Mesh | AbstractMesh, rules: LogicalAxisRules = STANDARD_LOGICAL_AXIS_RULES
 ) -> _State:
-    """The abstract state with a sharding on every leaf: a target for `orbax_t5x.restore`.
+    """Returns the abstract state with a sharding on every leaf: a target for `orbax_t5x.restore`.
 
     Args:
       train_state: concrete or abstract (`jax.eval_shape`). A `FlaxOptimTrainState` or `InferenceState` with
@@ -123,7 +123,7 @@ def _with_logical_axes(train_state: Any, mesh: Mesh | AbstractMesh, rules: AxisR
 
 
 def _name_in_state_dict(keys: Sequence[str]) -> str:
-    """The name that the state dict of a T5X train state has for a leaf of its pytree."""
+    """Returns the name that the state dict of a T5X train state has for a leaf of its pytree."""
     first, *rest = keys
     start = {"_optimizer": [], "params": ["target"], "step": ["state", "step"]}.get(first, [first])
     return "/".join([*start, *rest])
@@ -137,7 +137,7 @@ class _LogicalAxes:
         self._names = {tuple(key_text(key) for key in path): names for path, names in found}
 
     def names(self, keys: tuple[str, ...]) -> PartitionSpec | None:
-        """The names; None where the leaf, or a node above it, or its collection of mutable variables has none.
+        """Returns the names; None where the leaf, a node above it, or its collection of mutable variables has none.
 
         Raises:
           KeyError: the state has a leaf that the state of axes does not have.

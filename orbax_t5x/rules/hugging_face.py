@@ -75,7 +75,7 @@ def _our_pattern(name: str) -> str:
 
 
 def _names_of_flax(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The same names as Hugging Face's Flax models have them: by '/', and kernels and embeddings called so."""
+    """Converts pairs to the names of Hugging Face's Flax models: '/'-joined, with kernels and embeddings called so."""
     kinds = {"kernel": "kernel", "embedding": "embedding", "rel_embedding": "embedding", "scale": "weight"}
     return [
         (theirs.removesuffix("weight").replace(".", "/") + kinds[ours.rpartition("/")[2]], ours)
@@ -185,7 +185,7 @@ class _TiedHead(Transform):
 def hf_t5_to_t5x(
     *, tie_word_embeddings: bool | None = None, scale_decoder_outputs: bool | None = None, prefix: str = "target/"
 ) -> RulePack:
-    """Hugging Face's T5, T5.1.1, mT5 and umT5 names to T5X minimal T5.
+    """Maps Hugging Face's T5, T5.1.1, mT5 and umT5 names to T5X minimal T5.
 
     The result stands below whatever the target has `encoder/…` and `decoder/…` below.
 
@@ -228,7 +228,7 @@ def hf_t5_to_t5x(
 
 
 def t5x_to_hf_t5() -> RulePack:
-    """T5X minimal T5 to Hugging Face's names: the inverse of `hf_t5_to_t5x()`.
+    """Maps T5X minimal T5 to Hugging Face's names: the inverse of `hf_t5_to_t5x()`.
 
     Optimizer state, step and mutables are dropped. `logits_dense` becomes `lm_head.weight`, also where it was the
     embedding.
@@ -244,7 +244,7 @@ def t5x_to_hf_t5() -> RulePack:
 def hf_flax_t5_to_t5x(
     *, tie_word_embeddings: bool | None = None, scale_decoder_outputs: bool | None = None, prefix: str = "target/"
 ) -> RulePack:
-    """The names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1 and mT5 to T5X minimal T5.
+    """Maps the names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1 and mT5 to T5X minimal T5.
 
     As `hf_t5_to_t5x`, whose arguments it has; of the arrays, relative biases alone are transposed.
 

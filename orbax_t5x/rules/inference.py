@@ -1,4 +1,4 @@
-"""Which rule pack leads from one tree to another, told from names and shapes.
+"""Finds the rule pack between two trees by names and shapes.
 
 The layouts of both sides come first (`layouts`), then what is left: the prefix of the parameters, and whether the
 target has a place for the optimizer's state. Nothing is read.
@@ -51,7 +51,7 @@ def _parameters(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _between(source: Layout, target: Layout) -> list[RulePack] | None:
-    """The packs from one T5X layout to another, or to MaxText's; None if there are none."""
+    """Returns the packs from one T5X layout to another, or to MaxText's; None if there are none."""
     if source.kind == target.kind:
         return []
     for one, other, turn in ((source, target, False), (target, source, True)):
@@ -80,7 +80,7 @@ def _forwards(source: Layout, target: Layout) -> RulePack | None:
 
 
 def mesh_tf_to_t5x() -> RulePack:
-    """Mesh TensorFlow's T5 names to T5X minimal T5, parameters and Adafactor slots: `Translate()`.
+    """Maps Mesh TensorFlow's T5 names to T5X minimal T5, parameters and Adafactor slots: `Translate()`.
 
     There is no way back, and its `inverse()` raises: several of Mesh TensorFlow's names have one name in T5X.
 
@@ -97,7 +97,7 @@ _TO_MINIMAL = {"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_
 
 
 def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
-    """The rule pack that maps a checkpoint's leaves to a target's.
+    """Finds the rule pack that maps a checkpoint's leaves to a target's.
 
     Where the target has no place for the checkpoint's optimizer state or step, the pack drops them.
 
@@ -136,7 +136,7 @@ def _wanted_names(target: Mapping[str, Any]) -> set[str]:
 
 
 def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack:
-    """The pack for names that differ.
+    """Finds the pack for names that differ.
 
     Raises:
       RestorePlanError: there is none.
@@ -152,7 +152,7 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
 
 
 def _why_not(seen: Layout, wanted: Layout) -> str:
-    """Why no pack leads from one known layout to another."""
+    """Explains why no pack leads from one known layout to another."""
     if wanted.kind == "mesh tf":
         return "mesh_tf_to_t5x() has no inverse"
     kinds = {seen.kind, wanted.kind}
@@ -162,7 +162,7 @@ def _why_not(seen: Layout, wanted: Layout) -> str:
 
 
 def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
-    """From one layout to the same: below another prefix, or with the parts of another kind of train state."""
+    """Renames from a layout to the same one: below another prefix, or with the names of another kind of train state."""
     change = change_between(source, target)
     parts: tuple[Transform, ...] = ()
     back: tuple[Transform, ...] = ()
@@ -197,7 +197,7 @@ def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
 
 
 def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
-    """The pack between two layouts; without steps where they are one, None if there is none.
+    """Returns the pack between two layouts; without transforms where they are one, None if there is none.
 
     What is no T5X layout is led to T5X's first, on either side.
     """
@@ -221,12 +221,12 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
 
 
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
-    """The layout that a pack makes of a source."""
+    """Returns the layout that a pack makes of a source."""
     return layout_of(_parameters(pack.apply(_views(source), {}, Diagnostics())))
 
 
 def _views(leaves: Mapping[str, Any]) -> dict[str, View]:
-    """The arrays among leaves as views; of an abstract one, a view of zeros."""
+    """Converts the arrays among leaves to views; an abstract one to a view of zeros."""
     views: dict[str, View] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):

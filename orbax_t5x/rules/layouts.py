@@ -1,4 +1,4 @@
-"""How a tree keeps a T5 model's layers, told from its names and shapes.
+"""Finds the layout of a T5 model's layers in a tree, by names and shapes.
 
 The query kernels tell joined from split heads and scanned from unrolled layers; the layers' axis is the one that fits
 all leaves that both sides have.
@@ -27,7 +27,7 @@ _QUERY = re.compile(r"(?:attention|self_attention)/query/kernel")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a tree keeps its layers.
+    """Layout of the layers in a tree.
 
     Attributes:
       kind: "minimal", "unscanned", "scanned", "maxtext", "maxtext scanned", "hugging face", "hugging face
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether layers are stacked on an axis."""
+        """True if layers are stacked on an axis."""
         return self.kind in ("scanned", "maxtext scanned")
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Layout:
 
 
 def layout_of(leaves: Mapping[str, Any]) -> Layout:
-    """The layout of a tree of leaves."""
+    """Finds the layout of a tree of leaves."""
     if any(map(_HUGGING_FACE.fullmatch, leaves)):
         return Layout("hugging face")
     if any(map(_HUGGING_FACE_FLAX.fullmatch, leaves)):
@@ -88,8 +88,8 @@ def layout_of(leaves: Mapping[str, Any]) -> Layout:
 
 
 def scan_axis(scanned: Layout, unrolled: Layout) -> int | None:
-    """The axis that, taken out of every leaf, gives the other side's (heads joined or not), with a size that is the
-    depth.
+    """Finds the axis that, taken out of every leaf, gives the other side's (heads joined or not), with a size that is
+    the depth.
     """
 
     def fits(axis: int) -> bool:
@@ -110,7 +110,7 @@ def _without(shape: Shape, axis: int) -> Shape:
 
 
 def _same_but_heads(split: Shape, shape: Shape) -> bool:
-    """Whether shapes are equal, or would be after joining (E, H, D) or (H, D, E)."""
+    """Reports whether shapes are equal, or would be after joining (E, H, D) or (H, D, E)."""
     if split == shape:
         return True
     if len(split) != 3 or len(shape) != 2:
@@ -120,7 +120,7 @@ def _same_but_heads(split: Shape, shape: Shape) -> bool:
 
 
 def heads_of(split: Layout, axis: int | None) -> tuple[int, int] | None:
-    """The number of heads and their size; None where they are joined.
+    """Returns the number of heads and their size; None where they are joined.
 
     Args:
       split: the layout.

@@ -106,7 +106,7 @@ class _Below(Transform):
 
 
 def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = True, scan_axis: int = 1) -> RulePack:
-    """T5X decoder-only to MaxText.
+    """Maps a T5X decoder-only model to MaxText.
 
     Relative biases, and the encoder of an encoder-decoder model, are a problem; `Drop` before the pack permits to leave
     them out.

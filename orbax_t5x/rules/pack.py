@@ -51,13 +51,13 @@ class RulePack(Chain):
 
     @property
     def has_inverse(self) -> bool:
-        """Whether there is a way back. Of a joined pack: for all its packs; leaves that it drops do not come back."""
+        """True if there is an inverse. Of a joined pack: for all its packs; leaves that it drops do not come back."""
         if self._joined:
             return all(part.has_inverse for part in self._joined if isinstance(part, RulePack))
         return bool(self.back) or not self.steps
 
     def inverse(self) -> RulePack:
-        """The way back.
+        """Returns the pack in the other direction.
 
         Raises:
           RestorePlanError: there is none.
@@ -121,12 +121,12 @@ class RulePack(Chain):
         return f"<RulePack {self.found or self.name}>"
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         return f"rules.{self.name}" if not self.name.startswith("inverse of ") else f"rules: {self.name}"
 
 
 def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
-    """Several transforms as one pack.
+    """Joins several transforms into one pack.
 
     Args:
       parts: in order, at least one.

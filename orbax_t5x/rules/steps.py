@@ -22,14 +22,14 @@ from orbax_t5x.trees.flat import FlatState
 
 
 def has_leaf(target: FlatState, pattern: str) -> bool:
-    """Whether a target leaf's whole name matches."""
+    """Reports whether the whole name of a target leaf matches."""
     regex = compile_pattern(pattern, "rules")
     return any(regex.fullmatch(name) for name in target)
 
 
 @dataclasses.dataclass(frozen=True)
 class RepeatPerLayer(Transform):
-    """One leaf of a tower for each of its layers, on a new axis or under a name per layer.
+    """Copies of one leaf of a tower for each of its layers, on a new axis or under a name per layer.
 
     Attributes:
       pattern: a regex of the leaf's whole name.
@@ -74,7 +74,7 @@ class RepeatPerLayer(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class MergeEqualLayers(Transform):
-    """One leaf for a whole tower from one per layer; reading checks that all are equal.
+    """Merge of one leaf per layer into one for the whole tower; reading checks that all are equal.
 
     Attributes:
       pattern: a regex of a layer's leaf's whole name; the group `i` is the layer number.
@@ -214,7 +214,7 @@ class PrefixAsTarget(Transform):
 
 
 def target_prefix(names: FlatState, default: str) -> str:
-    """What stands before the names of the target's parameters; `default` where there is no target."""
+    """Returns the prefix of the target's parameters; `default` where there is no target."""
     return (model_prefix(names) or "") if names else default
 
 

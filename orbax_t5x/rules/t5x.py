@@ -48,7 +48,7 @@ def _follow(steps: tuple[Transform, ...], scan_axis: int | None) -> tuple[Transf
 
 
 def _split_heads(num_heads: int, head_dim: int) -> tuple[Transform, ...]:
-    """(E, H*D) kernels to (E, H, D), and (H*D, E) ones to (H, D, E)."""
+    """Reshapes (E, H*D) kernels to (E, H, D), and (H*D, E) ones to (H, D, E)."""
     return (
         Reshape(rf"{_LAYER}{_ATTENTION}/(?:query|key|value)/kernel", (-1, num_heads, head_dim), require_match=False),
         Reshape(rf"{_LAYER}{_ATTENTION}/out/kernel", (num_heads, head_dim, -1), require_match=False),
@@ -72,14 +72,14 @@ def _unstack(scan_axis: int) -> UnstackLayers:
 
 
 def _bias_per_layer(scan_axis: int | None) -> RepeatPerLayer:
-    """The tower's bias for each layer, on the layers' axis or under a name per layer."""
+    """Gives each layer the tower's bias, on the layers' axis or under a name per layer."""
     into = rf"\1\2/layers_{{i}}/{_BIAS}" if scan_axis is None else rf"\1\2/\2/{_BIAS}"
     layers = r"{1}{2}/layers_(\d+)/.*"
     return RepeatPerLayer(rf"{_ROOT}{_TOWER}/{_BIAS}", layers, into, scan_axis, rf"{{1}}{{2}}/{_BIAS}")
 
 
 def _bias_per_tower() -> MergeEqualLayers:
-    """The layers' biases, all equal, as the tower's, unless the target has one per layer."""
+    """Makes the tower's bias of the layers' equal ones, unless the target has one per layer."""
     return MergeEqualLayers(rf"{_LAYER}{_BIAS}", rf"\1\2/{_BIAS}", rf"{{1}}{{2}}/layers_0/{_BIAS}")
 
 
@@ -91,7 +91,7 @@ def _checked_heads(num_heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) -> RulePack:
-    """T5X minimal T5 to scanned scalable T5.
+    """Maps T5X minimal T5 to scanned scalable T5.
 
     The shared relative bias is repeated for every layer. Backwards, biases become one only if all are equal
     (checked when they are read) and the target has one for the tower.
@@ -121,7 +121,7 @@ def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) 
 
 
 def t5_minimal_to_unscanned(num_heads: int, head_dim: int) -> RulePack:
-    """T5X minimal T5 to unscanned scalable T5: split heads, and the relative bias in every layer.
+    """Maps T5X minimal T5 to unscanned scalable T5: split heads, and the relative bias in every layer.
 
     Args:
       num_heads: H.
@@ -145,7 +145,7 @@ def t5_minimal_to_unscanned(num_heads: int, head_dim: int) -> RulePack:
 
 
 def t5_unscanned_to_scanned(*, scan_axis: int = 1) -> RulePack:
-    """T5X scalable T5, unscanned to scanned: the layers stacked.
+    """Maps unscanned scalable T5 of T5X to scanned: the layers stacked.
 
     Args:
       scan_axis: where the layers' axis stands; T5X's `scan_axis`.

@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 def leaf_of(checkpoint: Checkpoint, name: str) -> Leaf:
-    """The stored leaf behind a name."""
+    """Returns the stored leaf behind a name."""
     (leaf,) = checkpoint.leaves[name].leaves()
     return leaf
 
@@ -37,7 +37,7 @@ def read(leaf: Leaf, requests: Sequence[Request], stats: ReadStats | None = None
 
 
 def read_boxes(leaf: Leaf, boxes: Sequence[Box] | None = None, verify: Verify = "touched") -> Reading:
-    """The boxes (None: the whole leaf), in one call, each in a buffer of its own."""
+    """Reads boxes (None: the whole leaf) in one call, each into a buffer of its own."""
     boxes = [full_box(leaf.shape)] if boxes is None else boxes
     requests = [Request(box, np.empty(box_shape(box), leaf.dtype)) for box in boxes]
     stats = ReadStats(verify)
@@ -46,7 +46,7 @@ def read_boxes(leaf: Leaf, boxes: Sequence[Box] | None = None, verify: Verify = 
 
 
 def read_whole(leaf: Leaf) -> np.ndarray:
-    """All of a leaf whose format keeps checksums, verified."""
+    """Reads all of a leaf whose format keeps checksums, verified."""
     reading = read_boxes(leaf)
     assert reading.verified is True, f"{leaf.name}: not verified"
     return reading.arrays[0]
@@ -64,7 +64,7 @@ def _read_and_verify(leaf: Leaf, requests: Sequence[Request], stats: ReadStats) 
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    """Equal shape, dtype and bits (NaN included); strings by value."""
+    """Reports whether shape, dtype and bits are equal (NaN included); strings by value."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.dtype == object:
@@ -73,19 +73,19 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Equal in dtype, shape and every bit."""
+    """Asserts equality in dtype, shape and every bit."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert same_bits(actual, expected)
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Small values, without NaN (whose bits a writer may change)."""
+    """Draws small values, without NaN (whose bits a writer may change)."""
     return np.asarray(rng.integers(0 if dtype.kind in "ub" else -7, 8, shape)).astype(dtype).reshape(shape)
 
 
 def random_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Box:
-    """A box, empty in some dimensions now and then."""
+    """Draws a box, sometimes empty in some dimensions."""
     box: list[tuple[int, int]] = []
     for size in shape:
         start = int(rng.integers(0, size + 1))
@@ -94,7 +94,7 @@ def random_box(rng: np.random.Generator, shape: tuple[int, ...]) -> Box:
 
 
 def random_buffer(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A buffer of random strides: contiguous, transposed, strided, or reversed in some dimensions; not zeroed."""
+    """Draws a buffer of random strides: contiguous, transposed, strided, or reversed in some dimensions; not zeroed."""
     if not shape:
         return np.empty((), dtype)
     order = rng.permutation(len(shape))

@@ -1,4 +1,4 @@
-"""One suite for leaves of every kind: what views, plans and the executor rely on, whoever wrote the leaf.
+"""Suite of tests for leaves of every kind: the promises that views, plans and the executor rely on.
 
 A subclass makes the leaf and says what it holds:
 
@@ -28,11 +28,11 @@ from orbax_t5x.testing.leaf_reads import assert_same, random_box, random_buffer,
 
 
 class LeafAttributes:
-    """What every leaf tells before it is read; part of both suites."""
+    """Tests of the attributes that every leaf has before it is read; part of both suites."""
 
     @pytest.fixture
     def leaf(self) -> Leaf:
-        """The leaf that is tested; a subclass makes it."""
+        """Returns the leaf that is tested; implemented by a subclass."""
         raise NotImplementedError
 
     def test_shape_and_dtype_are_plain(self, leaf: Leaf) -> None:
@@ -52,11 +52,11 @@ class LeafAttributes:
 
 
 class LeafSuite(LeafAttributes):
-    """What every readable leaf promises."""
+    """Tests of the promises of every readable leaf."""
 
     @pytest.fixture
     def expected(self) -> np.ndarray:
-        """The whole array; a subclass gives it."""
+        """Returns the whole array; implemented by a subclass."""
         raise NotImplementedError
 
     def test_it_is_what_it_says(self, leaf: Leaf, expected: np.ndarray) -> None:
@@ -134,7 +134,7 @@ class LeafSuite(LeafAttributes):
 
 
 class BrokenLeafSuite(LeafAttributes):
-    """What a leaf promises that the checkpoint names and that cannot be read."""
+    """Tests of a leaf that the checkpoint names and that cannot be read."""
 
     def test_it_has_an_error_that_names_it(self, leaf: Leaf) -> None:
         assert isinstance(leaf.error, CheckpointError)

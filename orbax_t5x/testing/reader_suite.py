@@ -1,4 +1,4 @@
-"""One suite for the readers of all formats: a subclass says how stock software writes arrays in its format.
+"""Suite of tests for the readers of all formats: a subclass writes arrays as stock software of its format does.
 
     class TestMyFormat(ReaderSuite):
         dtypes = (np.dtype(np.float32), np.dtype(np.int64))
@@ -91,7 +91,7 @@ def sample_arrays(dtypes: tuple[np.dtype, ...]) -> Arrays:
 
 
 class ReaderSuite:
-    """What every reader promises.
+    """Tests of the promises of every reader.
 
     Attributes:
       dtypes: those that the format stores.

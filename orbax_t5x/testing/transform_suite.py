@@ -1,4 +1,4 @@
-"""One suite for all transforms: a subclass lists cases, and gets every check for each of them.
+"""Suite of tests for all transforms: a subclass lists cases, and gets every check for each of them.
 
     class TestFlip(TransformSuite):
         cases = {
@@ -43,7 +43,7 @@ from orbax_t5x.trees.flat import FlatState, flatten, unflatten
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One transform at work.
+    """Test case of a transform.
 
     Attributes:
       make: builds the transform; called twice it builds two equal ones.
@@ -61,21 +61,21 @@ class Case:
 
 
 def as_numpy(value: Any) -> np.ndarray | None:
-    """The value of a leaf of any kind."""
+    """Returns the value of a leaf of any kind."""
     return value if value is None else as_view(value).get() if isinstance(value, LazyArray) else np.asarray(value)
 
 
 def run(
     transform: Transform, source: FlatState, target: FlatState | None = None
 ) -> tuple[dict[str, np.ndarray | None], Diagnostics]:
-    """The result as NumPy, and the diagnostics."""
+    """Returns the result as NumPy, and the diagnostics."""
     diagnostics = Diagnostics()
     result = transform.apply(dict(source), dict(target or {}), diagnostics)
     return {name: as_numpy(value) for name, value in result.items()}, diagnostics
 
 
 def assert_same(result: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Same names, shapes, dtypes and bits."""
+    """Asserts equal names, shapes, dtypes and bits."""
     assert sorted(result) == sorted(expected)
     for name, value in expected.items():
         if value is None:

@@ -17,7 +17,7 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 
 def as_dtype(dtype: Any) -> np.dtype:
-    """A NumPy dtype from whatever names one, `ml_dtypes`' names included.
+    """Converts anything that names a dtype, `ml_dtypes`' names included, to a NumPy dtype.
 
     Raises:
       TypeError: it names none.

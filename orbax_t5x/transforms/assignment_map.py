@@ -24,7 +24,7 @@ _EXPLAINED_NAMES = 10
 
 
 class _MissingParameter(NamedTuple):
-    """What a rule asks for and the state dict lacks."""
+    """A parameter that a rule asks for and the state dict lacks."""
 
     name: str
     wanted: str
@@ -133,7 +133,7 @@ class AssignmentMap(Transform):
 
 
 def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], diagnostics: Diagnostics) -> None:
-    """One problem for each rule that asks for what is not there: a typing error is one, however much it matches."""
+    """Records one problem for each rule that asks for absent leaves, however many names it matches."""
     closest = ClosestNames(names)
     by_rule: dict[Rule, list[_MissingParameter]] = {}
     for one in missing:
@@ -152,7 +152,7 @@ def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], di
 
 
 def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diagnostics: Diagnostics) -> None:
-    """T5X's text, which lists every name."""
+    """Records T5X's text, which lists every name."""
     near = ClosestNames(names).to(missing.wanted)
     shown = list(names) if len(names) <= _LISTED_NAMES else [*names[:_LISTED_NAMES], f"… {len(names)} in all"]
     diagnostics.problem(
@@ -164,7 +164,7 @@ def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diag
 
 
 def _fix(missing: Sequence[_MissingParameter], near: Sequence[str], names: frozenset[str]) -> str:
-    """What to do about a rule."""
+    """Suggests a correction of a rule."""
     pattern, replacement = pattern_text(missing[0].rule[0]), missing[0].rule[1]
     assert replacement is not None  # a rule with None asks for nothing
     mended = corrected_template(replacement, [one.match for one in missing], near, names)

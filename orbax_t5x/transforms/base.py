@@ -33,7 +33,7 @@ class Transform:
     """
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """The new flat state dict.
+        """Returns the new flat state dict.
 
         Args:
           state: leaves by '/'-joined name; not changed.
@@ -44,7 +44,7 @@ class Transform:
         raise NotImplementedError
 
     def __call__(self, state_dict: StateDict, target_state_dict: StateDict, *, is_resuming: bool = False) -> StateDict:
-        """The transformed nested state dict; leaves that are computed come back lazy.
+        """Returns the transformed nested state dict; leaves that are computed are lazy.
 
         Args:
           state_dict: nested; leaves may be lazy arrays, NumPy or JAX arrays, or anything where only names change.
@@ -71,15 +71,15 @@ class Transform:
         return result
 
     def _by_hand(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """`apply`, or what T5X's function of the same name answers where that differs."""
+        """Calls `apply`, or gives the result of T5X's function of the same name where that differs."""
         return self.apply(state, target, diagnostics)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         return describe_fields(self)
 
     def digest(self) -> str | None:
-        """Text that is the same for equal transforms, in every process: 32 hexadecimal digits.
+        """Returns 32 hexadecimal digits that are the same for equal transforms in every process.
 
         None where the transform holds a lambda, a closure or another object of which nobody can tell what it does.
         """
@@ -87,7 +87,7 @@ class Transform:
 
     @property
     def only_selects(self) -> bool:
-        """Whether it changes no value, up to its dtype, and no name of a leaf that it keeps."""
+        """True if it changes no value, up to its dtype, and no name of a leaf that it keeps."""
         return False
 
 

@@ -29,7 +29,7 @@ class ByRules(Transform):
     require_match: bool
 
     def _patterns(self) -> tuple[Pattern, ...]:
-        """The patterns, in order of precedence."""
+        """Returns the patterns, in order of precedence."""
         raise NotImplementedError
 
     def _place(self, rule: int, match: re.Match[str], value: Any, new: NewState, diagnostics: Diagnostics) -> None:
@@ -66,14 +66,14 @@ class OnePattern(ByRules):
             object.__setattr__(self, name, value)
 
     def _rule(self) -> str:
-        """The rule as plans and errors show it."""
+        """Returns the rule as plans and errors show it."""
         return f"{type(self).__name__} {pattern_text(self.pattern)!r}"
 
     def _patterns(self) -> tuple[Pattern, ...]:
         return (self.pattern,)
 
     def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        """New names and views; None where a problem was recorded, and the leaf stays."""
+        """Returns new names and views; None where a problem was recorded, and the leaf stays."""
         raise NotImplementedError
 
     def _place(self, rule: int, match: re.Match[str], value: Any, new: NewState, diagnostics: Diagnostics) -> None:
@@ -91,7 +91,7 @@ class InPlace(OnePattern):
     """Computes each leaf that matches and keeps its name."""
 
     def _compute(self, view: View) -> View:
-        """The new leaf.
+        """Returns the new leaf.
 
         Raises:
           ValueError, TypeError, IndexError: the leaf's shape or dtype does not allow it; this becomes a problem.

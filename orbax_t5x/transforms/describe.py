@@ -15,12 +15,12 @@ _SHOWN_ITEMS = 3
 
 
 def _is_transform(value: Any) -> bool:
-    """Whether a value is one of our transforms; their class stands above this module."""
+    """Reports whether a value is one of our transforms, whose class is in a module above this one."""
     return not isinstance(value, type) and hasattr(value, "describe") and hasattr(value, "digest")
 
 
 def describe_fields(transform: Any) -> str:
-    """A dataclass by its class and the fields that differ from their defaults."""
+    """Describes a dataclass by its class and the fields that differ from their defaults."""
     fields = []
     for field in dataclasses.fields(transform):
         value = getattr(transform, field.name)
@@ -47,5 +47,5 @@ def _short(value: Any) -> str:
 
 
 def describe_transform(transform: Any) -> str:
-    """One line for people; plain functions are opaque."""
+    """Describes a transform in one line; plain functions are opaque."""
     return transform.describe() if _is_transform(transform) else f"{qualified_name(transform)} (opaque)"

@@ -1,4 +1,4 @@
-"""What a chain of transforms records while it runs."""
+"""Findings that a chain of transforms records while it runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Diagnostics:
     raised: list[Exception] = dataclasses.field(default_factory=list)
 
     def copy(self) -> Diagnostics:
-        """What was recorded so far, to go on with apart."""
+        """Copies what was recorded so far, so that two runs can go on from it independently."""
         return Diagnostics(
             list(self.problems),
             list(self.warnings),
@@ -56,7 +56,7 @@ class Diagnostics:
         )
 
     def error(self, problems: Sequence[Problem] | None = None, *, path: str | None = None) -> RestorePlanError:
-        """The error to raise, with what a caller's function raised as its cause.
+        """Returns the error to raise, with what a caller's function raised as its cause.
 
         Args:
           problems: those found here, and more; None: those found here.

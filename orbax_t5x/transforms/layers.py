@@ -32,7 +32,7 @@ _SHOWN_LAYERS = 5
 
 @functools.lru_cache(maxsize=256)
 def _written_layer_group(regex: re.Pattern[str]) -> int | None:
-    """The layer group where the pattern's text shows it: named `i`, or the only one for digits alone; or None.
+    """Finds the layer group in the pattern's text: named `i`, or the only one that matches only digits; or None.
 
     Raises:
       ValueError: several groups are for digits alone.
@@ -54,7 +54,7 @@ def _written_layer_group(regex: re.Pattern[str]) -> int | None:
 
 
 def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagnostics: Diagnostics) -> int | None:
-    """The number of the group that is the layer number; None, and a problem, where several could be or none."""
+    """Returns the number of the layer group; None, and a problem, where it is ambiguous or absent."""
     written = _written_layer_group(regex)
     if written is not None:
         return written
@@ -130,7 +130,7 @@ class StackLayers(ByRules):
     def _collect(
         self, matches: Iterable[re.Match[str]], group: int, diagnostics: Diagnostics
     ) -> dict[str, dict[int, re.Match[str]]]:
-        """Name of the stacked leaf -> layer number -> match."""
+        """Returns name of the stacked leaf -> layer number -> match."""
         stacks: dict[str, dict[int, re.Match[str]]] = {}
         for match in matches:
             name, text = match.string, match[group]
@@ -155,7 +155,7 @@ class StackLayers(ByRules):
     def _is_complete(
         self, stacked: str, layers: Mapping[int, re.Match[str]], depth: int, diagnostics: Diagnostics
     ) -> bool:
-        """Whether every layer of the tower is there; a problem where not."""
+        """Reports whether every layer of the tower exists, and records a problem where not."""
         if len(layers) == depth:
             return True
         lacking = (str(number) for number in range(depth) if number not in layers)
@@ -192,13 +192,13 @@ class StackLayers(ByRules):
 
 
 def _tower(layers: Mapping[int, re.Match[str]], group: int) -> str:
-    """What stands before the layer number."""
+    """Returns the text before the layer number."""
     match = next(iter(layers.values()))
     return match.string[: match.start(group)]
 
 
 def _depths(stacks: Iterable[Mapping[int, re.Match[str]]], group: int) -> dict[str, int]:
-    """How many layers each tower has."""
+    """Counts the layers of each tower."""
     depths: dict[str, int] = {}
     for layers in stacks:
         tower = _tower(layers, group)
@@ -250,7 +250,7 @@ class UnstackLayers(OnePattern):
 def numbered_names(
     match: re.Match[str], into: str, count: int, rule: str, diagnostics: Diagnostics
 ) -> list[str] | None:
-    """The names that a template with `{i}` gives for numbers from 0; None, and a problem, where it gives none."""
+    """Fills numbers from 0 into a template with `{i}`; returns None, with a problem, where it gives no names."""
     if count > _MOST_LAYERS:
         message = f"{rule}: {count} layers, and {_MOST_LAYERS} are the most"
         diagnostics.problem("shape", match.string, message, Fix("check the axis"))

@@ -55,7 +55,7 @@ class AddLowRank(ByRules):
         return (self.pattern,)
 
     def _rule(self) -> str:
-        """The rule as plans and errors show it."""
+        """Returns the rule as plans and errors show it."""
         return f"AddLowRank {pattern_text(self.pattern)!r}"
 
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:

@@ -84,7 +84,7 @@ class Merge(Transform):
         return flat
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         count = len(self._flat)
         return f"Merge({count} {'leaf' if count == 1 else 'leaves'}{', overwrite=True' if self.overwrite else ''})"
 
@@ -100,7 +100,7 @@ def _same_leaf(mine: Any, other: Any) -> bool:
 
 
 def _leaf_above_leaf(flat: FlatState) -> tuple[str, str] | None:
-    """A name that is the path of another, and that other; None if there is none."""
+    """Finds a name that is the path of another, with that other; None if there is none."""
     for name in flat:
         end = name.rfind("/")
         while end > 0:

@@ -23,7 +23,7 @@ from orbax_t5x.trees.flat import FlatState
 
 
 class _StateNames(NamedTuple):
-    """Where a kind of train state keeps its parts.
+    """Names of the optimizer's state and the step in one kind of train state.
 
     Attributes:
       optimizer: what names of the optimizer's state begin with.
@@ -49,13 +49,13 @@ _OF_A_MODEL = re.compile(r"(?:token_embedder|encoder|decoder)/.*")
 
 
 def parameter_prefixes(names: Iterable[str]) -> list[str]:
-    """What stands before the names of models' parameters, each once; the optimizer's leaves do not count."""
+    """Lists the prefixes of models' parameters, each once; the optimizer's leaves do not count."""
     matches = (_PARAMETER.fullmatch(name) for name in names if not _NO_PARAMETER.fullmatch(name))
     return list(dict.fromkeys(match["prefix"] for match in matches if match is not None))
 
 
 def model_prefix(names: Iterable[str]) -> str | None:
-    """The prefix of the one model that a tree is for; None where it has no parameters of T5's names."""
+    """Returns the prefix of the one model that a tree is for; None where it has no parameters of T5's names."""
     prefixes = parameter_prefixes(names)
     if not prefixes:
         return None
@@ -63,7 +63,7 @@ def model_prefix(names: Iterable[str]) -> str | None:
 
 
 def _split_root(prefix: str) -> tuple[str, str]:
-    """What stands before the train state, and the root of its parameters; an empty root for other trees."""
+    """Splits a prefix into the train state's path and its parameters' root, which is empty for other trees."""
     root = next((root for root in _ROOTS if prefix == root or prefix.endswith(f"/{root}")), "")
     return (prefix.removesuffix(root), root) if root else ("", "")
 
@@ -81,24 +81,24 @@ class PrefixChange:
     new: str
 
     def reversed(self) -> PrefixChange:
-        """The way back."""
+        """Returns the change in the other direction."""
         return PrefixChange(self.new, self.old)
 
     def parameter(self, name: str) -> str | None:
-        """The new name of a parameter; None for other names."""
+        """Returns the new name of a parameter; None for other names."""
         rest = name.removeprefix(self.old)
         if not name.startswith(self.old) or (not self.old and not _OF_A_MODEL.fullmatch(name)):
             return None
         return self.new + rest
 
     def renames(self, names: Iterable[str]) -> dict[str, str]:
-        """New name by old name, for parameters and their slots in the optimizer."""
+        """Maps old names to new ones, for parameters and their slots in the optimizer."""
         names = list(names)
         renames = {name: new for name in names if (new := self.parameter(name)) is not None}
         return {**renames, **self.slots(names)}
 
     def slots(self, names: Iterable[str]) -> dict[str, str]:
-        """New name by old name, for the slots of parameters in the optimizer."""
+        """Maps old names to new ones, for the slots of parameters in the optimizer."""
         known = Names()
         renames: dict[str, str] = {}
         for name, slot in known.slots(names).items():
@@ -112,19 +112,19 @@ class PrefixChange:
         return renames
 
     def applied(self, tree: FlatState) -> dict[str, Any]:
-        """A tree under the new names."""
+        """Returns a tree under the new names."""
         renames = self.renames(tree)
         return {renames.get(name, name): value for name, value in tree.items()}
 
     def transforms(self, names: Iterable[str]) -> tuple[Transform, ...]:
-        """The change as somebody would write it out, for a tree of these names."""
+        """Returns the equivalent transforms for a tree of these names."""
         pattern = f"{re.escape(self.old)}(.*)" if self.old else f"({_OF_A_MODEL.pattern})"
         rename = Rename(((pattern, self.new.replace("\\", r"\\") + r"\1"),))
         return (FollowOptimizer(rename),) if self.slots(names) else (rename,)
 
 
 def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixChange | None:
-    """How the one model in a tree gets the target's prefix.
+    """Finds the change that gives the one model in a tree the target's prefix.
 
     Returns:
       None where it has it already, where the tree has several models, and where one side has none.
@@ -137,7 +137,7 @@ def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixC
 
 
 def counterparts(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
-    """New names for the step and the optimizer's counts, where the target is another kind of train state."""
+    """Maps the step and the optimizer's counts to new names, where the target is another kind of train state."""
     names, target = list(names), set(target_names)
     outer, root = _split_root(model_prefix(target) or "")
     if not root:
@@ -158,7 +158,7 @@ def counterparts(names: Iterable[str], target_names: Iterable[str]) -> dict[str,
 
 
 def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-    """A state dict with the model below the target's prefix, and the step and counts as the target names them."""
+    """Moves the model below the target's prefix, and gives the step and counts the target's names."""
     change = change_between(state, target)
     if change is not None:
         state = renamed(state, change.renames(state), f"below {change.new!r}", diagnostics)
@@ -166,7 +166,7 @@ def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics)
 
 
 def renamed(state: FlatState, renames: Mapping[str, str], rule: str, diagnostics: Diagnostics) -> dict[str, Any]:
-    """A state dict under new names; two leaves with one name are a problem."""
+    """Returns a state dict under new names; two leaves with one name are a problem."""
     if not renames:
         return dict(state)
     result = NewState(diagnostics)

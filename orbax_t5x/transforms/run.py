@@ -16,7 +16,7 @@ _OURS = "orbax_t5x."
 
 
 def takes_is_resuming(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with the keyword `is_resuming`."""
+    """Reports whether a function can be called with the keyword `is_resuming`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature

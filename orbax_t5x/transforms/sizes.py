@@ -20,7 +20,7 @@ from orbax_t5x.trees.dtypes import kind_of
 
 
 class Filling(enum.Enum):
-    """What new elements are, where that is no number."""
+    """Source of new elements that is not a number."""
 
     FALLBACK = "the fallback"
 
@@ -91,7 +91,7 @@ class Pad(InPlace):
 
 
 def _number(value: Any) -> Any:
-    """A number as Python has it, whole ones as integers; `FALLBACK` as it is.
+    """Converts a number to Python's own, whole ones to integers; `FALLBACK` stays as it is.
 
     Raises:
       TypeError: it is neither.
@@ -108,7 +108,7 @@ def _number(value: Any) -> Any:
 
 
 def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
-    """A number in a leaf's dtype, rounded where that is a float.
+    """Converts a number to a leaf's dtype, rounded where that is a float.
 
     Raises:
       ValueError: the dtype has no such number.
@@ -122,7 +122,7 @@ def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
 
 
 def _fits(value: complex, dtype: np.dtype) -> bool:
-    """Whether a number is of a leaf's kind, and within its range where that is an integer's."""
+    """Reports whether a number is of a leaf's kind, and within its range where that is an integer's."""
     match kind_of(dtype):
         case "bool":
             return value in (0, 1)
@@ -165,7 +165,7 @@ class Slice(InPlace):
         self._set(index=tuple(_part(part) for part in (given if isinstance(given, tuple) else (given,))))
 
     def describe(self) -> str:
-        """One line for people; the index as one writes it."""
+        """Returns one line for people, with the index in Python's notation."""
         parts = ", ".join(_part_text(part) for part in self.index)
         rest = "" if self.require_match else ", require_match=False"
         return f"Slice({pattern_text(self.pattern)!r}, [{parts}]{rest})"
@@ -175,7 +175,7 @@ class Slice(InPlace):
 
 
 def _part(part: Any) -> Part:
-    """One part of an index, hashable: Python 3.11 cannot hash slices.
+    """Converts one element of an index to a hashable form: Python 3.11 cannot hash slices.
 
     Raises:
       TypeError: it is no basic index.

@@ -111,7 +111,7 @@ class Average(Transform):
         return dict(zip(sources, given, strict=True))
 
     def _groups(self, state: FlatState, weights: Mapping[str, float]) -> dict[str, dict[str, str]]:
-        """Name without the source's -> source -> name, for the leaves that take part."""
+        """Returns name without the source's -> source -> name, for the leaves that take part."""
         regex = compile_pattern(self.pattern, "Average")
         groups: dict[str, dict[str, str]] = {}
         chosen: set[str] = set()
@@ -147,7 +147,7 @@ class Average(Transform):
 
 
 def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View | None:
-    """The average of arrays; None where a problem was recorded.
+    """Averages arrays; returns None where a problem was recorded.
 
     Raises:
       ValueError, TypeError: the arrays have not one shape, or do not hold numbers.
@@ -173,7 +173,7 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
 
 @dataclasses.dataclass(frozen=True)
 class Overlay(Transform):
-    """One tree from named sources, with precedence: each leaf comes from the first source that has it.
+    """Combination of named sources by precedence: each leaf comes from the first source that has it.
 
     Leaves stand under their names without the source's; those of later sources that an earlier one has, too, are
     dropped.

@@ -49,13 +49,13 @@ class NewState:
             self._origins[name] = (made_from, rule)
 
     def finish(self) -> dict[str, Any]:
-        """The new state dict; what made each leaf goes into the diagnostics."""
+        """Returns the new state dict, and records in the diagnostics what made each leaf."""
         self._diagnostics.record_origins(self._origins)
         return self.flat
 
 
 def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | None = None) -> View | None:
-    """A leaf as a view; None, and a problem, where it is no array.
+    """Returns a leaf as a view; None, with a problem, where it is no array.
 
     Args:
       name: of the leaf.
@@ -73,12 +73,12 @@ def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | N
 
 
 def normal_axis(axis: int, rank: int) -> int | None:
-    """An axis counted from 0, or None where there is no such axis."""
+    """Counts an axis from 0; returns None where there is no such axis."""
     return axis % rank if -rank <= axis < rank else None
 
 
 def views_of(leaves: Iterable[tuple[str, Any]], diagnostics: Diagnostics, *, becomes: str) -> list[View] | None:
-    """Several leaves as views, by `view_of`; None where one is no array."""
+    """Returns several leaves as views, by `view_of`; None where one is no array."""
     views = [view_of(name, value, diagnostics, becomes=becomes) for name, value in leaves]
     arrays = [view for view in views if view is not None]
     return arrays if len(arrays) == len(views) else None

@@ -31,7 +31,7 @@ _MESH_TF_NAME = re.compile(r"(encoder|decoder|transformer)/block_\d+/.*|shared/e
 
 
 def missing_translation(formats: Collection[str], transforms: Iterable[Any], names: Iterable[str]) -> str | None:
-    """The fix for a chain that leaves a bundle's own names in the state dict; None where that is not what is wrong."""
+    """Returns the fix for a chain that leaves a bundle's own names untranslated; None where it does not."""
     if "tf_bundle" not in formats or any(isinstance(transform, Translate) for transform in transforms):
         return None
     if any(_MESH_TF_NAME.fullmatch(name) for name in names):
@@ -83,7 +83,7 @@ class Translate(Transform):
         return renamed(values, counterparts(values, target), "as the target names it", diagnostics)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         return "Translate()" if self.translator is None else f"Translate({self.translator!r})"
 
     def digest(self) -> str | None:
@@ -96,7 +96,7 @@ class Translate(Transform):
 
 
 def _origins(translation: Translation, renames: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """New name -> (the bundle's name, the rule), for `Diagnostics.record_origins`."""
+    """Returns new name -> (the bundle's name, the rule), for `Diagnostics.record_origins`."""
     return {renames.get(name, name): (old, translation.rule_for[name]) for name, old in translation.sources.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which conversions keep every value: the one place that decides what may happen without being asked for."""
+"""Classifies conversions of dtypes by the values that they keep: the only module that decides what needs permission."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS = {
 
 @functools.cache
 def kind_of(dtype: np.dtype) -> str:
-    """One of "bool", "int", "float", "complex" and "object", for ml_dtypes' types too."""
+    """Returns "bool", "int", "float", "complex" or "object", for ml_dtypes' types too."""
     if dtype.kind in _KINDS and dtype.kind != "V":
         return _KINDS[dtype.kind]
     try:
@@ -42,7 +42,7 @@ def kind_of(dtype: np.dtype) -> str:
 
 @functools.cache
 def conversion(source: np.dtype, target: np.dtype) -> Conversion:
-    """What converting from one dtype to another would do to values.
+    """Classifies the conversion from one dtype to another by its effect on values.
 
     Returns:
       "same"; "lossless": every value survives; "lossy": some may not; "forbidden": the kinds differ so that only an
@@ -84,7 +84,9 @@ def _int_fits(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _float_holds(source: np.dtype, target: np.dtype) -> bool:
-    """Whether a float has every integer of a type: enough digits, and zero, sign and range, which small floats lack."""
+    """Reports whether a float has every integer of a type: enough digits, and zero, sign and range, which small floats
+    lack.
+    """
     low, high = _int_range(source)
     if high.bit_length() > int(ml_dtypes.finfo(target).nmant) + 1:
         return False
@@ -109,7 +111,7 @@ def _float_fits(source: np.dtype, target: np.dtype) -> bool:
 
 
 def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype | None:
-    """The dtype that JAX's standard promotion gives for several, 64-bit ones kept; None where it gives none.
+    """Returns the dtype that JAX's standard promotion gives for several, 64-bit ones kept; None where it gives none.
 
     Integers take the dtype of a float beside them; float16 with bfloat16 is float32; types narrower than 8 bits, and
     floats of 8 bits and less beside other floats, are not promoted.

@@ -29,12 +29,12 @@ class NameClashError(ValueError):
 
 
 def is_tensorstore_spec(value: Any) -> bool:
-    """Whether a mapping is a serialized TensorStore spec, which T5X keeps as one leaf."""
+    """Reports whether a mapping is a serialized TensorStore spec, which T5X keeps as one leaf."""
     return isinstance(value, Mapping) and _SPEC_KEYS <= value.keys()
 
 
 def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
-    """The leaves by name, in order; how deep the tree is does not matter."""
+    """Yields the leaves by name, in order, of a tree of any depth."""
     pending: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter(tree.items()))]
     while pending:
         prefix, items = pending[-1]
@@ -52,7 +52,7 @@ def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str
 
 
 def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """The leaves of a nested dict by '/'-joined name, in order.
+    """Flattens a nested dict to its leaves by '/'-joined name, in order.
 
     None is a leaf, and so is a serialized TensorStore spec. Keys that hold '/' give the same joined name; other keys
     than text are written as text.
@@ -73,7 +73,7 @@ def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, 
 
 
 def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
-    """The nested dict whose `flatten` is `flat`.
+    """Builds the nested dict whose `flatten` is `flat`.
 
     Args:
       flat: leaves by '/'-joined name.
@@ -111,12 +111,12 @@ def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
 
 
 def tree_of(tree: dict[str, Any]) -> Any:
-    """A nested dict as what was saved: an array that stands alone has an empty name, and is no dict."""
+    """Converts a nested dict to what was saved: an array that is the whole tree has an empty name, and is no dict."""
     return tree[""] if tree.keys() == {""} else tree
 
 
 def prefixed(prefix: str, name: str) -> str:
-    """A leaf's name below a prefix; for an array that stands alone, whose name is empty, the prefix itself."""
+    """Puts a leaf's name below a prefix; an empty name, that of an array without a tree, gives the prefix."""
     return f"{prefix}/{name}" if prefix and name else prefix or name
 
 

@@ -21,14 +21,14 @@ _PLAIN_TYPES = frozenset({dict, list, tuple, int, float, jax.ShapeDtypeStruct})
 
 
 def is_train_state(node: Any) -> bool:
-    """Whether it names its own leaves, as T5X's train states do."""
+    """Reports whether a node names its own leaves, as T5X's train states do."""
     if isinstance(node, type):
         return False
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "restore_state", None))
 
 
 def names_itself(node: Any) -> bool:
-    """Whether it is a T5X train state, or a state or a module of `flax.nnx`."""
+    """Reports whether a node is a T5X train state, or a state or a module of `flax.nnx`."""
     # Asked for every node and leaf of a target.
     if type(node) in _PLAIN_TYPES:
         return False
@@ -36,7 +36,7 @@ def names_itself(node: Any) -> bool:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves by '/'-joined name; of two leaves with one name, the last."""
+    """Returns the leaves by '/'-joined name; of two leaves with one name, the last."""
     return dict(_walk("", tree))
 
 

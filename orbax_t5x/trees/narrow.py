@@ -11,22 +11,22 @@ import numpy as np
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
-    """Whether a value is a mapping."""
+    """Reports whether a value is a mapping."""
     return isinstance(value, Mapping)
 
 
 def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a list, a tuple or another sequence, and no text."""
+    """Reports whether a value is a list, a tuple or another sequence, and no text."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def is_list_or_tuple(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a list or a tuple."""
+    """Reports whether a value is a list or a tuple."""
     return isinstance(value, (list, tuple))
 
 
 def is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
-    """Whether a value is a tuple."""
+    """Reports whether a value is a tuple."""
     return isinstance(value, tuple)
 
 

@@ -19,7 +19,7 @@ NamedLeaf = tuple[str, Any, bool]
 
 
 def is_nnx_node(node: Any) -> bool:
-    """Whether this is an `nnx.State`, an `nnx.Module` or another object of `flax.nnx` that holds variables."""
+    """Reports whether a node is an `nnx.State`, an `nnx.Module` or another object of `flax.nnx` with variables."""
     loaded = sys.modules.get("flax.nnx")
     return loaded is not None and isinstance(node, (loaded.State, loaded.Pytree))
 

@@ -13,7 +13,7 @@ _KEY_ATTRIBUTES = ("key", "name", "idx")
 
 
 def key_text(key: Any) -> str:
-    """The name of one step of a JAX key path: a dict key (`None` is "None"), a field's name, or an index."""
+    """Returns the name of one step of a JAX key path: a dict key (`None` is "None"), a field's name, or an index."""
     for attribute in _KEY_ATTRIBUTES:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -21,5 +21,5 @@ def key_text(key: Any) -> str:
 
 
 def leaf_name(path: Iterable[Any]) -> str:
-    """The '/'-joined name of a leaf, from its JAX key path."""
+    """Returns the '/'-joined name of a leaf, from its JAX key path."""
     return "/".join([key_text(key) for key in path])

@@ -1,1 +1,1 @@
-"""What becomes of optimizer state when a parameter is transformed."""
+"""Carries optimizer state along when its parameters are transformed."""

@@ -57,11 +57,11 @@ class Move:
         return tuple(next(iter(self.leaves.values())))
 
     def all_of(self, kind: str) -> list[Any]:
-        """The old leaves of a kind."""
+        """Returns the old leaves of a kind."""
         return [leaves[kind] for leaves in self.leaves.values()]
 
     def wanted_shape(self, kind: str) -> Shape | None:
-        """The shape of the target's leaf of a kind, where that is known."""
+        """Returns the shape of the target's leaf of a kind, where that is known."""
         return _shape(self.wanted.get(kind))
 
 
@@ -81,7 +81,7 @@ class MovedLeaves:
 
 
 def is_placeholder_for(leaf: Any, shape: Shape | None) -> bool:
-    """Whether the shape of an optimizer's leaf alone tells that it is a placeholder for a parameter of this shape."""
+    """Reports whether an optimizer's leaf is, by its shape, a placeholder for a parameter of this shape."""
     return shape is not None and _shape(leaf) == _PLACEHOLDER != shape
 
 
@@ -125,7 +125,7 @@ def _move_one(move: Move, kind: str, moved: MovedLeaves) -> None:
 
 
 def _is_placeholder(move: Move, kind: str) -> bool:
-    """Whether leaves that have the shape of their parameters, (1,), are placeholders all the same."""
+    """Reports whether leaves that have the shape of their parameters, (1,), are placeholders all the same."""
     if {_shape(leaf) for leaf in move.all_of(kind)} != {_PLACEHOLDER} or kind in _SECOND_MOMENT:
         return False
     wanted = move.wanted_shape(kind)
@@ -172,7 +172,7 @@ def _is_factored(leaves: Mapping[str, Any]) -> bool:
 
 
 def _becomes_factored(move: Move, was: bool) -> bool:
-    """Whether the target's second moment is factored; without a target, whether it was before."""
+    """Reports whether the target's second moment is factored; without a target, whether it was before."""
     if "v_row" not in move.wanted:
         return was
     if all(move.wanted_shape(kind) == _PLACEHOLDER for kind in _FACTORED):
@@ -200,7 +200,9 @@ def _move_factored(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None:
 
 
 def _dims_before(move: Move, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]:
-    """Every choice of averaged dimensions for the old parameters, by name; the same for parameters that are alike."""
+    """Yields every choice of averaged dimensions for the old parameters, by name; the same for parameters that are
+    alike.
+    """
     groups: dict[Any, list[str]] = collections.defaultdict(list)
     for symbol in symbols_of(move.view):
         v_row, v_col = (_shape(move.leaves[symbol.name][kind]) for kind in _FACTORED)
@@ -212,7 +214,7 @@ def _dims_before(move: Move, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]
 
 
 def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> tuple[dict[str, Any], set[str]] | None:
-    """v_row and v_col for one choice of averaged dimensions, and which of them are approximate.
+    """Computes v_row and v_col for one choice of averaged dimensions, and which of them are approximate.
 
     Returns:
       None where the old slots do not hold what the new ones need.
@@ -242,5 +244,5 @@ def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> t
 
 
 def _large(kept: Iterable[int], shape: Sequence[int]) -> Kept:
-    """The dimensions with more than one element; for the others it makes no difference whether they are kept."""
+    """Returns the kept dimensions with more than one element; the others make no difference."""
     return frozenset(dim for dim in kept if shape[dim] != 1)

@@ -79,7 +79,7 @@ class FollowOptimizer(Transform):
         object.__setattr__(self, "roots", checked_roots(self.roots))
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         return f"FollowOptimizer({describe_transform(self.transform)})"
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class FollowOptimizer(Transform):
         return result
 
     def rule_of(self, path: str, rank: int) -> tuple[FactorDim, ...] | None:
-        """The Adafactor rule of a parameter, where `factors` has one."""
+        """Returns the Adafactor rule that `factors` has for a parameter; None where it has none."""
         for pattern, spec in self.factors:
             if len(spec) == rank and rule_table((pattern,)).first(path) is not None:
                 return tuple(FactorDim[part] for part in spec)
@@ -111,7 +111,7 @@ class FollowOptimizer(Transform):
 
 
 def _checked_spec(spec: Sequence[Any]) -> Spec:
-    """The part of each dimension, from text or enum members.
+    """Normalizes the role of each dimension, given as text or enum members.
 
     Raises:
       ValueError: another word, or no ROW or no COLUMN.
@@ -123,7 +123,7 @@ def _checked_spec(spec: Sequence[Any]) -> Spec:
 
 
 class _Following:
-    """One run of `FollowOptimizer`: moves each parameter's optimizer leaves, and records their fidelity."""
+    """Mover of the optimizer's leaves in one run of `FollowOptimizer`; records their fidelity."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Following:
         self._not_in_use = self._kinds_not_in_use()
 
     def _kinds_not_in_use(self) -> dict[tuple[str, bool], frozenset[str]]:
-        """Tree -> the kinds of which a parameter has a placeholder."""
+        """Returns, for each tree, the kinds of which a parameter has a placeholder."""
         shapes = {self._names.param(name): getattr(value, "shape", None) for name, value in self._state.items()}
         return {
             tree: frozenset(
@@ -168,7 +168,7 @@ class _Following:
         }
 
     def parameter(self, value: Any) -> Any:
-        """A new parameter over the checkpoint's leaves instead of symbols."""
+        """Rebuilds a new parameter over the checkpoint's leaves instead of symbols."""
         if is_symbol(value):
             return self._state[value.leaf.name]
         if not any(True for _ in symbols_of(value)):
@@ -180,7 +180,7 @@ class _Following:
         return Replay(real, of_parameters=True).build(value, frozenset(range(value.ndim)))
 
     def slots_of(self, name: str, value: Any) -> dict[str, Any]:
-        """The optimizer leaves of a new parameter, by their new names."""
+        """Returns the optimizer leaves of a new parameter, by their new names."""
         found = self._names.param(name)
         old = {symbol.name: self._names.param(symbol.name) for symbol in symbols_of(value)}
         if found is None or not old:
@@ -224,7 +224,7 @@ class _Following:
         return result
 
     def _lost_kinds(self, having: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-        """The kinds of which an earlier FollowOptimizer reset a leaf, and why it did."""
+        """Returns the kinds of which an earlier FollowOptimizer reset a leaf, with the reason of each."""
         lost = {kind: slot for slots in having.values() for kind, slot in slots.items() if slot not in self._state}
         return {kind: self._diagnostics.rule_for[slot].removeprefix(_RESET) for kind, slot in lost.items()}
 

@@ -20,7 +20,7 @@ STANDARD_ROOTS: Roots = (("target", "state/param_states"), ("params", "opt_state
 
 
 class StateRoot(NamedTuple):
-    """One train state: its source and the pair of roots that its names have.
+    """A train state: its source, and the pair of roots that its names have.
 
     Attributes:
       source: the name of a source with '/', or ''.
@@ -65,7 +65,7 @@ class Names:
     roots: Roots = STANDARD_ROOTS
 
     def _split(self, name: str, side: int) -> tuple[StateRoot, str] | None:
-        """The state that a name belongs to, and its path below the root on that side (0: parameters, 1: state)."""
+        """Splits a name into its train state and its path below the root of a side (0: parameters, 1: state)."""
         for source in ("", name.split("/", 1)[0] + "/"):
             for number, root in enumerate(self.roots):
                 start = f"{source}{root[side]}/"
@@ -74,17 +74,17 @@ class Names:
         return None
 
     def param(self, name: str) -> tuple[StateRoot, str] | None:
-        """The state and the path of a parameter; None for other names."""
+        """Returns the state and the path of a parameter; None for other names."""
         return self._split(name, 0)
 
     def slot_name(self, slot: Slot) -> str:
-        """The name of an optimizer leaf."""
+        """Returns the name of an optimizer leaf."""
         state, path, kind_first = slot.tree
         parts = (slot.kind, slot.param) if kind_first else (slot.param, slot.kind)
         return "/".join(part for part in (state.source + self.roots[state.number][1], path, *parts) if part)
 
     def slots(self, names: Iterable[str]) -> dict[str, Slot]:
-        """The slots among names, by name."""
+        """Returns the slots among names, by name."""
         names = list(names)
         params: dict[StateRoot, set[str]] = {}
         for name in names:
@@ -108,7 +108,7 @@ class Names:
 
 
 def _readings(state: StateRoot, parts: Sequence[str], params: set[str]) -> list[Slot]:
-    """All slots that a path may be."""
+    """Lists all slots that a path may be."""
     readings: list[Slot] = []
     for start in range(len(parts)):
         path = "/".join(parts[start:])
@@ -122,7 +122,7 @@ def _readings(state: StateRoot, parts: Sequence[str], params: set[str]) -> list[
 
 
 def by_tree(slots: Mapping[str, Slot]) -> dict[SlotTree, dict[str, dict[str, str]]]:
-    """Tree -> parameter -> kind -> name."""
+    """Groups slots: tree -> parameter -> kind -> name."""
     trees: dict[SlotTree, dict[str, dict[str, str]]] = {}
     for name, slot in slots.items():
         trees.setdefault(slot.tree, {}).setdefault(slot.param, {})[slot.kind] = name

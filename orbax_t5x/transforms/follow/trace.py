@@ -47,7 +47,7 @@ Kept = frozenset[int]
 
 
 class CannotFollowError(ValueError):
-    """What was done to the parameter cannot be done to what belongs to it; the text says why."""
+    """Error: what was done to a parameter cannot be done to its optimizer's leaf; the text has the reason."""
 
 
 class Symbol(Leaf):
@@ -66,7 +66,7 @@ class Symbol(Leaf):
 
 
 def symbol_for(name: str, value: Any) -> View | None:
-    """A symbol of the shape and dtype of a leaf; None for what is no array."""
+    """Returns a symbol of a leaf's shape and dtype; None where the leaf is no array."""
     if value is None:
         return None
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -82,13 +82,13 @@ def symbol_for(name: str, value: Any) -> View | None:
 
 
 def symbols_of(value: Any) -> Iterator[Symbol]:
-    """The symbols that a result is made of, each once, in order."""
+    """Yields the symbols that a result is made of, each once, in order."""
     if isinstance(value, View):
         yield from (leaf for leaf in value.leaves() if isinstance(leaf, Symbol))
 
 
 def is_symbol(value: Any) -> bool:
-    """Whether a result is a symbol itself, with nothing done to it."""
+    """Reports whether a result is a symbol itself, with nothing done to it."""
     return isinstance(value, View) and isinstance(value.leaf, Symbol)
 
 
@@ -109,7 +109,7 @@ class Replay:
     is_exact: bool = True
 
     def build(self, view: View, kept: Kept) -> View:
-        """The view over the other leaves; its dimensions are the kept ones of `view`, in order."""
+        """Builds the view over the other leaves; its dimensions are the kept ones of `view`, in order."""
         return self._build(view.node, kept)
 
     def _build(self, node: Node, kept: Kept) -> View:

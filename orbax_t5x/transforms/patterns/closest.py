@@ -36,7 +36,7 @@ class ClosestNames:
         return [(name, _parts(name)) for _, name in zip(range(_LOOKED_AT), self._names, strict=False)]
 
     def to(self, name: str, count: int = 3) -> list[str]:
-        """The names most like `name`, best first.
+        """Returns the names most like `name`, best first.
 
         Args:
           name: what is missing; it may also be a pattern.
@@ -56,5 +56,5 @@ class ClosestNames:
 
 
 def closest_names(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The names most like `name` among candidates, best first."""
+    """Returns the names most like `name` among candidates, best first."""
     return ClosestNames(candidates).to(name, count)

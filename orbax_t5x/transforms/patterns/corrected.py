@@ -13,7 +13,7 @@ _WORD = re.compile(r"[A-Za-z]+")
 def corrected_template(
     template: str, matches: Sequence[re.Match[str]], closest: Iterable[str], names: Collection[str]
 ) -> str | None:
-    """The replacement with one word changed, such that it gives an existing name for every match.
+    """Returns the replacement with one word changed, such that it gives an existing name for every match.
 
     Args:
       template: that gives none.

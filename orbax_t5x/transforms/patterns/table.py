@@ -27,12 +27,12 @@ _LITERAL = re.compile(r"[A-Za-z0-9_/\- ]*")
 
 
 def pattern_text(pattern: Pattern) -> str:
-    """A pattern as its user wrote it."""
+    """Returns a pattern as its user wrote it."""
     return pattern if isinstance(pattern, str) else pattern.pattern
 
 
 def compile_pattern(pattern: Pattern, owner: str) -> re.Pattern[str]:
-    """A compiled pattern.
+    """Compiles a pattern.
 
     Raises:
       ValueError: it is no regular expression; the text names `owner` and the pattern.
@@ -53,7 +53,7 @@ def check_pattern(pattern: Pattern, owner: str) -> None:
 
 
 def pattern_tuple(patterns: Pattern | Iterable[Pattern], owner: str) -> tuple[Pattern, ...]:
-    """One pattern, or several, as a tuple of valid ones."""
+    """Returns one pattern, or several, as a tuple of valid ones."""
     listed = (patterns,) if isinstance(patterns, (str, re.Pattern)) else tuple(patterns)
     for pattern in listed:
         check_pattern(pattern, owner)
@@ -80,7 +80,7 @@ def rule_tuple(rules: Iterable[Sequence[Any]], owner: str) -> tuple[Rule, ...]:
 
 
 def rule_text(owner: str, rule: Rule) -> str:
-    """A rule as plans and errors show it."""
+    """Formats a rule as plans and errors show it."""
     return f"{owner} {pattern_text(rule[0])!r} -> {rule[1]!r}"
 
 
@@ -108,11 +108,11 @@ class RuleTable:
                 self._always.append(index)
 
     def regex(self, index: int) -> re.Pattern[str]:
-        """The compiled pattern."""
+        """Returns the compiled pattern."""
         return _compiled(self.patterns[index])
 
     def first(self, name: str) -> tuple[int, re.Match[str]] | None:
-        """The index of the first rule that matches the whole name, and its match; None if no rule does."""
+        """Returns the index of the first rule that matches the whole name, and its match; None if no rule does."""
         literal = self._literals.get(name)
         likely = self._always
         if self._by_part:
@@ -171,12 +171,12 @@ _compiled = functools.lru_cache(maxsize=1 << 14)(re.compile)
 
 @functools.lru_cache(maxsize=256)
 def rule_table(patterns: tuple[Pattern, ...]) -> RuleTable:
-    """The table of these patterns, built once."""
+    """Builds the table of these patterns, once."""
     return RuleTable(patterns)
 
 
 def expand(match: re.Match[str], template: str, rule: str, diagnostics: Diagnostics) -> str | None:
-    """A replacement with its groups filled in; None, and a problem, where it names a group that is not there."""
+    """Fills the groups into a replacement; returns None, with a problem, where it names a group that does not exist."""
     try:
         return expand_match(match, template)
     except ValueError as error:
@@ -191,7 +191,7 @@ def new_name(match: re.Match[str], template: str, rule: str, diagnostics: Diagno
 
 
 def is_name(name: str, old: str, rule: str, diagnostics: Diagnostics) -> bool:
-    """Whether no part of a new name is empty, unless a part of the old name is; a problem where not."""
+    """Reports whether a new name has no empty part, unless the old name has one; records a problem where not."""
     if all(name.split("/")) or not all(old.split("/")):
         return True
     # Without the old name: what one rule does to many leaves is one entry of the error's text.
