@@ -11,10 +11,10 @@ from orbax_t5x.lazy.assemble import ConcatNode, StackNode
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, intersect, slices_within
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.lazy.combine import AllEqualNode, AverageNode
-from orbax_t5x.lazy.fill import Unfilled, fill, has_unfilled
+from orbax_t5x.lazy.fill import UnfilledLeaf, fill, has_unfilled
 from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.low_rank import LowRankNode
-from orbax_t5x.lazy.node import LeafNode, Lowered, Node
+from orbax_t5x.lazy.node import LeafNode, Lowering, Node
 from orbax_t5x.lazy.pad import PadNode
 from orbax_t5x.lazy.read import group_reads, read_leaves
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
@@ -39,7 +39,7 @@ __all__ = [
     "Leaf",
     "LeafNode",
     "LowRankNode",
-    "Lowered",
+    "Lowering",
     "Node",
     "OpaqueLeaf",
     "PadNode",
@@ -48,7 +48,7 @@ __all__ = [
     "SplitNode",
     "StackNode",
     "StridedNode",
-    "Unfilled",
+    "UnfilledLeaf",
     "ValueLeaf",
     "Verify",
     "View",

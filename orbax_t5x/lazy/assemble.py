@@ -14,7 +14,7 @@ import numpy as np
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.geometry import IndexMap, basic_index
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.strided import strided
 
 
@@ -49,7 +49,7 @@ class StackNode(Node):
         for node in self.inputs[first:last]:
             node.add_requests(inner, found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Each input into its place in the buffer."""
         first, last = box[self.axis]
         inner = (*box[: self.axis], *box[self.axis + 1 :])
@@ -120,7 +120,7 @@ class ConcatNode(Node):
         for node, first, last, _ in self._touched(*box[self.axis]):
             node.add_requests((*before, (first, last), *after), found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Each input into its place in the buffer."""
         before, after = box[: self.axis], box[self.axis + 1 :]
         index = (slice(None),) * self.axis

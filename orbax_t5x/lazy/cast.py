@@ -17,7 +17,7 @@ from orbax_t5x.errors import CheckpointError, LeafMismatchError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.strided import strided
 
 Mismatch = Callable[[str, Leaf], CheckpointError]
@@ -51,7 +51,7 @@ class CastNode(Node):
         """The same box."""
         self.input.add_requests(box, found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Reads into memory of its own, and casts from there."""
         values = lowered.allocate(out.shape, self.input.dtype)
         self.input.add_work(box, values, lowered)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from orbax_t5x.lazy import Box
 
 
-class ChunkWishes(NamedTuple):
+class ChunkPreferences(NamedTuple):
     """What a caller wants of the chunks of one array.
 
     Attributes:
@@ -62,7 +62,7 @@ def _even_parts(size: int, least: int) -> int:
     return next((parts for parts in range(least, min(2 * least, size) + 1) if size % parts == 0), least)
 
 
-def pieces(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
+def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
     """The boxes of an array's chunks, in C order."""
     starts = (range(0, size, step) for size, step in zip(shape, chunk, strict=True))
     for corner in itertools.product(*starts):

@@ -17,7 +17,7 @@ from orbax_t5x.errors import LeafMismatchError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.cast import cast_into
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.trees.dtypes import common_dtype, kind_of
 
 # What comparing bits takes for each element: the answer, and two more for the two halves of wide elements.
@@ -45,7 +45,7 @@ class AverageNode(Node):
         for node in self.inputs:
             node.add_requests(box, found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Reads each input into memory of its own, and sums there."""
         arrays = [lowered.allocate(out.shape, node.dtype) for node in self.inputs]
         for node, values in zip(self.inputs, arrays, strict=True):
@@ -124,7 +124,7 @@ class AllEqualNode(Node):
         for node in self.inputs:
             node.add_requests(box, found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """The first into the buffer, the others into memory of their own to compare with it."""
         self.input.add_work(box, out, lowered)
         for other in self.inputs[1:]:

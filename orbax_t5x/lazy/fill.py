@@ -1,6 +1,6 @@
 """Elements that are not known before a restore: what stands for them, and how they are filled in.
 
-A transform that runs on the checkpoint's leaves alone puts `Unfilled` where new elements go. When the leaf of the
+A transform that runs on the checkpoint's leaves alone puts `UnfilledLeaf` where new elements go. When the leaf of the
 target is known, `fill` gives it the elements at the same place of another array: it follows what was done to the leaf
 since, as far as that only moved elements and cast them.
 """
@@ -23,7 +23,7 @@ from orbax_t5x.lazy.reshape import JoinNode, SplitNode, reshaped
 from orbax_t5x.lazy.strided import StridedNode, strided
 
 
-class Unfilled(BlockingLeaf):
+class UnfilledLeaf(BlockingLeaf):
     """Stands for elements that only a restore can give, and cannot be read."""
 
     is_value = True
@@ -52,7 +52,7 @@ class Unfilled(BlockingLeaf):
 def has_unfilled(leaves: Sequence[Leaf]) -> bool:
     """Whether `fill` has something to replace."""
     for leaf in leaves:  # Asked for every leaf of a plan: any() costs three times as much.
-        if isinstance(leaf, Unfilled):
+        if isinstance(leaf, UnfilledLeaf):
             return True
     return False
 
@@ -74,7 +74,7 @@ def fill(node: Node, values: Node) -> Node:
 
 def _fill(node: Node, values: Node, casts: tuple[CastNode, ...]) -> Node:
     """`fill`, and the casts that follow the node."""
-    unfilled = [isinstance(leaf, Unfilled) for leaf in node.leaves()]
+    unfilled = [isinstance(leaf, UnfilledLeaf) for leaf in node.leaves()]
     if all(unfilled):
         return values
     if not any(unfilled):

@@ -16,7 +16,7 @@ import numpy as np
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.cast import cast_into
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.trees.dtypes import kind_of
 
 # Rows are summed in blocks of this size, which stay in a processor's cache over all ranks. Larger: every rank goes
@@ -56,7 +56,7 @@ class LowRankNode(Node):
         for node, part in zip(self.inputs, (box, *self._factor_boxes(box)), strict=True):
             node.add_requests(part, found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """The kernel into the buffer, the two factors into memory of their own."""
         self.input.add_work(box, out, lowered)
         factors: list[np.ndarray] = []

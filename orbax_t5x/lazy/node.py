@@ -27,7 +27,7 @@ _SHOWN_INPUTS = 4
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Lowered:
+class Lowering:
     """A box of a node as work on leaves.
 
     Attributes:
@@ -49,7 +49,7 @@ class Lowered:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Measured(Lowered):
+class _MeasuringLowering(Lowering):
     """A lowering that reads nothing and whose buffers have no memory; it adds up what they would take."""
 
     held_bytes: int = 0
@@ -116,7 +116,7 @@ class Node(abc.ABC):
         """Adds the boxes of leaves that reading a box will read; pure, nothing is read."""
 
     @abc.abstractmethod
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Adds the requests and steps that fill `out` with a box."""
 
     def select(self, index_map: IndexMap) -> Node | None:
@@ -138,7 +138,7 @@ class Node(abc.ABC):
             self.add_requests(box, found)
         return found
 
-    def lower(self, box: Box, out: np.ndarray) -> Lowered:
+    def lower(self, box: Box, out: np.ndarray) -> Lowering:
         """Turns reading a box into requests on leaves and steps after them.
 
         Args:
@@ -150,7 +150,7 @@ class Node(abc.ABC):
         """
         if out.shape != box_shape(box) or (out.dtype is not self.dtype and out.dtype != self.dtype):
             raise ValueError(f"a buffer of shape {out.shape} and dtype {out.dtype} for box {box} of {self!r}")
-        lowered = Lowered()
+        lowered = Lowering()
         if out.size:
             self.add_work(box, out, lowered)
         return lowered
@@ -164,7 +164,7 @@ class Node(abc.ABC):
         """
         if self.own_leaf is not None or _is_empty(box):
             return 0
-        measured = _Measured()
+        measured = _MeasuringLowering()
         self.add_work(box, memoryless(box_shape(box), self.dtype) if like is None else like, measured)
         return measured.held_bytes + measured.temporary_bytes
 
@@ -266,7 +266,7 @@ class LeafNode(Node):
         """The box itself."""
         found.append((self.leaf, box))
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """One request."""
         lowered.reads.append((self.leaf, Request(box, out)))
 
@@ -276,6 +276,6 @@ def leaf_node(leaf: Leaf) -> LeafNode:
     return LeafNode(tuple(leaf.shape), np.dtype(leaf.dtype), (), leaf)
 
 
-def copy_step(lowered: Lowered, out: np.ndarray, values: np.ndarray) -> None:
+def copy_step(lowered: Lowering, out: np.ndarray, values: np.ndarray) -> None:
     """Adds a step that copies values of the same dtype into a buffer that does not overlap them."""
     lowered.add_step(partial(np.copyto, out, values))

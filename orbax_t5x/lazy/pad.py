@@ -12,7 +12,7 @@ import numpy as np
 from orbax_t5x.lazy.box import Box, slices_within
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.strided import strided
 
 
@@ -80,7 +80,7 @@ class PadNode(Node):
         for part in beyond:
             self.filler.add_requests(part, found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Each part into its place in the buffer."""
         within, beyond = self._cut(box)
         if within is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from orbax_t5x.concurrency import run_on_read_thread, wait_all
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.lazy.node import Lowered, Node
+from orbax_t5x.lazy.node import Lowering, Node
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.value import ValueLeaf
 from orbax_t5x.storage.memory import naming_memory_errors
@@ -62,7 +62,7 @@ def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "
     return stats
 
 
-def _lower(node: Node, box: Box, out: np.ndarray) -> Lowered:
+def _lower(node: Node, box: Box, out: np.ndarray) -> Lowering:
     leaves = node.leaves()
     if not out.size:
         # No leaf is asked for anything, so none would say that it cannot be read.

@@ -77,13 +77,13 @@ class ReadStats:
         """What tells one execution from another: files are looked at once in each."""
         return self
 
-    def part(self) -> ReadStats:
+    def scoped(self) -> ReadStats:
         """Read stats of a part of the execution, whose ranges are kept apart; what it counts, the whole counts too."""
-        return _PartStats(self)
+        return _ScopedStats(self)
 
 
-class _PartStats(ReadStats):
-    """See `ReadStats.part`."""
+class _ScopedStats(ReadStats):
+    """See `ReadStats.scoped`."""
 
     def __init__(self, whole: ReadStats):
         super().__init__(whole.verify)

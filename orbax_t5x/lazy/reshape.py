@@ -19,7 +19,7 @@ from orbax_t5x.lazy import geometry as _geometry
 from orbax_t5x.lazy.box import Box, box_shape, box_size, slices_within
 from orbax_t5x.lazy.geometry import FlatRun, IndexMap, box_runs, interval_boxes, reshape_groups
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node, copy_step
+from orbax_t5x.lazy.node import Lowering, Node, copy_step
 from orbax_t5x.lazy.strided import StridedNode, strided
 
 _Groups = tuple[tuple[int, ...], ...]
@@ -86,7 +86,7 @@ class JoinNode(Node):
         for piece in self._pieces(box):
             self.input.add_requests(tuple(itertools.chain.from_iterable(part for part, _, _ in piece)), found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Each of those boxes into its part of the buffer."""
         for piece in self._pieces(box):
             inner = tuple(itertools.chain.from_iterable(part for part, _, _ in piece))
@@ -138,7 +138,7 @@ class SplitNode(Node):
             at -= len(sizes)
         return True
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Each flat interval into the part of the buffer that it covers."""
         for piece in self._pieces(box):
             into = out[slices_within(_covered(piece), box)]
@@ -147,7 +147,7 @@ class SplitNode(Node):
             else:
                 self._lower_covering(piece, into, lowered)
 
-    def _lower_exact(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowered) -> None:
+    def _lower_exact(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowering) -> None:
         """Reads intervals that hold just what is wanted.
 
         Into the buffer; where its strides forbid, in pieces that it can take, or through memory of its own.
@@ -180,7 +180,7 @@ class SplitNode(Node):
             at += len(sizes)
         return -1
 
-    def _lower_covering(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowered) -> None:
+    def _lower_covering(self, piece: tuple[FlatRun, ...], into: np.ndarray, lowered: Lowering) -> None:
         """Reads intervals with gaps into memory of whole rows, and copies what is wanted out of it."""
         shapes = [_aligned(run, sizes) for run, sizes in zip(piece, self.groups, strict=True)]
         flat = lowered.allocate(tuple(math.prod(shape) for shape in shapes), self.dtype)

@@ -20,7 +20,7 @@ from orbax_t5x.lazy import geometry as _geometry
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.geometry import IndexMap, compose
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node, copy_step
+from orbax_t5x.lazy.node import Lowering, Node, copy_step
 
 # NumPy sets the source of a copy within one array aside unless it sees that the two do not overlap; so copies along a
 # repeat are made in blocks of this size. Larger: more memory. Smaller: more calls, about a microsecond each.
@@ -131,7 +131,7 @@ class StridedNode(Node):
         for row in _rows(box, axis):
             self.add_requests(row, found)
 
-    def add_work(self, box: Box, out: np.ndarray, lowered: Lowered) -> None:
+    def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
         """Reads index 0 of every repeat, and copies it to the rest."""
         first = out
         if self._repeats:
@@ -143,7 +143,7 @@ class StridedNode(Node):
                 block_bytes = _block(out[later].shape, axis, out.itemsize)[2]
                 lowered.add_step(partial(_copy_along, out[later], axis), block_bytes)
 
-    def _lower_rows(self, box: Box, first: np.ndarray, lowered: Lowered) -> None:
+    def _lower_rows(self, box: Box, first: np.ndarray, lowered: Lowering) -> None:
         """Reads a box into a buffer that holds index 0 of every repeat."""
         axis = self._row_axis(box)
         if axis < 0:
@@ -163,7 +163,7 @@ class StridedNode(Node):
             out = out[(*(_ALL if dim in dims else None for dim in range(len(self.index_map.start))), Ellipsis)]
         return out
 
-    def _lower_cut(self, cut: _Cut, first: np.ndarray, lowered: Lowered) -> None:
+    def _lower_cut(self, cut: _Cut, first: np.ndarray, lowered: Lowering) -> None:
         into = self._as_input(first[cut.at])
         if cut.strides is None:
             self.input.add_work(cut.box, into, lowered)

@@ -19,7 +19,7 @@ from orbax_t5x.lazy.box import Box, full_box
 from orbax_t5x.lazy.cast import Mismatch, cast_node, leaf_mismatch
 from orbax_t5x.lazy.geometry import IndexMap, basic_index, normalize_axis, reshape_target
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.lazy.node import Lowered, Node, leaf_node
+from orbax_t5x.lazy.node import Lowering, Node, leaf_node
 from orbax_t5x.lazy.read import read_boxes
 from orbax_t5x.lazy.read_stats import ReadStats, Verify
 from orbax_t5x.lazy.reshape import reshaped
@@ -176,7 +176,7 @@ class View(LazyArray):
         """The memory that reading a box takes beside the buffer; see `Node.scratch_bytes`."""
         return self.node.scratch_bytes(box, like)
 
-    def lower(self, box: Box, out: np.ndarray) -> Lowered:
+    def lower(self, box: Box, out: np.ndarray) -> Lowering:
         """Reading a box as requests on leaves and steps after them; see `Node.lower`."""
         return self.node.lower(box, out)
 

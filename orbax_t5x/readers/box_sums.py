@@ -59,7 +59,7 @@ class BoxSums:
     def _corners(self) -> np.ndarray:
         return np.asarray(self.boxes, np.int64).reshape(len(self.boxes), len(self.shape), 2)
 
-    def meeting(self, box: Box) -> list[int]:
+    def overlapping(self, box: Box) -> list[int]:
         """The numbers of the boxes that share an element with this one."""
         low, high = np.asarray(box, np.int64).reshape(-1, 2).T
         corners = self._corners
@@ -91,7 +91,7 @@ def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRang
     """What filled buffers say about the boxes of an array: ranges of the boxes laid end to end."""
     met: dict[int, list[Request]] = {}
     for read in reads:
-        for number in sums.meeting(read.box):
+        for number in sums.overlapping(read.box):
             met.setdefault(number, []).append(read)
     for number, some in met.items():
         box, base, stop = sums.boxes[number], sums.bases[number], sums.bases[number + 1]

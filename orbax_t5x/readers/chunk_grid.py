@@ -29,7 +29,7 @@ def count_chunks(boxes: Iterable[Box], chunks: Sequence[int]) -> int:
     return union_size(tuple([_chunk_indices(box, chunks) for box in boxes]))
 
 
-def pieces_by_chunk(boxes: Iterable[Box], chunks: Sequence[int]) -> Iterator[list[tuple[Box, Box]]]:
+def boxes_by_chunk(boxes: Iterable[Box], chunks: Sequence[int]) -> Iterator[list[tuple[Box, Box]]]:
     """For each chunk that boxes touch: what each of them has of it, and that box itself."""
     found: dict[tuple[int, ...], list[tuple[Box, Box]]] = {}
     for box in boxes:

@@ -10,7 +10,7 @@ from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.detect.user_path import path_text
 from orbax_t5x.readers.formats import open_checkpoint
 from orbax_t5x.readers.orbax.steps import finished_steps
-from orbax_t5x.storage.places import open_store
+from orbax_t5x.storage.locations import open_store
 from orbax_t5x.storage.remote.connection import remote_session
 from orbax_t5x.storage.store import Store
 

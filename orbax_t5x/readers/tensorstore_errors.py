@@ -14,7 +14,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage import places
+from orbax_t5x.storage import locations
 from orbax_t5x.storage.remote.request_errors import is_ignored_range, remote_error
 
 # Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
@@ -42,7 +42,7 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
     match = _STATUS.match(text)
     status = match["status"] if match else ""
     message = f"{doing}: {text[match.end() if match else 0 :]}"
-    if places.is_url(path):
+    if locations.is_url(path):
         return _typed_remote(error, status, message, path, leaf)
     if not os.path.isdir(path):
         return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)

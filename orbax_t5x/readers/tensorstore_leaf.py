@@ -31,14 +31,15 @@ from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.array_layout import ArrayLayout, UnopenedArray
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
-from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, pieces_by_chunk
+from orbax_t5x.readers.chunk_grid import boxes_by_chunk, chunk_boxes, count_chunks
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.memory import naming_memory_errors, require_memory
-from orbax_t5x.storage.store import Answers, Snapshot
+from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.storage.store import Snapshot
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
 _DECODING_COPIES = 1.25
@@ -125,7 +126,7 @@ class TensorStoreLeaf(Leaf):
         self._open_array: Callable[[], ts.TensorStore] | None = None if opened else array.open
         self._open = flag
         self._files = files
-        self.is_remote: bool = files.answers is not None
+        self.is_remote: bool = files.clock is not None
 
     @property
     def checksums(self) -> Checksums | None:
@@ -165,9 +166,9 @@ class TensorStoreLeaf(Leaf):
         if self._files.was_checked(stats.execution):
             await self._read(requests, stats)
             return
-        pool = reader_pool() if self._files.answers is None else waiting_pool()
+        pool = reader_pool() if self._files.clock is None else waiting_pool()
         check = run_in_pool(pool, self._files.check_unchanged, stats.execution, leaf=self.name)
-        if self._files.answers is None:
+        if self._files.clock is None:
             await check
             await self._read(requests, stats)
             return
@@ -204,7 +205,7 @@ class TensorStoreLeaf(Leaf):
         except CheckpointError:
             raise
         except Exception as error:
-            if self._files.answers is None:
+            if self._files.clock is None:
                 # What was removed after the look before reading is gone, not damaged: as an execution of its own this
                 # looks again.
                 again = ReadStats(stats.verify)
@@ -234,7 +235,7 @@ class TensorStoreLeaf(Leaf):
             return
 
         async def by_chunk() -> AsyncIterator[Coroutine[Any, Any, None]]:
-            for pieces in pieces_by_chunk(wanted, chunks):
+            for pieces in boxes_by_chunk(wanted, chunks):
                 outs = [(piece, wanted[box][box_slices(shift(piece, box))]) for piece, box in pieces]
                 await decoding.take(self._chunk_bytes)
                 yield self._read_pieces(outs, decoding, self._chunk_bytes)
@@ -259,7 +260,7 @@ class TensorStoreLeaf(Leaf):
     def _begin_writes(self, box: Box, buffer: np.ndarray) -> Iterator[ts.WriteFutures]:
         """Begins to read a box into a buffer: at once, or remotely by pieces of whole chunks, each an answer."""
         array = self._opened()
-        if self._files.answers is None:
+        if self._files.clock is None:
             source = array if box == full_box(self.shape) else array[box_slices(box)]
             yield ts.array(buffer, write=True, copy=False).write(source)
             return
@@ -268,8 +269,8 @@ class TensorStoreLeaf(Leaf):
             yield out[box_slices(shift(piece, box))].write(array[box_slices(piece)])
 
     async def _end_writes(self, writes: Sequence[ts.WriteFutures]) -> None:
-        if self._files.answers is not None:
-            await self._end_remote_writes(writes, self._files.answers)
+        if self._files.clock is not None:
+            await self._end_remote_writes(writes, self._files.clock)
             return
         # Waking the loop costs more than a small read: the last one is waited for first, then most others are done.
         for write in reversed(writes):
@@ -277,7 +278,7 @@ class TensorStoreLeaf(Leaf):
                 await write.commit
             write.commit.result()
 
-    async def _end_remote_writes(self, writes: Sequence[ts.WriteFutures], answers: Answers) -> None:
+    async def _end_remote_writes(self, writes: Sequence[ts.WriteFutures], clock: ResponseClock) -> None:
         """Waits while answers come.
 
         A write that is given up keeps its part of the buffer alive until its request has ended.
@@ -289,13 +290,13 @@ class TensorStoreLeaf(Leaf):
         waiting = {asyncio.ensure_future(_ended(write)) for write in writes}
         try:
             while waiting:
-                left = answers.seconds_left(begun)
+                left = clock.seconds_left(begun)
                 if left <= 0:
-                    raise CheckpointIOError(f"reading it: {answers.silence()}", path=self.path, leaf=self.name)
+                    raise CheckpointIOError(f"reading it: {clock.timeout_text()}", path=self.path, leaf=self.name)
                 done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                    answers.note()
+                    clock.note()
         finally:
             for task in waiting:
                 task.cancel()

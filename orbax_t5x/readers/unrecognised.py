@@ -13,8 +13,8 @@ from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.orbax.steps import finished_steps, step_of_name
 from orbax_t5x.readers.tf_bundle.format import prefix_of_shard
+from orbax_t5x.storage.locations import can_list, is_url
 from orbax_t5x.storage.paths import LEADS_OUT
-from orbax_t5x.storage.places import can_list, is_url
 from orbax_t5x.text.wording import listed
 
 _FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors")

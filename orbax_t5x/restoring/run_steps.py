@@ -19,8 +19,8 @@ from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, committed, step_of_name
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.locations import open_store
 from orbax_t5x.storage.paths import url_scheme
-from orbax_t5x.storage.places import open_store
 from orbax_t5x.storage.remote.connection import remote_session
 from orbax_t5x.storage.strict_json import parse_object
 

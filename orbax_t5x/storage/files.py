@@ -101,7 +101,7 @@ class File:
         except OSError as error:
             if isinstance(error, CheckpointGoneError):
                 raise
-            raise io_error(error, "looking at it", path=self.path, leaf=leaf) from error
+            raise io_error(error, "reading its status", path=self.path, leaf=leaf) from error
         finally:
             self._files.release(self)
 

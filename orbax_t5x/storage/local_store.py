@@ -28,7 +28,7 @@ class LocalStore(Root):
         """See `Store.read_whole`."""
         return read_small(self, name, limit=limit, leaf=leaf)
 
-    def look_ahead(self, names: Sequence[str]) -> None:
+    def stat_ahead(self, names: Sequence[str]) -> None:
         """Does nothing: a look costs no wait here."""
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from orbax_t5x.storage.response_clock import ResponseClock
 
-class AheadReads(Protocol):
+
+class ReadAhead(Protocol):
     """Reads that come in the order in which they were announced, so that a remote store may begin them early."""
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
@@ -70,7 +72,7 @@ class StoredFile(Protocol):
         """
         ...
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> AheadReads:
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
         """Announces reads of (offset, size); what is returned gets exactly these, in this order."""
         ...
 
@@ -108,27 +110,11 @@ class OpenFiles(Protocol):
         ...
 
 
-class Answers(Protocol):
-    """Whether a remote store still answers: one clock for all requests to it."""
-
-    def note(self) -> None:
-        """Says that an answer came."""
-        ...
-
-    def seconds_left(self, begun: float) -> float:
-        """How long to wait on for a request that began then, by `time.monotonic`; none left: it is given up."""
-        ...
-
-    def silence(self) -> str:
-        """Why a request was given up, for an error."""
-        ...
-
-
 class Snapshot(Protocol):
     """Files that TensorStore reads by itself, remembered as they were when the checkpoint was opened."""
 
     @property
-    def answers(self) -> Answers | None:
+    def clock(self) -> ResponseClock | None:
         """Of the remote store that holds them; None where they are local."""
         ...
 
@@ -194,12 +180,12 @@ class Store(Protocol):
         """All bytes of a file, which must not hold more than `limit`; see `strict_json.read_small`."""
         ...
 
-    def look_ahead(self, names: Sequence[str]) -> None:
+    def stat_ahead(self, names: Sequence[str]) -> None:
         """Says which files will be looked at, so that a remote store is asked for all of them at once."""
         ...
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        """Says which files will be read whole; as `look_ahead`."""
+        """Says which files will be read whole; as `stat_ahead`."""
         ...
 
     def require_file(self, name: str) -> None:

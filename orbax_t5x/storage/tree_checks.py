@@ -101,7 +101,7 @@ class TreeSnapshot:
         self._digest = self._look(leaf)
 
     # Reads of these files wait for no other machine.
-    answers = None
+    clock = None
 
     def count_absent(self, names: Collection[str]) -> int:
         """See `Snapshot.count_absent`."""
@@ -141,7 +141,7 @@ class TreeSnapshot:
                 path = self._root.join(name)
                 if isinstance(error, FileNotFoundError):
                     raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
-                raise io_error(error, "looking at it", path=path, leaf=leaf) from error
+                raise io_error(error, "reading its status", path=path, leaf=leaf) from error
         return digest.digest()
 
     def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from orbax_t5x.lazy import Unfilled, View, broadcast_to, pad
+from orbax_t5x.lazy import UnfilledLeaf, View, broadcast_to, pad
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.patterns.table import Pattern, pattern_text
 from orbax_t5x.trees.dtypes import kind_of
@@ -78,7 +78,7 @@ class Pad(InPlace):
         if shape == view.shape:
             return view
         if isinstance(self.value, Filling):
-            return pad(view, Unfilled(self.value.value, shape, view.dtype), self.value.value)
+            return pad(view, UnfilledLeaf(self.value.value, shape, view.dtype), self.value.value)
         return pad(view, broadcast_to(_as_dtype(self.value, view.dtype), shape), f"{self.value:g}")
 
     def _new_shape(self, old: tuple[int, ...]) -> tuple[int, ...]:

@@ -170,7 +170,7 @@ def test_unknown_elements_are_filled_from_the_same_place_of_what_was_made(name):
     unknown = move(np.pad(old, [(0, 0), (0, 1), (0, 0)], constant_values=np.nan))
     # Numbers that float32 does not have: what is filled in is not cast.
     values = np.arange(unknown.size).reshape(shape).astype(unknown.dtype) + unknown.dtype.type(1000.1)
-    view = move(lazy.pad(old, lazy.Unfilled("them", (4, 2, 3), old.dtype), "them"))
+    view = move(lazy.pad(old, lazy.UnfilledLeaf("them", (4, 2, 3), old.dtype), "them"))
     assert lazy.has_unfilled(view.leaves()) and np.isnan(unknown).any()
     filled = lazy.View(lazy.fill(view.node, as_view(values).node))
     np.testing.assert_array_equal(filled.get(), np.where(np.isnan(unknown), values, unknown))
@@ -178,7 +178,7 @@ def test_unknown_elements_are_filled_from_the_same_place_of_what_was_made(name):
 
 
 def test_unknown_elements_that_were_computed_with_cannot_be_filled():
-    grown = lazy.pad(np.zeros(2), lazy.Unfilled("them", (4,), np.dtype(float)), "them")
+    grown = lazy.pad(np.zeros(2), lazy.UnfilledLeaf("them", (4,), np.dtype(float)), "them")
     for view, text in [(average([grown, np.zeros(4)], [1, 1]), "average"), (grown[::-2], r"\[3:0:-2\]")]:
         with pytest.raises(ValueError, match=text):
             lazy.fill(view.node, as_view(np.zeros(view.shape)).node)

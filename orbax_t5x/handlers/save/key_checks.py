@@ -16,7 +16,7 @@ import jax
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsafeCheckpointError
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.item_files import ARRAY_METADATAS, STRINGS_FILE
-from orbax_t5x.readers.orbax.keys import fault_of_key, key_leads_out, place_of
+from orbax_t5x.readers.orbax.keys import array_key, fault_of_key, key_leads_out
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE
 from orbax_t5x.storage.paths import split_name
@@ -54,11 +54,11 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
             problems.append(Problem("duplicate", name, message, Fix("rename one of the two")))
         elif name not in skipped and not _is_empty(node):
             joined = ".".join(keys)
-            other = stored.setdefault(place_of(joined), name)
+            other = stored.setdefault(array_key(joined), name)
             if other is not name:
                 message = f"Orbax would store it under {joined!r}, as {other!r}"
                 problems.append(Problem("duplicate", name, message, Fix("rename one of the two")))
-            elif in_directories and not isinstance(node, str) and not _is_directory(place_of(joined)):
+            elif in_directories and not isinstance(node, str) and not _is_directory(array_key(joined)):
                 message = f"its array would lie in the directory {joined!r}, which an item cannot have"
                 problems.append(Problem("name", name, message, Fix("rename it, or save with use_ocdbt=True")))
     if problems:

@@ -26,7 +26,7 @@ from orbax_t5x.handlers.type_handlers.snapshot_leaf import hold_values
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers.unsupported import check_leaves, storable
 from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
-from orbax_t5x.lazy.chunks import ChunkWishes
+from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.chains import saved_chain
 from orbax_t5x.restoring.targets import flatten_target
@@ -208,7 +208,7 @@ def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> A
         return np.asarray(view.value)
     if not writer.deferred:
         hold_values(view, writer.held)
-    wishes = ChunkWishes(option.chunk_byte_size, tuple(option.shard_axes))
+    wishes = ChunkPreferences(option.chunk_byte_size, tuple(option.shard_axes))
     return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
 
 

@@ -14,7 +14,7 @@ import tensorstore as ts
 from orbax_t5x.handlers.orbax_names import CommitFuture, write_spec
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter, Job, TensorStoreArray
 from orbax_t5x.lazy import View
-from orbax_t5x.lazy.chunks import ChunkWishes
+from orbax_t5x.lazy.chunks import ChunkPreferences
 
 
 class StreamedLeaf:
@@ -22,11 +22,11 @@ class StreamedLeaf:
 
     __slots__ = ("chunks", "name", "view", "writer")
 
-    def __init__(self, view: View, name: str, writer: ChunkWriter, chunks: ChunkWishes):
+    def __init__(self, view: View, name: str, writer: ChunkWriter, chunks: ChunkPreferences):
         self.view: View = view
         self.name: str = name
         self.writer: ChunkWriter = writer
-        self.chunks: ChunkWishes = chunks
+        self.chunks: ChunkPreferences = chunks
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ from orbax_t5x.handlers.type_handlers.snapshot_leaf import hold_values
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers.unsupported import check_leaves
 from orbax_t5x.lazy import LazyArray, View, as_view
-from orbax_t5x.lazy.chunks import ChunkWishes
+from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.trees.pytree_names import leaf_name
@@ -155,7 +155,7 @@ def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any
         # Arrays in memory may differ between processes, and then the primary one's counts.
         return view.get()
     hold_values(view, writer.held)
-    return StreamedLeaf(view, name, writer, ChunkWishes(arg.chunk_byte_size, tuple(arg.shard_axes)))
+    return StreamedLeaf(view, name, writer, ChunkPreferences(arg.chunk_byte_size, tuple(arg.shard_axes)))
 
 
 def _spans_processes(leaf: Any) -> bool:

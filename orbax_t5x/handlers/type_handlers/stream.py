@@ -22,7 +22,7 @@ from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
-from orbax_t5x.lazy.chunks import ChunkWishes, choose_chunk, pieces
+from orbax_t5x.lazy.chunks import ChunkPreferences, choose_chunk, grid_boxes
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
@@ -73,7 +73,7 @@ class Job(NamedTuple):
     output: Callable[[tuple[int, ...], ts.Context | None], Output]
     context: ts.Context | None
     path: str
-    chunks: ChunkWishes = ChunkWishes()
+    chunks: ChunkPreferences = ChunkPreferences()
     key: str = ""
 
 
@@ -164,11 +164,11 @@ class ChunkWriter:
         for turn, job in enumerate(jobs):
             chunk = self.chunk_of(job.view, job.chunks)
             output = job.output(chunk, job.context)
-            for index, box in enumerate(pieces(job.view.shape, chunk)):
+            for index, box in enumerate(grid_boxes(job.view.shape, chunk)):
                 if processes[(turn + index) % len(processes)] == jax.process_index():
                     yield run.move(job, output, box, await run.admit(job.view, box))
 
-    def chunk_of(self, view: View, wishes: ChunkWishes) -> tuple[int, ...]:
+    def chunk_of(self, view: View, wishes: ChunkPreferences) -> tuple[int, ...]:
         """The shape of the chunks that a view is stored in."""
         limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * PIECE_COPIES)))
         leaves = view.leaves()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from orbax_t5x.concurrency import balanced_shares
 from orbax_t5x.lazy import Box, View
 from orbax_t5x.lazy.box import box_size
-from orbax_t5x.lazy.chunks import pieces as chunk_boxes
+from orbax_t5x.lazy.chunks import grid_boxes as chunk_boxes
 
 # Whole groups are shared out while each is at most this part of a process's share: larger ones would leave some
 # processes without work.

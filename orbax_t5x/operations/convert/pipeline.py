@@ -104,7 +104,7 @@ class PieceRun:
     ) -> None:
         try:
             view = piece.array.view
-            stats = self._stats.part()
+            stats = self._stats.scoped()
             out = np.empty(box_shape(piece.box), view.dtype)
             lowered = view.lower(piece.box, out)
             await wait_all(leaf.read_into(requests, stats) for leaf, requests in group_reads(lowered.reads))

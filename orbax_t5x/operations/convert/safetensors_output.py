@@ -14,7 +14,7 @@ from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointErr
 from orbax_t5x.handlers.failed_saves import sync, sync_directory
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.lazy import View
-from orbax_t5x.lazy.chunks import ChunkWishes
+from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.operations.convert import safetensors_layout
 from orbax_t5x.operations.convert.journal import JournalEntry
 from orbax_t5x.operations.convert.output_format import PARTS
@@ -59,7 +59,7 @@ class SafetensorsFormat:
         self._config = writing.config
         chunk_of = ChunkWriter(writing.memory_limit_bytes).chunk_of
         self.arrays: Sequence[PlannedArray] = [
-            PlannedArray(name, name, kept[name], chunk_of(kept[name], ChunkWishes()), file.name)
+            PlannedArray(name, name, kept[name], chunk_of(kept[name], ChunkPreferences()), file.name)
             for file in self._files
             for name in file.starts
         ]

@@ -20,7 +20,7 @@ from orbax_t5x.concurrency import Budget, LoopThread, call_carried, reader_pool,
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View, full_box
 from orbax_t5x.lazy.box import box_shape, box_size
-from orbax_t5x.lazy.chunks import choose_chunk, pieces
+from orbax_t5x.lazy.chunks import choose_chunk, grid_boxes
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.operations.diff.values import Apart, Tolerance, compare, scratch_bytes
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
@@ -203,7 +203,7 @@ def block_boxes(a: View, b: View, limit: int) -> Iterator[Box]:
         yield full_box(shape)
         return
     candidates = dict.fromkeys(_candidates(a, b, itemsize, most))
-    yield from pieces(shape, min(candidates, key=lambda block: _decoded_share(a, b, block)))
+    yield from grid_boxes(shape, min(candidates, key=lambda block: _decoded_share(a, b, block)))
 
 
 def _candidates(a: View, b: View, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:

@@ -21,8 +21,8 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
 )
 from orbax_t5x.readers.detect.remote_probe import head_and_tail, kind_and_names
+from orbax_t5x.storage.locations import absolute, exists, is_url, remote_subdirectories
 from orbax_t5x.storage.paths import Root, io_error
-from orbax_t5x.storage.places import absolute, exists, is_url, remote_subdirectories
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256
@@ -102,7 +102,7 @@ def is_file(directory: str, name: str) -> bool:
     except (FileNotFoundError, NotADirectoryError, CheckpointError, ValueError):  # ValueError: a NUL in the path
         return False
     except OSError as error:
-        raise io_error(error, "looking at it", path=path) from error
+        raise io_error(error, "reading its status", path=path) from error
 
 
 class Subdirectories(NamedTuple):
@@ -166,7 +166,7 @@ def probe_path(path: str) -> PathProbe:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
         return PathProbe(path, "missing")
     except OSError as error:
-        raise io_error(error, "looking at it", path=path) from error
+        raise io_error(error, "reading its status", path=path) from error
     try:
         if stat.S_ISDIR(mode):
             return PathProbe(path, "directory", names=frozenset(os.listdir(path)))
@@ -177,7 +177,7 @@ def probe_path(path: str) -> PathProbe:
     except OSError as error:
         if isinstance(error, CheckpointIOError):
             raise
-        raise io_error(error, "looking at it", path=path) from error
+        raise io_error(error, "reading its status", path=path) from error
 
 
 def _probe_url(url: str) -> PathProbe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.storage import places
+from orbax_t5x.storage import locations
 from orbax_t5x.storage.remote.remote_store import RemoteStore
 
 
@@ -15,10 +15,10 @@ def kind_and_names(url: str) -> tuple[str, frozenset[str]]:
     Raises:
       CheckpointIOError: nothing was found, and the store refused to say whether something is there.
     """
-    kind = places.remote_kind(url)
-    if kind == "missing" and (refusal := places.refused(url)) is not None:
+    kind = locations.remote_kind(url)
+    if kind == "missing" and (refusal := locations.refused(url)) is not None:
         raise refusal
-    return kind, places.remote_names(url) if kind == "directory" else frozenset()
+    return kind, locations.remote_names(url) if kind == "directory" else frozenset()
 
 
 def head_and_tail(url: str, head_bytes: int, tail_bytes: int) -> tuple[bytes, bytes]:

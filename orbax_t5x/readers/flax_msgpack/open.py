@@ -20,7 +20,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
-from orbax_t5x.storage import places
+from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
 from orbax_t5x.storage.strict_json import parse_object, read_small
@@ -73,8 +73,8 @@ def open_state_file(root: Store, name: str, limits: Limits) -> StateFile:
 
 def named_by_caller(path: str) -> tuple[Store, str]:
     """The directory and the name of a file that the caller named; a symlink is followed on the caller's word."""
-    directory, name = os.path.split(places.resolved(path) if places.is_link(path) else path)
-    return places.open_store(directory), name
+    directory, name = os.path.split(locations.resolved(path) if locations.is_link(path) else path)
+    return locations.open_store(directory), name
 
 
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
@@ -84,14 +84,14 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
       path: local.
       limits: on what the file may claim.
     """
-    path = places.absolute(os.fspath(path))
-    is_directory = places.is_directory(path)
-    root, name = (places.open_store(path), HUB_FILE) if is_directory else named_by_caller(path)
+    path = locations.absolute(os.fspath(path))
+    is_directory = locations.is_directory(path)
+    root, name = (locations.open_store(path), HUB_FILE) if is_directory else named_by_caller(path)
     opened = open_state_file(root, name, limits)
     nodes = dict(named_nodes(opened.tree, opened.file, limits))
     metadata: dict[str, Any] = {"files": [name]}
     if os.path.basename(path) == HUB_FILE or is_directory:
-        metadata |= _config(root if is_directory else places.open_store(os.path.dirname(path)), limits)
+        metadata |= _config(root if is_directory else locations.open_store(os.path.dirname(path)), limits)
     return Checkpoint(
         path=path,
         format="flax_msgpack",

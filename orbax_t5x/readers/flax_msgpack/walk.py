@@ -79,14 +79,14 @@ Node: TypeAlias = (
 )
 
 
-class Walked(NamedTuple):
+class MsgpackTree(NamedTuple):
     """A file's tree, and how many bytes of the file were read for it."""
 
     tree: Node
     bytes_read: int
 
 
-def walk(file: StoredFile, limits: Limits) -> Walked:
+def walk(file: StoredFile, limits: Limits) -> MsgpackTree:
     """Walks over a whole file.
 
     Args:
@@ -98,10 +98,10 @@ def walk(file: StoredFile, limits: Limits) -> Walked:
     """
     walker = _MessageWalker(file, limits)
     tree = walker.run()
-    return Walked(tree, walker.reader.bytes_read)
+    return MsgpackTree(tree, walker.reader.bytes_read)
 
 
-class _Open(NamedTuple):
+class _OpenContainer(NamedTuple):
     """A container whose entries are being read."""
 
     node: dict[str, Node] | list[Node]
@@ -118,10 +118,10 @@ class _MessageWalker:
 
     def run(self) -> Node:
         """The tree of the file."""
-        stack: list[_Open] = []
+        stack: list[_OpenContainer] = []
         while True:
             node = self._value(len(stack))
-            if isinstance(node, _Open):
+            if isinstance(node, _OpenContainer):
                 stack.append(node)
             else:
                 while stack:
@@ -164,7 +164,7 @@ class _MessageWalker:
             raise self.reader.corrupt(f"the key {key[:200]!r} stands twice in one map", self._name)
         return key
 
-    def _value(self, depth: int) -> Node | _Open:
+    def _value(self, depth: int) -> Node | _OpenContainer:
         """The next value; of a container that is not empty, the container before its first entry."""
         self._values += 1
         if self._values > self._limits.entries:
@@ -187,7 +187,7 @@ class _MessageWalker:
                 path=self._path,
                 leaf=self._name,
             )
-        return _Open(node, header.size) if header.size else node
+        return _OpenContainer(node, header.size) if header.size else node
 
     @property
     def _name(self) -> str | None:

@@ -26,7 +26,7 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.item_files import inside
-from orbax_t5x.readers.orbax.keys import place_of
+from orbax_t5x.readers.orbax.keys import array_key
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
@@ -38,14 +38,14 @@ from orbax_t5x.storage.store import Snapshot, Store
 _OPENING_AT_ONCE = 4096
 
 
-class Place(NamedTuple):
+class NamedNode(NamedTuple):
     """The name under which a node of an item becomes a leaf."""
 
     name: str
     node: NodeMetadata
 
 
-class _Begun(NamedTuple):
+class _OpeningArray(NamedTuple):
     """An array that is being opened, and its files as they were before."""
 
     files: Snapshot
@@ -80,71 +80,75 @@ class ItemArrays:
         """The name of the metadata file of each array that has a directory of its own."""
         return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
 
-    def open(self, places: Sequence[Place], *, context: ts.Context, flag: OpenFlag, limits: Limits) -> Iterator[Leaf]:
-        """The leaves of all places, in their order."""
+    def open(
+        self, nodes: Sequence[NamedNode], *, context: ts.Context, flag: OpenFlag, limits: Limits
+    ) -> Iterator[Leaf]:
+        """The leaves of all nodes, in their order."""
         directory = self.root.kvstore(self.name)
-        for start in range(0, len(places), _OPENING_AT_ONCE):
-            some = places[start : start + _OPENING_AT_ONCE]
+        for start in range(0, len(nodes), _OPENING_AT_ONCE):
+            some = nodes[start : start + _OPENING_AT_ONCE]
             if self.database is None:
-                directories = [inside(self.name, place_of(place.node.param)) for place in some]
-                self.root.look_ahead([inside(directory, self.array_metadata) for directory in directories])
-            opening = [self._start(place, directory, context) for place in some]
-            for place, begun in zip(some, opening, strict=True):
-                yield self._finish(place, begun, flag, limits)
+                directories = [inside(self.name, array_key(named.node.param)) for named in some]
+                self.root.stat_ahead([inside(directory, self.array_metadata) for directory in directories])
+            opening = [self._start(named, directory, context) for named in some]
+            for named, begun in zip(some, opening, strict=True):
+                yield self._finish(named, begun, flag, limits)
 
-    def _start(self, place: Place, directory: Mapping[str, Any], context: ts.Context) -> _Begun | CheckpointError:
+    def _start(
+        self, named: NamedNode, directory: Mapping[str, Any], context: ts.Context
+    ) -> _OpeningArray | CheckpointError:
         """Begins to open an array."""
         try:
-            files = self._files(place) if self.database is None else self.database
+            files = self._files(named) if self.database is None else self.database
             spec = array_spec(
                 directory,
-                place_of(place.node.param),
+                array_key(named.node.param),
                 ocdbt=self.database is not None,
                 zarr3=self.metadata.use_zarr3,
                 # Zarr v2 arrays of Orbax have no fill value, so TensorStore stored every chunk.
                 absent_is_fill=self.metadata.absent_is_fill and self.metadata.use_zarr3,
             )
-            return _Begun(files, ts.open(spec, open=True, read=True, context=context))
+            return _OpeningArray(files, ts.open(spec, open=True, read=True, context=context))
         except CheckpointError as error:
             return error
         except ValueError as error:
-            return self._typed(error, place)
+            return self._typed(error, named)
 
-    def _typed(self, error: Exception, place: Place) -> CheckpointError:
-        return typed_error(error, path=self.directory, leaf=place.name, doing="opening it")
+    def _typed(self, error: Exception, named: NamedNode) -> CheckpointError:
+        return typed_error(error, path=self.directory, leaf=named.name, doing="opening it")
 
-    def _files(self, place: Place) -> Snapshot:
+    def _files(self, named: NamedNode) -> Snapshot:
         """The files in the directory of an array, proven plain."""
-        own = place_of(place.node.param)
+        own = array_key(named.node.param)
         inner = inside(self.name, own)  # of a tree that is one array, the item itself
         try:
             if own and own not in self.plain_directories:
-                self.root.locate(inner, leaf=place.name)
-            return self.root.array_files(inner, self.array_metadata, leaf=place.name)
+                self.root.locate(inner, leaf=named.name)
+            return self.root.array_files(inner, self.array_metadata, leaf=named.name)
         except (CheckpointNotFoundError, CheckpointGoneError):
             raise CorruptCheckpointError(
-                "the directory of its array is missing", path=self.root.join(inner), leaf=place.name
+                "the directory of its array is missing", path=self.root.join(inner), leaf=named.name
             ) from None
 
-    def _finish(self, place: Place, begun: _Begun | CheckpointError, flag: OpenFlag, limits: Limits) -> Leaf:
+    def _finish(self, named: NamedNode, begun: _OpeningArray | CheckpointError, flag: OpenFlag, limits: Limits) -> Leaf:
         """The leaf of an array that is open, or the broken leaf of one that cannot be."""
         if isinstance(begun, CheckpointError):
-            return BrokenLeaf(place.name, begun)
+            return BrokenLeaf(named.name, begun)
         try:
             array = begun.opening.result()
         except (ValueError, NotImplementedError) as error:
-            return BrokenLeaf(place.name, self._typed(error, place))
+            return BrokenLeaf(named.name, self._typed(error, named))
         try:
             limits.require_shape(array.shape, np.dtype(array.dtype.numpy_dtype))
         except CheckpointError as error:
-            return BrokenLeaf(place.name, error_at(error, path=self.directory, leaf=place.name))
+            return BrokenLeaf(named.name, error_at(error, path=self.directory, leaf=named.name))
         return TensorStoreLeaf(
-            place.name,
+            named.name,
             self.directory,
             array,
             flag,
-            prng_impl=self.prng_impls.get(place.node.param),
-            sums=self.sums.of(place.node.param),
+            prng_impl=self.prng_impls.get(named.node.param),
+            sums=self.sums.of(named.node.param),
             files=begun.files,
             limits=limits,
         )

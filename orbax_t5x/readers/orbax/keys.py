@@ -21,7 +21,7 @@ def key_leads_out(key: str) -> bool:
     return key.startswith("/") or ".." in key.split("/")
 
 
-def place_of(param: str) -> str:
+def array_key(param: str) -> str:
     """The directory, or the prefix in a database, of an array that is stored under a key: `a/` lies where `a` does.
 
     Two arrays of one place are written over each other.

@@ -20,7 +20,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.readers.orbax.keys import fault_of_key, key_leads_out, place_of
+from orbax_t5x.readers.orbax.keys import array_key, fault_of_key, key_leads_out
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
@@ -222,9 +222,9 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
             kind = CorruptCheckpointError if names[node.name] == keys else UnsupportedCheckpointError
             raise kind(message, path=path, leaf=node.name)
         names[node.name] = keys
-        if not node.skipped and places.setdefault(place_of(node.param), node.name) != node.name:
+        if not node.skipped and places.setdefault(array_key(node.param), node.name) != node.name:
             raise CorruptCheckpointError(
-                f"is stored under the key {node.param!r}, and so is {places[place_of(node.param)]!r}: "
+                f"is stored under the key {node.param!r}, and so is {places[array_key(node.param)]!r}: "
                 "one was written over the other",
                 path=path,
                 leaf=node.name,

@@ -33,7 +33,7 @@ from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, s
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.aggregate import Aggregate
-from orbax_t5x.readers.orbax.arrays import ItemArrays, Place
+from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
 from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, inside
 from orbax_t5x.readers.orbax.metadata import (
@@ -62,8 +62,8 @@ from orbax_t5x.readers.orbax.steps import (
 from orbax_t5x.readers.string_leaf import StringLeaf
 from orbax_t5x.readers.tensorstore_specs import check_database, make_context
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.locations import open_store, resolved
 from orbax_t5x.storage.paths import LEADS_OUT, is_name
-from orbax_t5x.storage.places import open_store, resolved
 from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
 from orbax_t5x.trees.dtypes import kind_of
@@ -297,15 +297,15 @@ class _OrbaxOpening:
         self._sequences.update(prefix + name if name else prefix.rstrip("/") for name in metadata.sequences)
         arrays = []
         for node in metadata.nodes:
-            place = Place(prefix + node.name if node.name else prefix.rstrip("/"), node)
+            named = NamedNode(prefix + node.name if node.name else prefix.rstrip("/"), node)
             if node.is_empty:
-                self._empties[place.name] = node.empty_value
+                self._empties[named.name] = node.empty_value
             elif node.value_type == "string":
-                self._add_string(place, strings, directory, sums)
+                self._add_string(named, strings, directory, sums)
             elif node.skipped:
-                self._add_aggregated(item, place)
+                self._add_aggregated(item, named)
             else:
-                arrays.append(place)
+                arrays.append(named)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
         opener = ItemArrays(self._root, item, directory, database, metadata, impls, files.plain_directories, sums)
         for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
@@ -330,27 +330,27 @@ class _OrbaxOpening:
             self._bytes += aggregate.index_bytes
         return self._aggregates[item]
 
-    def _add_aggregated(self, item: str, place: Place) -> None:
+    def _add_aggregated(self, item: str, named: NamedNode) -> None:
         """Adds a leaf whose value is in the msgpack file."""
         try:
-            self._leaves[place.name] = self._aggregate(item).leaf(place.node, place.name)
+            self._leaves[named.name] = self._aggregate(item).leaf(named.node, named.name)
         except CheckpointNotFoundError:
             message = f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, which is missing"
-            self._break(place, CorruptCheckpointError(message, path=self._root.join(item), leaf=place.name))
+            self._break(named, CorruptCheckpointError(message, path=self._root.join(item), leaf=named.name))
         except CheckpointError as error:
-            self._break(place, error_at(error, path=error.path, leaf=place.name))
+            self._break(named, error_at(error, path=error.path, leaf=named.name))
 
-    def _break(self, place: Place, error: CheckpointError) -> None:
-        self._leaves[place.name] = BrokenLeaf(place.name, error)
+    def _break(self, named: NamedNode, error: CheckpointError) -> None:
+        self._leaves[named.name] = BrokenLeaf(named.name, error)
 
-    def _add_string(self, place: Place, strings: Mapping[str, bytes], directory: str, sums: ItemSums) -> None:
-        if place.node.param not in strings:
+    def _add_string(self, named: NamedNode, strings: Mapping[str, bytes], directory: str, sums: ItemSums) -> None:
+        if named.node.param not in strings:
             self._break(
-                place, CorruptCheckpointError("the string is missing in _strings.json", path=directory, leaf=place.name)
+                named, CorruptCheckpointError("the string is missing in _strings.json", path=directory, leaf=named.name)
             )
             return
-        value, own = strings[place.node.param], sums.of(place.node.param)
-        self._leaves[place.name] = StringLeaf(place.name, directory, value, self._flag, own)
+        value, own = strings[named.node.param], sums.of(named.node.param)
+        self._leaves[named.name] = StringLeaf(named.name, directory, value, self._flag, own)
 
     def _add_empty_arrays(self, prefix: str, custom_metadata: Any, directory: str) -> None:
         """Adds the arrays without elements that our handler left out, by its record: Orbax stores none.
@@ -364,19 +364,19 @@ class _OrbaxOpening:
             dtype = _recorded_dtype(dtype_name)
             if dtype == _NO_NUMBERS:
                 continue
-            place = prefix + name
+            full_name = prefix + name
             if dtype is None or len(shape) > self._limits.rank:
                 raise CorruptCheckpointError(
                     f"the record of skipped leaves has shape {shape} and dtype {dtype_name[:200]!r}",
                     path=directory,
-                    leaf=place,
+                    leaf=full_name,
                 )
-            self._empties.pop(place, None)
+            self._empties.pop(full_name, None)
             try:
                 self._limits.require_shape(shape, dtype)
-                self._leaves[place] = EmptyLeaf(place, directory, shape, dtype)
+                self._leaves[full_name] = EmptyLeaf(full_name, directory, shape, dtype)
             except CheckpointError as error:
-                self._leaves[place] = BrokenLeaf(place, error_at(error, path=directory, leaf=place))
+                self._leaves[full_name] = BrokenLeaf(full_name, error_at(error, path=directory, leaf=full_name))
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:

@@ -28,8 +28,8 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.storage.locations import can_list, has_known_names, is_url, open_store, stat_ahead
 from orbax_t5x.storage.paths import is_name
-from orbax_t5x.storage.places import can_list, has_known_names, is_url, look_ahead, open_store
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -49,7 +49,7 @@ _STEP_NAME = re.compile(r"(?:.+_)?(?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
-_Named = TypeVar("_Named")
+_StepT = TypeVar("_StepT")
 
 
 class Step(NamedTuple):
@@ -93,7 +93,7 @@ def item_names(directory: str) -> list[str]:
             )
         names = subdirectories(directory).inside
     if is_url(directory):
-        look_ahead(os.path.join(directory, name, METADATA_FILE) for name in names)
+        stat_ahead(os.path.join(directory, name, METADATA_FILE) for name in names)
     return sorted(name for name in names if _TEMPORARY not in name and is_item(os.path.join(directory, name)))
 
 
@@ -265,8 +265,8 @@ def _steps_named(names: list[str]) -> list[Step]:
 
 
 def committed(
-    steps: Iterable[_Named], is_marked: Callable[[_Named], bool], is_orbax: Callable[[_Named], bool]
-) -> list[_Named]:
+    steps: Iterable[_StepT], is_marked: Callable[[_StepT], bool], is_orbax: Callable[[_StepT], bool]
+) -> list[_StepT]:
     """The steps that are finished by what Orbax writes last.
 
     A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
@@ -277,7 +277,7 @@ def committed(
       is_marked: whether a step has the commit file.
       is_orbax: whether it has Orbax's metadata of a step, which is written first. T5X's own steps have neither.
     """
-    finished: list[_Named] = []
+    finished: list[_StepT] = []
     expected = False
     for step in steps:
         marked = is_marked(step)

@@ -24,7 +24,7 @@ from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy.box import Box, box_size, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, place_box, split_ends, union_runs
+from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, locate_box, split_ends, union_runs
 from orbax_t5x.readers.ranges.extents import StoredBytes
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
 from orbax_t5x.storage import crc32c as _crc
@@ -49,7 +49,7 @@ def _staging() -> np.ndarray:
     return buffer
 
 
-class Outcome(NamedTuple):
+class ReadOutcome(NamedTuple):
     """What a read did: checksums of the byte ranges read (relative to the array), and bytes wanted and read over."""
 
     parts: list[ChecksummedRange]
@@ -114,7 +114,7 @@ class ByteRange:
         """The bytes of the boxes' elements, each once."""
         return union_size(boxes) * self.dtype.itemsize
 
-    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
         """Fills all requests; blocks.
 
         Raises:
@@ -128,7 +128,7 @@ class ByteRange:
         wanted: list[Request] = []
         for request in requests:
             box, out = request
-            placed = place_box(box, out.shape, self.shape, strides)
+            placed = locate_box(box, out.shape, self.shape, strides)
             if placed is None or out.dtype != self.dtype:
                 raise ValueError(
                     f"{leaf}: a buffer of {out.dtype} {out.shape} for {box} of an array of {self.dtype} {self.shape}"
@@ -141,12 +141,12 @@ class ByteRange:
                 direct = contiguous and out.flags.c_contiguous
                 spans.append(_Span(start, start + out.nbytes, out))
         if not wanted:
-            return Outcome([], 0, 0)
+            return ReadOutcome([], 0, 0)
         if direct and _disjoint(spans):
             return self._read_spans(spans, checksum, leaf)
         return self._read_windows(wanted, checksum, leaf)
 
-    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
         """Reads byte ranges of the array for their checksums alone; blocks."""
         checksums = _ReadChecksums(True)
         size = 0
@@ -160,22 +160,22 @@ class ByteRange:
             file.read_into(self.offset + low, [data], leaf=leaf)
             checksums.add(low, data)
             size += length
-        return Outcome(checksums.flush(), size, 0)
+        return ReadOutcome(checksums.flush(), size, 0)
 
     # -- straight into the buffers
 
-    def _read_spans(self, spans: list[_Span], checksum: bool, leaf: str) -> Outcome:
+    def _read_spans(self, spans: list[_Span], checksum: bool, leaf: str) -> ReadOutcome:
         wanted = sum([span.stop - span.start for span in spans])
         batches = _batches(spans)
         if wanted <= _JOB_BYTES:
             parts, read, _ = self._read_batches(list(batches), checksum, leaf)
-            return Outcome(parts, wanted, read - wanted)
+            return ReadOutcome(parts, wanted, read - wanted)
         jobs = _grouped(batches, lambda batch: batch.size)
         done = run_jobs(partial(self._read_batches, group, checksum, leaf) for group in jobs)
         read = sum(outcome.wanted for outcome in done)
-        return Outcome([part for outcome in done for part in outcome.parts], wanted, read - wanted)
+        return ReadOutcome([part for outcome in done for part in outcome.parts], wanted, read - wanted)
 
-    def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> Outcome:
+    def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> ReadOutcome:
         checksums = _ReadChecksums(checksum)
         size = 0
         file = self.file.ahead((self.offset + batch.start, batch.size) for batch in batches)
@@ -185,11 +185,11 @@ class ByteRange:
             if checksum:
                 for start, buffer in batch.wanted:
                     checksums.add(start, buffer)
-        return Outcome(checksums.flush(), size, 0)
+        return ReadOutcome(checksums.flush(), size, 0)
 
     # -- through a staging buffer
 
-    def _read_windows(self, requests: Sequence[Request], checksum: bool, leaf: str) -> Outcome:
+    def _read_windows(self, requests: Sequence[Request], checksum: bool, leaf: str) -> ReadOutcome:
         itemsize = self.dtype.itemsize
         boxes = [request.box for request in requests]
         runs, wanted = union_runs(self.shape, itemsize, boxes, MAX_GAP_BYTES)
@@ -207,11 +207,11 @@ class ByteRange:
         filled = sum(elements for _, elements in done)
         if filled != sum(box_size(request.box) for request in requests):
             raise CheckpointIOError("the buffers were not filled completely", path=self.file.path, leaf=leaf)
-        return Outcome([part for outcome, _ in done for part in outcome.parts], wanted, read - wanted)
+        return ReadOutcome([part for outcome, _ in done for part in outcome.parts], wanted, read - wanted)
 
     def _read_some(
         self, windows: list[Window], scatter: Scatter, checksums: _ReadChecksums, leaf: str
-    ) -> tuple[Outcome, int]:
+    ) -> tuple[ReadOutcome, int]:
         buffer = _staging()
         size = filled = 0
         pieces = (piece for window in windows for piece in window.pieces)
@@ -223,7 +223,7 @@ class ByteRange:
                 checksums.add(start, data)
                 size += stop - start
             filled += scatter.window(window, buffer[: window.stop - window.start])
-        return Outcome(checksums.flush(), size, 0), filled
+        return ReadOutcome(checksums.flush(), size, 0), filled
 
 
 class _Batch(NamedTuple):

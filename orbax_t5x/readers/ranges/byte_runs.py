@@ -42,7 +42,7 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
     return strides
 
 
-def place_box(
+def locate_box(
     box: Box, extents: Sequence[int], shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[int, bool] | None:
     """Where a box of a row-major array begins, in bytes, and whether it is one byte range.

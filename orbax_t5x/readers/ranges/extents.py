@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from orbax_t5x.storage.store import AheadReads, StoredFile
+from orbax_t5x.storage.store import ReadAhead, StoredFile
 
 
 class StoredBytes(Protocol):
@@ -24,7 +24,7 @@ class StoredBytes(Protocol):
         """See `StoredFile.read_into`."""
         ...
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> AheadReads:
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
         """See `StoredFile.ahead`."""
         ...
 
@@ -59,10 +59,10 @@ class JoinedExtents:
         """See `StoredFile.read_into`; `offset` counts from the first byte of the first range."""
         self._read(self._file, offset, buffers, leaf)
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> AheadReads:
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
         """See `StoredFile.ahead`."""
         pieces = (piece for offset, size in ranges for piece in self._in_file(offset, size))
-        return _JoinedAhead(self, self._file.ahead(pieces))
+        return _JoinedReadAhead(self, self._file.ahead(pieces))
 
     def _in_file(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
         """(offset, size) in the file of what lies behind a range of the joined bytes."""
@@ -74,7 +74,7 @@ class JoinedExtents:
             yield start + inside, part
             offset, size, number = offset + part, size - part, number + 1
 
-    def _read(self, file: AheadReads, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> None:
+    def _read(self, file: ReadAhead, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> None:
         views = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
         for start, size in self._in_file(offset, sum(view.size for view in views)):
             part: list[np.ndarray] = []
@@ -93,10 +93,10 @@ class JoinedExtents:
         self._file.check_unchanged(leaf=leaf)
 
 
-class _JoinedAhead:
+class _JoinedReadAhead:
     """Announced reads of joined ranges."""
 
-    def __init__(self, joined: JoinedExtents, file: AheadReads):
+    def __init__(self, joined: JoinedExtents, file: ReadAhead):
         self._joined = joined
         self._file = file
 

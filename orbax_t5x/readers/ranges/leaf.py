@@ -14,10 +14,10 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.ranges.byte_range import Outcome
+from orbax_t5x.readers.ranges.byte_range import ReadOutcome
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
 from orbax_t5x.readers.ranges.extents import StoredBytes
-from orbax_t5x.storage.places import is_url
+from orbax_t5x.storage.locations import is_url
 
 
 class RangeLeaf(BlockingLeaf):
@@ -80,11 +80,11 @@ class StoredRange(Protocol):
         """What reading these boxes together counts as wanted."""
         ...
 
-    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
         """Fills all requests; blocks."""
         ...
 
-    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
         """Reads byte ranges for their checksums alone; blocks."""
         ...
 
@@ -148,7 +148,7 @@ def moved(part: ChecksummedRange, offset: int) -> ChecksummedRange:
     return part._replace(start=part.start + offset, stop=part.stop + offset)
 
 
-def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
     """`StoredRange.read` of a file that is still the one that was opened; blocks.
 
     Raises:

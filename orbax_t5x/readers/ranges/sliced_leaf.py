@@ -19,7 +19,7 @@ from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, StoredRange, moved, read_unchanged
 
 
-class Piece(NamedTuple):
+class StoredSlice(NamedTuple):
     """What one byte range holds of a leaf, and the crc32c over it."""
 
     box: Box
@@ -38,7 +38,7 @@ class SlicedLeaf(RangeLeaf):
         path: str,
         shape: tuple[int, ...],
         dtype: np.dtype,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StoredSlice],
         error: CheckpointError | None = None,
     ):
         super().__init__(name, path, shape, dtype, error)

@@ -25,7 +25,7 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end
-from orbax_t5x.storage import places
+from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import Store, StoredFile
@@ -53,10 +53,10 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
       UnsupportedCheckpointError: a Git LFS pointer, or several indexes to choose from.
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError: a header or an index is damaged or hostile.
     """
-    path = places.absolute(os.fspath(path))
-    is_directory = places.is_directory(path)
+    path = locations.absolute(os.fspath(path))
+    is_directory = locations.is_directory(path)
     directory = path if is_directory else os.path.dirname(path)
-    opened = _SafetensorsOpening(places.open_store(directory), limits)
+    opened = _SafetensorsOpening(locations.open_store(directory), limits)
     if is_directory:
         opened.add_directory()
     elif path.endswith(INDEX_SUFFIX):
@@ -94,7 +94,7 @@ class _SafetensorsOpening:
 
     def add_directory(self) -> None:
         """The single model file of a directory, or what its index names, or else all its files."""
-        names = places.names(self._root.path)
+        names = locations.names(self._root.path)
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(SUFFIX)]
         if _SINGLE in files:
@@ -112,9 +112,9 @@ class _SafetensorsOpening:
     def add_user_file(self, path: str) -> None:
         """A file that the caller named: where it is a symlink, the caller's word is enough."""
         name = os.path.basename(path)
-        if places.is_link(path):
-            directory, name = os.path.split(places.resolved(path))
-            self._files = places.open_store(directory).open_files()
+        if locations.is_link(path):
+            directory, name = os.path.split(locations.resolved(path))
+            self._files = locations.open_store(directory).open_files()
         self.add_file(name)
 
     def add_index(self, index: str) -> None:

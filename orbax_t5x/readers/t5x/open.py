@@ -24,7 +24,7 @@ from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_directory, step_of_name
 from orbax_t5x.readers.t5x.arrays import ZarrArrays
 from orbax_t5x.readers.t5x.specs import is_spec
-from orbax_t5x.storage import places
+from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Store
 
@@ -42,20 +42,20 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
       CheckpointNotFoundError: the root has no finished step of T5X's.
       CheckpointError: as the files deserve, naming them.
     """
-    path = places.absolute(os.fspath(path))
-    if not places.is_directory(path):
+    path = locations.absolute(os.fspath(path))
+    if not locations.is_directory(path):
         root, name = named_by_caller(path)
         own = os.path.basename(path)
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
         return _open(path, root, name, step, limits)
-    if not places.exists(os.path.join(path, MSGPACK_FILE)):
-        steps = [step for step in finished_steps(path) if places.exists(os.path.join(path, step.name, MSGPACK_FILE))]
+    if not locations.exists(os.path.join(path, MSGPACK_FILE)):
+        steps = [step for step in finished_steps(path) if locations.exists(os.path.join(path, step.name, MSGPACK_FILE))]
         if not steps:
             raise CheckpointNotFoundError(
                 f"neither a T5X step with a file {MSGPACK_FILE!r} nor a root with such steps", path=path
             )
         path = newest_directory(path, steps)
-    return _open(path, places.open_store(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
+    return _open(path, locations.open_store(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
 
 
 class _Tree(NamedTuple):

@@ -27,7 +27,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, StoredRange
-from orbax_t5x.readers.ranges.sliced_leaf import Piece, SlicedLeaf
+from orbax_t5x.readers.ranges.sliced_leaf import SlicedLeaf, StoredSlice
 from orbax_t5x.readers.tf_bundle.dtypes import STRING, dtype_of
 from orbax_t5x.readers.tf_bundle.proto import (
     BadMessage,
@@ -75,7 +75,7 @@ class BundleLeaves:
 
     def look_at_shards(self) -> None:
         """Looks at all shards at once."""
-        self._root.look_ahead([self._shard_name(number) for number in range(self._num_shards)])
+        self._root.stat_ahead([self._shard_name(number) for number in range(self._num_shards)])
 
     def shard(self, number: int) -> StoredFile | CheckpointError:
         """The file of a shard, measured once."""
@@ -232,7 +232,7 @@ class BundleLeaves:
         self._tiling_steps -= tiling.steps
         if tiling.problem is not None:
             raise self._corrupt(leaf, tiling.problem)
-        pieces: list[Piece] = []
+        pieces: list[StoredSlice] = []
         for key, box in zip(keys, boxes, strict=True):
             if key not in slices:
                 raise self._corrupt(leaf, f"the slice {box_text(box)} has no entry")
@@ -245,7 +245,7 @@ class BundleLeaves:
             if piece_shape != tuple(high - low for low, high in box):
                 raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {piece_shape}")
             stored = self._range(leaf, piece, piece_shape, dtype)
-            pieces.append(Piece(box, stored, _crc.unmask(piece.masked_crc)))
+            pieces.append(StoredSlice(box, stored, _crc.unmask(piece.masked_crc)))
         return SlicedLeaf(leaf, self._index_path, shape, dtype, pieces)
 
     def _box(self, leaf: str, extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:

@@ -21,7 +21,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.tf_bundle.sstable import is_table
-from orbax_t5x.storage import places
+from orbax_t5x.storage import locations
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import Store
 
@@ -41,7 +41,7 @@ _V1_HINT = (
 )
 
 
-class BundlePlace(NamedTuple):
+class BundleLocation(NamedTuple):
     """Where a bundle is.
 
     Attributes:
@@ -57,21 +57,21 @@ class BundlePlace(NamedTuple):
     bytes_read: int = 0
 
 
-def find_bundle(path: str) -> BundlePlace:
+def find_bundle(path: str) -> BundleLocation:
     """The directory and the prefix that a path means; the path is trusted, what files say is not."""
-    if places.is_directory(path) and not places.exists(f"{path}.index"):
+    if locations.is_directory(path) and not locations.exists(f"{path}.index"):
         return _in_directory(path)
-    if path.endswith(".index") and places.exists(path):
-        real = places.resolved(path)
+    if path.endswith(".index") and locations.exists(path):
+        real = locations.resolved(path)
         path = real if real.endswith(".index") else path
         return _beside(path.removesuffix(".index"))
-    if places.exists(f"{path}.index"):
+    if locations.exists(f"{path}.index"):
         return _beside(path)
-    if _SHARD_SUFFIX.search(path) and places.exists(path):
+    if _SHARD_SUFFIX.search(path) and locations.exists(path):
         return _find_beside_shard(_SHARD_SUFFIX.sub("", path))
-    if places.is_file(path):
+    if locations.is_file(path):
         return _of_file(path)
-    if not places.is_url(path) and (first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]):
+    if not locations.is_url(path) and (first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]):
         _refuse_v1(*_split(first[0]))
     raise CheckpointNotFoundError(
         f"no TensorFlow bundle: there is neither such a directory nor {path}.index", path=path
@@ -79,24 +79,24 @@ def find_bundle(path: str) -> BundlePlace:
 
 
 def _split(path: str) -> tuple[Store, str]:
-    directory, name = os.path.split(places.absolute(path))
-    return places.open_store(directory), name
+    directory, name = os.path.split(locations.absolute(path))
+    return locations.open_store(directory), name
 
 
-def _beside(prefix: str) -> BundlePlace:
-    return BundlePlace(*_split(prefix))
+def _beside(prefix: str) -> BundleLocation:
+    return BundleLocation(*_split(prefix))
 
 
-def _find_beside_shard(prefix: str) -> BundlePlace:
-    if not places.exists(f"{prefix}.index"):
+def _find_beside_shard(prefix: str) -> BundleLocation:
+    if not locations.exists(f"{prefix}.index"):
         raise CheckpointNotFoundError("the shard's index is missing", path=f"{prefix}.index")
     return _beside(prefix)
 
 
-def _of_file(path: str) -> BundlePlace:
-    root, name = _split(places.resolved(path))
+def _of_file(path: str) -> BundleLocation:
+    root, name = _split(locations.resolved(path))
     if (state := _state(root, name)) is not None:
-        return _named_place(root, *state)
+        return _named_location(root, *state)
     _refuse_v1(root, name)
     raise CheckpointNotFoundError(f"no TensorFlow bundle: there is no {path}.index", path=path)
 
@@ -113,14 +113,14 @@ def _refuse_v1(root: Store, name: str) -> None:
         files.close()
 
 
-def _in_directory(path: str) -> BundlePlace:
-    root = places.open_store(path)
-    state = _state(root, _STATE_FILE) if places.exists(root.join(_STATE_FILE)) else None
+def _in_directory(path: str) -> BundleLocation:
+    root = locations.open_store(path)
+    state = _state(root, _STATE_FILE) if locations.exists(root.join(_STATE_FILE)) else None
     if state is not None:
-        return _named_place(root, *state)
-    bundles = sorted(name for name in places.names(root.path) if name.endswith(".index"))
+        return _named_location(root, *state)
+    bundles = sorted(name for name in locations.names(root.path) if name.endswith(".index"))
     if len(bundles) == 1:
-        return BundlePlace(root, bundles[0].removesuffix(".index"))
+        return BundleLocation(root, bundles[0].removesuffix(".index"))
     found = f"{len(bundles)} bundles ({', '.join(bundles[:8])}): name one" if bundles else "nothing that ends in .index"
     raise CheckpointNotFoundError(
         f"no TensorFlow bundle: no {_STATE_FILE!r} file with a model_checkpoint_path, and {found}", path=root.path
@@ -146,7 +146,7 @@ def _state(root: Store, name: str) -> tuple[str, int] | None:
         raise CorruptCheckpointError("its model_checkpoint_path is no text", path=file.path) from None
 
 
-def _named_place(root: Store, named: str, bytes_read: int) -> BundlePlace:
+def _named_location(root: Store, named: str, bytes_read: int) -> BundleLocation:
     """The place that a `checkpoint` file names: below its directory; an absolute path by its last component."""
     if ".." in named.split("/"):
         raise UnsafeCheckpointError(
@@ -169,4 +169,4 @@ def _named_place(root: Store, named: str, bytes_read: int) -> BundlePlace:
         raise CheckpointNotFoundError(
             f"the {_STATE_FILE!r} file names {named!r}, but there is no {prefix}.index", path=root.path
         ) from None
-    return BundlePlace(root, prefix, rebased_from, bytes_read)
+    return BundleLocation(root, prefix, rebased_from, bytes_read)

@@ -20,7 +20,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
-from orbax_t5x.readers.tf_bundle.locate import BundlePlace, find_bundle
+from orbax_t5x.readers.tf_bundle.locate import BundleLocation, find_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_header
 from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.storage.limits import Limits
@@ -70,7 +70,7 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
     )
 
 
-def _metadata(place: BundlePlace, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
+def _metadata(place: BundleLocation, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
     leaves.look_at_shards()
     shards = [leaves.shard(number) for number in range(header.num_shards)]
     metadata: dict[str, Any] = {

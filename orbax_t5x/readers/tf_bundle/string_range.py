@@ -17,7 +17,7 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.box import Box, box_shape, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.readers.ranges.byte_range import Outcome
+from orbax_t5x.readers.ranges.byte_range import ReadOutcome
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.store import StoredFile
 
@@ -49,10 +49,10 @@ class StringRange:
         """The whole entry, as stored, for any box."""
         return self.nbytes if boxes else 0
 
-    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> Outcome:
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
         """Fills all requests from one read of the whole entry; blocks."""
         if not requests:
-            return Outcome([], 0, 0)
+            return ReadOutcome([], 0, 0)
         strings = self._load(leaf)
         numbers = np.arange(len(strings.ends)).reshape(self.shape)
         for box, out in requests:
@@ -64,12 +64,12 @@ class StringRange:
             out[...] = values
         return self._outcome(strings, checksum)
 
-    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> Outcome:
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
         """Reads the entry for its checksum alone; blocks."""
-        return self._outcome(self._load(leaf), True) if list(ranges) else Outcome([], 0, 0)
+        return self._outcome(self._load(leaf), True) if list(ranges) else ReadOutcome([], 0, 0)
 
-    def _outcome(self, strings: _Strings, checksum: bool) -> Outcome:
-        return Outcome([ChecksummedRange(0, self.nbytes, strings.crc)] if checksum else [], self.nbytes, 0)
+    def _outcome(self, strings: _Strings, checksum: bool) -> ReadOutcome:
+        return ReadOutcome([ChecksummedRange(0, self.nbytes, strings.crc)] if checksum else [], self.nbytes, 0)
 
     def _load(self, leaf: str) -> _Strings:
         def corrupt(message: str) -> CorruptCheckpointError:

@@ -1,4 +1,4 @@
-"""One server or bucket: looks, reads of byte ranges and lists, each with a deadline, through TensorStore's kvstores.
+"""One server or bucket: stats, reads of byte ranges and lists, each with a deadline, through TensorStore's kvstores.
 
 TensorStore retries what may pass (429, 5xx, broken connections) and proves the length of every answer; it follows no
 redirect. What is here besides: a deadline, the generation (ETag) of every answer, and the memory of one opening, so
@@ -18,9 +18,9 @@ import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.remote.deadlines import AnswerClock
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
+from orbax_t5x.storage.response_clock import ResponseClock
 
 # TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: a store
 # that comes back at once would wait for nothing, and one that does not would be waited for far too long.
@@ -39,13 +39,13 @@ REQUEST_SETTINGS = {
 """For the context of everything that reads remotely."""
 
 
-class Look(NamedTuple):
+class FileStat(NamedTuple):
     """What a request without bytes told of a file; the generation is empty where the server tells none."""
 
     generation: bytes
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """Bytes of a file, and the generation that they are of."""
 
     data: bytes
@@ -81,7 +81,7 @@ _SMALL_BYTES = 1 << 20
 # Asked for before it is needed, by all threads that read: enough to hide a wait of 50 ms at 10 Gbit/s.
 _AHEAD_BYTES = 64 << 20
 # What stands for no generation: of a server without strong ETags, and of an emulator of Google's that tells it for
-# looks and not for reads.
+# stats and not for reads.
 _NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
 
 
@@ -90,7 +90,7 @@ def _generation(result: ts.KvStore.ReadResult) -> bytes:
     return b"" if generation in _NO_GENERATIONS else generation
 
 
-class AheadBytes:
+class ReadAheadBudget:
     """Bytes under way before anybody needs them: a bound that many threads share, which never makes one wait."""
 
     def __init__(self, limit: int):
@@ -125,13 +125,13 @@ class Connection:
     def __init__(self, url: StoreUrl, timeout: float):
         self.base = url.base
         self.can_list = url.can_list
-        self.clock = AnswerClock(timeout)
-        self.ahead = AheadBytes(_AHEAD_BYTES)
+        self.clock = ResponseClock(timeout)
+        self.ahead = ReadAheadBudget(_AHEAD_BYTES)
         self.refused: dict[str, ValueError] = {}
-        self._looks: dict[str, Look | None] = {}
+        self._stats: dict[str, FileStat | None] = {}
         self._lists: dict[str, list[str]] = {}
         self._listed: dict[str, frozenset[str]] = {}
-        self._wholes: dict[str, Answer] = {}
+        self._wholes: dict[str, Response] = {}
         self._small: set[str] = set()
         try:
             spec = kvstore_spec(url.base)
@@ -150,7 +150,7 @@ class Connection:
         future = cast(ReadFuture, self._kvstore.read(key, byte_range=slice(start, stop)))
         return PendingRead(key, future, time.monotonic())
 
-    def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Answer | None:
+    def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Response | None:
         """The answer to a request, or None where there is no such file.
 
         Raises:
@@ -160,7 +160,7 @@ class Connection:
         result = self._wait(request.future, request.begun, doing, self.url(request.key), leaf)
         if result.state != "value":
             return None
-        return Answer(result.value, _generation(result))
+        return Response(result.value, _generation(result))
 
     def _wait(self, future: ReadFuture, begun: float, doing: str, path: str, leaf: str | None) -> ts.KvStore.ReadResult:
         while (left := self.clock.seconds_left(begun)) > 0:
@@ -176,58 +176,58 @@ class Connection:
             self.clock.note()
             return result
         future.cancel()
-        raise CheckpointIOError(f"{doing}: {self.clock.silence()}", path=path, leaf=leaf)
+        raise CheckpointIOError(f"{doing}: {self.clock.timeout_text()}", path=path, leaf=leaf)
 
     # -- several at once
 
-    def look(self, keys: Iterable[str]) -> list[Look | None]:
+    def stat(self, keys: Iterable[str]) -> list[FileStat | None]:
         """What stands under each key: None for no file. All are asked at once, and each once in an opening."""
         keys = list(keys)
-        new = {key: self.begin(key, 0, 0) for key in dict.fromkeys(keys) if key not in self._looks}
+        new = {key: self.begin(key, 0, 0) for key in dict.fromkeys(keys) if key not in self._stats}
         try:
             for key, request in new.items():
-                self._looks[key] = self._end_look(request)
+                self._stats[key] = self._end_stat(request)
         finally:
             for request in new.values():
                 request.future.cancel()
-        return [self._looks[key] for key in keys]
+        return [self._stats[key] for key in keys]
 
-    def _end_look(self, request: PendingRead) -> Look | None:
+    def _end_stat(self, request: PendingRead) -> FileStat | None:
         try:
-            answer = self.end(request, doing="looking at it")
+            answer = self.end(request, doing="reading its status")
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
             if self._is_no_file(request.key, error):
                 return None
-            raise remote_error(error, "looking at it", path=self.url(request.key)) from error
-        return None if answer is None else Look(answer.generation)
+            raise remote_error(error, "reading its status", path=self.url(request.key)) from error
+        return None if answer is None else FileStat(answer.generation)
 
     def has_file(self, key: str) -> bool:
         """Whether a file stands under a key; a list that holds its place is enough to tell."""
         for directory, names in self._listed.items():
             if not directory or key.startswith(f"{directory}/"):
                 return key[len(directory) + 1 if directory else 0 :] in names
-        return self.look([key])[0] is not None
+        return self.stat([key])[0] is not None
 
-    def look_anew(self, keys: Sequence[str]) -> list[Look | None]:
+    def stat_again(self, keys: Sequence[str]) -> list[FileStat | None]:
         """As `look`, whatever was seen before."""
         requests = [self.begin(key, 0, 0) for key in keys]
-        return [self._end_look(request) for request in requests]
+        return [self._end_stat(request) for request in requests]
 
-    def look_small(self, keys: Sequence[str]) -> list[Look | None]:
+    def stat_small(self, keys: Sequence[str]) -> list[FileStat | None]:
         """As `look`, of files that will be read whole if they are there: it is learned at once which are small."""
-        new = [key for key in dict.fromkeys(keys) if key not in self._looks]
+        new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         probes = [self.begin(key, _SMALL_BYTES, _SMALL_BYTES + 1) for key in new]
-        looks = self.look(keys)
+        stats = self.stat(keys)
         self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
-        return looks
+        return stats
 
-    def whole_if_small(self, key: str) -> Answer | None:
-        """All bytes of a file that `look_small` has found to be small; None for others."""
+    def whole_if_small(self, key: str) -> Response | None:
+        """All bytes of a file that `stat_small` has found to be small; None for others."""
         return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
 
-    def whole(self, keys: Sequence[str], limit: int) -> list[Answer | None]:
+    def whole(self, keys: Sequence[str], limit: int) -> list[Response | None]:
         """All bytes of each file, or None where there is none. A file of more than `limit` bytes is not read.
 
         Raises:
@@ -243,7 +243,7 @@ class Connection:
         requests = [self.begin(key, 0, None) for key in new]
         for key, request in zip(new, requests, strict=True):
             answer = self._end_whole(request)
-            self._looks[key] = None if answer is None else Look(answer.generation)
+            self._stats[key] = None if answer is None else FileStat(answer.generation)
             if answer is not None:
                 self._wholes[key] = answer
         return [self._wholes.get(key) for key in keys]
@@ -252,7 +252,7 @@ class Connection:
         requests = [self.begin(key, offset, offset + 1) for key in keys]
         return [self._has_bytes(request) for request in requests]
 
-    def _end_whole(self, request: PendingRead) -> Answer | None:
+    def _end_whole(self, request: PendingRead) -> Response | None:
         try:
             return self.end(request, doing="reading it")
         except ValueError as error:
@@ -305,7 +305,7 @@ class Connection:
             found = future.result(timeout=self.clock.timeout)
         except TimeoutError:
             cast(ReadFuture, future).cancel()
-            raise CheckpointIOError(f"listing it: {self.clock.silence()}", path=self.url(key)) from None
+            raise CheckpointIOError(f"listing it: {self.clock.timeout_text()}", path=self.url(key)) from None
         except ValueError as error:
             raise remote_error(error, "listing it", path=self.url(key)) from error
         self.clock.note()
@@ -313,7 +313,7 @@ class Connection:
 
     def forget(self) -> None:
         """Ends the memory of an opening."""
-        self._looks, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
+        self._stats, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
         self._small = set()
 
 
@@ -347,7 +347,7 @@ def remote_session(limits: Limits | None = None) -> Generator[None, None, None]:
             connection.forget()
 
 
-class RemotePlace(NamedTuple):
+class RemoteLocation(NamedTuple):
     """A connection and a key."""
 
     connection: Connection
@@ -355,7 +355,7 @@ class RemotePlace(NamedTuple):
     is_directory: bool
 
 
-def connect(url: str) -> RemotePlace:
+def connect(url: str) -> RemoteLocation:
     """Where a URL leads, by the connection of this session.
 
     Raises:
@@ -365,4 +365,4 @@ def connect(url: str) -> RemotePlace:
     session = _SESSION.get() or _Session(Limits().io_timeout_secs)
     if parsed.base not in session.connections:
         session.connections[parsed.base] = Connection(parsed, session.timeout)
-    return RemotePlace(session.connections[parsed.base], parsed.key, parsed.is_directory)
+    return RemoteLocation(session.connections[parsed.base], parsed.key, parsed.is_directory)

@@ -22,10 +22,10 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage.remote.connection import AheadBytes, Answer, Connection, Look, PendingRead
+from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget, Response
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
 
-_Answered = TypeVar("_Answered", Answer, Look)
+_Generational = TypeVar("_Generational", Response, FileStat)
 
 # One request. Smaller pays for more requests, larger waits longer before the first byte can be used and is dearer to
 # repeat.
@@ -128,7 +128,7 @@ class RemoteFile:
                 return
             self._hold(self._proven(answer, None))
 
-    def _hold(self, answer: Answer) -> None:
+    def _hold(self, answer: Response) -> None:
         self._content = answer.data
         self._size = len(answer.data)
 
@@ -193,10 +193,10 @@ class RemoteFile:
         size = sum([buffer.nbytes for buffer in buffers])
         self.ahead([(offset, size)]).read_into(offset, buffers, leaf=leaf)
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> RemoteAhead:
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> RemoteReadAhead:
         """See `StoredFile.ahead`."""
         self._state.require_open()
-        return RemoteAhead(self, _pieces(ranges), self._connection.ahead)
+        return RemoteReadAhead(self, _pieces(ranges), self._connection.ahead)
 
     def begin_piece(self, start: int, stop: int) -> PendingRead | bytes:
         """Asks for bytes, or takes them from what was loaded; `end_piece` has the answer."""
@@ -219,7 +219,7 @@ class RemoteFile:
         """
         self._state.require_open()
         if self._content is not None:
-            self._proven(self._connection.look_anew([self._key])[0], leaf)
+            self._proven(self._connection.stat_again([self._key])[0], leaf)
 
     def require_open(self) -> None:
         """See `StoredFile.require_open`."""
@@ -230,7 +230,7 @@ class RemoteFile:
     def _begin(self, start: int, stop: int | None) -> PendingRead:
         return self._connection.begin(self._key, start, stop)
 
-    def _answer(self, request: PendingRead, leaf: str | None) -> Answer:
+    def _answer(self, request: PendingRead, leaf: str | None) -> Response:
         """The answer to a request.
 
         Raises:
@@ -244,10 +244,10 @@ class RemoteFile:
                 raise
             if is_beyond_end(error):
                 # Shorter than it was? Then it is another file, and not damage.
-                self._proven(self._connection.look_anew([self._key])[0], leaf)
+                self._proven(self._connection.stat_again([self._key])[0], leaf)
             raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
 
-    def _answer_inside(self, start: int, stop: int | None, leaf: str | None) -> Answer | None:
+    def _answer_inside(self, start: int, stop: int | None, leaf: str | None) -> Response | None:
         """As `_answer`, and None where the file ends before the bytes that were asked for."""
         try:
             return self._answer(self._begin(start, stop), leaf)
@@ -256,7 +256,7 @@ class RemoteFile:
                 return None
             raise
 
-    def _proven(self, answer: _Answered | None, leaf: str | None) -> _Answered:
+    def _proven(self, answer: _Generational | None, leaf: str | None) -> _Generational:
         """An answer of the file that was opened.
 
         A server without strong ETags tells no generation: nothing can be compared then.
@@ -277,10 +277,10 @@ def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield start, min(start + _PIECE_BYTES, offset + size)
 
 
-class RemoteAhead:
-    """Implements `AheadReads`: pieces are asked for in order before they are needed. For one thread."""
+class RemoteReadAhead:
+    """Implements `ReadAhead`: pieces are asked for in order before they are needed. For one thread."""
 
-    def __init__(self, file: RemoteFile, pieces: Iterator[tuple[int, int]], ahead: AheadBytes):
+    def __init__(self, file: RemoteFile, pieces: Iterator[tuple[int, int]], ahead: ReadAheadBudget):
         self._file = file
         self._pieces = pieces
         self._next = next(pieces, None)
@@ -302,7 +302,7 @@ class RemoteAhead:
             self._next = next(self._pieces, None)
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `AheadReads.read_into`."""
+        """See `ReadAhead.read_into`."""
         views = [buffer.reshape(-1).view(np.uint8) for buffer in buffers if buffer.nbytes]
         ends = list(np.cumsum([view.size for view in views]))
         total = int(ends[-1]) if views else 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.storage.paths import split_name
-from orbax_t5x.storage.remote.connection import Connection, Look, connect
+from orbax_t5x.storage.remote.connection import Connection, FileStat, connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
 from orbax_t5x.storage.remote.request_errors import remote_error
 from orbax_t5x.storage.remote.urls import kvstore_spec
@@ -60,9 +60,9 @@ class RemoteStore:
             raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
         return answer.data
 
-    def look_ahead(self, names: Sequence[str]) -> None:
-        """See `Store.look_ahead`."""
-        self._connection.look([self.key(name) for name in names])
+    def stat_ahead(self, names: Sequence[str]) -> None:
+        """See `Store.stat_ahead`."""
+        self._connection.stat([self.key(name) for name in names])
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
         """See `Store.read_ahead`."""
@@ -79,7 +79,7 @@ class RemoteStore:
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
         """See `Store.has_files`."""
-        return [look is not None for look in self._connection.look([self.key(name) for name in names])]
+        return [stat is not None for stat in self._connection.stat([self.key(name) for name in names])]
 
     def kvstore(self, name: str) -> dict[str, Any]:
         """See `Store.kvstore`."""
@@ -108,13 +108,13 @@ class RemoteFiles:
     def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
         """See `OpenFiles.file`."""
         key = self._store.key(name, leaf=leaf)
-        look = self._store.connection.look([key])[0]
-        if look is None:
+        found = self._store.connection.stat([key])[0]
+        if found is None:
             path = self._store.join(name)
             if (refusal := self._store.connection.refused.get(key)) is not None:
-                raise remote_error(refusal, "looking at it", path=path, leaf=leaf) from refusal
+                raise remote_error(refusal, "reading its status", path=path, leaf=leaf) from refusal
             raise CheckpointNotFoundError("no such file", path=path, leaf=leaf)
-        return RemoteFile(self._store.connection, key, name, look.generation, self._state)
+        return RemoteFile(self._store.connection, key, name, found.generation, self._state)
 
     def require_open(self) -> None:
         """See `OpenFiles.require_open`."""
@@ -138,20 +138,20 @@ class RemoteSnapshot:
         Raises:
           CheckpointNotFoundError: it is not there.
         """
-        self.answers = store.connection.clock
+        self.clock = store.connection.clock
         self._connection = store.connection
         self._key = store.key(name, leaf=leaf)
-        self._look = self._connection.look([self._key])[0]
+        self._stat = self._connection.stat([self._key])[0]
         self._lock = threading.Lock()
         self._checked_in: weakref.ref[object] | None = None
-        if self._look is None:
+        if self._stat is None:
             raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
 
     def count_absent(self, names: Collection[str]) -> int:
         """See `Snapshot.count_absent`."""
         directory = self._key.rpartition("/")[0]
-        found = self._connection.look_anew([f"{directory}/{name}" for name in names])
-        return sum(look is None for look in found)
+        found = self._connection.stat_again([f"{directory}/{name}" for name in names])
+        return sum(stat is None for stat in found)
 
     def was_checked(self, execution: object) -> bool:
         """See `Snapshot.was_checked`."""
@@ -163,8 +163,8 @@ class RemoteSnapshot:
         with self._lock:
             if self.was_checked(execution):
                 return
-            found = self._connection.look_anew([self._key])[0]
-            if found is None or _differ(found, self._look):
+            found = self._connection.stat_again([self._key])[0]
+            if found is None or _differ(found, self._stat):
                 what = "vanished" if found is None else "changed"
                 raise CheckpointGoneError(
                     f"{what} after the checkpoint was opened", path=self._connection.url(self._key), leaf=leaf
@@ -172,5 +172,5 @@ class RemoteSnapshot:
             self._checked_in = weakref.ref(execution)
 
 
-def _differ(look: Look, other: Look | None) -> bool:
-    return other is None or bool(look.generation and other.generation and look.generation != other.generation)
+def _differ(found: FileStat, other: FileStat | None) -> bool:
+    return other is None or bool(found.generation and other.generation and found.generation != other.generation)

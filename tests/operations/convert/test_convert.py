@@ -30,7 +30,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.handlers.type_handlers import stream
 from orbax_t5x.lazy import LazyThreadPoolArray
-from orbax_t5x.lazy.chunks import choose_chunk, pieces
+from orbax_t5x.lazy.chunks import choose_chunk, grid_boxes
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.provenance.digests import chain_digest
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
@@ -464,7 +464,7 @@ def test_chunks_tile_the_array_and_respect_limit_and_source(shape, itemsize, lim
         assert part == size or part % source == 0
     if int(np.prod(shape, dtype=np.int64)) < 20_000:
         covered = np.zeros(shape, int)
-        for box in pieces(shape, chunk):
+        for box in grid_boxes(shape, chunk):
             covered[tuple(slice(*bounds) for bounds in box)] += 1
         assert (covered == 1).all()
 

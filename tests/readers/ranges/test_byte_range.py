@@ -23,7 +23,7 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges import scatter as _scatter
 from orbax_t5x.readers.ranges.byte_range import ByteRange
-from orbax_t5x.readers.ranges.byte_runs import WindowGrid, byte_strides, place_box, split_ends, union_runs
+from orbax_t5x.readers.ranges.byte_runs import WindowGrid, byte_strides, locate_box, split_ends, union_runs
 from orbax_t5x.readers.ranges.coverage import cover, fold_columns, uncovered
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.storage import crc32c as _crc
@@ -113,13 +113,13 @@ class TestGeometry:
         shape, (box, *_) = case
         held = np.flatnonzero(bytes_of(shape, itemsize, [box]))
         assume(held.size)
-        placed = place_box(box, box_shape(box), shape, byte_strides(shape, itemsize))
+        placed = locate_box(box, box_shape(box), shape, byte_strides(shape, itemsize))
         assert placed == (held[0], held[-1] + 1 - held[0] == held.size)
 
     def test_boxes_outside_are_refused(self) -> None:
         strides = byte_strides((4,), 1)
         for box, extents in (((0, 5),), (5,)), (((-1, 2),), (3,)), (((0, 2),), (3,)), ((), ()), (((3, 1),), (-2,)):
-            assert place_box(box, extents, (4,), strides) is None
+            assert locate_box(box, extents, (4,), strides) is None
 
     def test_columns_of_a_matrix_are_one_run_however_high_it_is(self) -> None:
         runs, wanted = union_runs((10**9, 4, 10**6), 4, [((0, 10**9), (0, 4), (5, 10))], 4096)

@@ -10,7 +10,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
 from orbax_t5x.readers.chunk_grid import chunk_boxes
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.places import open_store
+from orbax_t5x.storage.locations import open_store
 from orbax_t5x.storage.remote import connection, remote_file
 from orbax_t5x.storage.remote.connection import remote_session
 from orbax_t5x.storage.remote.urls import parse_url

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 
-class AnswerClock:
+class ResponseClock:
     """When a store last answered.
 
     Attributes:
@@ -28,6 +28,6 @@ class AnswerClock:
         """How long to wait on for a request that began then; zero or less: it is given up."""
         return max(begun, self._last) + self.timeout - time.monotonic()
 
-    def silence(self) -> str:
+    def timeout_text(self) -> str:
         """Why a request was given up, for an error."""
         return f"no answer for {self.timeout:g} s (Limits.io_timeout_secs)"

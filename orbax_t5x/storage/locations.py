@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.paths import io_error, url_scheme
-from orbax_t5x.storage.remote.connection import RemotePlace, connect
+from orbax_t5x.storage.remote.connection import RemoteLocation, connect
 from orbax_t5x.storage.remote.remote_store import RemoteStore
 from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
 from orbax_t5x.storage.store import Store
@@ -74,7 +74,7 @@ def exists(path: str) -> bool:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return False
-        raise io_error(error, "looking at it", path=path) from error
+        raise io_error(error, "reading its status", path=path) from error
 
 
 def names(directory: str) -> list[str]:
@@ -124,13 +124,13 @@ def remote_kind(url: str) -> str:
     return "missing"
 
 
-def known_names(place: RemotePlace) -> list[str]:
-    """Which of `KNOWN_NAMES` are below a place; what detection looks at beside it is asked for in the same go."""
+def known_names(place: RemoteLocation) -> list[str]:
+    """Which of `KNOWN_NAMES` are below a place; what detection stats at beside it is asked for in the same go."""
     connection, key, _ = place
     inside = [f"{key}/{name}" if key else name for name in KNOWN_NAMES]
     beside = [key, f"{key}.index"] if key else []
-    looks = connection.look_small([*inside, *beside])
-    return [name for name, look in zip(KNOWN_NAMES, looks, strict=False) if look is not None]
+    stats = connection.stat_small([*inside, *beside])
+    return [name for name, found in zip(KNOWN_NAMES, stats, strict=False) if found is not None]
 
 
 def remote_names(url: str) -> frozenset[str]:
@@ -152,11 +152,11 @@ def remote_subdirectories(url: str) -> list[str]:
     return sorted({name.partition("/")[0] for name in names if "/" in name})
 
 
-def look_ahead(urls: Iterable[str]) -> None:
+def stat_ahead(urls: Iterable[str]) -> None:
     """Says which files will be looked at, all of one server or bucket."""
     places = [connect(url) for url in urls]
     if places:
-        places[0].connection.look([place.key for place in places])
+        places[0].connection.stat([place.key for place in places])
 
 
 def can_list(url: str) -> bool:
@@ -177,5 +177,5 @@ def refused(url: str) -> CheckpointError | None:
     place = connect(url)
     for key, refusal in place.connection.refused.items():
         if is_denied(refusal) or key != place.key:
-            return remote_error(refusal, "looking at it", path=url)
+            return remote_error(refusal, "reading its status", path=url)
     return None
