@@ -100,7 +100,6 @@ class Raising(ot.transforms.Transform):
         return self.function()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("error", RAISED)
 @pytest.mark.parametrize("callback", ["progress", "transform", "own transform"])
 def test_what_a_callback_raises_arrives_alone_or_behind_the_problem_of_a_transform(kind, error, callback):
@@ -126,7 +125,6 @@ def test_what_a_callback_raises_arrives_alone_or_behind_the_problem_of_a_transfo
     np.testing.assert_array_equal(np.asarray(got["a"]), np.ones(2))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("error", RAISED)
 def test_a_fallback_function_that_raises_is_a_problem_or_arrives(error):
     def raising():

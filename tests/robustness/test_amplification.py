@@ -25,6 +25,7 @@ from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.readers.tiling import MAX_TILING_STEPS, check_tiling
 from orbax_t5x.storage.strict_json import parse_object, parsed_bytes
 from tests.support.bundle_writer import bundle_of, entry
+from tests.support.hostile_files import repeated
 
 _MIB = 1 << 20
 GOOD = np.arange(6, dtype=np.float32)
@@ -39,10 +40,6 @@ def peak_of(call: Callable[[], Any]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-def repeated(item: bytes, size: int) -> bytes:
-    return b'{"a":[' + b",".join([item] * (size // (len(item) + 1))) + b"]}"
 
 
 @pytest.mark.parametrize("item", [b"{}", b"[]", b"[0]", b'{"a":0}', b"[{}]", b'{"a":{}}'])

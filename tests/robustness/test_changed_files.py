@@ -7,43 +7,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError
 from orbax_t5x.storage.tree_checks import TreeSnapshot
-from tests.support.bundle_writer import bundle_of
+from tests.support.checkpoint_writers import WRITERS, orbax_writer
 
 ARRAYS = {name: np.random.default_rng(seed).random((16, 8), np.float32) for seed, name in enumerate("ab")}
 OTHERS = {name: -array for name, array in ARRAYS.items()}
-
-
-def write_bundle(directory: Path, arrays) -> Path:
-    return bundle_of(arrays, 2).write(directory)
-
-
-def write_safetensors(directory: Path, arrays) -> Path:
-    safetensors.numpy.save_file(arrays, directory / "model.safetensors")
-    return directory
-
-
-def orbax_writer(*, ocdbt: bool, zarr3: bool):
-    def write(directory: Path, arrays) -> Path:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)) as checkpointer:
-            checkpointer.save(directory / "item", args=ocp.args.PyTreeSave(arrays))
-        return directory / "item"
-
-    return write
-
-
-WRITERS = {
-    "tf_bundle": write_bundle,
-    "safetensors": write_safetensors,
-    "ocdbt": orbax_writer(ocdbt=True, zarr3=False),
-    "ocdbt_zarr3": orbax_writer(ocdbt=True, zarr3=True),
-    "zarr": orbax_writer(ocdbt=False, zarr3=False),
-    "zarr3": orbax_writer(ocdbt=False, zarr3=True),
-}
 NOT_READ_AGAIN = (".index", "_METADATA", "_sharding", "checkpoint", "_CHECKPOINT_METADATA")
 
 

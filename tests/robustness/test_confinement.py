@@ -18,10 +18,10 @@ import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 
-from tests.readers.orbax.test_hostile import entry, with_tree
-from tests.readers.t5x import test_hostile as t5x
 from tests.robustness.confined_process import landlock_version
+from tests.support import t5x_steps as t5x
 from tests.support.bundle_writer import bundle_of
+from tests.support.orbax_metadata import entry, with_tree
 
 VALUE = np.arange(6, dtype=np.float32).reshape(2, 3)
 

@@ -18,8 +18,8 @@ import safetensors.numpy
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError
 from orbax_t5x.storage import files
-from tests.robustness.test_changed_files import WRITERS
 from tests.support.bundle_writer import Bundle
+from tests.support.checkpoint_writers import WRITERS
 
 _RNG = np.random.default_rng(0)
 ARRAYS = {"a": _RNG.random((40, 8), np.float32), "b": _RNG.random((30, 8), np.float32)}

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.robustness.test_amplification import GOOD, repeated
-from tests.robustness.test_memory_claims import huge_chunk, safetensors_of
 from tests.support.bundle_writer import bundle_of, entry
+from tests.support.hostile_files import huge_chunk, repeated, safetensors_of
 
 _MIB = 1 << 20
+GOOD = np.arange(6, dtype=np.float32)
 _MOST_SECONDS = 10
 _MOST_BYTES = 256 * _MIB
 

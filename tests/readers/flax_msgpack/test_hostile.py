@@ -18,7 +18,6 @@ from orbax_t5x.errors import (
 )
 
 # Guards against hangs and bombs, not claims.
-pytestmark = pytest.mark.timeout(60)
 _MOST_BYTES = 1 << 30
 
 

@@ -30,6 +30,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.storage.limits import Limits
+from tests.support.orbax_metadata import entry, with_tree
 
 _RNG = np.random.default_rng(3)
 # Too large to be stored inside a node of the OCDBT tree, and incompressible.
@@ -212,21 +213,6 @@ def test_a_reference_out_of_the_directory(item, tmp_path, reference, base_length
 
 
 # -- names and files
-
-
-def entry(*keys, value_type="np.ndarray", skip=False, kinds=None):
-    kinds = kinds or [2] * len(keys)
-    return {
-        "key_metadata": [{"key": key, "key_type": kind} for key, kind in zip(keys, kinds, strict=True)],
-        "value_metadata": {"value_type": value_type, "skip_deserialize": skip},
-    }
-
-
-def with_tree(path, *entries, **flags):
-    metadata = json.loads((path / "_METADATA").read_text()) | flags
-    metadata["tree_metadata"] = {str(index): said for index, said in enumerate(entries)}
-    (path / "_METADATA").write_text(json.dumps(metadata))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -19,28 +19,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-
-# A guard against hangs, not a claim.
-pytestmark = pytest.mark.timeout(60)
-GOOD = np.arange(6, dtype=np.float32).reshape(2, 3)
-
-
-def array(directory, **metadata):
-    """A zarr array of `GOOD`, written by TensorStore."""
-    said = {"shape": [2, 3], "chunks": [2, 3], "dtype": "<f4", "compressor": {"id": "gzip", "level": 1}, **metadata}
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{directory}/"}, "metadata": said}
-    ts.open(spec, create=True).result().write(GOOD).result()
-    return directory
-
-
-def spec(place="bad/", **changes):
-    said = {
-        "driver": "zarr",
-        "dtype": "float32",
-        "kvstore": {"driver": "file", "path": place},
-        "metadata": {"shape": [2, 3], "chunks": [2, 3], "compressor": {"id": "gzip", "level": 1}},
-    }
-    return {key: value for key, value in (said | changes).items() if value is not ...}
+from tests.support.t5x_steps import GOOD, array, link, save, spec
 
 
 @pytest.fixture
@@ -51,11 +30,6 @@ def step(tmp_path):
     (tmp_path / "secret").write_bytes(gzip.compress(GOOD.tobytes()))
     array(tmp_path / "outside")
     return directory
-
-
-def save(step, bad, version=3, **others):
-    tree = {"version": version, "optimizer": {"bad": bad, "good": spec("good/"), **others}}
-    (step / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
 
 
 def digest(directory):
@@ -113,16 +87,6 @@ def test_paths_that_lead_out(step, path, beside):
 def test_an_absolute_path(step):
     save(step, spec(str(step.parent / "outside")))
     broken(step, UnsafeCheckpointError, "absolute")
-
-
-def link(place, target):
-    if place.is_dir():
-        for file in place.iterdir():
-            file.unlink()
-        place.rmdir()
-    elif place.exists():
-        place.unlink()
-    place.symlink_to(target)
 
 
 @pytest.mark.parametrize(
