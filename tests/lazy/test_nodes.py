@@ -17,7 +17,7 @@ from orbax_t5x.lazy import all_equal, as_view, average, full_box
 from orbax_t5x.lazy.node import memoryless
 from orbax_t5x.testing.array_leaf import ArrayLeaf
 from orbax_t5x.trees.dtypes import kind_of
-from tests.support.lazy_leaf import DTYPES, GuardedBuffer, boxes
+from tests.support.array_strategies import DTYPES, GuardedBuffer, boxes
 
 
 def _view(shape, dtype="float32", name="leaf"):

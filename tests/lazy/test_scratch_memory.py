@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orbax_t5x import lazy
 from orbax_t5x.lazy import box_shape, full_box
 from orbax_t5x.testing.array_leaf import ArrayLeaf
-from tests.support.lazy_leaf import ML_DTYPES, boxes
+from tests.support.array_strategies import ML_DTYPES, boxes
 
 # Python's own objects: lists, tuples, array headers, and about half a kilobyte for a request and its place. Arrays here
 # are far larger.

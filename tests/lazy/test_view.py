@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orbax_t5x import lazy
 from orbax_t5x.lazy import geometry as _geometry
 from orbax_t5x.testing.array_leaf import ArrayLeaf
-from tests.support.lazy_leaf import DTYPES, GuardedBuffer, boxes
+from tests.support.array_strategies import DTYPES, GuardedBuffer, boxes
 
 _SMALL = {"float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int1", "int2", "int4", "uint1", "uint2", "uint4", "bool"}
 

@@ -20,7 +20,7 @@ import orbax_t5x as ot
 from orbax_t5x.lazy import ReadStats, Request, ValueLeaf, box_shape, box_size, box_slices
 from orbax_t5x.readers.chunk_grid import boxes_by_chunk, count_chunks
 from orbax_t5x.restoring import executor
-from tests.support.lazy_leaf import boxes
+from tests.support.array_strategies import boxes
 
 _CHUNK_BYTES = 64 << 20
 _ROWS = 4

@@ -24,8 +24,8 @@ from orbax_t5x.lazy import concatenate, repeat, stack
 from orbax_t5x.lazy.box import union_size
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.storage.files import File
+from tests.support.array_strategies import boxes
 from tests.support.bundle_writer import bundle_of
-from tests.support.lazy_leaf import boxes
 from tests.support.memory_checkpoint import AwaitedLeaf, checkpoint
 
 ARRAYS = {

@@ -32,8 +32,8 @@ FILES = {
     "tf_bundle_hostile": "readers/tf_bundle/test_hostile.py",
     "sstable": "readers/tf_bundle/test_sstable.py",
     "tf_bundle": "readers/tf_bundle/test_tf_bundle.py",
-    "amplification": "robustness/test_amplification.py",
-    "changed_files": "robustness/test_changed_files.py",
+    "bounded_parsing": "robustness/test_bounded_parsing.py",
+    "files_changed_while_open": "robustness/test_files_changed_while_open.py",
     "deep_names": "robustness/test_deep_names.py",
     "hostile_catalogue": "robustness/test_hostile_catalogue.py",
     "memory_claims": "robustness/test_memory_claims.py",
@@ -68,7 +68,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     "1.1.15": ("a dtype of the same width", ("tf_bundle_hostile:a_dtype_of_the_same_width_cannot_be_told_apart",)),
     "1.1.16": (
         "strings: counts, lengths, checksums, holes",
-        ("tf_bundle_hostile:strings", "amplification:strings_over_a_hole_are_counted_before_they_are_read"),
+        ("tf_bundle_hostile:strings", "bounded_parsing:strings_over_a_hole_are_counted_before_they_are_read"),
     ),
     "1.1.17": ("shards missing, special, linked", ("tf_bundle_hostile:shards",)),
     "1.1.18": (
@@ -90,14 +90,14 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "tf_bundle_hostile:slices",
             "tf_bundle_hostile:very_many_slices_are_checked_quickly_or_refused",
-            "amplification:slices_listed_by_entries_that_have_none_of_their_own_are_not_looked_at",
+            "bounded_parsing:slices_listed_by_entries_that_have_none_of_their_own_are_not_looked_at",
         ),
     ),
     "1.1.23": (
         "a checkpoint file that leads elsewhere",
         ("tf_bundle:an_absolute_path_is_never_followed", "tf_bundle:a_checkpoint_file_that_leads_upwards_is_unsafe"),
     ),
-    "1.1.24": ("files replaced between reads", ("changed_files:one_file_at_a_time",)),
+    "1.1.24": ("files replaced between reads", ("files_changed_while_open:one_file_at_a_time",)),
     # T5X's own
     "1.2.1": ("an absolute path", ("t5x_hostile:an_absolute_path",)),
     "1.2.2": ("paths that lead out", ("t5x_hostile:paths_that_lead_out",)),
@@ -216,7 +216,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "safetensors_hostile:corrupt_headers",
             "open_checkpoint:many_keys_of_which_the_last_stands_twice",
-            "amplification:a_header_of_empty_objects_and_a_large_configuration",
+            "bounded_parsing:a_header_of_empty_objects_and_a_large_configuration",
         ),
     ),
     "1.5.5": ("unknown dtypes", ("safetensors_hostile:an_unknown_dtype_is_that_leafs_error",)),

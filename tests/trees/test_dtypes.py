@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orbax_t5x.trees.dtypes import common_dtype, conversion, kind_of
-from tests.support.lazy_leaf import DTYPES
+from tests.support.array_strategies import DTYPES
 
 NARROW = [dtype for dtype in DTYPES if dtype.itemsize <= 2]
 WIDE = [dtype for dtype in DTYPES if dtype.itemsize > 2]

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from tests.robustness.kill_conversions import arrays
+from tests.robustness.killed_conversions import arrays
 from tests.support.bundle_writer import bundle_of
 from tests.support.jax_job import run_processes
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orbax_t5x.operations.diff import values as diff_values
 from orbax_t5x.operations.diff.values import Apart, Largest, Tolerance, are_comparable, compare
-from tests.support.lazy_leaf import DTYPES
+from tests.support.array_strategies import DTYPES
 
 _TOLERANCES = [(0.0, 0.0), (0.5, 0.0), (0.0, 0.25), (1e-3, 1e-3), (1e300, 0.0)]
 

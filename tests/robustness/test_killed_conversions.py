@@ -1,4 +1,4 @@
-"""Some kills of conversions at random moments; `tests.robustness.kill_conversions` makes as many as one likes."""
+"""Some kills of conversions at random moments; `tests.robustness.killed_conversions` makes as many as one likes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ KILLS = 10
 def test_a_conversion_goes_on_after_a_kill_at_any_moment():
     """In a process of its own: children are forked from it, which is safe only before JAX has a backend."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.robustness.kill_conversions", "--times", str(KILLS), "--seed", "11"],
+        [sys.executable, "-m", "tests.robustness.killed_conversions", "--times", str(KILLS), "--seed", "11"],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Jobs that are killed at random moments find their newest step whole; `tests.robustness.kills` kills more of them."""
+"""Jobs that are killed at random moments find their newest step whole; `killed_training` beside this kills more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_no_kill_loses_a_step_or_leaves_half_of_one(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "tests.robustness.kills",
+        "tests.robustness.killed_training",
         "--times",
         str(KILLS),
         "--seed",

@@ -1,4 +1,4 @@
-"""Dtypes, buffers and strategies that several test files share."""
+"""Dtypes, guarded buffers, and Hypothesis strategies of boxes."""
 
 from collections.abc import Sequence
 

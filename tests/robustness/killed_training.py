@@ -1,6 +1,6 @@
 """Training jobs that the kernel kills at random moments.
 
-`python -m tests.robustness.kills [--times N] [--seed N] [--folder DIR]`.
+`python -m tests.robustness.killed_training [--times N] [--seed N] [--folder DIR]`.
 
 A job resumes or begins (`ot.restore_or_initialize`, from a source through a swap that must not be applied twice), then
 saves step after step, asynchronously, until SIGKILL. What a job finds must be the newest step, at least the newest
@@ -45,7 +45,7 @@ HANDLER, SAVE, RESTORE_OR_INITIALIZE = ot.TrainStateHandler, ot.args.TrainStateS
 
 _SHAPES = {"params/a": (256, 128), "params/b": (256, 128), "mu/a": (256, 128), "mu/b": (256, 128), "count": ()}
 _SWAP = ot.transforms.Rename((("params/a", "params/b"), ("params/b", "params/a")))
-_LIMIT_SECS = 120  # of a job that nobody kills
+_LIMIT_SECS = 800  # of a job that nobody kills
 _MEASURED_STEPS = 4
 _LAYOUTS = {"ocdbt": {}, "zarr": {"use_ocdbt": False}, "streamed": {}, "marked": {}}
 _STREAMED = "mu/a"  # in the layout of this name, a lazy array of the source, and the same in each step
@@ -248,7 +248,8 @@ class Kills:
 
 def main() -> int:
     """Kills, and tells what was found; 1 where something was lost."""
-    parser = argparse.ArgumentParser(prog="python -m tests.robustness.kills", description="Kills training jobs.")
+    program = "python -m tests.robustness.killed_training"
+    parser = argparse.ArgumentParser(prog=program, description="Kills training jobs.")
     parser.add_argument("--times", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
