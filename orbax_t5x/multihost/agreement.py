@@ -19,8 +19,8 @@ import numpy as np
 
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
 from orbax_t5x.multihost.collectives import error_as_bytes, gather, told_error
-from orbax_t5x.multihost.heartbeat import beating
-from orbax_t5x.multihost.rendezvous import meet_before_backend
+from orbax_t5x.multihost.heartbeat import sending_heartbeats
+from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.provenance.records import Records
 
 
@@ -48,7 +48,7 @@ class Agreement:
         self._primary = primary
         self._path = path
         self._what = what
-        meet_before_backend()
+        rendezvous_before_backend()
         self._several = jax.process_count() > 1
         self._told_failure = False
 
@@ -56,7 +56,7 @@ class Agreement:
     def planning(self) -> Generator[None, None, None]:
         """Tells the others, who wait at their next exchange, when this process fails."""
         try:
-            with beating():
+            with sending_heartbeats():
                 yield
         except BaseException as error:
             if not self._told_failure:

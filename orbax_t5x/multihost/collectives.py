@@ -25,7 +25,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.multihost.heartbeat import call_with_living_peers
-from orbax_t5x.multihost.rendezvous import meet_before_collective
+from orbax_t5x.multihost.rendezvous import rendezvous_before_collective
 
 # Errors that say the same on a process that only hears of them.
 _TOLD = {
@@ -65,8 +65,8 @@ def collective(
       CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
         was stopped or is parted from the others.
     """
+    rendezvous_before_collective(members, path)
     try:
-        meet_before_collective(members, path)
         return call_with_living_peers(function, path, thread)
     except (RuntimeError, ValueError) as error:  # JAX raises either, by where the failure meets it
         text = " ".join(str(error).split())

@@ -1,13 +1,13 @@
-"""Signs of life of the processes of one collective call, so that none waits for ever for one that has stopped.
+"""Heartbeats between the processes of a collective call, so that none waits forever for one that has stopped.
 
 While a process is in a collective call of this package, a thread of its own writes a new number into the key-value
-store of JAX's coordination service every few seconds, and reads those of all in one request. A process that is slow
-goes on writing and is waited for, however long; so is one that has not come to the call yet. One whose number stays the
-same is stopped, or cannot be reached; where Python has ended, it says so. A process that has died is noticed by JAX
-itself, at once where it has computed with the others before.
+store of JAX's coordination service every few seconds, and reads those of all processes in one request. A process whose
+number changes is slow at most and is waited for without limit; so is one between two calls. A process whose number
+stays the same was stopped or is disconnected. A process that ends Python first writes that it has ended. The death of a
+process is noticed by JAX itself, at once where it has computed with the others before.
 
-JAX's own heartbeat is another thing: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by default, after
-which JAX ends this process whatever is done here.
+JAX's own heartbeat is independent of this one: `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 s by
+default, after which JAX ends this process.
 """
 
 from __future__ import annotations
@@ -16,162 +16,158 @@ import atexit
 import contextlib
 import functools
 import itertools
-import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax
 
 from orbax_t5x.concurrency import CallThread, ThreadCall
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.text.wording import listed
+from orbax_t5x.multihost.coordination import key_value_store
 
-# A number that is 20 s old when it is looked at was written at most 25 s ago: below 30 s, and enough for a process that
-# is held up.
+# A number that is 20 s old when it is read was written at most 25 s ago: below Gloo's limit of 30 s, and enough for a
+# process that is held up.
 _BEAT_SECS = 5.0
 _SILENT_SECS = 20.0
-# How often a waiting caller looks; an interrupt is noticed as often.
-_POLL_SECS = 0.1
+# How often a waiting caller checks its peers; an interrupt is noticed as often.
+POLL_SECS = 0.1
 _KEYS = "orbax_t5x/beat/"
-_GONE = "gone"  # what stands in place of the number of a process that is in no call
+_IN_NO_CALL = "gone"  # in place of the number of a process between two calls
+_ENDED = "ended"  # in place of the number of a process that has ended Python
 _UNREACHABLE = "it was stopped or cannot be reached"
-_ENDED = "ended"  # and of one that comes to no call any more
 
 _Result = TypeVar("_Result")
 
 
-class Pulse:
-    """This process's signs of life, and what it knows of the others'.
+class Heartbeat:
+    """Heartbeat of this process, and the last heartbeats of the others.
 
     Attributes:
-      beats: how many numbers were written.
+      count: how many heartbeats were sent.
     """
 
-    def __init__(self, client: Any, process: int):
-        """Starts the thread.
+    def __init__(self, store: Any, process: int):
+        """Starts the thread that sends and reads heartbeats.
 
         Args:
-          client: of JAX's key-value store.
+          store: client of JAX's key-value store.
           process: the index of this process.
         """
-        self._client = client
+        self._store = store
         self._process = process
-        self._ended = threading.Event()
-        # The last number of each process, and when it was first seen here.
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._looked = time.monotonic()
-        self.beats: int = 0
-        self._beating = ThreadCall(self._run, "orbax_t5x-beat")
+        self._stopped = threading.Event()
+        # The last number of each process in a call, and when it was first read here.
+        self._last: dict[int, tuple[str, float]] = {}
+        self._read_time = time.monotonic()
+        self._unanswered_since: float | None = None
+        self.count: int = 0
+        self._thread = ThreadCall(self._run, "orbax_t5x-beat")
 
     def _run(self) -> None:
         for number in itertools.count(time.time_ns()):
-            # The coordinator may be gone: then `silent` says so, by how long ago the last look was.
+            if self._unanswered_since is None:
+                self._unanswered_since = time.monotonic()
+            # Where the service is gone, `lost_peer` reports it after a while.
             with contextlib.suppress(RuntimeError, ValueError):
                 self._write(str(number))
-                self.beats += 1
-                self._look()
-                self._looked = time.monotonic()
-            if self._ended.wait(_BEAT_SECS):
+                self.count += 1
+                self._read_others()
+                self._unanswered_since = None
+            if self._stopped.wait(_BEAT_SECS):
                 break
         with contextlib.suppress(RuntimeError, ValueError):
-            self._write(_GONE)
+            self._write(_IN_NO_CALL)
 
     def _write(self, text: str) -> None:
-        self._client.key_value_set(f"{_KEYS}{self._process}", text, allow_overwrite=True)
+        self._store.key_value_set(f"{_KEYS}{self._process}", text, allow_overwrite=True)
 
-    def _look(self) -> None:
-        for key, text in self._client.key_value_dir_get(_KEYS):
-            process = int(key.rpartition("/")[2])
-            if text == _GONE or process == self._process:
-                self._seen.pop(process, None)
-            elif self._seen.get(process, ("", 0.0))[0] != text:
-                self._seen[process] = (text, time.monotonic())
+    def _read_others(self) -> None:
+        numbers = read_heartbeats(self._store)
+        self._read_time = time.monotonic()
+        for process, text in numbers.items():
+            if text == _IN_NO_CALL or process == self._process:
+                self._last.pop(process, None)
+            elif self._last.get(process, ("", 0.0))[0] != text:
+                self._last[process] = (text, self._read_time)
 
-    def silent(self) -> str | None:
-        """Which process gives no sign of life, and why, as text, or None."""
+    def lost_peer(self) -> str | None:
+        """Returns a text that names a process, or the service, that is lost, and why; None: all are alive."""
         now = time.monotonic()
-        for other, (text, since) in sorted(self._seen.copy().items()):
-            # What it sent last may still arrive.
-            if now - since > _SILENT_SECS:
+        for process, (text, since) in sorted(self._last.copy().items()):
+            # Where this process itself was held up, nothing was read of late: the others may be well. And what a
+            # process sent before it ended may still arrive.
+            if now - since > _SILENT_SECS and self._read_time - since >= _SILENT_SECS - _BEAT_SECS:
                 if text == _ENDED:
-                    return f"process {other} has ended"
-                return f"process {other} has given no sign of life for {now - since:.0f} s: {_UNREACHABLE}"
-        if now - self._looked > _SILENT_SECS:
-            return f"the coordination service of JAX has not answered for {now - self._looked:.0f} s: {_UNREACHABLE}"
+                    return f"process {process} has ended"
+                return f"process {process} has sent no heartbeat for {now - since:.0f} s: {_UNREACHABLE}"
+        unanswered_since = self._unanswered_since
+        if unanswered_since is not None and now - unanswered_since > _SILENT_SECS:
+            secs = f"{now - unanswered_since:.0f} s"
+            return f"the coordination service of JAX has not answered for {secs}: {_UNREACHABLE}"
         return None
 
-    def is_beating(self, process: int) -> bool:
-        """Whether another process is known to be in a call."""
-        return process in self._seen
-
     def stop(self) -> None:
-        """Says that this process is in no call any more."""
-        self._ended.set()
-        self._beating.ended.wait(_POLL_SECS)  # it may wait for a coordinator that does not answer
+        """Records that this process is in no call any more."""
+        self._stopped.set()
+        self._thread.ended.wait(POLL_SECS)  # not longer: it may wait for a service that does not answer
 
 
-def key_value_store() -> Any:
-    """The client of JAX's key-value store.
-
-    Raises:
-      ValueError: there is none.
-    """
-    import orbax.checkpoint as ocp  # noqa: PLC0415  (a restore by one process does not wait for importing Orbax)
-
-    return ocp.multihost.get_jax_distributed_client()
+def read_heartbeats(store: Any) -> dict[int, str]:
+    """Reads the last heartbeat of every process that has ever sent one."""
+    return {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(_KEYS)}
 
 
-class _Shared:
-    """The one pulse of this process, for all calls that run."""
+class _SharedHeartbeat:
+    """Heartbeat of this process for all its calls that run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self.pulse: Pulse | None = None
+        self._calls = 0
+        self.heartbeat: Heartbeat | None = None
 
-    def enter(self) -> Pulse | None:
+    def enter(self) -> Heartbeat | None:
         with self._lock:
-            self._users += 1
+            self._calls += 1
             # Processes that found each other by other means have no such store.
-            if self.pulse is None and jax.distributed.is_initialized() and jax.process_count() > 1:
-                self.pulse = Pulse(key_value_store(), jax.process_index())
-            return self.pulse
+            if self.heartbeat is None and jax.distributed.is_initialized() and jax.process_count() > 1:
+                self.heartbeat = Heartbeat(key_value_store(), jax.process_index())
+            return self.heartbeat
 
     def leave(self) -> None:
         with self._lock:
-            self._users -= 1
-            pulse = None
-            if not self._users:
-                pulse, self.pulse = self.pulse, None
-        if pulse is not None:
-            pulse.stop()
+            self._calls -= 1
+            stopped = None
+            if not self._calls:
+                stopped, self.heartbeat = self.heartbeat, None
+        if stopped is not None:
+            stopped.stop()
 
 
-_shared = _Shared()
+_shared = _SharedHeartbeat()
 
 
-def say_when_ended() -> None:
-    """Has this process say when Python ends: where it alone fails in planning, the others may wait for it already."""
+def announce_exit() -> None:
+    """Has this process announce the end of Python: where only it fails in planning, the others may already wait."""
     if jax.distributed.is_initialized():
-        _say_when_ended(jax.process_index())
+        _announce_exit(jax.process_index())
 
 
 @functools.cache
-def _say_when_ended(process: int) -> None:
+def _announce_exit(process: int) -> None:
     @atexit.register
-    def say_ended() -> None:  # before JAX waits for all processes to end: what is registered last is called first
+    def write_end() -> None:  # before JAX waits for all processes to end: what is registered last is called first
         with contextlib.suppress(RuntimeError, ValueError):
             key_value_store().key_value_set(f"{_KEYS}{process}", _ENDED, allow_overwrite=True)
 
 
 @contextlib.contextmanager
-def beating() -> Generator[Pulse | None, None, None]:
-    """Signs of life while this lasts; calls within calls share them. With one process there are none."""
-    pulse = _shared.enter()
+def sending_heartbeats() -> Generator[Heartbeat | None, None, None]:
+    """Sends heartbeats while the context lasts; nested calls share them. With one process yields None."""
+    heartbeat = _shared.enter()
     try:
-        yield pulse
+        yield heartbeat
     finally:
         _shared.leave()
 
@@ -179,7 +175,7 @@ def beating() -> Generator[Pulse | None, None, None]:
 def call_with_living_peers(
     function: Callable[[], _Result], path: str | None, thread: CallThread | None = None
 ) -> _Result:
-    """Calls what waits for all processes, for as long as they live.
+    """Calls a function that waits for all processes, for as long as they live.
 
     Args:
       function: called in another thread, which goes on where this call gives up.
@@ -187,39 +183,18 @@ def call_with_living_peers(
       thread: that thread; None: one of its own.
 
     Raises:
-      CheckpointIOError: a process that was in the call gives no sign of life any more.
+      CheckpointIOError: a process that was in the call sends no heartbeat any more.
     """
-    with beating() as pulse:
-        if pulse is None:
+    with sending_heartbeats() as heartbeat:
+        if heartbeat is None:
             return function()
         return wait_with_living_peers(ThreadCall(function, "orbax_t5x-collective", thread), path)
 
 
-def wait_with_living_peers(
-    call: ThreadCall[_Result], path: str | None, *, expected: Iterable[int] = (), patience_secs: float = math.inf
-) -> _Result:
-    """The result of a call that waits for other processes; more arguments and errors as above.
-
-    Args:
-      call: that waits.
-      path: of what is being restored, for the error.
-      expected: the processes that are waited for.
-      patience_secs: for how long one of these may give no sign of life at all.
-    """
-    others = [process for process in expected if process != jax.process_index()]
-    deadline = time.monotonic() + patience_secs
-    with beating() as pulse:
-        while not call.ended.wait(_POLL_SECS):
-            if pulse is not None and (silent := pulse.silent()) is not None:
-                raise CheckpointIOError(f"{silent}, and this restore waits for it no longer", path=path)
-            if pulse is not None and time.monotonic() > deadline:
-                absent = [process for process in others if not pulse.is_beating(process)]
-                if absent:
-                    raise CheckpointIOError(absent_text(absent, patience_secs), path=path)
+def wait_with_living_peers(call: ThreadCall[_Result], path: str | None) -> _Result:
+    """Returns the result of a call that waits for other processes; arguments and errors as above."""
+    with sending_heartbeats() as heartbeat:
+        while not call.ended.wait(POLL_SECS):
+            if heartbeat is not None and (lost := heartbeat.lost_peer()) is not None:
+                raise CheckpointIOError(f"{lost}, and this call waits for it no longer.", path=path)
         return call.result()
-
-
-def absent_text(processes: Sequence[int], seconds: float) -> str:
-    """What is said of processes that have given no sign of life yet; none: it is not known which."""
-    who = f"process {listed(list(map(str, processes)), 5)}" if processes else "a process of this job"
-    return f"{who} has not come to this call within {seconds:.0f} s, nor given a sign of life: it has died, or is late"

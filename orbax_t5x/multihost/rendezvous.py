@@ -1,71 +1,78 @@
-"""Where the processes of a job wait for each other before JAX does.
+"""Barriers at which the processes of a job wait for each other before JAX does.
 
 JAX waits for all processes when the first use of a device makes its backend, and when some devices first compute
-together. There it hears no interrupt. So the processes meet before it, by the coordination service of
-`jax.distributed`. Whoever gives signs of life is waited for, however long. One that has given none yet is late, or
-dead: on CPU it is taken for dead soon, as by Gloo, whose limit is 30 s; elsewhere it is waited for as JAX does, whose
-own heartbeat ends the job. Where processes found each other by other means there is no such service, and nothing is
-waited for here.
+together; an interrupt does not end these waits, and with Gloo the second one lasts 30 s at most. So the processes wait
+for each other before, through the coordination service of `jax.distributed`. A process that sends heartbeats is waited
+for without limit. One that has not sent a first heartbeat is starting, or has died: it is waited for as long as JAX
+waits at its own start (`ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS` sets another limit), and named in the log meanwhile.
+Where processes found each other by other means there is no such service, and nothing is waited for here.
 
-This is done once for each backend and for each set of devices: who has met there knows each other.
+A barrier is passed once for the backend and once for each set of devices.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from orbax_t5x.concurrency import ThreadCall
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.multihost.heartbeat import absent_text, key_value_store, wait_with_living_peers
+from orbax_t5x.multihost.coordination import (
+    TIMED_OUT,
+    has_backend,
+    key_value_store,
+    service_process_count,
+    service_process_id,
+)
+from orbax_t5x.multihost.heartbeat import POLL_SECS, read_heartbeats, wait_with_living_peers
+from orbax_t5x.text.wording import listed
 
-_KEYS = "orbax_t5x/met/"
-_POLL_SECS = 0.1  # an interrupt just before a wait without an end would not be noticed
-_FOREVER_MILLISECONDS = (1 << 31) - 1  # 24 days; the service takes no more
+_KEYS = "orbax_t5x/rendezvous/"
+_TIMEOUT_VARIABLE = "ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS"
+_DEFAULT_TIMEOUT_SECS = 300.0  # `initialization_timeout` of `jax.distributed.initialize`
+_REPORT_SECS = 10.0  # between two log lines
 
-_TOO_LATE = "DEADLINE_EXCEEDED"  # how JAX says that a time limit has passed
-_CPU_PATIENCE_SECS = 25.0
+_logger = logging.getLogger(__name__)
 
-# Where this process has met the others, and what keeps it from saying twice that it has come: a thread says it, which
-# goes on where its caller was interrupted and comes again.
-_met: set[str] = set()
-_locks: dict[str, threading.Lock] = {}
+_passed: set[str] = set()
 
 
-def meet_before_backend() -> None:
+def rendezvous_before_backend() -> None:
     """Waits for all processes, and makes JAX's backend; every process must call it.
 
-    There are no signs of life yet: they bear the index that the backend gives a process.
+    No process sends heartbeats yet, because they bear the index that the backend gives a process.
 
     Raises:
-      CheckpointIOError: a process has died, or has not come for too long.
-      RuntimeError: of JAX; there is no backend.
+      CheckpointIOError: a process has died, or has not arrived in time.
+      RuntimeError: JAX cannot make its backend.
     """
-    if not jax.distributed.is_initialized():
+    if not jax.distributed.is_initialized() or "backend" in _passed:
         return
+    barrier = _Barrier("backend", service_process_id(), range(service_process_count()), None)
 
-    def come(store: Any) -> None:
-        patience = _patience_secs()
-        try:
-            store.wait_at_barrier(f"{_KEYS}backend", int(min(patience * 1000, _FOREVER_MILLISECONDS)))
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            message = absent_text((), patience) if _TOO_LATE in reason else f"another process has died: {reason}"
-            raise CheckpointIOError(message) from error
-        jax.process_count()
+    def wait_and_make_backend() -> None:
+        if has_backend():  # for which JAX has waited, and this process sends heartbeats soon
+            barrier.arrive()
+        else:
+            barrier.wait()
+            jax.process_count()
 
-    if "backend" not in _met:
-        call = _arrival("backend", come)
-        while not call.ended.wait(_POLL_SECS):
+    def wait(call: ThreadCall[None]) -> None:
+        while not call.ended.wait(POLL_SECS):  # an interrupt is not noticed in a wait without a limit
             pass
         call.result()
 
+    barrier.pass_by(wait_and_make_backend, wait)
 
-def meet_before_collective(members: Sequence[int] | None, path: str | None) -> None:
+
+def rendezvous_before_collective(members: Sequence[int] | None, path: str | None) -> None:
     """Waits for the processes whose devices are about to compute together; each of them must call it.
 
     Args:
@@ -73,36 +80,109 @@ def meet_before_collective(members: Sequence[int] | None, path: str | None) -> N
       path: of what is being restored, for the error.
 
     Raises:
-      CheckpointIOError: a process that was in the call gives no sign of life any more, or has given none for too long.
-      RuntimeError: of JAX; a process has died.
+      CheckpointIOError: a process that was in the call sends no heartbeat any more, or has not sent a first one in
+        time, or has died.
     """
     if not jax.distributed.is_initialized():
         return
-    meet_before_backend()  # others may have come to a call that begins with it
-    expected = range(jax.process_count()) if members is None else members
-    key = f"{_KEYS}{'all' if members is None else ','.join(map(str, members))}"
-
-    def come(store: Any) -> None:
-        # A barrier of some processes takes their indices in the service, which may be others than the backend's.
-        if store.key_value_increment(f"{key}/count", 1) == len(expected):
-            store.key_value_set(f"{key}/complete", "")
-        store.blocking_key_value_get(f"{key}/complete", _FOREVER_MILLISECONDS)
-
-    if key not in _met:
-        wait_with_living_peers(_arrival(key, come), path, expected=expected, patience_secs=_patience_secs())
+    rendezvous_before_backend()  # the others may be in a call that begins with it
+    name = "all" if members is None else ",".join(map(str, members))
+    if name not in _passed:
+        expected = range(jax.process_count()) if members is None else members
+        barrier = _Barrier(name, jax.process_index(), expected, path)
+        barrier.pass_by(barrier.wait, lambda call: wait_with_living_peers(call, path))
 
 
-def _patience_secs() -> float:
-    """For how long a process may give no sign of life. There may be no backend yet to ask what it is."""
-    config: Any = jax.config  # whose options have no types
-    return _CPU_PATIENCE_SECS if config.jax_platforms == "cpu" else math.inf
+class _Barrier:
+    """Barrier in the key-value store. To arrive a second time, after an interrupt, changes nothing."""
+
+    def __init__(self, name: str, process: int, expected: Iterable[int], path: str | None):
+        self._name = name
+        self._arrivals = f"{_KEYS}{name}/arrived/"
+        self._process = process
+        self._expected = frozenset(expected)
+        self._path = path
+        self._timeout_secs = _first_heartbeat_timeout_secs()
+        self._is_abandoned = threading.Event()
+
+    def pass_by(self, function: Callable[[], None], wait: Callable[[ThreadCall[None]], None]) -> None:
+        """Has the function, which waits at the barrier, called in another thread, and waits for it."""
+        try:
+            wait(ThreadCall(function, "orbax_t5x-rendezvous"))
+            _passed.add(self._name)
+        finally:
+            self._is_abandoned.set()
+
+    def arrive(self) -> None:
+        """Records that this process has arrived."""
+        # A barrier of the service's own would take the service's process numbers, which may differ from the backend's.
+        key_value_store().key_value_set(f"{self._arrivals}{self._process}", "", allow_overwrite=True)
+
+    def wait(self) -> None:
+        """Waits until all processes have arrived.
+
+        Raises:
+          CheckpointIOError: a process has died, or has not sent a first heartbeat in time.
+        """
+        try:
+            self.arrive()
+            self._wait_for_others(key_value_store())
+        except (RuntimeError, ValueError) as error:  # JAX raises either
+            reason = " ".join(str(error).split())
+            message = f"another process of this call has died, or cannot be reached: {reason}"
+            raise CheckpointIOError(message, path=self._path) from error
+
+    def _wait_for_others(self, store: Any) -> None:
+        complete = f"{_KEYS}{self._name}/complete"
+        begin = time.monotonic()
+        while True:
+            arrived = {int(key.rpartition("/")[2]) for key, _ in store.key_value_dir_get(self._arrivals)}
+            absent = self._expected - arrived
+            if not absent:
+                store.key_value_set(complete, "", allow_overwrite=True)
+                return
+            waited = time.monotonic() - begin
+            if waited >= min(_REPORT_SECS, self._timeout_secs):
+                self._report(sorted(absent - read_heartbeats(store).keys()), waited)
+            remaining = self._timeout_secs - waited
+            pause = min(_REPORT_SECS, remaining) if remaining > 0 else _REPORT_SECS
+            try:
+                store.blocking_key_value_get(complete, math.ceil(1000 * pause))
+                return
+            except RuntimeError as error:
+                if TIMED_OUT not in str(error):
+                    raise
+            if self._is_abandoned.is_set():
+                raise CheckpointIOError("the wait for the other processes was interrupted", path=self._path)
+
+    def _report(self, absent: Sequence[int], waited_secs: float) -> None:
+        if not absent:
+            return
+        noun = "process" if len(absent) == 1 else "processes"
+        who = f"{noun} {listed(list(map(str, absent)), 5)}"
+        if waited_secs >= self._timeout_secs:
+            raise CheckpointIOError(
+                f"no first heartbeat has come from {who} within {self._timeout_secs:g} s. Fix: look for the reason in "
+                f"the log of that process; set {_TIMEOUT_VARIABLE} where processes need longer to start.",
+                path=self._path,
+            )
+        _logger.warning(
+            "Waiting for the first heartbeat of %s for %.0f s, until %g s (%s)",
+            *(who, waited_secs, self._timeout_secs, _TIMEOUT_VARIABLE),
+        )
 
 
-def _arrival(name: str, come: Callable[[Any], None]) -> ThreadCall[None]:
-    def come_once() -> None:
-        with _locks.setdefault(name, threading.Lock()):
-            if name not in _met:
-                come(key_value_store())
-                _met.add(name)
+def _first_heartbeat_timeout_secs() -> float:
+    """Reads how long a process may send no first heartbeat.
 
-    return ThreadCall(come_once, "orbax_t5x-meeting")
+    Raises:
+      ValueError: the environment variable is not a positive number.
+    """
+    text = os.environ.get(_TIMEOUT_VARIABLE)
+    try:
+        seconds = _DEFAULT_TIMEOUT_SECS if text is None else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"{_TIMEOUT_VARIABLE} is a positive number of seconds, not {text!r}.")
+    return seconds

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.multihost.heartbeat import beating, say_when_ended
-from orbax_t5x.multihost.rendezvous import meet_before_backend
+from orbax_t5x.multihost.heartbeat import announce_exit, sending_heartbeats
+from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
@@ -117,8 +117,8 @@ def restore(
     """
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
-    meet_before_backend()
-    with beating(), open_plan(source, target, transforms, options) as plan:
+    rendezvous_before_backend()
+    with sending_heartbeats(), open_plan(source, target, transforms, options) as plan:
         return plan.run(reading)
 
 
@@ -146,7 +146,7 @@ def _plan(
     stack: contextlib.ExitStack,
     asking: Asking = ANY_RESTORE,
 ) -> RestorePlan:
-    say_when_ended()
+    announce_exit()
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
     return build_plan(checkpoints_of(sources), target, (*own_chain(sources), *chain), options, asking)

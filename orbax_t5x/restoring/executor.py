@@ -36,7 +36,8 @@ from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, balanced_sha
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_box, slices_within
 from orbax_t5x.multihost.collectives import raise_together
-from orbax_t5x.multihost.heartbeat import beating
+from orbax_t5x.multihost.heartbeat import sending_heartbeats
+from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.restoring.broadcast.schedule import schedule_of
 from orbax_t5x.restoring.broadcast.send import Broadcast
 from orbax_t5x.restoring.broadcast.wanted import compare_plans, gather_wanted
@@ -78,7 +79,8 @@ def execute_plan(
       RestorePlanError: the processes have different plans.
       CheckpointError: a leaf could not be read or its checksum does not hold; nothing is returned then.
     """
-    with beating():
+    rendezvous_before_backend()
+    with sending_heartbeats():
         return _Execution(plan, options, on_progress).run()
 
 

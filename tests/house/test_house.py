@@ -33,10 +33,6 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x", "__getattr__"): "public names load on first use: importing the package costs nothing",
     ("orbax_t5x.cli.main", "main"): "a command loads what it needs: `--help` needs neither JAX nor Orbax",
     ("orbax_t5x.storage.remote.hub", "_snapshot"): "huggingface_hub is an optional package",
-    (
-        "orbax_t5x.multihost.heartbeat",
-        "key_value_store",
-    ): "Orbax takes half a second to import, and one process has no peers",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
 }
 

@@ -1,4 +1,4 @@
-"""What a process asks of the coordination service while it waits for others."""
+"""Heartbeats of a process through the coordination service, and the peers that it takes for lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Service:
         self.values = {f"orbax_t5x/beat/{process}": "0" for process in range(processes)}
         self.still = "orbax_t5x/beat/1"
         self.requests = 0
-        self.looks = threading.Semaphore(0)
+        self.reads = threading.Semaphore(0)
 
     def key_value_set(self, key, text, *, allow_overwrite):
         assert allow_overwrite
@@ -26,34 +26,34 @@ class Service:
         self.requests += 1
         for key in self.values.keys() - {self.still}:
             self.values[key] += "1"
-        self.looks.release()
+        self.reads.release()
         return [(key, text) for key, text in self.values.items() if key.startswith(prefix)]
 
 
 def test_the_numbers_of_512_processes_are_one_request_and_the_still_one_is_named():
     service = Service(512)
-    with mock.patch.multiple(heartbeat, _BEAT_SECS=0.01, _SILENT_SECS=0.2):
-        pulse = heartbeat.Pulse(service, 0)
+    with mock.patch.multiple(heartbeat, _BEAT_SECS=0.01, _SILENT_SECS=1.0):
+        own = heartbeat.Heartbeat(service, 0)
         try:
-            silent = None
-            while silent is None:
-                assert service.looks.acquire(timeout=30)
-                silent = pulse.silent()
-            beats, requests = pulse.beats, service.requests
+            lost = None
+            while lost is None:
+                assert service.reads.acquire(timeout=30)
+                lost = own.lost_peer()
+            beats, requests = own.count, service.requests
         finally:
-            pulse.stop()
-    assert silent.startswith("process 1 has given no sign of life")
+            own.stop()
+    assert lost.startswith("process 1 has sent no heartbeat")
     assert 2 * beats - 1 <= requests <= 2 * beats + 2
 
 
-def test_a_process_that_has_left_its_call_is_not_silent():
+def test_a_process_that_has_left_its_call_is_not_lost():
     service = Service(2)
     service.values[service.still] = "gone"
     with mock.patch.multiple(heartbeat, _BEAT_SECS=0.01, _SILENT_SECS=0.05):
-        pulse = heartbeat.Pulse(service, 0)
+        own = heartbeat.Heartbeat(service, 0)
         try:
             for _ in range(20):
-                assert service.looks.acquire(timeout=30)
-                assert "process 1" not in (pulse.silent() or "")
+                assert service.reads.acquire(timeout=30)
+                assert "process 1" not in (own.lost_peer() or "")
         finally:
-            pulse.stop()
+            own.stop()

@@ -73,11 +73,11 @@ def test_managers_of_orbax_for_pods(tmp_path):
     assert (first["emergency"], second["emergency"]) == ([], ["1/state/_METADATA"])
 
 
-def test_whoever_waits_for_other_processes_knows_whether_they_live():
-    """Each wait of the package stands in one function, which gives up on a process that is dead or silent."""
+def test_each_wait_for_other_processes_ends_when_one_is_lost():
+    """Each function of the package that waits for other processes is called in one place, which watches heartbeats."""
     waits = re.compile(
         r"process_allgather|sync_global|broadcast_one_to_all|assert_equal\(|wait_at_barrier|blocking_key_value"
-        r"|exchange_rows|_all_gather|global_max"
+        r"|_all_gather\(|global_max"
     )
     package = Path(ot.__file__).parent
     found = {
@@ -85,8 +85,9 @@ def test_whoever_waits_for_other_processes_knows_whether_they_live():
         for path in package.rglob("*.py")
         if any(waits.search(line) and "import" not in line for line in path.read_text().splitlines())
     }
-    execute = "restoring/execute"
-    assert found == {f"{execute}/{name}.py" for name in ("exchange", "rounds", "broadcast", "meeting")}
-    exchange, rounds = ((package / execute / name).read_text() for name in ("exchange.py", "rounds.py"))
-    assert exchange.count("process_allgather(") == exchange.count("collective(lambda: np.asarray(multihost_utils.") == 1
-    assert rounds.count("_all_gather(row, members)") == 1 and "collective(lambda: _all_gather(row, members)" in rounds
+    collectives, all_gather = "multihost/collectives.py", "restoring/broadcast/all_gather.py"
+    assert found == {collectives, all_gather, "multihost/rendezvous.py"}
+    text = (package / collectives).read_text()
+    assert text.count("process_allgather(") == text.count("collective(lambda: np.asarray(multihost_utils.") == 1
+    text = (package / all_gather).read_text()
+    assert text.count("_all_gather(row, members)") == 1 and "collective(lambda: _all_gather(row, members)" in text

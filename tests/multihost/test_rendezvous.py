@@ -1,18 +1,20 @@
-"""Processes that come late to the first call of a job, or not at all, or do not wait so long."""
+"""Barriers of processes that come late to the first call of a job, never come, or are interrupted while they wait."""
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from orbax_t5x.multihost import rendezvous
 from tests.support.jax_job import run_script
 
 _BEGIN = """
-import os, signal, threading
+import logging, os, signal, threading, time
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
-from orbax_t5x.multihost import heartbeat
+from orbax_t5x.multihost import heartbeat, rendezvous
 
-heartbeat._BEAT_SECS, heartbeat._SILENT_SECS = 0.05, 2.0
+heartbeat._BEAT_SECS = 0.05
+HANG_MS = 700_000
 source, folder = sys.argv[1:]
 store = ocp.multihost.get_jax_distributed_client()
 
@@ -76,14 +78,14 @@ def convert(name, waits=None):
         store.key_value_set(f"test/{name}", "")
     else:
         if waits is not None:
-            store.blocking_key_value_get(f"test/{name}", 60_000)
+            store.blocking_key_value_get(f"test/{name}", HANG_MS)
         if process == 0 or name == "first":
             tell(ot.convert(source, f"{folder}/{name}").leaves)
 
 class Store:
     def __getattr__(self, name):
-        if name == "wait_at_barrier":
-            meets.set()
+        if name == "blocking_key_value_get":
+            waits.set()
         return getattr(store, name)
 
 def gathers_noted(*arguments, **keywords):
@@ -91,8 +93,8 @@ def gathers_noted(*arguments, **keywords):
     return process_allgather(*arguments, **keywords)
 
 # Before JAX has made its backend, which waits for the backends of the others.
-ocp.multihost.get_jax_distributed_client, meets = Store, threading.Event()
-convert("first", meets)
+rendezvous.key_value_store, waits = Store, threading.Event()
+convert("first", waits)
 if process == 0:
     convert("first")
 # And where all have computed together.
@@ -114,6 +116,14 @@ def test_an_interrupt_ends_the_wait_for_others(source, tmp_path):
 _ENDS = """
 import atexit
 atexit.register(os._exit, 0)
+
+def shorten_silence():
+    while dict(store.key_value_dir_get("orbax_t5x/beat/")).get("orbax_t5x/beat/1") != "ended":
+        time.sleep(0.05)
+    heartbeat._SILENT_SECS = 0.2
+
+if process == 0:
+    threading.Thread(target=shorten_silence, daemon=True).start()
 try:
     ot.restore(source if process == 0 else f"{folder}/nothing", None)
 except ot.errors.CheckpointError as error:
@@ -129,9 +139,8 @@ def test_who_fails_in_planning_and_ends_is_not_waited_for(source, tmp_path):
 
 # Killed where the others cannot know of it: before the first call, with a backend or without.
 _KILLED = """
-from orbax_t5x.multihost import rendezvous as meeting
-
-meeting._CPU_PATIENCE_SECS = 3.0
+if process == 0:
+    os.environ["ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS"] = "3"
 if sys.argv[-1] == "backend":
     jax.devices()
 if process == 1:
@@ -146,7 +155,56 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("begun", ["backend", "nothing"])
-def test_who_dies_before_its_first_call_is_not_waited_for(source, tmp_path, begun):
+def test_a_process_that_dies_before_its_first_heartbeat_is_named(source, tmp_path, begun):
     begin = _BEGIN.replace("source, folder =", "source, folder, _ =")
     first, _ = run_script(begin + _KILLED, 2, source, tmp_path, begun, killed=[1])
-    assert first[0][0] == "CheckpointIOError" and "has not come to this call within 3 s" in first[0][1]
+    kind, text = first[0]
+    assert kind == "CheckpointIOError"
+    assert "no first heartbeat has come from process 1 within 3 s" in text
+    assert "ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS" in text
+
+
+# The second process begins when the first has waited for it three times as long as for one that falls silent.
+_STARTS_LATE = """
+reports, begin = [], time.monotonic()
+
+class Reports(logging.Handler):
+    def emit(self, record):
+        reports.append(record.getMessage())
+        if time.monotonic() - begin > 3 * heartbeat._SILENT_SECS:
+            late.set()
+
+logging.getLogger("orbax_t5x.multihost.rendezvous").addHandler(Reports())
+if sys.argv[-1] == "backend":
+    jax.devices()
+if process == 0:
+    late, silent_secs = threading.Event(), heartbeat._SILENT_SECS
+    rendezvous._REPORT_SECS, heartbeat._SILENT_SECS = 0.1, 1.0
+
+    def let_second_begin():
+        late.wait()
+        heartbeat._SILENT_SECS = silent_secs
+        store.key_value_set("test/begin", "")
+
+    threading.Thread(target=let_second_begin, daemon=True).start()
+else:
+    store.blocking_key_value_get("test/begin", HANG_MS)
+tell(ot.restore(source, None, broadcast=True)["kernel"].tolist())
+tell(reports[0] if reports else None)
+"""
+
+
+@pytest.mark.parametrize("begun", ["backend", "nothing"])
+def test_a_process_that_starts_late_is_waited_for_and_named_in_the_log(source, tmp_path, begun):
+    begin = _BEGIN.replace("source, folder =", "source, folder, _ =")
+    first, second = run_script(begin + _STARTS_LATE, 2, source, tmp_path, begun)
+    assert first[0] == second[0] == list(range(12))
+    assert first[1].startswith("Waiting for the first heartbeat of process 1 for ")
+    assert second[1] is None
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan"])
+def test_a_wrong_time_limit_is_named(monkeypatch, text):
+    monkeypatch.setenv("ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS", text)
+    with pytest.raises(ValueError, match=f"ORBAX_T5X_FIRST_HEARTBEAT_TIMEOUT_SECS is a positive .*, not '{text}'"):
+        rendezvous._first_heartbeat_timeout_secs()

@@ -118,7 +118,7 @@ def test_a_process_that_dies_ends_the_others_with_an_error_that_names_the_checkp
     survivor, _ = run_job(2, "restore_where_one_dies", bundle, where, killed=[1])
     # On a busy machine the silence of its key is noticed before its connection's end.
     assert survivor["error"] == "CheckpointIOError"
-    assert "has died" in survivor["text"] or "process 1 has given no sign of life" in survivor["text"]
+    assert "has died" in survivor["text"] or "process 1 has sent no heartbeat" in survivor["text"]
     assert str(bundle) in survivor["path"]
 
 
@@ -128,7 +128,7 @@ def test_a_process_that_stops_ends_the_others_with_an_error(bundle, stopped, whe
     results = run_job(2, "restore_where_one_stops", bundle, stopped, where, stopped=[stopped])
     survivor = results[1 - stopped]
     assert survivor["error"] == "CheckpointIOError"
-    said = f"process {stopped} has given no sign of life", "the coordination service of JAX has not answered"
+    said = f"process {stopped} has sent no heartbeat", "the coordination service of JAX has not answered"
     assert said[0] in survivor["text"] or (stopped == 0 and said[1] in survivor["text"])
     assert str(bundle) in survivor["path"]
 

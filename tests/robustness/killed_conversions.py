@@ -97,7 +97,7 @@ def convert(source, destination, format, told, index, count, port):
     """One process of a conversion; notes what it reads, and what it kept."""
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port}", count, index, initialization_timeout=60)
+        jax.distributed.initialize(f"localhost:{port}", count, index, initialization_timeout=900)
     counted = ReadStats.count
     reads = os.open(told / "reads", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import os
-import signal
 from pathlib import Path
 
 import jax
@@ -210,11 +208,10 @@ def restore_where_one_dies(source):
 
 def restore_where_one_stops(source):
     """The second process is stopped between two rounds."""
-    worker.hurry()
+    worker.send_heartbeats_often()
 
     def stop():
-        worker.wait_for_beats(5)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        worker.end_silently(worker.stop)
 
     with ot.open_checkpoint(source) as opened:
         target = unflatten({key: placed(leaf.shape, leaf.dtype, "replicated") for key, leaf in opened.leaves.items()})

@@ -98,7 +98,7 @@ def outcome(function):
 def main(coordinator, count, index, folder):
     count, index, folder = int(count), int(index), Path(folder)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(coordinator, count, index, initialization_timeout=120)
+    jax.distributed.initialize(coordinator, count, index, initialization_timeout=800)
     source, damaged = folder / "source" / "model", folder / "damaged" / "model"
     told = {}
     for format in ("orbax", "safetensors"):

@@ -117,7 +117,7 @@ def test_a_process_that_ends_between_two_rounds_ends_the_others_with_an_error(ch
     gone = {"killed": [1]} if ends == "dies" else {"stopped": [1]}
     survivor, _ = run_job(2, f"broadcast_jobs:restore_where_one_{ends}", source, **gone)
     assert survivor["error"] == "CheckpointIOError" and survivor["path"] == source
-    said = ["process 1 has given no sign of life", *(["has died"] if ends == "dies" else [])]
+    said = ["process 1 has sent no heartbeat", *(["has died"] if ends == "dies" else [])]
     assert any(text in survivor["text"] for text in said)
 
 
