@@ -70,7 +70,7 @@ class LazyArray(abc.ABC):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def astype(self, dtype: Any) -> LazyArray:
-        """The same array in another dtype; nothing is read."""
+        """Returns the same array in another dtype; nothing is read."""
         return type(self)(self._shape, dtype, self._get_fn)
 
     @abc.abstractmethod
@@ -82,13 +82,13 @@ class LazyArray(abc.ABC):
         """Reads the array without blocking the event loop."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """What `np.asarray(array)` calls: reads the array."""
+        """Reads the array, for `np.asarray(array)`."""
         if copy is False:
             raise ValueError("a lazy array has no memory to share: reading it always makes a new array")
         return np.asarray((self if dtype is None else self.astype(dtype)).get())
 
     def _no_arithmetic(self, other: Any = None) -> Any:
-        """Says what to do instead; with an array of NumPy's the answer is NumPy's, which reads this one."""
+        """Raises a TypeError that names the alternative; with a NumPy array NumPy computes, which reads this one."""
         if hasattr(other, "__array__") and not isinstance(other, LazyArray):
             return NotImplemented
         raise TypeError(
@@ -104,7 +104,7 @@ class LazyArray(abc.ABC):
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name})"
 
     def _as_declared(self, value: Any) -> Any:
-        """The value in the declared dtype."""
+        """Returns the value in the declared dtype."""
         if not hasattr(value, "dtype"):
             value = np.asarray(value)
         return value if value.dtype == self._dtype else value.astype(self._dtype)
@@ -140,7 +140,7 @@ class LazyThreadPoolArray(LazyArray):
         return self._as_declared(value)
 
     async def get_async(self) -> Any:
-        """The same, in a thread of `executor`."""
+        """Calls the function in a thread of `executor`; casts likewise."""
         try:
             return await run_in_pool(self.executor, self.get)
         except CarriedError as carried:
@@ -160,7 +160,7 @@ class LazyAwaitableArray(LazyArray):
 
     @classmethod
     def from_array(cls, array: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None) -> Self:
-        """A lazy array with the shape of an array.
+        """Returns a lazy array with the shape of an array.
 
         Args:
           array: anything with shape and dtype.
@@ -178,7 +178,7 @@ class LazyAwaitableArray(LazyArray):
         *,
         bfloat16_as_uint16: bool = False,
     ) -> Self:
-        """A lazy array with the shape that a TensorStore spec records; the spec is not opened.
+        """Returns a lazy array with the shape that a TensorStore spec records; the spec is not opened.
 
         Args:
           ts_spec: a `tensorstore.Spec`, or its JSON form.
@@ -205,7 +205,7 @@ class LazyAwaitableArray(LazyArray):
         *,
         bfloat16_as_uint16: bool = False,
     ) -> Self:
-        """`from_tensor_store_spec` for a spec, `from_array` for an array."""
+        """Calls `from_tensor_store_spec` for a spec, `from_array` for an array."""
         if isinstance(maybe_ts_spec, Mapping) or hasattr(maybe_ts_spec, "to_json"):
             return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype, bfloat16_as_uint16=bfloat16_as_uint16)
         return cls.from_array(maybe_ts_spec, get_fn, dtype)
@@ -237,7 +237,9 @@ class _Bfloat16Bits:
 
 
 def _spec_shape_dtype(ts_spec: Any, default_dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype as zarr, zarr3 or N5 metadata, or the spec itself, record them; the default for no dtype."""
+    """Returns the shape and dtype that zarr, zarr3 or N5 metadata, or the spec itself, record; the default for no
+    dtype.
+    """
     json: Mapping[str, Any] = ts_spec if is_mapping(ts_spec) else ts_spec.to_json()
     metadata: Mapping[str, Any] = json.get("metadata") or {}
     shape = metadata.get("shape", metadata.get("dimensions"))

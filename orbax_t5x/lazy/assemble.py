@@ -1,4 +1,4 @@
-"""The nodes that lay inputs side by side: stack on a new axis, concatenate along one.
+"""Nodes that place inputs side by side: stack on a new axis, concatenate along one.
 
 Both write straight into the buffer and ask only the inputs that a box touches.
 """
@@ -25,7 +25,7 @@ class StackNode(Node):
     axis: int
 
     def describe_step(self) -> str:
-        """How many, on which axis."""
+        """Names the number of inputs and the axis."""
         return f"stack of {len(self.inputs)} on axis {self.axis}"
 
     def select(self, index_map: IndexMap) -> Node | None:
@@ -43,14 +43,14 @@ class StackNode(Node):
         return strided(stacked(picked, axis), _whole_dimension(index_map, axis, position))
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Those of the inputs that the box touches."""
+        """Adds the requests of every input that overlaps the box."""
         first, last = box[self.axis]
         inner = (*box[: self.axis], *box[self.axis + 1 :])
         for node in self.inputs[first:last]:
             node.add_requests(inner, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Each input into its place in the buffer."""
+        """Lowers each input into its slice of the buffer."""
         first, last = box[self.axis]
         inner = (*box[: self.axis], *box[self.axis + 1 :])
         before = (slice(None),) * self.axis
@@ -60,7 +60,7 @@ class StackNode(Node):
 
 
 def stacked(inputs: tuple[Node, ...], axis: int) -> StackNode:
-    """At least one input, all of one shape and dtype, on a new axis."""
+    """Stacks at least one input, all of one shape and dtype, on a new axis."""
     shape = inputs[0].shape
     return StackNode((*shape[:axis], len(inputs), *shape[axis:]), inputs[0].dtype, inputs, axis)
 
@@ -74,11 +74,11 @@ class ConcatNode(Node):
     _ends: tuple[int, ...]
 
     def describe_step(self) -> str:
-        """How many, on which axis."""
+        """Names the number of inputs and the axis."""
         return f"concatenation of {len(self.inputs)} on axis {self.axis}"
 
     def _touched(self, first: int, last: int) -> list[tuple[Node, int, int, int]]:
-        """(input, first, last, position in the output) of each input that a range along the axis touches."""
+        """Returns (input, first, last, position in the output) of each input that overlaps a range along the axis."""
         touched: list[tuple[Node, int, int, int]] = []
         for i in range(bisect.bisect_right(self._ends, first), len(self.inputs)):
             base = self._ends[i - 1] if i else 0
@@ -115,13 +115,13 @@ class ConcatNode(Node):
         return strided(joined, _whole_dimension(index_map, axis, position))
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Those of the inputs that the box touches."""
+        """Adds the requests of every input that overlaps the box."""
         before, after = box[: self.axis], box[self.axis + 1 :]
         for node, first, last, _ in self._touched(*box[self.axis]):
             node.add_requests((*before, (first, last), *after), found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Each input into its place in the buffer."""
+        """Lowers each input into its slice of the buffer."""
         before, after = box[: self.axis], box[self.axis + 1 :]
         index = (slice(None),) * self.axis
         for node, first, last, position in self._touched(*box[self.axis]):
@@ -130,14 +130,14 @@ class ConcatNode(Node):
 
 
 def concatenated(inputs: tuple[Node, ...], axis: int) -> ConcatNode:
-    """At least one input, all of one dtype and of one shape but for the axis."""
+    """Concatenates at least one input, all of one dtype and of one shape but for the axis."""
     ends = tuple(itertools.accumulate(node.shape[axis] for node in inputs))
     shape = inputs[0].shape
     return ConcatNode((*shape[:axis], ends[-1], *shape[axis + 1 :]), inputs[0].dtype, inputs, axis, ends)
 
 
 def _output_of(index_map: IndexMap, axis: int) -> int | None:
-    """The output dimension that belongs to an input dimension, or None where that stays at its start."""
+    """Returns the output dimension that belongs to an input dimension, or None where that stays at its start."""
     return next((position for position, (dim, _) in enumerate(index_map.maps) if dim == axis), None)
 
 
@@ -146,13 +146,13 @@ def _with_start(index_map: IndexMap, axis: int, start: int) -> tuple[int, ...]:
 
 
 def _whole_dimension(index_map: IndexMap, axis: int, position: int) -> IndexMap:
-    """The index map with an input dimension, and the output dimension that belongs to it, left as they are."""
+    """Returns the index map with an input dimension and its output dimension left as they are."""
     maps = (*index_map.maps[:position], (axis, 1), *index_map.maps[position + 1 :])
     return index_map._replace(start=_with_start(index_map, axis, 0), maps=maps)
 
 
 def _members_between(wanted: range, low: int, high: int) -> range:
-    """The members of an arithmetic sequence in [low, high)."""
+    """Returns the members of an arithmetic sequence in [low, high)."""
     start, step = wanted.start, wanted.step
     if step > 0:
         first, last = -(-(low - start) // step), -(-(high - start) // step)

@@ -1,4 +1,4 @@
-"""Index boxes: which elements of an array are meant, as integers."""
+"""Index boxes: ranges of integers that select elements of an array."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ Box = tuple[tuple[int, int], ...]
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box of a whole array."""
+    """Returns the box of a whole array."""
     return tuple((0, size) for size in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of the array that a box cuts out."""
+    """Returns the shape of the array that a box cuts out."""
     return tuple([stop - start for start, stop in box])
 
 
 def box_size(box: Box) -> int:
-    """The number of elements in a box."""
+    """Returns the number of elements in a box."""
     return math.prod([stop - start for start, stop in box])
 
 
 def box_slices(box: Box) -> tuple[slice, ...]:
-    """The box as a NumPy index."""
+    """Returns the box as a NumPy index."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def intersect(box: Box, other: Box) -> Box | None:
-    """What two boxes of one rank share, or None where that is no element."""
+    """Returns the intersection of two boxes of one rank, or None where it is empty."""
     shared = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)])
     for first, last in shared:
         if first >= last:
@@ -40,19 +40,19 @@ def intersect(box: Box, other: Box) -> Box | None:
 
 
 def bounding_box(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of one rank; there is at least one."""
+    """Returns the smallest box that holds all of one rank; there is at least one."""
     sides = zip(*boxes, strict=True)
     return tuple([(min(low for low, _ in side), max(high for _, high in side)) for side in sides])
 
 
 def shift(box: Box, outer: Box) -> Box:
-    """A box in the coordinates of an outer one: its own first element is index 0."""
+    """Returns a box in the coordinates of an outer one: its own first element is index 0."""
     return tuple([(first - base, last - base) for (first, last), (base, _) in zip(box, outer, strict=True)])
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def union_size(boxes: tuple[Box, ...]) -> int:
-    """The number of elements in boxes of one rank together: what several of them share is counted once."""
+    """Counts the elements of the union of boxes of one rank."""
     return _union_size(set(boxes))
 
 
@@ -79,5 +79,5 @@ def _union_size(boxes: Collection[Box]) -> int:
 
 
 def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """A box as a NumPy index into an array that holds an outer box."""
+    """Returns a box as a NumPy index into an array that holds an outer box."""
     return box_slices(shift(box, outer))

@@ -38,21 +38,21 @@ class CastNode(Node):
     mismatch: Mismatch | None
 
     def describe_step(self) -> str:
-        """The new dtype."""
+        """Names the new dtype."""
         return f"{'checked ' if self.mismatch else ''}cast {self.dtype.name}"
 
     def select(self, index_map: IndexMap) -> Node | None:
-        """Casts what is left; a repeat is done after the cast, on fewer elements."""
+        """Selects from the input, then casts; a repeat follows the cast, which then has fewer elements."""
         if any(dim < 0 for dim, _ in index_map.maps):
             return None
         return cast_node(strided(self.input, index_map), self.dtype, self.mismatch)
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The same box."""
+        """Adds the requests of the same box."""
         self.input.add_requests(box, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Reads into memory of its own, and casts from there."""
+        """Reads into a buffer of its own and casts from there."""
         values = lowered.allocate(out.shape, self.input.dtype)
         self.input.add_work(box, values, lowered)
         size = math.prod(out.shape)
@@ -80,12 +80,12 @@ class CastNode(Node):
 
 
 def leaf_mismatch(message: str, leaf: Leaf) -> CheckpointError:
-    """The error of a stored value that is not what its leaf may hold."""
+    """Makes the error of a stored value that its leaf may not hold."""
     return LeafMismatchError(message, path=leaf.path or None, leaf=leaf.name)
 
 
 def cast_node(node: Node, dtype: np.dtype, mismatch: Mismatch | None = None) -> Node:
-    """The elements in another dtype; the same dtype is the same node.
+    """Casts the elements of a node; the same dtype is the same node.
 
     Raises:
       TypeError: numbers to text or text to numbers.
@@ -103,7 +103,7 @@ def _carrier_itemsize(from_dtype: np.dtype, to_dtype: np.dtype) -> int:
 
 @lru_cache(maxsize=1024)
 def cast_carrier(from_dtype: np.dtype, to_dtype: np.dtype) -> np.dtype | None:
-    """The dtype on the way from one to another that NumPy cannot cast directly; None where it can.
+    """Returns the intermediate dtype between two that NumPy cannot cast directly; None where it can.
 
     Small integers go through int8 and small floats through float32, which hold each of their values.
 
@@ -138,7 +138,7 @@ def _is_small_int(dtype: np.dtype) -> bool:
 
 
 def cast_into(out: np.ndarray, values: np.ndarray) -> None:
-    """`out[...] = values.astype(out.dtype)`, without warnings."""
+    """Does `out[...] = values.astype(out.dtype)` without warnings."""
     if values.dtype.kind == "c" and out.dtype.kind not in "cb":
         values = np.real(values)
     carrier = cast_carrier(values.dtype, out.dtype)

@@ -1,4 +1,4 @@
-"""Which chunks an array is stored in, and their boxes: pure geometry on integers."""
+"""Chooses the chunks in which an array is stored, and their boxes: pure geometry on integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbax_t5x.lazy import Box
 
 
 class ChunkPreferences(NamedTuple):
-    """What a caller wants of the chunks of one array.
+    """Preferences of a caller for the chunks of one array.
 
     Attributes:
       nbytes: that a chunk has at most.
@@ -30,7 +30,7 @@ def choose_chunk(
     *,
     cut_first: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """The shape of the chunks that an array is stored in.
+    """Chooses the shape of the chunks in which an array is stored.
 
     Whole trailing dimensions come first, so that a chunk is few runs of a row-major source. The dimension that is
     cut is cut evenly, into a number of parts that divides its size where one is near: shards of a restore then share
@@ -58,12 +58,12 @@ def choose_chunk(
 
 
 def _even_parts(size: int, least: int) -> int:
-    """A number of parts from `least` up to twice that which divides `size`, else `least`."""
+    """Returns a count from `least` up to twice that which divides `size`, else `least`."""
     return next((parts for parts in range(least, min(2 * least, size) + 1) if size % parts == 0), least)
 
 
 def grid_boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Box]:
-    """The boxes of an array's chunks, in C order."""
+    """Yields the boxes of an array's chunks, in C order."""
     starts = (range(0, size, step) for size, step in zip(shape, chunk, strict=True))
     for corner in itertools.product(*starts):
         yield tuple((start, min(start + step, size)) for start, step, size in zip(corner, chunk, shape, strict=True))

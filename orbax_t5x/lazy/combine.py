@@ -1,4 +1,4 @@
-"""The nodes that compute one array from several: a weighted average, and one of several that must all be the same.
+"""Nodes that compute one array from several: a weighted average, and one of several arrays that must be equal.
 
 Each input is read once, box by box: the first of equals into the buffer, all others into memory of their own.
 """
@@ -37,16 +37,16 @@ class AverageNode(Node):
     sum_dtype: np.dtype
 
     def describe_step(self) -> str:
-        """How many."""
+        """Names the number of inputs."""
         return f"average of {len(self.inputs)}"
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The same box of each."""
+        """Adds the requests of the same box of each input."""
         for node in self.inputs:
             node.add_requests(box, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Reads each input into memory of its own, and sums there."""
+        """Reads each input into a buffer of its own and sums there."""
         arrays = [lowered.allocate(out.shape, node.dtype) for node in self.inputs]
         for node, values in zip(self.inputs, arrays, strict=True):
             node.add_work(box, values, lowered)
@@ -82,7 +82,7 @@ class AverageNode(Node):
 
 
 def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNode:
-    """The weighted average, as `numpy.average` has it: the weights are divided by their sum.
+    """Makes the weighted average as `numpy.average` does: the weights are divided by their sum.
 
     The result has the dtype that JAX's promotion gives for the inputs' dtypes, integers rounded to the nearest even.
     Sums are made in float32, or in float64 where an input or the result has 64 bits or is an integer (complex
@@ -116,16 +116,16 @@ class AllEqualNode(Node):
     """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not."""
 
     def describe_step(self) -> str:
-        """How many."""
+        """Names the number of inputs."""
         return f"one of {len(self.inputs)} that must be equal"
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The same box of each."""
+        """Adds the requests of the same box of each input."""
         for node in self.inputs:
             node.add_requests(box, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """The first into the buffer, the others into memory of their own to compare with it."""
+        """Reads the first input into the buffer and the others into buffers of their own to compare."""
         self.input.add_work(box, out, lowered)
         for other in self.inputs[1:]:
             values = lowered.allocate(out.shape, self.dtype)
@@ -147,7 +147,7 @@ class AllEqualNode(Node):
 
 
 def _same_bits(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Where two arrays of one dtype hold the same bits: NaN equals itself, -0 does not equal 0."""
+    """Compares two arrays of one dtype bit by bit: NaN equals itself, -0 does not equal 0."""
     if left.dtype.kind == "O":
         return left == right
     if left.dtype.kind == "c":

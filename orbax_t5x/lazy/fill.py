@@ -1,4 +1,4 @@
-"""Elements that are not known before a restore: what stands for them, and how they are filled in.
+"""Elements that only a restore knows: their placeholder, and the replacement of it.
 
 A transform that runs on the checkpoint's leaves alone puts `UnfilledLeaf` where new elements go. When the leaf of the
 target is known, `fill` gives it the elements at the same place of another array: it follows what was done to the leaf
@@ -24,7 +24,7 @@ from orbax_t5x.lazy.strided import StridedNode, strided
 
 
 class UnfilledLeaf(BlockingLeaf):
-    """Stands for elements that only a restore can give, and cannot be read."""
+    """Placeholder for elements that only a restore knows; it cannot be read."""
 
     is_value = True
 
@@ -34,15 +34,15 @@ class UnfilledLeaf(BlockingLeaf):
         self.dtype = dtype
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """None: no byte of a checkpoint is read."""
+        """Returns 0: no byte of a checkpoint is read."""
         return 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Refuses."""
+        """Raises ValueError."""
         self._refuse()
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Refuses."""
+        """Raises ValueError."""
         self._refuse()
 
     def _refuse(self) -> None:
@@ -50,7 +50,7 @@ class UnfilledLeaf(BlockingLeaf):
 
 
 def has_unfilled(leaves: Sequence[Leaf]) -> bool:
-    """Whether `fill` has something to replace."""
+    """Reports whether a leaf is a placeholder that `fill` has to replace."""
     for leaf in leaves:  # Asked for every leaf of a plan: any() costs three times as much.
         if isinstance(leaf, UnfilledLeaf):
             return True
@@ -58,7 +58,7 @@ def has_unfilled(leaves: Sequence[Leaf]) -> bool:
 
 
 def fill(node: Node, values: Node) -> Node:
-    """A node with the elements that are not known replaced by those at the same place of `values`.
+    """Replaces the placeholders of a node by the elements of `values` at the same indices.
 
     Casts on the way are for the known elements alone: `values` have the final dtype.
 
@@ -73,7 +73,7 @@ def fill(node: Node, values: Node) -> Node:
 
 
 def _fill(node: Node, values: Node, casts: tuple[CastNode, ...]) -> Node:
-    """`fill`, and the casts that follow the node."""
+    """Does `fill`, and applies the casts that follow the node."""
     unfilled = [isinstance(leaf, UnfilledLeaf) for leaf in node.leaves()]
     if all(unfilled):
         return values
@@ -117,7 +117,7 @@ def _concatenated_parts(node: ConcatNode, values: Node) -> Iterator[Node]:
 
 
 def _inverse(node: StridedNode) -> IndexMap | None:
-    """The index map that undoes a node's; None where it leaves elements out or has some several times."""
+    """Returns the inverse of a node's index map; None where it drops or repeats elements."""
     start, maps, shape = node.index_map
     axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
     back_start = [0] * len(shape)

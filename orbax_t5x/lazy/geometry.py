@@ -1,4 +1,4 @@
-"""Index arithmetic of views, on integers: what a NumPy index, a reshape or a run of elements means for boxes.
+"""Index arithmetic of views on integers: NumPy indices, reshapes and runs of elements as boxes.
 
 Nothing here knows views or leaves, or touches an element. The one bound, `GAP_BYTES`, decides in one place when
 elements that are not wanted are read: less than that between two wanted runs is read over, as readers of byte ranges do
@@ -21,7 +21,7 @@ GAP_BYTES = 4096
 
 
 class IndexMap(NamedTuple):
-    """How output indices become input indices.
+    """A map from output indices to input indices.
 
     Attributes:
       start: for every input dimension, the input index at output index 0.
@@ -36,7 +36,7 @@ class IndexMap(NamedTuple):
 
 
 def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
-    """The index map over inner's input that equals `outer` after `inner`."""
+    """Composes two index maps: the result over inner's input equals `outer` after `inner`."""
     start = list(inner.start)
     for dim, first in enumerate(outer.start):
         input_dim, step = inner.maps[dim]
@@ -50,7 +50,7 @@ def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
 
 
 def basic_index(key: Any, shape: tuple[int, ...]) -> IndexMap:
-    """What basic indexing means: integers, slices with any step, None and Ellipsis.
+    """Makes the index map of basic indexing: integers, slices with any step, None and Ellipsis.
 
     Raises:
       IndexError: an index out of range, too many indices, or an array, list, float or bool as index; the text gives the
@@ -96,7 +96,7 @@ def _slice_indices(key: slice, size: int) -> tuple[int, int, int]:
 
 
 def _integer(key: Any, dim: int, shape: tuple[int, ...]) -> int:
-    """One integer index, counted from the front."""
+    """Returns one integer index, counted from the front."""
     is_bool = isinstance(key, bool) or getattr(getattr(key, "dtype", None), "kind", "") == "b"
     if is_bool or getattr(key, "ndim", 0) != 0 or not hasattr(key, "__index__"):
         raise IndexError(
@@ -110,7 +110,7 @@ def _integer(key: Any, dim: int, shape: tuple[int, ...]) -> int:
 
 
 def normalize_axis(axis: Any, rank: int) -> int:
-    """An axis counted from the front.
+    """Returns an axis counted from the front.
 
     Raises:
       ValueError: out of range (NumPy's AxisError is one, too).
@@ -122,7 +122,7 @@ def normalize_axis(axis: Any, rank: int) -> int:
 
 
 def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, ...]:
-    """The new shape with -1 filled in.
+    """Returns the new shape with -1 filled in.
 
     Raises:
       ValueError: naming both shapes where the numbers of elements differ.
@@ -139,7 +139,7 @@ def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, 
 
 
 def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The finest pairs (old sizes, new sizes) of equal product, in order; every size is at least 2."""
+    """Returns the finest pairs (old sizes, new sizes) of equal product, in order; every size is at least 2."""
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(old):

@@ -1,4 +1,5 @@
-"""What a reader promises: a leaf is a name, a shape, a dtype, and a way to fill buffers from index boxes.
+"""Interface between readers and everything above them: a leaf has a name, a shape and a dtype, and fills buffers from
+boxes.
 
 Readers subclass `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf
 never allocates what it was not asked for beyond a bounded staging buffer, never follows what a file merely claims, and
@@ -19,7 +20,7 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 
 
 class Request(NamedTuple):
-    """Fill `out` with the elements of `box`.
+    """A box to read, and the buffer `out` to fill with its elements.
 
     `out` has the leaf's dtype and the shape of the box; it is writable, and may have any strides, negative ones
     included.
@@ -107,7 +108,8 @@ class Leaf(abc.ABC):
         """
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """What one read of these boxes counts as `ReadStats.bytes_read`; plans count by it what will be read.
+        """Returns the bytes that one read of these boxes adds to `ReadStats.bytes_read`; plans use it to count in
+        advance.
 
         Here the bytes of their elements, decoded, an element of several boxes once. A leaf that reads more than the
         elements it is asked for, or nothing, counts that instead.
@@ -142,4 +144,4 @@ class BlockingLeaf(Leaf):
 
     @abc.abstractmethod
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """`read_into`, in the calling thread."""
+        """Does `read_into` in the calling thread."""

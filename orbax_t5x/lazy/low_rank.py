@@ -1,4 +1,4 @@
-"""The node that adds a product of two thin matrices to an array: low-rank adapters (LoRA) merged into their kernels.
+"""Node that adds a product of two thin matrices to an array: low-rank adapters (LoRA) merged into their kernels.
 
 A box of the result takes that box of the kernel, read straight into the buffer, the rows of `down` and the columns of
 `up` that belong to it. Products are summed one rank after the other, elements by themselves: a matrix product of BLAS
@@ -42,22 +42,22 @@ class LowRankNode(Node):
         return self.inputs[1].shape[-1]
 
     def describe_step(self) -> str:
-        """The scale and the rank."""
+        """Names the scale and the rank."""
         return f"plus {self.scale:g} times a product of rank {self.rank}"
 
     def _factor_boxes(self, box: Box) -> tuple[Box, Box]:
-        """The boxes of `down` and `up` that a box needs."""
+        """Returns the boxes of `down` and `up` that a box needs."""
         rows = len(self.inputs[1].shape) - 1
         ranks = (0, self.rank)
         return (*box[:rows], ranks), (ranks, *box[rows:])
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The box of the kernel, its rows of `down`, its columns of `up`."""
+        """Adds the requests of the kernel's box, its rows of `down` and its columns of `up`."""
         for node, part in zip(self.inputs, (box, *self._factor_boxes(box)), strict=True):
             node.add_requests(part, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """The kernel into the buffer, the two factors into memory of their own."""
+        """Reads the kernel into the buffer and the two factors into buffers of their own."""
         self.input.add_work(box, out, lowered)
         factors: list[np.ndarray] = []
         for node, part in zip(self.inputs[1:], self._factor_boxes(box), strict=True):
@@ -67,7 +67,7 @@ class LowRankNode(Node):
         lowered.add_step(partial(self._add, *factors, out), widened * self.sum_dtype.itemsize)
 
     def _block(self, out: np.ndarray) -> tuple[int, ...]:
-        """Rows that are summed at a time, the same as a count of elements of the sum, and the other dimensions."""
+        """Returns the rows summed at a time, the same as a count of elements of the sum, and the other dimensions."""
         row = math.prod(out.shape[1:])
         return min(out.shape[0], max(1, _BLOCK_BYTES // (row * self.sum_dtype.itemsize))), *out.shape[1:]
 
@@ -95,7 +95,7 @@ class LowRankNode(Node):
 
 
 def low_rank_node(kernel: Node, down: Node, up: Node, scale: float) -> Node:
-    """The kernel with the scaled product of `down` and `up` over their common dimension added.
+    """Adds the scaled product of `down` and `up` over their common dimension to the kernel.
 
     Sums are made in float32, or in float64 where an input has 64 bits; the result has the kernel's dtype.
 

@@ -1,4 +1,4 @@
-"""Nodes: frozen data that says which boxes of which leaves an output box needs, and how they get into a buffer.
+"""Nodes: frozen data that maps an output box to boxes of leaves, and lowers it to reads and steps into a buffer.
 
 A node is a shape, a dtype and its inputs; it knows boxes, buffers and leaves, and nothing of the arrays that users
 hold. `add_requests` tells what reading a box will read. `lower` turns a box and a buffer into requests on leaves, which
@@ -28,7 +28,7 @@ _SHOWN_INPUTS = 4
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Lowering:
-    """A box of a node as work on leaves.
+    """A box of a node as work: reads of leaves, then steps.
 
     Attributes:
       reads: what to read; all of it before the first step of `finish`. A request stays valid as long as its buffer is
@@ -40,17 +40,17 @@ class Lowering:
     finish: list[Callable[[], None]] = dataclasses.field(default_factory=list[Callable[[], None]])
 
     def allocate(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        """Memory of its own, C-contiguous; it lives until the steps are done."""
+        """Allocates a C-contiguous buffer that lives until the steps are done."""
         return empty_array(shape, dtype)
 
     def add_step(self, step: Callable[[], None], temporary_bytes: int = 0) -> None:
-        """A step to run after the reads, and the memory that it takes only while it runs."""
+        """Adds a step to run after the reads, with the memory that it takes only while it runs."""
         self.finish.append(step)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _MeasuringLowering(Lowering):
-    """A lowering that reads nothing and whose buffers have no memory; it adds up what they would take."""
+    """A lowering that reads nothing, whose buffers have no memory; it adds up the sizes they would have."""
 
     held_bytes: int = 0
     temporary_bytes: int = 0
@@ -66,7 +66,9 @@ class _MeasuringLowering(Lowering):
 
 
 def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array with the strides of a C-contiguous one over the memory of one element: never read it or write to it."""
+    """Makes an array with the strides of a C-contiguous one over the memory of one element; it must not be read or
+    written.
+    """
     strides: list[int] = []
     step = dtype.itemsize
     for size in reversed(shape):
@@ -79,7 +81,7 @@ def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Node(abc.ABC):
-    """What a view is made of.
+    """Base of the nodes that a view is made of.
 
     Attributes:
       shape, dtype: of the result.
@@ -102,14 +104,14 @@ class Node(abc.ABC):
 
     @property
     def described_inputs(self) -> tuple[Node, ...]:
-        """The inputs that a description goes on with."""
+        """The inputs that a description continues with."""
         return self.inputs
 
     # What a node kind implements; boxes hold at least one element, buffers fit.
 
     @abc.abstractmethod
     def describe_step(self) -> str:
-        """What this node does to its inputs, as short text for people."""
+        """Describes the operation of this node on its inputs in short text for people."""
 
     @abc.abstractmethod
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
@@ -120,7 +122,7 @@ class Node(abc.ABC):
         """Adds the requests and steps that fill `out` with a box."""
 
     def select(self, index_map: IndexMap) -> Node | None:
-        """This node under an index map as something simpler than a `StridedNode` over it, or None.
+        """Simplifies this node under an index map; None where a `StridedNode` over it is simplest.
 
         The index map is not the identity, and some element is left.
         """
@@ -129,7 +131,7 @@ class Node(abc.ABC):
     # What plans and executors use.
 
     def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
-        """The boxes of leaves that reading a box will read; pure, nothing is read.
+        """Returns the boxes of leaves that reading a box will read; pure, nothing is read.
 
         `lower` asks for the same elements; it may cut one of these boxes into several where its buffer is scattered.
         """
@@ -156,7 +158,7 @@ class Node(abc.ABC):
         return lowered
 
     def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
-        """The memory that lowering and finishing a box takes beside the buffer.
+        """Returns the memory that lowering and finishing a box takes beside the buffer.
 
         Args:
           box: what is to be read.
@@ -169,7 +171,7 @@ class Node(abc.ABC):
         return measured.held_bytes + measured.temporary_bytes
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves that this node is made of, each once, in order."""
+        """Returns the leaves that this node is made of, each once, in order."""
         found: dict[Leaf, None] = {}
         pending: list[Node] = [self]
         seen: set[Node] = set()
@@ -183,7 +185,7 @@ class Node(abc.ABC):
         return tuple(found)
 
     def describe(self) -> str:
-        """What was done to the leaves, as short text for people; empty for a bare leaf."""
+        """Describes all operations on the leaves in short text for people; empty for a bare leaf."""
         texts: list[str] = []
         node: Node = self
         follows = ""
@@ -203,7 +205,7 @@ class Node(abc.ABC):
         return ", ".join(text for text in reversed(texts) if text)
 
     def summary(self) -> str:
-        """Shape, dtype, leaves and what was done to them, as one text; no data."""
+        """Returns shape, dtype, leaves and operations as one text; no data."""
         leaves = self.leaves()
         # Beside what is read, constants are no more than the description says of them.
         named = [leaf for leaf in leaves if not leaf.is_value] or leaves
@@ -224,7 +226,7 @@ def _is_empty(box: Box) -> bool:
 
 
 def _inputs_text(texts: list[str]) -> str:
-    """What was done to each of several inputs: once where it is the same for all, else with the inputs' numbers."""
+    """Describes the operations on several inputs: once where all are the same, else with the inputs' numbers."""
     inputs_of: dict[str, list[str]] = {}
     for number, text in enumerate(texts, 1):
         inputs_of.setdefault(text, []).append(str(number))
@@ -251,28 +253,28 @@ class LeafNode(Node):
         return self.leaf
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """The leaf."""
+        """Returns the leaf."""
         return (self.leaf,)
 
     def describe_step(self) -> str:
-        """Nothing is done."""
+        """Returns "": a leaf has no operation."""
         return ""
 
     def describe(self) -> str:
-        """Nothing is done."""
+        """Returns "": a leaf has no operation."""
         return ""
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The box itself."""
+        """Adds the box itself."""
         found.append((self.leaf, box))
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """One request."""
+        """Adds one request."""
         lowered.reads.append((self.leaf, Request(box, out)))
 
 
 def leaf_node(leaf: Leaf) -> LeafNode:
-    """The node of a whole leaf."""
+    """Returns the node of a whole leaf."""
     return LeafNode(tuple(leaf.shape), np.dtype(leaf.dtype), (), leaf)
 
 

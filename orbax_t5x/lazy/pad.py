@@ -1,4 +1,4 @@
-"""The node that grows an array at its end.
+"""Node that grows an array at its end.
 
 What the array has is read straight into the buffer; of the array that fills the rest only the boxes beyond it are read.
 """
@@ -33,11 +33,11 @@ class PadNode(Node):
 
     @property
     def described_inputs(self) -> tuple[Node, ...]:
-        """What grows; `filling` says what the rest is."""
+        """The array that grows; `filling` describes the rest."""
         return (self.input,)
 
     def describe_step(self) -> str:
-        """The new shape, and what the new elements are."""
+        """Names the new shape, and the kind of the new elements."""
         return f"pad to {self.shape} with {self.filling}"
 
     def select(self, index_map: IndexMap) -> Node | None:
@@ -61,7 +61,7 @@ class PadNode(Node):
         return padded(old, strided(self.filler, index_map), self.filling)
 
     def _cut(self, box: Box) -> tuple[Box | None, list[Box]]:
-        """The part of a box that the old array has, or None, and boxes of all the rest."""
+        """Returns the intersection of a box with the old array, or None, and boxes of all the rest."""
         beyond: list[Box] = []
         for dim, size in enumerate(self.input.shape):
             first, last = box[dim]
@@ -73,7 +73,7 @@ class PadNode(Node):
         return box, beyond
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """What lies within the old array, and what lies beyond it."""
+        """Adds the requests within the old array and those beyond it."""
         within, beyond = self._cut(box)
         if within is not None:
             self.input.add_requests(within, found)
@@ -81,7 +81,7 @@ class PadNode(Node):
             self.filler.add_requests(part, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Each part into its place in the buffer."""
+        """Lowers each box into its slice of the buffer."""
         within, beyond = self._cut(box)
         if within is not None:
             self.input.add_work(within, out[slices_within(within, box)], lowered)
@@ -90,5 +90,5 @@ class PadNode(Node):
 
 
 def padded(old: Node, filler: Node, filling: str) -> Node:
-    """An array grown to the shape of another of its rank and dtype, no size of which is smaller."""
+    """Grows an array to the shape of another of its rank and dtype, no size of which is smaller."""
     return old if old.shape == filler.shape else PadNode(filler.shape, old.dtype, (old, filler), filling)

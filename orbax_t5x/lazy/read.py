@@ -1,4 +1,4 @@
-"""Reads boxes of nodes outside a plan: what `View.get()` does.
+"""Reads boxes of nodes outside a plan, for `View.get()`.
 
 Leaves are read on the read thread of the process (`concurrency`). Memory: the buffers given, what lowering needs
 beside them, nothing else. Checksums of what is read are checked ("touched").
@@ -20,7 +20,7 @@ from orbax_t5x.storage.memory import naming_memory_errors
 
 
 def group_reads(reads: Iterable[tuple[Leaf, Request]]) -> list[tuple[Leaf, list[Request]]]:
-    """The requests of each leaf together, leaves in order of their first request."""
+    """Groups requests by leaf, leaves in order of their first request."""
     groups: dict[Leaf, list[Request]] = {}
     for leaf, request in reads:
         groups.setdefault(leaf, []).append(request)
@@ -38,7 +38,7 @@ async def _read_leaf(leaf: Leaf, requests: list[Request], stats: ReadStats) -> N
 
 
 def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
-    """Fills each buffer with a box of a node; every leaf is asked once for all of them.
+    """Fills each buffer with a box of a node; every leaf is read once for all of them.
 
     Returns:
       What was read.

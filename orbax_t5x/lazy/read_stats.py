@@ -1,4 +1,4 @@
-"""Read stats: what one execution read, and the checksums of what it read."""
+"""Read stats: the counters of one execution, and the checksums of the ranges that it read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChecksummedRange(NamedTuple):
 
 
 class ReadStats:
-    """What one execution read and what was checked; filled by leaves, from any thread, reported by the executor.
+    """Counters and checksums of one execution; filled by leaves, from any thread, reported by the executor.
 
     Attributes:
       verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
@@ -68,22 +68,22 @@ class ReadStats:
             self._ranges.setdefault(leaf, []).append(part)
 
     def ranges(self, leaf: object) -> list[ChecksummedRange]:
-        """What was recorded for a leaf so far."""
+        """Returns the ranges that were recorded for a leaf so far."""
         with self._lock:
             return list(self._ranges.get(leaf, ()))
 
     @property
     def execution(self) -> ReadStats:
-        """What tells one execution from another: files are looked at once in each."""
+        """Identity of the execution: files are checked once in each."""
         return self
 
     def scoped(self) -> ReadStats:
-        """Read stats of a part of the execution, whose ranges are kept apart; what it counts, the whole counts too."""
+        """Makes read stats with ranges of their own, whose counters are added to these, too."""
         return _ScopedStats(self)
 
 
 class _ScopedStats(ReadStats):
-    """See `ReadStats.scoped`."""
+    """Read stats of a part of an execution; see `ReadStats.scoped`."""
 
     def __init__(self, whole: ReadStats):
         super().__init__(whole.verify)

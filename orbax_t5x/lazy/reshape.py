@@ -1,5 +1,4 @@
-"""Reshaping: a `JoinNode` makes one dimension of adjacent ones, a `SplitNode` several of one; every reshape is one of
-them or both.
+"""Reshaping: a `JoinNode` merges adjacent dimensions, a `SplitNode` splits them; every reshape is one of each at most.
 
 A join reads exactly what is wanted and writes straight into the buffer. A split reads, per box, the flat intervals that
 cover it; it writes straight into the buffer where the buffer's strides allow, in pieces of at least `GAP_BYTES` where
@@ -26,7 +25,7 @@ _Groups = tuple[tuple[int, ...], ...]
 
 
 def reshaped(node: Node, new: tuple[int, ...]) -> Node:
-    """The same elements in C order under another shape of the same size."""
+    """Reshapes a node: the same elements in C order under another shape of the same size."""
     node = _before_reshapes(node)
     shape = node.shape
     if new == shape:
@@ -54,7 +53,7 @@ def reshaped(node: Node, new: tuple[int, ...]) -> Node:
 
 
 def _before_reshapes(node: Node) -> Node:
-    """The node under a chain of reshapes: only the last of them counts."""
+    """Returns the node under a chain of reshapes: only the last of them counts."""
     while isinstance(node, JoinNode | SplitNode) or (
         isinstance(node, StridedNode) and node.only_reshapes and 0 not in node.shape
     ):
@@ -64,7 +63,7 @@ def _before_reshapes(node: Node) -> Node:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class JoinNode(Node):
-    """Adjacent dimensions made one, in C order.
+    """Adjacent dimensions merged into one, in C order.
 
     Attributes:
       groups: for every dimension of the result, the sizes of the input's dimensions that it joins.
@@ -73,7 +72,7 @@ class JoinNode(Node):
     groups: _Groups
 
     def describe_step(self) -> str:
-        """The new shape."""
+        """Names the new shape."""
         return f"reshape {self.shape}"
 
     def _pieces(self, box: Box) -> Iterator[tuple[tuple[Box, int, int], ...]]:
@@ -82,12 +81,12 @@ class JoinNode(Node):
         )
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The boxes that cut the flat intervals of each dimension."""
+        """Adds the requests of the boxes that cut the flat intervals of each dimension."""
         for piece in self._pieces(box):
             self.input.add_requests(tuple(itertools.chain.from_iterable(part for part, _, _ in piece)), found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Each of those boxes into its part of the buffer."""
+        """Lowers each of those boxes into its slice of the buffer."""
         for piece in self._pieces(box):
             inner = tuple(itertools.chain.from_iterable(part for part, _, _ in piece))
             flat = tuple((first, last) for _, first, last in piece)
@@ -98,7 +97,7 @@ class JoinNode(Node):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SplitNode(Node):
-    """One or more dimensions each made several, in C order.
+    """One or more dimensions, each split into several, in C order.
 
     Attributes:
       groups: for every dimension of the input, the sizes of the result's dimensions that it becomes.
@@ -107,11 +106,11 @@ class SplitNode(Node):
     groups: _Groups
 
     def describe_step(self) -> str:
-        """The new shape."""
+        """Names the new shape."""
         return f"reshape {self.shape}"
 
     def _pieces(self, box: Box) -> Iterator[tuple[FlatRun, ...]]:
-        """Every combination of runs, one for each dimension of the input."""
+        """Returns every combination of runs, one for each dimension of the input."""
         runs: list[list[FlatRun]] = []
         at = len(box)
         row_bytes = self.dtype.itemsize
@@ -123,12 +122,12 @@ class SplitNode(Node):
         return itertools.product(*reversed(runs))
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The flat intervals that cover the box."""
+        """Adds the requests of the flat intervals that cover the box."""
         for piece in self._pieces(box):
             self.input.add_requests(_intervals(piece), found)
 
     def _cuts_are_large(self, covered: Box) -> bool:
-        """Whether even cut index by index, each piece of what is written holds `GAP_BYTES`."""
+        """Reports whether each range still holds `GAP_BYTES` when the output is cut index by index."""
         at = len(covered)
         for sizes in reversed(self.groups):
             if len(sizes) > 1 and any(last - first > 1 for first, last in covered[at - len(sizes) : at - 1]):
@@ -139,7 +138,7 @@ class SplitNode(Node):
         return True
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Each flat interval into the part of the buffer that it covers."""
+        """Returns each flat interval into the part of the buffer that it covers."""
         for piece in self._pieces(box):
             into = out[slices_within(_covered(piece), box)]
             if all(run.exact for run in piece):
@@ -170,7 +169,7 @@ class SplitNode(Node):
                 self._lower_exact(small, into[(slice(None),) * scattered + (slice(i - first, i - first + 1),)], lowered)
 
     def _scattered_axis(self, into: np.ndarray) -> int:
-        """The first axis of a group that the buffer's strides do not allow to be joined, or -1."""
+        """Returns the first axis of a group that the buffer's strides do not allow to be joined, or -1."""
         at = 0
         for sizes in self.groups:
             axes = [axis for axis in range(at, at + len(sizes)) if into.shape[axis] > 1]
@@ -192,16 +191,16 @@ class SplitNode(Node):
 
 
 def _intervals(piece: tuple[FlatRun, ...]) -> Box:
-    """The box of the input that runs are read from."""
+    """Returns the box of the input that runs are read from."""
     return tuple([(run.start, run.stop) for run in piece])
 
 
 def _covered(piece: tuple[FlatRun, ...]) -> Box:
-    """The box of the result that runs cover."""
+    """Returns the box of the result that runs cover."""
     return tuple(itertools.chain.from_iterable([run.box for run in piece]))
 
 
 def _aligned(run: FlatRun, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The run's box with every dimension below its first one of several indices made full."""
+    """Returns the run's box with every dimension below its first one of several indices made full."""
     outer = next((dim for dim, (first, last) in enumerate(run.box) if last - first > 1), len(sizes) - 1)
     return tuple(last - first if dim <= outer else sizes[dim] for dim, (first, last) in enumerate(run.box))

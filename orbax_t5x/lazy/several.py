@@ -1,6 +1,4 @@
-"""One view of several: stack, concatenate, average, pad, add a product, and arrays that must all be equal. Nothing is
-read.
-"""
+"""Views made of several: stack, concatenate, average, pad, add a product, require equality. Nothing is read."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from orbax_t5x.lazy.view import View, as_view, repeat
 
 
 def stack(views: Iterable[Any], axis: int = 0) -> View:
-    """Arrays of one shape side by side on a new axis.
+    """Stacks arrays of one shape on a new axis.
 
     Raises:
       ValueError: no array, or shapes or dtypes differ; the text names both.
@@ -36,7 +34,7 @@ def stack(views: Iterable[Any], axis: int = 0) -> View:
 
 
 def concatenate(views: Iterable[Any], axis: int = 0) -> View:
-    """Arrays one after the other along an axis.
+    """Concatenates arrays along an axis.
 
     Raises:
       ValueError: no array, rank 0, or shapes (other than along the axis) or dtypes differ; the text names both.
@@ -69,7 +67,7 @@ def concatenate(views: Iterable[Any], axis: int = 0) -> View:
 
 
 def average(views: Iterable[Any], weights: Sequence[float]) -> View:
-    """The weighted average of arrays of one shape, as `numpy.average` has it; computed box by box.
+    """Averages arrays of one shape with weights, as `numpy.average` does; computed box by box.
 
     Weights are divided by their sum. The result has the arrays' common dtype by JAX's promotion and is computed in
     float32 or wider; integers are rounded to the nearest even, and one that would leave its range raises
@@ -85,7 +83,7 @@ def average(views: Iterable[Any], weights: Sequence[float]) -> View:
 
 
 def pad(view: Any, filler: Any, filling: str) -> View:
-    """An array at the origin of a larger one, which gives all elements beyond it.
+    """Places an array at the origin of a larger one, which gives all elements beyond it.
 
     Args:
       view: what grows.
@@ -103,7 +101,8 @@ def pad(view: Any, filler: Any, filling: str) -> View:
 
 
 def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
-    """`kernel + scale * tensordot(down, up, 1)`, box by box, in float32 or wider, rounded to the kernel's dtype once.
+    """Computes `kernel + scale * tensordot(down, up, 1)`, box by box, in float32 or wider, rounded to the kernel's
+    dtype once.
 
     Raises:
       ValueError: shapes that do not fit.
@@ -113,7 +112,7 @@ def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
 
 
 def all_equal(views: Iterable[Any]) -> View:
-    """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not.
+    """Returns the first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not.
 
     Raises:
       ValueError: no array, or shapes or dtypes differ; the text names both.

@@ -1,4 +1,4 @@
-"""The node that picks and orders elements by an index map: slices, transposes, new axes, repeats.
+"""Node that selects and reorders elements by an index map: slices, transposes, new axes, repeats.
 
 However many of these are composed, they are one node. It writes straight into the buffer: transposed and negative steps
 as views of it, a repeat by copying after the read. Steps beyond 1 read their covering box into memory of their own
@@ -55,14 +55,14 @@ class StridedNode(Node):
 
     @property
     def only_reshapes(self) -> bool:
-        """Whether all it does is to add and drop dimensions of size 1."""
+        """True if the index map only adds and drops dimensions of size 1."""
         _, maps, shape = self.index_map
         left = [(dim, size) for (dim, step), size in zip(maps, shape, strict=True) if size != 1 and step == 1]
         old = self.input.shape
         return left == [(dim, size) for dim, size in enumerate(old) if size != 1] and math.prod(old) == math.prod(shape)
 
     def describe_step(self) -> str:
-        """The slice, transpose, repeat or reshape that the index map amounts to."""
+        """Describes the index map as a slice, transpose, repeat or reshape."""
         if self.only_reshapes:
             return f"reshape {self.shape}"
         start, maps, shape = self.index_map
@@ -83,7 +83,7 @@ class StridedNode(Node):
         return ", ".join(texts)
 
     def _cut(self, box: Box) -> _Cut:
-        """The input's box for an output box none of whose dimensions has to be read row by row."""
+        """Returns the input's box for an output box none of whose dimensions has to be read row by row."""
         start, maps, _ = self.index_map
         inner = [(first, first + 1) for first in start]
         strides: dict[int, slice] = {}
@@ -107,7 +107,7 @@ class StridedNode(Node):
         return _Cut(tuple(inner), tuple(at), every)
 
     def _row_axis(self, box: Box) -> int:
-        """The output axis to read index by index because the rows between its steps are large, or -1."""
+        """Returns the output axis to read index by index because the rows between its steps are large, or -1."""
         if not self._has_steps:
             return -1
         sizes = [1] * len(self.index_map.start)
@@ -123,7 +123,7 @@ class StridedNode(Node):
         return found[1]
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """The covering box, or its rows one by one."""
+        """Adds the requests of the covering box, or of its rows one by one."""
         axis = self._row_axis(box)
         if axis < 0:
             self.input.add_requests(self._cut(box).box, found)
@@ -154,7 +154,7 @@ class StridedNode(Node):
             self._lower_rows(row, part, lowered)
 
     def _as_input(self, out: np.ndarray) -> np.ndarray:
-        """A buffer of the output's dimensions as one of the input's: reordered, an axis for each that has no output."""
+        """Returns a view of an output buffer with the dimensions of the input, dropped ones included."""
         dims = [dim for dim, _ in self.index_map.maps if dim >= 0]
         axes = sorted(range(len(dims)), key=dims.__getitem__)
         if axes != list(range(len(dims))):
@@ -174,7 +174,7 @@ class StridedNode(Node):
 
 
 def strided(node: Node, index_map: IndexMap) -> Node:
-    """A node under an index map, simplified: no map over a map, no identity, no inputs that are left out."""
+    """Applies an index map to a node, simplified: no map over a map, no identity, no inputs that are left out."""
     if isinstance(node, StridedNode):
         node, index_map = node.input, compose(node.index_map, index_map)
     start, maps, shape = index_map
@@ -198,7 +198,7 @@ def _in_order(rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def _cut_text(start: int, step: int, size: int, full: int) -> str:
-    """A slice as one writes it."""
+    """Writes a slice as in Python."""
     if step == 1:
         return ":" if size == full else f"{start}:{start + size}"
     last = start + step * (size - 1)
@@ -212,7 +212,7 @@ def _rows(box: Box, axis: int) -> list[Box]:
 
 
 def _block(sizes: Sequence[int], axis: int, itemsize: int) -> tuple[int, int, int]:
-    """How a copy along an axis is cut: (axis of the cuts, indices per block, bytes of a block)."""
+    """Cuts a copy along an axis into blocks: (axis of the cuts, indices per block, bytes of a block)."""
     cut = max((a for a in range(len(sizes)) if a != axis), key=sizes.__getitem__, default=-1)
     row = math.prod(sizes) // sizes[axis] * itemsize
     if cut < 0:

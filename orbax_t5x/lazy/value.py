@@ -43,7 +43,7 @@ class ValueLeaf(BlockingLeaf):
             ) from None
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """None: no byte of a checkpoint is read."""
+        """Returns 0: no byte of a checkpoint is read."""
         return 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
@@ -54,7 +54,7 @@ class ValueLeaf(BlockingLeaf):
             _copy_boxes(self._array, requests)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """The same, in a thread."""
+        """Copies boxes of the value in a thread."""
         await run_in_pool(reader_pool(), self.read_blocking, requests, stats)
 
     def _copy_shards(self, requests: Sequence[Request]) -> None:
@@ -99,11 +99,11 @@ class OpaqueLeaf(BlockingLeaf):
         self.chunks: tuple[int, ...] | None = array.shape
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """The whole array for any box: that is what the function gives."""
+        """Returns the bytes of the whole array for any box: the function returns all of it."""
         return math.prod(self.shape) * self.dtype.itemsize if boxes else 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """See `read_into`."""
+        """Does `read_into` in the calling thread."""
         if requests:
             self._fill(self.array.get(), requests, stats)
 
@@ -133,7 +133,7 @@ class OpaqueLeaf(BlockingLeaf):
 
 
 def is_jax_array(value: Any) -> bool:
-    """Whether this is a `jax.Array`, told without importing JAX: where one exists, it has this attribute."""
+    """Reports whether this is a `jax.Array`, without importing JAX: only those have this attribute."""
     return hasattr(value, "addressable_shards")
 
 

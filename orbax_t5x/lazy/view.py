@@ -51,7 +51,7 @@ class View(LazyArray):
     # Composing.
 
     def __getitem__(self, key: Any) -> View:
-        """Basic indexing: integers, slices with any step, None and '...'."""
+        """Applies a basic index: integers, slices with any step, None and '...'."""
         return self._with(strided(self.node, basic_index(key, self.shape)))
 
     @property
@@ -60,7 +60,7 @@ class View(LazyArray):
         return self.transpose()
 
     def transpose(self, *axes: Any) -> View:
-        """The dimensions in another order, as `numpy.ndarray.transpose` takes it."""
+        """Reorders the dimensions, as `numpy.ndarray.transpose` does."""
         given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes or None
         shape, rank = self.shape, self.ndim
         order = tuple(reversed(range(rank))) if given is None else tuple(normalize_axis(axis, rank) for axis in given)
@@ -70,16 +70,16 @@ class View(LazyArray):
         return self._with(strided(self.node, IndexMap((0,) * rank, maps, tuple(shape[axis] for axis in order))))
 
     def reshape(self, *shape: Any) -> View:
-        """The same elements in C order under another shape; one size may be -1."""
+        """Reshapes in C order; one size may be -1."""
         new: Any = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
         return self._with(reshaped(self.node, reshape_target(self.shape, tuple(new))))
 
     def astype(self, dtype: Any) -> View:
-        """The elements cast as NumPy's `astype` does; the same dtype is the same view."""
+        """Casts the elements as NumPy's `astype` does; the same dtype is the same view."""
         return self._with(cast_node(self.node, np.dtype(dtype)))
 
     def cast_checked(self, dtype: Any, mismatch: Mismatch = leaf_mismatch) -> View:
-        """Like `astype`, but reading raises an error where a value does not survive the round trip.
+        """Casts like `astype`, but reading raises an error where a value does not survive the round trip.
 
         Args:
           dtype: of the result.
@@ -99,7 +99,7 @@ class View(LazyArray):
         return out
 
     def allocate(self) -> np.ndarray:
-        """An uninitialised array that reading the whole view can fill.
+        """Allocates an uninitialised array that reading the whole view can fill.
 
         Raises:
           CheckpointError: a leaf cannot be read, whatever its shape claims; nothing was allocated.
@@ -119,7 +119,7 @@ class View(LazyArray):
             raise carried.error from None
 
     def item(self) -> Any:
-        """The one element as a Python scalar; reads it."""
+        """Reads the only element as a Python scalar."""
         if self.size != 1:
             raise ValueError(f"only an array of one element is a scalar, this one has shape {self.shape}")
         return self.get().item()
@@ -150,38 +150,38 @@ class View(LazyArray):
 
     @property
     def leaf(self) -> Leaf | None:
-        """The leaf where the view is just that, whole; else None."""
+        """The leaf where the view is the whole of one leaf, else None."""
         return self.node.own_leaf
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves that this view is made of, each once, in order."""
+        """Returns the leaves that this view is made of, each once, in order."""
         return self.node.leaves()
 
     @property
     def is_value(self) -> bool:
-        """Whether all of it is in memory: a constant, no checkpoint is read."""
+        """True if all of it is in memory, so that no checkpoint is read."""
         return all(leaf.is_value for leaf in self.leaves())
 
     @property
     def value(self) -> Any:
-        """The constant as it was given where the view is just that, else what reading gives."""
+        """The constant as it was given where the view is only that, else the array that `get` reads."""
         leaf = self.leaf
         return leaf.value if isinstance(leaf, ValueLeaf) else self.get()
 
     def requests(self, box: Box) -> list[tuple[Leaf, Box]]:
-        """The boxes of leaves that reading a box will read; see `Node.requests`."""
+        """Returns the boxes of leaves that reading a box will read; see `Node.requests`."""
         return self.node.requests(box)
 
     def scratch_bytes(self, box: Box, like: np.ndarray | None = None) -> int:
-        """The memory that reading a box takes beside the buffer; see `Node.scratch_bytes`."""
+        """Returns the memory that reading a box takes beside the buffer; see `Node.scratch_bytes`."""
         return self.node.scratch_bytes(box, like)
 
     def lower(self, box: Box, out: np.ndarray) -> Lowering:
-        """Reading a box as requests on leaves and steps after them; see `Node.lower`."""
+        """Turns reading a box into requests on leaves and steps after them; see `Node.lower`."""
         return self.node.lower(box, out)
 
     def describe(self) -> str:
-        """What was done to the leaves, as short text for people; empty for a bare leaf."""
+        """Describes all operations on the leaves in short text for people; empty for a bare leaf."""
         return self.node.describe()
 
     def __repr__(self) -> str:
@@ -195,7 +195,7 @@ class View(LazyArray):
 
 
 def as_view(value: Any, name: str | None = None) -> View:
-    """A view of anything that holds an array.
+    """Makes a view of anything that holds an array.
 
     Args:
       value: a view (returned as it is), a `Leaf`, a lazy array of the get_fn kind, an array or a scalar.
@@ -210,7 +210,7 @@ def as_view(value: Any, name: str | None = None) -> View:
 
 
 def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
-    """Fills each buffer with a box of a view; every leaf is asked once for all of them.
+    """Fills each buffer with a box of a view; every leaf is read once for all of them.
 
     Returns:
       What was read.
@@ -219,7 +219,7 @@ def read_views(items: Iterable[tuple[View, Box, np.ndarray]], verify: Verify = "
 
 
 def repeat(view: Any, times: int, axis: int) -> View:
-    """An array several times over on a new axis: `numpy.repeat(numpy.expand_dims(a, axis), times, axis)`; read once.
+    """Repeats an array on a new axis: `numpy.repeat(numpy.expand_dims(a, axis), times, axis)`; read once.
 
     Example:
       >>> ot.repeat(np.arange(2), 3, axis=0).get()
@@ -238,7 +238,7 @@ def repeat(view: Any, times: int, axis: int) -> View:
 
 
 def broadcast_to(view: Any, shape: Sequence[int] | int) -> View:
-    """An array broadcast to a shape by NumPy's rules; every element is read once.
+    """Broadcasts an array to a shape by NumPy's rules; every element is read once.
 
     Raises:
       ValueError: naming both shapes where they do not fit.

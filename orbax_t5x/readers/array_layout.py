@@ -1,4 +1,4 @@
-"""What a chunked array is before it is opened: shape, dtype and chunks, from metadata or from TensorStore itself."""
+"""Layout of a chunked array before it is opened: shape, dtype and chunks, from metadata or from TensorStore itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ArrayLayout:
 
     @classmethod
     def of(cls, array: ts.TensorStore) -> ArrayLayout:
-        """The layout of an array that is open."""
+        """Returns the layout of an array that is open."""
         shape = tuple(array.shape)
         layout = array.chunk_layout
         chunk, shard = _cell(layout.read_chunk, shape), _cell(layout.write_chunk, shape)
@@ -48,5 +48,5 @@ class UnopenedArray(NamedTuple):
 
 
 def _cell(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a grid's cells; a dimension without a size of its own is not cut."""
+    """Returns the shape of a grid's cells; a dimension without a size of its own is not cut."""
     return tuple([max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True)])

@@ -51,7 +51,7 @@ class BoxSums:
 
     @functools.cached_property
     def bases(self) -> tuple[int, ...]:
-        """Where each box begins when they are laid end to end, in bytes, and where the last ends."""
+        """The offsets in bytes of the boxes when they are concatenated, and the end of the last."""
         itemsize = np.dtype(self.dtype).itemsize
         return tuple(itertools.accumulate((box_size(box) * itemsize for box in self.boxes), initial=0))
 
@@ -60,7 +60,7 @@ class BoxSums:
         return np.asarray(self.boxes, np.int64).reshape(len(self.boxes), len(self.shape), 2)
 
     def overlapping(self, box: Box) -> list[int]:
-        """The numbers of the boxes that share an element with this one."""
+        """Returns the numbers of the boxes that share an element with this one."""
         low, high = np.asarray(box, np.int64).reshape(-1, 2).T
         corners = self._corners
         return np.flatnonzero(np.all((corners[:, :, 0] < high) & (corners[:, :, 1] > low), axis=1)).tolist()
@@ -74,21 +74,21 @@ class Mismatch(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What was found for the boxes of an array: the numbers of those not covered, and the first that is wrong."""
+    """Result for the boxes of an array: the numbers of those not covered, and the first that is wrong."""
 
     uncovered: list[int]
     mismatch: Mismatch | None
 
 
 def array_crc(array: np.ndarray, crc: int = 0) -> int:
-    """The checksum of an array's elements in row-major order, after what `crc` covers."""
+    """Returns the checksum of an array's elements in row-major order, after what `crc` covers."""
     for block in _blocks(array):
         crc = _crc.extend(crc, _canonical(block))
     return crc
 
 
 def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRange]:
-    """What filled buffers say about the boxes of an array: ranges of the boxes laid end to end."""
+    """Yields the checksums of filled buffers as ranges of the concatenated boxes of an array."""
     met: dict[int, list[Request]] = {}
     for read in reads:
         for number in sums.overlapping(read.box):
@@ -108,7 +108,7 @@ def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRang
 
 
 def compare(parts: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
-    """Which boxes the parts cover, and whether their checksums are those that were stored."""
+    """Compares the checksums of ranges with those that were stored for the boxes that they cover."""
     own: dict[int, list[ChecksummedRange]] = {}
     starts = np.asarray(sums.bases[:-1], np.int64)
     for part in parts:
@@ -126,7 +126,7 @@ def compare(parts: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
 
 
 def row_boxes(box: Box, itemsize: int, limit: int, rows: int = 1) -> Iterator[Box]:
-    """A box cut along its first dimension into boxes that follow one another in row-major order.
+    """Cuts a box along its first dimension into boxes that follow one another in row-major order.
 
     Args:
       box: what to cut.
@@ -146,7 +146,7 @@ def row_boxes(box: Box, itemsize: int, limit: int, rows: int = 1) -> Iterator[Bo
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array in row-major order as contiguous blocks."""
+    """Yields an array in row-major order as contiguous blocks."""
     if array.nbytes <= _BLOCK_BYTES or not array.ndim:
         yield np.ascontiguousarray(array)
         return
@@ -160,13 +160,13 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _canonical(block: np.ndarray) -> np.ndarray:
-    """A contiguous block as bytes, without the bits that mean nothing."""
+    """Returns a contiguous block as bytes, without padding bits."""
     mask = _LOW_BITS.get(block.dtype.name)
     return block if mask is None else block.view(np.uint8) & mask
 
 
 def _joined_crc(box: Box, reads: Sequence[Request]) -> int:
-    """The checksum of a box that several buffers hold together."""
+    """Returns the checksum of a box that several buffers hold together."""
     dtype = reads[0].out.dtype
     crc = 0
     for block in _small_boxes(box, dtype.itemsize):
@@ -180,7 +180,7 @@ def _joined_crc(box: Box, reads: Sequence[Request]) -> int:
 
 
 def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box as boxes of at most `_BLOCK_BYTES` that follow one another in row-major order."""
+    """Yields boxes of at most `_BLOCK_BYTES` that make a box in row-major order."""
     for axis in range(len(box)):
         row_bytes = math.prod([stop - start for start, stop in box[axis + 1 :]]) * itemsize
         if row_bytes <= _BLOCK_BYTES:
@@ -193,7 +193,7 @@ def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def _run_sums(part: Box, box: Box, read: Request, base: int) -> Iterator[ChecksummedRange]:
-    """The checksums of the ranges of a box that a part of it is, in row-major order."""
+    """Yields the checksums of the ranges, in row-major order, in which one box lies within another."""
     # From `axis` on a part is one range; along the dimension before it, one range for each index.
     axis = len(box) - 1
     while axis > 0 and part[axis] == box[axis]:
@@ -222,7 +222,7 @@ def _run_sums(part: Box, box: Box, read: Request, base: int) -> Iterator[Checksu
 
 
 def _row_crcs(rows: np.ndarray) -> np.ndarray:
-    """The checksum of each row, uint32."""
+    """Returns the checksum of each row, uint32."""
     row_bytes = rows.nbytes // len(rows)
     if row_bytes > _BLOCK_BYTES:
         return np.asarray([array_crc(row) for row in rows], np.uint32)

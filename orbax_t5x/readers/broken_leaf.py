@@ -1,5 +1,4 @@
-"""A leaf that the checkpoint names and that cannot be made sense of: it is listed, and everything that needs it gets
-its error.
+"""Leaf that the checkpoint names and that cannot be parsed: it is listed, and using it raises its error.
 
 So a checkpoint with one damaged entry still opens, its other leaves are restored, and the damaged one is never dropped
 in silence.
@@ -17,7 +16,7 @@ from orbax_t5x.lazy.read_stats import ReadStats
 
 
 class BrokenLeaf(Leaf):
-    """Implements `lazy.Leaf` for a leaf whose shape and dtype nobody knows; they read as () and object.
+    """Leaf whose shape and dtype are unknown; they read as () and object.
 
     Attributes:
       error: what is wrong; a plan that needs the leaf raises it.

@@ -1,4 +1,4 @@
-"""An opened checkpoint: names, shapes and dtypes, and nothing read beyond the index."""
+"""An opened checkpoint: names, shapes and dtypes; nothing is read beyond the index."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Checkpoint:
         close: Callable[[], None] | None = None,
         index_bytes: int = 0,
     ):
-        """Made by readers.
+        """Holds the result of a reader.
 
         Args:
           leaves: by '/'-joined name.
@@ -93,11 +93,11 @@ class Checkpoint:
 
     @property
     def empties(self) -> Mapping[str, Any]:
-        """Nodes without leaves by '/'-joined name: None, an empty container, or `...`, as it was saved."""
+        """The nodes without leaves by '/'-joined name: None, an empty container, or `...`, as it was saved."""
         return MappingProxyType(self._empties)
 
     def tree(self) -> dict[str, Any]:
-        """The leaves as a nested dict, with None, empty containers and `...` in their places.
+        """Returns the leaves as a nested dict, with None, empty containers and `...` in their places.
 
         An array that was saved alone stands under the empty name, as in `leaves`.
         """

@@ -1,4 +1,4 @@
-"""Which chunks of a chunked array index boxes touch: pure geometry over a regular grid that begins at the origin."""
+"""Chunks of a chunked array that index boxes overlap: pure geometry over a regular grid that begins at the origin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_PIECES = 4096
 
 
 def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
-    """A box cut at the borders of chunks; of very many chunks, those of the last dimensions stay together."""
+    """Cuts a box at the borders of chunks; of very many chunks, those of the last dimensions stay together."""
     cuts: list[list[tuple[int, int]]] = [[side] for side in box]
     count = 1
     for dimension, (side, size) in enumerate(zip(box, chunks, strict=False)):
@@ -25,12 +25,12 @@ def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
 
 
 def count_chunks(boxes: Iterable[Box], chunks: Sequence[int]) -> int:
-    """The number of chunks that boxes touch together."""
+    """Counts the chunks that boxes overlap together."""
     return union_size(tuple([_chunk_indices(box, chunks) for box in boxes]))
 
 
 def boxes_by_chunk(boxes: Iterable[Box], chunks: Sequence[int]) -> Iterator[list[tuple[Box, Box]]]:
-    """For each chunk that boxes touch: what each of them has of it, and that box itself."""
+    """Yields, for each chunk that boxes overlap, (intersection, box) of each of them."""
     found: dict[tuple[int, ...], list[tuple[Box, Box]]] = {}
     for box in boxes:
         for piece in itertools.product(*map(_cuts, box, chunks)):
@@ -44,6 +44,6 @@ def _chunk_indices(box: Box, chunks: Sequence[int]) -> Box:
 
 
 def _cuts(side: tuple[int, int], size: int) -> list[tuple[int, int]]:
-    """One dimension of a box, cut at the borders of chunks."""
+    """Cuts one dimension of a box at the borders of chunks."""
     low, high = side
     return list(itertools.pairwise([low, *range((low // size + 1) * size, high, size), high]))

@@ -1,4 +1,4 @@
-"""A leaf without elements, of which the checkpoint records only shape and dtype: Orbax stores no such arrays."""
+"""Leaf without elements, of which the checkpoint records only shape and dtype: Orbax stores no such arrays."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def open_checkpoint(
 
 
 def _open_path(text: str, format: str | None, item: str | None, limits: Limits) -> Checkpoint:
-    """As `open_checkpoint`."""
+    """Opens a path like `open_checkpoint`."""
     if format is not None:
         known = {row.name: row for row in FORMATS}
         if format not in known:

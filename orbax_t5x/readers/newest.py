@@ -1,4 +1,4 @@
-"""The newest finished step of a root."""
+"""Finds the newest finished step of a root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orbax_t5x.storage.store import Store
 
 
 def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
-    """The newest finished step of a root: of Orbax, of T5X through Orbax, or of T5X itself.
+    """Finds the newest finished step of a root: of Orbax, of T5X through Orbax, or of T5X itself.
 
     Temporary, empty and half-deleted directories are no steps; step 0 is one.
 
@@ -62,7 +62,7 @@ def _latest_step(root: str, validated: bool) -> int | None:
 
 
 def _problem_of(root: Store, name: str) -> CheckpointError | None:
-    """What is wrong with a step, as far as opening it shows."""
+    """Opens a step and returns the first error, or None."""
     try:
         with open_checkpoint(root.locate(name)) as checkpoint:
             broken = (leaf.error for view in checkpoint.leaves.values() for leaf in view.leaves())

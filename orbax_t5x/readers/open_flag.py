@@ -1,10 +1,10 @@
-"""Whether a checkpoint is still open: one flag that all its leaves share."""
+"""Flag that all leaves of a checkpoint share: open or closed."""
 
 from __future__ import annotations
 
 
 class OpenFlag:
-    """Whether a checkpoint is still open; shared by its leaves, so that closing reaches them all."""
+    """State of a checkpoint, open or closed; shared by its leaves, so that closing reaches them all."""
 
     __slots__ = ("closed",)
 

@@ -45,11 +45,11 @@ class StringLeaf(Leaf):
         return None if self._sums is None else _StringChecksum(self._value, self._sums, self.path, self.name)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """None: the string was read when the checkpoint was opened."""
+        """Returns 0: the string was read when the checkpoint was opened."""
         return 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Puts the string into each buffer; it was read when the checkpoint was opened."""
+        """Copies the string into each buffer; it was read when the checkpoint was opened."""
         self._open.check(self.path, self.name)
         for _, out in requests:
             out[...] = self._value

@@ -1,4 +1,4 @@
-"""What TensorStore raises becomes a typed error that names the checkpoint's path and the leaf."""
+"""Types the exceptions of TensorStore, with the checkpoint's path and the leaf."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IO_STATUSES = frozenset(
 
 
 def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
-    """What a failure inside TensorStore means for a checkpoint.
+    """Types a failure inside TensorStore.
 
     Args:
       error: what TensorStore raised.
@@ -60,7 +60,7 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
 
 
 def _typed_remote(error: BaseException, status: str, message: str, path: str, leaf: str | None) -> CheckpointError:
-    """As `typed_error`; a chunk or a table that is not there is damage, in every store."""
+    """Types a failure of a remote store; a missing chunk or table is damage, in every store."""
     if isinstance(error, NotImplementedError) or status == "UNIMPLEMENTED":
         return UnsupportedCheckpointError(message, path=path, leaf=leaf)
     if status in _IO_STATUSES or "HTTP code" in message or is_ignored_range(error):

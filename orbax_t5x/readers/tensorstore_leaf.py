@@ -52,7 +52,7 @@ _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 
 
 class TensorStoreLeaf(Leaf):
-    """One zarr array; implements `lazy.Leaf`.
+    """One zarr array.
 
     Attributes:
       chunks: the unit in which the array is read, or None for a rank-0 array.
@@ -89,7 +89,7 @@ class TensorStoreLeaf(Leaf):
         files: Snapshot,
         limits: Limits,
     ):
-        """Made by readers.
+        """Makes the leaf of an array; called by readers.
 
         Args:
           name: of the leaf.
@@ -142,7 +142,7 @@ class TensorStoreLeaf(Leaf):
         return _checking_codec(spec.get("metadata", {}))
 
     def _opened(self) -> ts.TensorStore:
-        """The array, opened where it was not; two threads that both open it do no harm."""
+        """Returns the array, opened at the first call; two threads that both open it do no harm."""
         array = self._array
         if array is None:
             assert self._open_array is not None
@@ -258,7 +258,7 @@ class TensorStoreLeaf(Leaf):
             decoding.give(taken)
 
     def _begin_writes(self, box: Box, buffer: np.ndarray) -> Iterator[ts.WriteFutures]:
-        """Begins to read a box into a buffer: at once, or remotely by pieces of whole chunks, each an answer."""
+        """Begins to read a box into a buffer: in one go, or remotely by boxes of whole chunks, each a response."""
         array = self._opened()
         if self._files.clock is None:
             source = array if box == full_box(self.shape) else array[box_slices(box)]
@@ -279,7 +279,7 @@ class TensorStoreLeaf(Leaf):
             write.commit.result()
 
     async def _end_remote_writes(self, writes: Sequence[ts.WriteFutures], clock: ResponseClock) -> None:
-        """Waits while answers come.
+        """Waits as long as responses arrive.
 
         A write that is given up keeps its part of the buffer alive until its request has ended.
 
@@ -338,7 +338,7 @@ class _BoxChecksums(Checksums):
         return crc
 
     def _damage(self, mismatch: Mismatch) -> CheckpointError:
-        """Explains a wrong checksum: the files changed while they were read, or the data are damaged."""
+        """Returns the error of a wrong checksum: the files changed while they were read, or the data are damaged."""
         leaf = self._leaf
         try:
             self._files.check_unchanged(ReadStats(), leaf=leaf.name)
@@ -358,7 +358,7 @@ async def _ended(write: ts.WriteFutures) -> None:
 
 
 def _checking_codec(metadata: Mapping[str, Any]) -> str | None:
-    """The codec in the metadata of a zarr array that has a checksum of its own."""
+    """Returns the codec in the metadata of a zarr array that has a checksum of its own."""
     pending = [*metadata.get("codecs", ()), metadata.get("compressor")]
     while pending:
         codec = pending.pop(0)

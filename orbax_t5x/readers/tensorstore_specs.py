@@ -1,4 +1,4 @@
-"""The specs and the context with which TensorStore opens arrays: ours alone, for reading only.
+"""Specs and context with which TensorStore opens arrays, for reading only.
 
 Driver, path and settings are written here; nothing of a spec comes from a file.
 """
@@ -20,7 +20,7 @@ _OCDBT_CACHE_BYTES = 100_000_000
 
 
 def make_context() -> ts.Context:
-    """The settings with which one checkpoint is read: no cache of chunks, a small one of OCDBT nodes, few threads."""
+    """Makes the context for one checkpoint: no cache of chunks, a small one of OCDBT nodes, few threads."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": FILE_IO_CONCURRENCY},
@@ -34,7 +34,7 @@ def make_context() -> ts.Context:
 def array_spec(
     directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
 ) -> dict[str, Any]:
-    """Our own spec of one array of a checkpoint.
+    """Makes the spec of one array of a checkpoint.
 
     Args:
       directory: the spec of the OCDBT database's directory, or of the one that holds the array's; see `Store.kvstore`.
@@ -58,7 +58,7 @@ def array_spec(
 
 
 def _below(directory: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The spec of a name below a directory; the root of a bucket has no slash at its front."""
+    """Returns the spec of a name below a directory; the root of a bucket has no slash at its front."""
     path = directory["path"]
     slash = "" if not path or path.endswith("/") else "/"
     return {**directory, "path": f"{path}{slash}{name}"}

@@ -1,4 +1,4 @@
-"""Do boxes tile an array, every element in exactly one? Pure, on integers, and quick for any input."""
+"""Checks that boxes tile an array, every element in exactly one: pure, on integers, and quick for any input."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MAX_TILING_STEPS = 200_000_000
 
 
 def box_text(box: Box) -> str:
-    """A box as an index expression."""
+    """Writes a box as an index expression."""
     return "[" + ", ".join(f"{low}:{high}" for low, high in box) + "]"
 
 
 class Tiling(NamedTuple):
-    """What was found out about boxes.
+    """Result of a check of boxes.
 
     Attributes:
       problem: what is wrong with them, or None.
@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box], max_steps: int) -> Tiling:
-    """What is wrong with boxes that should tile an array.
+    """Checks that boxes tile an array.
 
     The boxes' edges cut the array into a grid. Writers cut evenly, so that each box is a cell and one look at the boxes
     is enough; else the cells are looked at.
@@ -62,5 +62,5 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box], max_steps: int) -
 
 
 def _is_cell(box: Box, place: Sequence[Mapping[int, int]]) -> bool:
-    """Whether a box lies between neighbouring edges in each dimension."""
+    """Reports whether a box spans neighbouring edges in each dimension."""
     return all(places[low] + 1 == places[high] for (low, high), places in zip(box, place, strict=True))

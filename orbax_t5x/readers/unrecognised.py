@@ -1,4 +1,4 @@
-"""Why a path cannot be opened: nothing is there, or no format recognises it; and what may have been meant."""
+"""Errors for paths that cannot be opened: missing or of no known format, with near names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOSE = 0.8
 
 
 def missing(path: str, text: str) -> CheckpointError:
-    """Why nothing is at a path, with what its user may have meant.
+    """Makes the error of a path that does not exist, with names that its user may have meant.
 
     Args:
       path: absolute.
@@ -51,7 +51,7 @@ def missing(path: str, text: str) -> CheckpointError:
 
 
 def _missing_remotely(url: str, message: str) -> CheckpointError:
-    """Of a web server a directory without the files that make a checkpoint looks like nothing at all."""
+    """Makes the same error for a URL: on a web server a directory without a checkpoint's files looks like nothing."""
     if can_list(url) or os.path.splitext(url)[1] in _FILE_SUFFIXES:
         return CheckpointNotFoundError(message, path=url)
     return UnsupportedCheckpointError(
@@ -62,20 +62,20 @@ def _missing_remotely(url: str, message: str) -> CheckpointError:
 
 
 def _existing(directory: str) -> str:
-    """The directory, or the nearest one above it that exists."""
+    """Returns the directory, or the nearest one above it that exists."""
     while not os.path.isdir(directory) and directory != os.path.dirname(directory):
         directory = os.path.dirname(directory)
     return directory
 
 
 def _close_names(directory: str, name: str) -> list[str]:
-    """Names in a directory that are close to one that is not there: bundles by their prefix."""
+    """Finds names in a directory that are close to a missing one: bundles by their prefix."""
     names = {entry.removesuffix(".index") for entry in probe_path(directory).names if prefix_of_shard(entry) is None}
     return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 
 
 def unrecognised(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError:
-    """Why none of the formats could open what is at a path."""
+    """Makes the error of a path that no format recognises."""
     if (foreign := foreign_format(probe)) is not None:
         return UnsupportedCheckpointError(foreign, path=probe.path)
     sought = "; ".join(row.sought for row in formats)

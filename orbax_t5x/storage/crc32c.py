@@ -28,23 +28,23 @@ _FEW_PARTS = 24
 
 
 def extend(crc: int, data: np.ndarray | bytes) -> int:
-    """The crc32c of what `crc` covers followed by `data` (contiguous)."""
+    """Extends the crc32c `crc` by `data` (contiguous)."""
     return _library.extend(crc, data)
 
 
 def mask(crc: int) -> int:
-    """A checksum as LevelDB and TensorFlow store it: a crc over data that holds crcs would be weak."""
+    """Masks a checksum as LevelDB and TensorFlow store it: a crc over data that holds crcs would be weak."""
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & _U32
 
 
 def unmask(masked: int) -> int:
-    """The checksum that was stored as `masked`."""
+    """Returns the checksum that was stored as `masked`."""
     rotated = (masked - _MASK_DELTA) & _U32
     return ((rotated >> 17) | (rotated << 15)) & _U32
 
 
 def _apply(table: np.ndarray, crcs: np.ndarray) -> np.ndarray:
-    """A matrix, as four tables of 256, times each crc."""
+    """Multiplies a matrix, as four tables of 256, by each crc."""
     return (
         table[0][crcs & 0xFF]
         ^ table[1][(crcs >> np.uint32(8)) & 0xFF]
@@ -55,7 +55,7 @@ def _apply(table: np.ndarray, crcs: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _tables() -> np.ndarray:
-    """[k, j, b]: the checksum with byte b at place j and nothing else, moved by 2**k bytes."""
+    """Returns [k, j, b]: the checksum with byte b at position j and zeros elsewhere, moved by 2**k bytes."""
     one_byte = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         one_byte = np.where(one_byte & 1, (one_byte >> np.uint32(1)) ^ np.uint32(_POLYNOMIAL), one_byte >> np.uint32(1))
@@ -95,18 +95,19 @@ def _move_many(crcs: np.ndarray, distances: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _table_of(distance: int) -> np.ndarray:
-    """The matrix that moves a checksum by this many bytes, as four tables of 256."""
+    """Returns the matrix that moves a checksum by this many bytes, as four tables of 256."""
     places = np.arange(256, dtype=np.uint32)[None, :] << np.array([[0], [8], [16], [24]], np.uint32)
     return _move_many(places.ravel(), np.full(places.size, distance)).reshape(places.shape) if distance else places
 
 
 def move(crc: int, distance: int) -> int:
-    """What a checksum adds to that of a whole in which `distance` bytes follow it."""
+    """Returns the contribution of a checksum to that of a whole in which `distance` bytes follow it."""
     return _move_one(crc, distance)
 
 
 def combine_spread(crcs: np.ndarray, stride: int) -> int:
-    """What equal ranges, one every `stride` bytes, add to the checksum of a whole that ends with the last of them.
+    """Returns the contribution of equal ranges, one every `stride` bytes, to the checksum of a whole that ends with the
+    last.
 
     The checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
     elsewhere.
@@ -126,7 +127,7 @@ def combine_spread(crcs: np.ndarray, stride: int) -> int:
 
 
 def combine(crcs: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
-    """The crc32c of a concatenation, from the crc32c and the length in bytes of each part, in order."""
+    """Returns the crc32c of a concatenation, from the crc32c and the length in bytes of each range, in order."""
     if len(crcs) != len(lengths):
         raise ValueError(f"{len(crcs)} checksums for {len(lengths)} lengths")
     if len(crcs) <= _FEW_PARTS:

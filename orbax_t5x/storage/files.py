@@ -1,4 +1,4 @@
-"""Ranged reads on the files of a checkpoint: the one place where array bytes come in.
+"""Ranged reads on the files of a checkpoint: the only code that reads array bytes from local files.
 
 A `File` is checked and measured when the checkpoint is opened (`stat`, no read), opened on the first read and kept
 open. Its size, modification time and inode are compared with what was measured whenever it is opened, and by
@@ -71,18 +71,18 @@ class File:
 
     @property
     def known_size(self) -> int:
-        """See `StoredFile.known_size`."""
+        """Implements `StoredFile.known_size`."""
         return self.size
 
     def require_size(self, size: int) -> bool:
-        """See `StoredFile.require_size`."""
+        """Implements `StoredFile.require_size`."""
         return self.size == size
 
     def load(self, limit: int) -> None:
-        """Does nothing: reads cost no wait here; see `StoredFile.load`."""
+        """Does nothing: local reads need no prefetch; see `StoredFile.load`."""
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> File:
-        """See `StoredFile.ahead`: they are read when they are asked for."""
+        """Implements `StoredFile.ahead`: each range is read when it is requested."""
         return self
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
@@ -130,7 +130,7 @@ class File:
             raise io_error(error, f"reading at byte {offset}", path=self.path, leaf=leaf) from error
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
-        """`size` bytes from `offset`; the caller has compared `size` with limits.
+        """Reads `size` bytes from `offset`; the caller has compared `size` with limits.
 
         Raises:
           CorruptCheckpointError: the range is not inside the file; and as `read_into`.
@@ -149,7 +149,7 @@ class File:
         self._files.require_open()
 
     def open(self, leaf: str | None) -> int:
-        """A descriptor of the file that was measured."""
+        """Opens the file that was measured; returns a descriptor."""
         try:
             fd, found = self._files.root.open(self.name, leaf=leaf)
         except CheckpointNotFoundError as error:
@@ -161,7 +161,7 @@ class File:
 
 
 def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
-    """What of the buffers is still to fill when their first `done` bytes are."""
+    """Returns views of the buffers that are still to fill after their first `done` bytes."""
     rest: list[np.ndarray] = []
     for buffer in buffers:
         if done < buffer.nbytes:
@@ -203,7 +203,7 @@ class FileSet:
             raise ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
 
     def acquire(self, file: File, leaf: str | None) -> int:
-        """The descriptor of a file, kept open until `release`."""
+        """Returns the descriptor of a file, kept open until `release`."""
         with self._lock:
             self.require_open()
             fd = self._open.get(file.name)
@@ -244,7 +244,7 @@ class FileSet:
             os.close(self._open.pop(name))
 
     def close(self) -> None:
-        """Closes what is not being read now, and the rest as soon as it is read; later reads are a ValueError."""
+        """Closes idle files now and the others as soon as they are read; later reads are a ValueError."""
         with self._lock:
             self._closed = True
             self._close_idle(keep=0)

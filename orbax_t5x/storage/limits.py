@@ -1,4 +1,4 @@
-"""What a checkpoint may ask of the process that opens it."""
+"""Limits on the resources that a checkpoint may take from the process that opens it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_limits(limits: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds on what a file's headers may claim; beyond one is a `LimitExceededError`, before anything is allocated.
+    """Bounds on the claims of a file's headers; beyond one is a `LimitExceededError`, before anything is allocated.
 
     All are positive numbers: a bound of zero or less is a ValueError, because nothing could be opened under it, and
     what is no number is a TypeError.

@@ -21,25 +21,25 @@ class LocalStore(Root):
     is_remote = False
 
     def open_files(self) -> FileSet:
-        """See `Store.open_files`."""
+        """Implements `Store.open_files`."""
         return FileSet(self)
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
-        """See `Store.read_whole`."""
+        """Implements `Store.read_whole`."""
         return read_small(self, name, limit=limit, leaf=leaf)
 
     def stat_ahead(self, names: Sequence[str]) -> None:
-        """Does nothing: a look costs no wait here."""
+        """Does nothing: a local stat does not wait."""
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
         """Does nothing, likewise."""
 
     def require_file(self, name: str) -> None:
-        """See `Store.require_file`."""
+        """Implements `Store.require_file`."""
         self.stat(name)
 
     def has_file(self, name: str) -> bool:
-        """See `Store.has_file`."""
+        """Implements `Store.has_file`."""
         try:
             self.stat(name)
         except CheckpointError:
@@ -47,19 +47,19 @@ class LocalStore(Root):
         return True
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
-        """See `Store.has_files`."""
+        """Implements `Store.has_files`."""
         return [self.has_file(name) for name in names]
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        """See `Store.kvstore`."""
+        """Implements `Store.kvstore`."""
         return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> TreeSnapshot:
-        """See `Store.array_files`: all files of the directory, proven plain."""
+        """Implements `Store.array_files`: takes all files of the directory, proven plain."""
         return TreeSnapshot(self, [directory], leaf=leaf)
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """See `Store.array_directory`: the directory is walked to once, and its metadata opened from there."""
+        """Implements `Store.array_directory`: walks to the directory once and opens its metadata from there."""
         with self._walk(directory, leaf) as (fd, last, path):
             found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
             files = self.array_files(directory, metadata, leaf=leaf)
@@ -72,7 +72,7 @@ class LocalStore(Root):
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:
-    """All bytes of a regular file in an open directory; None for anything else, and where it cannot be read."""
+    """Reads all bytes of a regular file in an open directory; None for anything else, and where it cannot be read."""
     try:
         fd = os.open(name, FILE_FLAGS, dir_fd=directory)
         try:

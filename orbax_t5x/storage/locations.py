@@ -1,4 +1,4 @@
-"""Paths as callers give them, local or URLs: the few questions that are asked of a path before it becomes a store.
+"""Paths as callers give them, local or URLs: stats and lists of a path before it becomes a store.
 
 Every function answers for both kinds. What stands under a URL is seen through the connections of the session.
 """
@@ -31,17 +31,17 @@ KNOWN_NAMES = (
 
 
 def open_store(path: str) -> Store:
-    """The store of a directory, or of a URL."""
+    """Opens the store of a directory, or of a URL."""
     return RemoteStore(path) if url_scheme(path) is not None else LocalStore(path)
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL."""
+    """Reports whether a path is a URL."""
     return url_scheme(path) is not None
 
 
 def absolute(path: str) -> str:
-    """A path without `.` and `..`; a URL without slashes at its end."""
+    """Returns a path without `.` and `..`; a URL without slashes at its end."""
     if url_scheme(path) is None:
         return os.path.abspath(path)
     place = connect(path)
@@ -49,17 +49,17 @@ def absolute(path: str) -> str:
 
 
 def resolved(path: str) -> str:
-    """A path without symlinks; a URL as it is."""
+    """Returns a path without symlinks; a URL as it is."""
     return absolute(path) if url_scheme(path) is not None else os.path.realpath(path)
 
 
 def is_link(path: str) -> bool:
-    """Whether a path is a symlink; a URL is none."""
+    """Reports whether a path is a symlink; a URL is none."""
     return url_scheme(path) is None and os.path.islink(path)
 
 
 def exists(path: str) -> bool:
-    """Whether anything stands at a path, a dangling symlink too; at a URL a file.
+    """Reports whether a path exists, a dangling symlink too; of a URL, whether it is a file.
 
     Raises:
       CheckpointIOError: the operating system or the store refuses to tell.
@@ -78,7 +78,7 @@ def exists(path: str) -> bool:
 
 
 def names(directory: str) -> list[str]:
-    """The names in a directory, sorted; of a remote one see `remote_names`.
+    """Lists the names in a directory, sorted; of a remote one see `remote_names`.
 
     Raises:
       CheckpointIOError: it cannot be listed.
@@ -93,23 +93,23 @@ def names(directory: str) -> list[str]:
 
 
 def is_file(path: str) -> bool:
-    """Whether a file stands at a path that the caller gave, or a link to one; nothing is opened."""
+    """Reports whether a path that the caller gave is a file, or a link to one; nothing is opened."""
     return is_remote_file(path) if url_scheme(path) is not None else os.path.isfile(path)
 
 
 def is_directory(path: str) -> bool:
-    """Whether a directory stands at a path, or a link to one; remotely, whether files are below it."""
+    """Reports whether a path is a directory, or a link to one; of a URL, whether files are below it."""
     return remote_kind(path) == "directory" if url_scheme(path) is not None else os.path.isdir(path)
 
 
 def is_remote_file(url: str) -> bool:
-    """Whether a file stands at a URL."""
+    """Reports whether a URL is a file."""
     place = connect(url)
     return bool(place.key) and place.connection.has_file(place.key)
 
 
 def remote_kind(url: str) -> str:
-    """What stands at a URL: "file", "directory" or "missing".
+    """Returns the kind of a URL: "file", "directory" or "missing".
 
     A directory is what has files below it. A bucket is listed where it has none of the files that make a checkpoint; of
     a web server it cannot be told then.
@@ -125,7 +125,9 @@ def remote_kind(url: str) -> str:
 
 
 def known_names(place: RemoteLocation) -> list[str]:
-    """Which of `KNOWN_NAMES` are below a place; what detection stats at beside it is asked for in the same go."""
+    """Returns those of `KNOWN_NAMES` that are below a location; one batch of requests also stats the names that
+    detection needs.
+    """
     connection, key, _ = place
     inside = [f"{key}/{name}" if key else name for name in KNOWN_NAMES]
     beside = [key, f"{key}.index"] if key else []
@@ -134,7 +136,7 @@ def known_names(place: RemoteLocation) -> list[str]:
 
 
 def remote_names(url: str) -> frozenset[str]:
-    """The names in a remote directory: those of `KNOWN_NAMES`, or all of them where there is none of these."""
+    """Lists the names in a remote directory: those of `KNOWN_NAMES`, or all where there is none of these."""
     place = connect(url)
     if known := known_names(place):
         return frozenset(known)
@@ -142,7 +144,7 @@ def remote_names(url: str) -> frozenset[str]:
 
 
 def remote_subdirectories(url: str) -> list[str]:
-    """The names of the directories in a remote directory.
+    """Lists the directories in a remote directory.
 
     Raises:
       UnsupportedCheckpointError: the server does not list them.
@@ -153,24 +155,24 @@ def remote_subdirectories(url: str) -> list[str]:
 
 
 def stat_ahead(urls: Iterable[str]) -> None:
-    """Says which files will be looked at, all of one server or bucket."""
+    """Stats several files, all of one server or bucket, in one batch, for later calls."""
     places = [connect(url) for url in urls]
     if places:
         places[0].connection.stat([place.key for place in places])
 
 
 def can_list(url: str) -> bool:
-    """Whether the store of a URL lists its files."""
+    """Reports whether the store of a URL lists its files."""
     return connect(url).connection.can_list
 
 
 def has_known_names(url: str) -> bool:
-    """Whether a remote directory has one of `KNOWN_NAMES`."""
+    """Reports whether a remote directory has one of `KNOWN_NAMES`."""
     return bool(known_names(connect(url)))
 
 
 def refused(url: str) -> CheckpointError | None:
-    """Why the store would not say what is at a URL, or None.
+    """Returns the error with which the store refused to report on a URL, or None.
 
     A redirect of the URL itself says nothing: web servers send from a directory's name to the same with a slash.
     """

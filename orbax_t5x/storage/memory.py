@@ -27,7 +27,7 @@ _FREE_BYTES = 1 << 28
 
 
 def most_memory_bytes() -> int:
-    """The smallest of physical memory, the control groups' limits and what RLIMIT_AS leaves."""
+    """Returns the smallest of physical memory, the control groups' limits and the room that RLIMIT_AS leaves."""
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits = [_PHYSICAL_BYTES, *_cgroup_limits()]
     if address_space != resource.RLIM_INFINITY:
@@ -36,7 +36,7 @@ def most_memory_bytes() -> int:
 
 
 def address_space_bytes() -> int:
-    """The address space that this process has taken; 0 where the system does not say."""
+    """Returns the address space that this process has taken; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     except OSError:
@@ -53,7 +53,7 @@ def _cgroup_limits() -> tuple[int, ...]:
 
 
 def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
-    """The memory limits of some control groups and of those around them.
+    """Yields the memory limits of some control groups and of those around them.
 
     Args:
       groups: lines `number:controllers:path`, as `/proc/self/cgroup` has them.
@@ -76,7 +76,7 @@ def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
 
 
 def _read_limit(file: Path) -> int | None:
-    """The number in a file; None for none, and for the word `max`."""
+    """Reads the number in a file; None for none, and for the word `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def _read_limit(file: Path) -> int | None:
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Refuses what cannot fit into the memory of this process.
+    """Refuses an allocation that cannot fit into the memory of this process.
 
     Raises:
       LimitExceededError: without file and leaf; the caller names them.
@@ -94,7 +94,7 @@ def require_memory(nbytes: int, what: str) -> None:
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array whose shape a file may have claimed.
+    """Allocates an uninitialised array whose shape a file may have claimed.
 
     Raises:
       LimitExceededError: there is not so much memory. It names neither file nor leaf; the caller does.
@@ -110,7 +110,7 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 @contextmanager
 def naming_memory_errors(path: str | None, leaf: str) -> Generator[None, None, None]:
-    """Gives errors about memory their type, and the file and the leaf for which it was asked.
+    """Types errors about memory, and adds the file and the leaf for which it was requested.
 
     Raises:
       LimitExceededError: for Python's MemoryError, and for one of this module.

@@ -47,13 +47,13 @@ _KINDS = {
 
 
 def url_scheme(path: str) -> str | None:
-    """The scheme of a path that is a URL (`gs`, `s3`, `https`), so that it is remote; None for a local path."""
+    """Returns the scheme of a path that is a URL (`gs`, `s3`, `https`); None for a local path."""
     match = _URL.match(path)
     return match["scheme"] if match else None
 
 
 def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:
-    """The components of a relative name that a file gave.
+    """Splits a relative name that a file gave into its components.
 
     Raises:
       UnsafeCheckpointError: absolute, empty, with `..`, a NUL or a backslash, or percent-encoded dots.
@@ -78,7 +78,7 @@ def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -
 
 
 def is_name(text: object) -> bool:
-    """Whether something from a file is the name of one file or directory, and no path."""
+    """Reports whether a value from a file is the name of one file or directory, and no path."""
     if not isinstance(text, str):
         return False
     try:
@@ -96,7 +96,7 @@ def _encodable(name: str) -> bool:
 
 
 def _os_error(error: OSError, path: str, leaf: str | None, doing: str) -> Exception:
-    """The typed error for what the operating system said about a path inside the root."""
+    """Types an error of the operating system about a path inside the root."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return CheckpointNotFoundError("no such file", path=path, leaf=leaf)
     if error.errno == errno.ENAMETOOLONG:
@@ -109,12 +109,12 @@ def _os_error(error: OSError, path: str, leaf: str | None, doing: str) -> Except
 
 
 def io_error(error: OSError, doing: str, *, path: str, leaf: str | None = None) -> CheckpointIOError:
-    """What the operating system refused, typed, with its errno."""
+    """Types an error of the operating system, with its errno."""
     return CheckpointIOError(f"{doing}: {error.strerror or error}", path=path, leaf=leaf, errno=error.errno)
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file from one that was put in its place, or from itself after somebody wrote to it."""
+    """Size, modification time and inode: they differ after a replacement of a file and after a write to it."""
 
     size: int
     modified_ns: int
@@ -122,7 +122,7 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileIdentity:
-        """The identity of the file that was looked at."""
+        """Returns the identity of the file of a stat result."""
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
@@ -137,7 +137,7 @@ class Root:
         self.path: str = os.path.realpath(path)
 
     def join(self, name: str) -> str:
-        """The path of a name, for messages."""
+        """Returns the path of a name, for messages."""
         return os.path.join(self.path, name)
 
     @contextmanager
@@ -175,7 +175,7 @@ class Root:
             return fd, found
 
     def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
-        """What `open` would open, with the same errors, without opening it."""
+        """Returns the stat of the file that `open` would open, with the same errors."""
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
@@ -184,7 +184,7 @@ class Root:
             return found
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        """The resolved path of an existing file or directory inside the root; errors as `open`."""
+        """Returns the resolved path of an existing file or directory inside the root; errors as `open`."""
         with self._walk(name, leaf) as (directory, last, path):
             if last is not None:
                 os.stat(last, dir_fd=directory, follow_symlinks=False)
@@ -276,7 +276,9 @@ class _PathWalker:
             self._pending.extend(reversed(target.split("/")))
 
     def _hub_blob(self, target: str) -> tuple[str, list[str]] | None:
-        """The directory and the name of a blob, where a snapshot of the hub cache links to one and nothing follows."""
+        """Returns the directory and the name of a blob, where a snapshot of the hub cache links to one and nothing
+        follows.
+        """
         blob, snapshot = _HUB_BLOB.fullmatch(target), _HUB_SNAPSHOT.fullmatch(self._root.path)
         if blob and snapshot and blob["cache"] == snapshot["cache"] and not self._pending:
             return blob["cache"] + "/blobs", [blob["blob"]]

@@ -1,4 +1,4 @@
-"""How long a remote store may be silent.
+"""Deadline for a remote store that does not respond.
 
 One clock serves all requests to a store: a request is given up when neither it nor any other was answered for as long
 as the limit says. A slow line with many requests in its queue is not a dead one.
@@ -10,7 +10,7 @@ import time
 
 
 class ResponseClock:
-    """When a store last answered.
+    """Time of the last response of a remote store.
 
     Attributes:
       timeout: how many seconds it may be silent; `Limits.io_timeout_secs`.
@@ -21,13 +21,13 @@ class ResponseClock:
         self._last = -float("inf")
 
     def note(self) -> None:
-        """Says that an answer came."""
+        """Records that a response came."""
         self._last = time.monotonic()
 
     def seconds_left(self, begun: float) -> float:
-        """How long to wait on for a request that began then; zero or less: it is given up."""
+        """Returns the seconds that a request begun then may still wait; zero or less: it is given up."""
         return max(begun, self._last) + self.timeout - time.monotonic()
 
     def timeout_text(self) -> str:
-        """Why a request was given up, for an error."""
+        """Returns the reason for giving up a request, for an error."""
         return f"no answer for {self.timeout:g} s (Limits.io_timeout_secs)"

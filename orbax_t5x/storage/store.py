@@ -1,4 +1,4 @@
-"""What readers need of the place where a checkpoint lies: a read-only store of files below one root.
+"""Interface of readers to files: a read-only store of files below one root.
 
 There are two. `LocalStore` is a directory of this machine: names are walked with file descriptors, reads are `preadv`.
 `RemoteStore` is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers
@@ -17,10 +17,10 @@ from orbax_t5x.storage.response_clock import ResponseClock
 
 
 class ReadAhead(Protocol):
-    """Reads that come in the order in which they were announced, so that a remote store may begin them early."""
+    """Reads in the order in which they were announced, so that a remote store may begin them early."""
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `StoredFile.read_into`."""
+        """Implements `StoredFile.read_into`."""
         ...
 
 
@@ -29,34 +29,34 @@ class StoredFile(Protocol):
 
     @property
     def name(self) -> str:
-        """Relative to the root."""
+        """The name, relative to the root."""
         ...
 
     @property
     def path(self) -> str:
-        """For messages; a URL where the store is remote."""
+        """The path for messages; a URL where the store is remote."""
         ...
 
     @property
     def size(self) -> int:
-        """In bytes. A remote store is asked for it, in several requests: no store's protocol tells it."""
+        """The size in bytes. For remote files this costs several requests, because TensorStore exposes no stat."""
         ...
 
     @property
     def known_size(self) -> int | None:
-        """The size where it is known without asking."""
+        """The size where it is known without a request."""
         ...
 
     def require_size(self, size: int) -> bool:
-        """Whether the file has exactly this size."""
+        """Reports whether the file has exactly this size."""
         ...
 
     def load(self, limit: int) -> None:
-        """Says that the whole file, of at most `limit` bytes, will be read: a remote store fetches it at once."""
+        """Announces that the whole file, of at most `limit` bytes, will be read: a remote store fetches it at once."""
         ...
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
-        """`size` bytes from `offset`; the caller has compared `size` with limits.
+        """Reads `size` bytes from `offset`; the caller has compared `size` with limits.
 
         Raises:
           CorruptCheckpointError: the range is not inside the file.
@@ -73,7 +73,7 @@ class StoredFile(Protocol):
         ...
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
-        """Announces reads of (offset, size); what is returned gets exactly these, in this order."""
+        """Announces reads of (offset, size); the result reads exactly these, in this order."""
         ...
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
@@ -94,7 +94,7 @@ class OpenFiles(Protocol):
     """The files of one checkpoint that are being read."""
 
     def file(self, name: str, *, leaf: str | None = None) -> StoredFile:
-        """Looks at a file without reading it.
+        """Stats a file without reading it.
 
         Raises:
           CheckpointError: there is none, or it cannot be read.
@@ -106,7 +106,7 @@ class OpenFiles(Protocol):
         ...
 
     def close(self) -> None:
-        """Later reads are a ValueError."""
+        """Makes later reads a ValueError."""
         ...
 
 
@@ -115,19 +115,19 @@ class Snapshot(Protocol):
 
     @property
     def clock(self) -> ResponseClock | None:
-        """Of the remote store that holds them; None where they are local."""
+        """The clock of the remote store that holds them; None where they are local."""
         ...
 
     def count_absent(self, names: Collection[str]) -> int:
-        """How many files of these names are not in the directory of the array; blocks."""
+        """Counts the names that are not in the directory of the array; blocks."""
         ...
 
     def was_checked(self, execution: object) -> bool:
-        """Whether `check_unchanged` has been called in this execution."""
+        """Reports whether `check_unchanged` has been called in this execution."""
         ...
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Looks at the files once in each execution; blocks.
+        """Stats the files once in each execution; blocks.
 
         Raises:
           CheckpointGoneError: one is another now.
@@ -165,47 +165,47 @@ class Store(Protocol):
     is_remote: bool
 
     def join(self, name: str) -> str:
-        """The path of a name, for messages."""
+        """Returns the path of a name, for messages."""
         ...
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        """The path of a file or directory inside the root; locally it exists and is resolved."""
+        """Returns the path of a file or directory inside the root; locally it exists and is resolved."""
         ...
 
     def open_files(self) -> OpenFiles:
-        """A new set of open files."""
+        """Makes a new set of open files."""
         ...
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
-        """All bytes of a file, which must not hold more than `limit`; see `strict_json.read_small`."""
+        """Reads all bytes of a file, which must not hold more than `limit`; see `strict_json.read_small`."""
         ...
 
     def stat_ahead(self, names: Sequence[str]) -> None:
-        """Says which files will be looked at, so that a remote store is asked for all of them at once."""
+        """Announces files that will be statted, so that a remote store handles them in one batch."""
         ...
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        """Says which files will be read whole; as `stat_ahead`."""
+        """Announces files that will be read whole, as `stat_ahead`."""
         ...
 
     def require_file(self, name: str) -> None:
-        """Raises where no file of this name is there, or where it is not inside the root."""
+        """Raises unless a file of this name exists inside the root."""
         ...
 
     def has_file(self, name: str) -> bool:
-        """Whether a file of this name is there."""
+        """Reports whether a file of this name exists."""
         ...
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
-        """Which of these files are there."""
+        """Reports for each name whether the file exists."""
         ...
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        """TensorStore's spec of what lies below a directory, without the slash at the path's end; "" for the root."""
+        """Returns TensorStore's spec of a directory, without the slash at the path's end; "" for the root."""
         ...
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> Snapshot:
-        """The files of an array.
+        """Returns the files of an array.
 
         Args:
           directory: of the array; "" for the root.
@@ -215,7 +215,7 @@ class Store(Protocol):
         ...
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """All that opening an array needs, in one look at its directory; see `array_files`.
+        """Opens the directory of an array once and returns all that opening the array needs; see `array_files`.
 
         Args:
           directory, metadata, leaf: as there.

@@ -27,7 +27,7 @@ _FREE_BYTES = 256 << 20
 def read_small(
     root: Root | Store, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes"
 ) -> bytes:
-    """All bytes of a file inside the root, which must not hold more than `limit`; `bound` is what errors call that.
+    """Reads all bytes of a file inside the root, at most `limit`; `bound` is the name of that limit in errors.
 
     Raises:
       CheckpointNotFoundError, UnsafeCheckpointError, CorruptCheckpointError, CheckpointIOError: as `Root.open`.
@@ -59,7 +59,7 @@ def read_small(
 
 
 def parsed_bytes(data: bytes) -> int:
-    """An estimate of the memory that parsing takes, by the characters that JSON's structure is made of."""
+    """Estimates the memory that parsing takes, by the characters that JSON's structure is made of."""
     objects, lists, pairs, elements = (data.count(mark) for mark in (b"{", b"[", b":", b","))
     return (
         objects * _OBJECT_BYTES
@@ -71,7 +71,7 @@ def parsed_bytes(data: bytes) -> int:
 
 
 def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str, Any]:
-    """The JSON object that is all of `data`.
+    """Parses the JSON object that is all of `data`.
 
     Args:
       data: the whole file.

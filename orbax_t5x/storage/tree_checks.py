@@ -19,7 +19,7 @@ from orbax_t5x.storage.paths import Root, io_error
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
-    """What stands in a directory, by name; a directory that is not there has vanished."""
+    """Lists a directory by name; a missing directory has vanished."""
     try:
         with os.scandir(path) as entries:
             return {entry.name: entry for entry in entries}
@@ -30,7 +30,7 @@ def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEnt
 
 
 def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
-    """Checks what lies under a directory inside the root, at any depth.
+    """Checks everything under a directory inside the root, at any depth.
 
     Args:
       root: what the tree must not leave.
@@ -47,7 +47,7 @@ def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
 
 
 def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-    """(directory relative to the root, its files by name) of each directory under one, each proven plain.
+    """Yields (directory relative to the root, its files by name) of each directory under one, each proven plain.
 
     What the listing itself says of an entry is enough for files and directories: only symlinks are looked at. The order
     depends on names alone.
@@ -87,7 +87,7 @@ class TreeSnapshot:
     """
 
     def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
-        """Looks at the files; errors as `check_tree`.
+        """Stats the files; errors as `check_tree`.
 
         Args:
           root: what the names must not leave.
@@ -104,17 +104,17 @@ class TreeSnapshot:
     clock = None
 
     def count_absent(self, names: Collection[str]) -> int:
-        """See `Snapshot.count_absent`."""
+        """Implements `Snapshot.count_absent`."""
         directory = self._root.join(self._names[0]) if self._names[0] else self._root.path
         return sum(not os.path.lexists(os.path.join(directory, name)) for name in names)
 
     def was_checked(self, execution: object) -> bool:
-        """Whether `check_unchanged` has been called in this execution."""
+        """Reports whether `check_unchanged` has been called in this execution."""
         checked = self._checked_in
         return checked is not None and checked() is execution
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Looks at the files once in each execution; blocks.
+        """Stats the files once in each execution; blocks.
 
         Raises:
           CheckpointGoneError: a file was changed, added, replaced or removed since the checkpoint was opened.
@@ -129,7 +129,7 @@ class TreeSnapshot:
             self._checked_in = weakref.ref(execution)
 
     def _look(self, leaf: str | None) -> bytes:
-        """Looks at every file once; a digest of their names and identities."""
+        """Stats every file once; returns a digest of their names and identities."""
         digest = hashlib.blake2b(digest_size=16)
         for name in self._names:
             try:
@@ -145,7 +145,7 @@ class TreeSnapshot:
         return digest.digest()
 
     def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
-        """(directory, (name, size, modification time, inode) of each file in it), for all directories of a name."""
+        """Yields (directory, (name, size, modification time, inode) of each file) for all directories of a name."""
         found = os.lstat(self._root.join(name) if name else self._root.path)
         if stat.S_ISLNK(found.st_mode):
             found = os.stat(self._root.locate(name, leaf=leaf))

@@ -1,1 +1,1 @@
-"""What stands at a path, from names and a few bytes."""
+"""Detection of the format at a path, from names and a few bytes."""

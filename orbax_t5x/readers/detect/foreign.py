@@ -1,4 +1,4 @@
-"""Files that people try to open as checkpoints and that are something else: what they are, and what to do instead.
+"""Formats that are no checkpoints of ours, such as pickles and HDF5: their names, and the way to convert them.
 
 Recognised by their first bytes or by the names in a directory; never parsed, and nothing is ever unpickled.
 """
@@ -29,7 +29,7 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def foreign_format(probe: PathProbe) -> str | None:
-    """What a file or directory is that no reader here reads, with what to do about it, or None.
+    """Names the foreign format of a file or directory, with the way to convert it.
 
     None also where that cannot be told.
     """

@@ -1,4 +1,4 @@
-"""What a format gives to the table of formats: its name, how it is recognised and how it is opened."""
+"""Entry of the table of formats: name, recogniser and openers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax_t5x.storage.limits import Limits
 
 
 class Opener(Protocol):
-    """Opens a local path."""
+    """Function that opens a local path."""
 
     def __call__(self, path: str, /, *, limits: Limits) -> Checkpoint:
         """Opens it; raises a `CheckpointError` that names the file where it cannot be."""
@@ -20,7 +20,7 @@ class Opener(Protocol):
 
 
 class ItemOpener(Protocol):
-    """Opens one item of a local path."""
+    """Function that opens one item of a local path."""
 
     def __call__(self, path: str, /, *, limits: Limits, item: str) -> Checkpoint:
         """Opens the item; raises a `CheckpointError` that names the file where it cannot be."""
@@ -29,7 +29,7 @@ class ItemOpener(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One row of the table of formats.
+    """Entry of the table of formats.
 
     Attributes:
       name: the value of `Checkpoint.format` and of the argument `format` of `open_checkpoint`.

@@ -1,4 +1,4 @@
-"""What stands at a path, as far as deciding its format needs: names and a few bytes, looked at once, without blocking.
+"""Probes a path as far as deciding its format needs: names and a few bytes, read once, without blocking.
 
 A `PathProbe` is plain data; the recognisers of the formats are functions of it, and ask the file system only through
 this module. The path itself is the caller's word. What stands below it is looked at through the root's resolver: a link
@@ -38,7 +38,7 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOCTTY
 
 @dataclasses.dataclass(frozen=True)
 class PathProbe:
-    """What was found at a path.
+    """Result of a probe of a path.
 
     Attributes:
       path: absolute, symlinks as the caller gave them.
@@ -57,7 +57,7 @@ class PathProbe:
     names: frozenset[str] = frozenset()
 
     def inside(self, name: str) -> PathProbe:
-        """What stands under a name in this directory; of other things than files, only the kind."""
+        """Probes a name in this directory; of anything but a file, only the kind."""
         path = os.path.join(self.path, name)
         if is_url(path):
             return _probe_remote_file(path)
@@ -74,12 +74,12 @@ class PathProbe:
         return _probe_file(path, fd, found)
 
     def with_suffix(self, suffix: str) -> list[str]:
-        """The names in this directory that end so, sorted."""
+        """Returns the names in this directory that end with a suffix, sorted."""
         return sorted(name for name in self.names if name.endswith(suffix))
 
 
 def is_file(directory: str, name: str) -> bool:
-    """Whether a regular file stands under a name in a directory; nothing is opened.
+    """Reports whether a name in a directory is a regular file; nothing is opened.
 
     A link that leads out of the directory counts without being followed: whoever opens it says what is wrong.
 
@@ -153,7 +153,7 @@ def subdirectories(directory: str) -> Subdirectories:
 
 
 def probe_path(path: str) -> PathProbe:
-    """Looks at a path.
+    """Probes a path.
 
     Raises:
       CheckpointIOError: the operating system or the store refused, other than by saying that nothing is there.
@@ -193,7 +193,7 @@ def _probe_remote_file(url: str) -> PathProbe:
 
 
 def _probe_file(path: str, fd: int, found: os.stat_result) -> PathProbe:
-    """The first and last bytes of an open file, which is closed."""
+    """Reads the first and last bytes of an open file, and closes it."""
     try:
         if not stat.S_ISREG(found.st_mode):
             return PathProbe(path, "special")
@@ -207,17 +207,17 @@ def _probe_file(path: str, fd: int, found: os.stat_result) -> PathProbe:
 
 
 def is_sstable(probe: PathProbe) -> bool:
-    """Whether a file ends as an SSTable does: the index of a bundle, or a TensorFlow 1 (V1) checkpoint."""
+    """Reports whether a file ends as an SSTable does: the index of a bundle, or a TensorFlow 1 (V1) checkpoint."""
     return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)
 
 
 def is_bundle_state(probe: PathProbe) -> bool:
-    """Whether a file is the text in which TensorFlow names the newest bundle of a directory."""
+    """Reports whether a file is the text in which TensorFlow names the newest bundle of a directory."""
     return probe.kind == "file" and b"model_checkpoint_path:" in probe.head
 
 
 def is_msgpack_map(probe: PathProbe) -> bool:
-    """Whether a file begins as a msgpack map with text keys does."""
+    """Reports whether a file begins as a msgpack map with text keys does."""
     if probe.kind != "file" or len(probe.head) < 2:
         return False
     first = probe.head[0]
@@ -227,7 +227,9 @@ def is_msgpack_map(probe: PathProbe) -> bool:
 
 
 def is_t5x_msgpack(probe: PathProbe) -> bool:
-    """Whether a file is a msgpack map of `version` and `optimizer`, in the order of newer T5X or in that of older."""
+    """Reports whether a file is a msgpack map of `version` and `optimizer`, in the order of newer T5X or in that of
+    older.
+    """
     return is_msgpack_map(probe) and (
         _T5X_HEAD.match(probe.head) is not None
         or (probe.head.startswith(b"\x82\xa9optimizer") and _T5X_TAIL.search(probe.tail) is not None)
@@ -235,5 +237,7 @@ def is_t5x_msgpack(probe: PathProbe) -> bool:
 
 
 def is_t5x_state(probe: PathProbe) -> bool:
-    """Whether a file called `checkpoint` is T5X's: with its version, or a map of a train state's parts without one."""
+    """Reports whether a file called `checkpoint` is T5X's: with its version, or a map of a train state's parts without
+    one.
+    """
     return is_t5x_msgpack(probe) or (is_msgpack_map(probe) and _TRAIN_STATE_HEAD.match(probe.head) is not None)

@@ -1,4 +1,4 @@
-"""What stands at a URL, by looks at the files that make a checkpoint, and by a list where there is none of them."""
+"""Probes a URL: stats the files that make a checkpoint, and lists where there is none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orbax_t5x.storage.remote.remote_store import RemoteStore
 
 
 def kind_and_names(url: str) -> tuple[str, frozenset[str]]:
-    """What stands at a URL ("file", "directory" or "missing"), and the names in a directory.
+    """Returns the kind of a URL ("file", "directory" or "missing"), and the names in a directory.
 
     Raises:
       CheckpointIOError: nothing was found, and the store refused to say whether something is there.
@@ -22,7 +22,7 @@ def kind_and_names(url: str) -> tuple[str, frozenset[str]]:
 
 
 def head_and_tail(url: str, head_bytes: int, tail_bytes: int) -> tuple[bytes, bytes]:
-    """The first and the last bytes of a file.
+    """Returns the first and the last bytes of a file.
 
     Raises:
       CheckpointNotFoundError: there is no such file.

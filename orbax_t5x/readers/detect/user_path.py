@@ -1,4 +1,4 @@
-"""The path that a user gives, as text: a place in the local file system, or the URL of a store; and the item in it."""
+"""Checks the path that a user gives, local or the URL of a store, and the item in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbax_t5x.storage.remote.urls import plain_url
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """The path as text, with `~` expanded in a local one; what is on the Hugging Face hub is downloaded first.
+    """Returns the path as text, with `~` expanded in a local one; a path on the Hugging Face hub is downloaded first.
 
     Raises:
       TypeError: it is no path.
@@ -39,7 +39,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def check_item(item: object) -> None:
-    """Checks what `item=` names.
+    """Checks the argument `item=`.
 
     Raises:
       TypeError: it is no name. In Orbax's older interface, `item=` is the tree to restore into.

@@ -1,4 +1,4 @@
-"""How Flax msgpack files are recognised: by the first bytes, or by the name that Hugging Face gives them."""
+"""Recognises Flax msgpack files by the first bytes, or by the name that Hugging Face gives them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orbax_t5x.readers.safetensors.format import is_safetensors
 
 
 def is_flax_msgpack(probe: PathProbe) -> bool:
-    """Whether a path is a msgpack map, or a directory with Hugging Face's file.
+    """Reports whether a path is a msgpack map, or a directory with Hugging Face's file.
 
     Of a directory that Hugging Face saved in several formats, the safetensors are read.
     """

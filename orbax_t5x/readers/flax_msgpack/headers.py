@@ -1,4 +1,4 @@
-"""Msgpack headers of a file, one after the other: what kind of value follows and how long it is, never its bytes.
+"""Msgpack headers of a file, one after the other: the kind and the length of each value, never its bytes.
 
 A window of the file moves from header to header. After a jump over an array it is small, and it doubles while headers
 follow each other, so that a file of a few large arrays costs some KiB per array and a file of many small values is read
@@ -53,7 +53,7 @@ _LEAST_BYTES = {"array": 1, "map": 2}
 
 
 class Header(NamedTuple):
-    """What one header says.
+    """One parsed header.
 
     Attributes:
       kind: "value" (a number, a bool or nil), "text", "bytes", "extension", "array" or "map".
@@ -67,7 +67,7 @@ class Header(NamedTuple):
 
 
 def _short_header(first: int) -> Header | None:
-    """What a first byte says by itself; None where more bytes belong to the header, or where it is none."""
+    """Parses a header of one byte; None where more bytes belong to it, or where it is none."""
     if first <= 0x7F:
         return Header("value", 0, first)
     if first <= 0x8F:
@@ -87,7 +87,7 @@ _SHORT = tuple(map(_short_header, range(0x100)))
 
 
 class HeaderReader:
-    """Reads headers and short byte strings of a file in file order.
+    """Reader of headers and short byte strings of a file in file order.
 
     Attributes:
       stop: where what is read now must end; at first the end of the file.
@@ -114,7 +114,7 @@ class HeaderReader:
         return self.stop - self._base - self._at
 
     def header(self) -> Header:
-        """The next header, proven to leave room for what it announces.
+        """Reads the next header, proven to leave room for the bytes that it announces.
 
         Raises:
           CorruptCheckpointError: there is none, it is none, or it announces more than there is.
@@ -144,7 +144,7 @@ class HeaderReader:
         return self._announced(Header(kind, size, code))
 
     def _announced(self, header: Header) -> Header:
-        """A header, where what it announces can be in the bytes that are left."""
+        """Returns a header whose announced bytes fit into the bytes that are left."""
         kind, size, _ = header
         if size * _LEAST_BYTES.get(kind, 1) <= self.left:
             return header
@@ -153,7 +153,7 @@ class HeaderReader:
         raise self.corrupt(f"{kind} of {size} bytes, and {self.left} are left")
 
     def take(self, size: int) -> bytes:
-        """The next bytes; the caller has bounded `size`."""
+        """Reads the next bytes; the caller has bounded `size`."""
         end = self._at + size
         if end > len(self._data):
             self._move_window(size)
@@ -163,7 +163,7 @@ class HeaderReader:
         return data
 
     def skip(self, size: int) -> None:
-        """Goes on behind bytes that are not read; the caller has compared `size` with what is left."""
+        """Skips bytes that are not read; the caller has compared `size` with the bytes left."""
         self._at += size
 
     def _move_window(self, size: int) -> None:
@@ -177,5 +177,5 @@ class HeaderReader:
         self._data, self._base, self._at = bytes(data), here, 0
 
     def corrupt(self, message: str, leaf: str | None = None) -> CorruptCheckpointError:
-        """An error at this place of the file."""
+        """Makes an error at this position of the file."""
         return CorruptCheckpointError(f"at byte {self.position}: {message}", path=self._file.path, leaf=leaf)

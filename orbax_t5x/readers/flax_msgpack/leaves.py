@@ -1,4 +1,4 @@
-"""The leaves of a msgpack tree: its nodes by '/'-joined name, and what reads each.
+"""The leaves of a msgpack tree: its nodes by '/'-joined name, and a leaf for each.
 
 An array is a byte range of the file. One that Flax cut into chunks, because msgpack has no values above 4 GiB, is
 several ranges read as one. Numbers are known from the walk; long texts stay in the file until they are read.
@@ -44,7 +44,7 @@ _BESIDE = b"//GDAPlaceholder:"
 def named_nodes(
     tree: Node, file: StoredFile, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
 ) -> Iterator[tuple[str, Node]]:
-    """The leaves and empty nodes of a tree by name, in the order of the file.
+    """Yields the leaves and empty nodes of a tree by name, in the order of the file.
 
     Args:
       tree: a node of a file.
@@ -82,12 +82,12 @@ def named_nodes(
 
 
 def is_empty(node: Node) -> bool:
-    """Whether a node is None or an empty container, so that it has no leaf."""
+    """Reports whether a node is None or an empty container, so that it has no leaf."""
     return node is None or (isinstance(node, (dict, list)) and not node)
 
 
 def leaf_of(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
-    """The leaf of a node that is not empty; a broken leaf where the node makes no sense."""
+    """Makes the leaf of a node that is not empty; a broken leaf where the node is invalid."""
     try:
         return _leaf(name, node, file, limits)
     except CheckpointError as error:
@@ -119,14 +119,14 @@ def _array_beside(path: bytes) -> CheckpointError:
 
 
 def _number(value: Any) -> np.ndarray:
-    """A Python number as NumPy has it, integers in 64 bits."""
+    """Returns a Python number as NumPy has it, integers in 64 bits."""
     if isinstance(value, int) and not isinstance(value, bool):
         return np.array(value, np.int64 if value < 1 << 63 else np.uint64)
     return np.array(value)
 
 
 def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Limits) -> ByteRangeLeaf:
-    """An array in chunks, each flat: shape and chunks are maps by number."""
+    """Makes the leaf of an array in chunks, each flat: shape and chunks are maps by number."""
     shape = _in_order(node.get("shape"), "shape")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptCheckpointError(f"the shape of a chunked array is {shape}")
@@ -145,7 +145,7 @@ def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Li
 
 
 def _in_order(node: Node, what: str) -> list[Any]:
-    """The values of a map from "0", "1", … to them."""
+    """Returns the values of a map from "0", "1", … to them."""
     if not isinstance(node, dict) or len(node) > _MOST_CHUNKS:
         raise CorruptCheckpointError(f"the {what} of a chunked array are missing, or more than {_MOST_CHUNKS}")
     try:
@@ -165,7 +165,7 @@ class NumberLeaf(RangeLeaf):
         self._value = value
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """See `Leaf.read_into`."""
+        """Implements `Leaf.read_into`."""
         self._file.require_open()
         for _, out in requests:
             out[...] = self._value
@@ -184,11 +184,11 @@ class TextLeaf(RangeLeaf):
         self._size = size
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """The whole text, as stored."""
+        """Returns the size of the whole text, as stored."""
         return self._size if boxes else 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """See `Leaf.read_into`."""
+        """Implements `Leaf.read_into`."""
         self._file.require_open()
         value = bytes(self._file.read(self._start, self._size, leaf=self.name))
         self._file.check_unchanged(leaf=self.name)

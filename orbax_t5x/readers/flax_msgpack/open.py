@@ -72,7 +72,7 @@ def open_state_file(root: Store, name: str, limits: Limits) -> StateFile:
 
 
 def named_by_caller(path: str) -> tuple[Store, str]:
-    """The directory and the name of a file that the caller named; a symlink is followed on the caller's word."""
+    """Opens the directory of a file that the caller named, and returns its name; the caller's symlink is followed."""
     directory, name = os.path.split(locations.resolved(path) if locations.is_link(path) else path)
     return locations.open_store(directory), name
 
@@ -105,7 +105,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
 
 
 def _config(root: Store, limits: Limits) -> Mapping[str, Any]:
-    """The model's configuration, or why it cannot be read; the arrays do not need it."""
+    """Reads the model's configuration, or the reason why it cannot be read; the arrays do not need it."""
     try:
         data = read_small(root, _CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
         return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}

@@ -1,4 +1,4 @@
-"""The tree of a Flax msgpack file, with the places of its arrays instead of their bytes.
+"""The tree of a Flax msgpack file, with the offsets of its arrays instead of their bytes.
 
 One walk over the headers, without recursion: nesting costs an entry of an explicit list and has a limit. A key is
 text and stands once in its map. What Flax packs into extensions (arrays, NumPy scalars, complex numbers) becomes a
@@ -56,7 +56,7 @@ class StoredArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -69,7 +69,7 @@ class StoredText(NamedTuple):
 
 
 class BrokenNode(NamedTuple):
-    """A leaf that makes no sense."""
+    """A leaf that is invalid."""
 
     error: CheckpointError
 
@@ -80,7 +80,7 @@ Node: TypeAlias = (
 
 
 class MsgpackTree(NamedTuple):
-    """A file's tree, and how many bytes of the file were read for it."""
+    """A file's tree, and the number of bytes that were read for it."""
 
     tree: Node
     bytes_read: int
@@ -117,7 +117,7 @@ class _MessageWalker:
         self._values = 0
 
     def run(self) -> Node:
-        """The tree of the file."""
+        """Walks over the file and returns its tree."""
         stack: list[_OpenContainer] = []
         while True:
             node = self._value(len(stack))
@@ -165,7 +165,7 @@ class _MessageWalker:
         return key
 
     def _value(self, depth: int) -> Node | _OpenContainer:
-        """The next value; of a container that is not empty, the container before its first entry."""
+        """Reads the next value; of a container that is not empty, the container before its first entry."""
         self._values += 1
         if self._values > self._limits.entries:
             raise LimitExceededError(f"more values than Limits.entries = {self._limits.entries}", path=self._path)
@@ -203,7 +203,7 @@ class _MessageWalker:
     # -- extensions
 
     def _extension(self, header: Header) -> Node:
-        """What an extension holds, or what is wrong with it; the walk goes on behind it."""
+        """Parses an extension, or returns its fault; the walk continues behind it."""
         reader = self.reader
         end, outer = reader.position + header.size, reader.stop
         reader.stop = end
@@ -227,7 +227,7 @@ class _MessageWalker:
         return complex(parts[0].value, parts[1].value)
 
     def _array(self) -> StoredArray:
-        """Shape, dtype and place of an array: a packed (shape, dtype name, bytes)."""
+        """Parses shape, dtype and offset of an array: a packed (shape, dtype name, bytes)."""
         reader = self.reader
         self._expect("array", 3, "an array")
         rank = self._expect("array", None, "the shape of an array")

@@ -1,4 +1,4 @@
-"""The msgpack file of an early Orbax item: its tree, with values that later Orbax keeps in arrays of their own.
+"""The msgpack file of an early Orbax item: its tree, with values that later Orbax stores in arrays of their own.
 
 Early Orbax wrote small values, or all of them, into one file `checkpoint`; a text `PLACEHOLDER://name` stands for an
 array in the directory of that name. The first versions wrote no `_METADATA`, so that this file alone says which leaves
@@ -55,7 +55,7 @@ class Aggregate:
         self._nodes: dict[str, WalkedNode] = dict(named_nodes(opened.tree, opened.file, limits))
 
     def metadata(self) -> ItemMetadata:
-        """What `_METADATA` would say, had this writer written it.
+        """Returns the metadata that a later writer would have put into `_METADATA`.
 
         Raises:
           UnsafeCheckpointError: a placeholder leads out of the item.
@@ -84,7 +84,7 @@ class Aggregate:
         )
 
     def leaf(self, node: NodeMetadata, name: str) -> Leaf:
-        """The leaf of a value of the file.
+        """Returns the leaf of a value of the file.
 
         Args:
           node: of the item.
@@ -98,7 +98,7 @@ class Aggregate:
 
 
 def is_early_item(tree: dict[str, WalkedNode]) -> bool:
-    """Whether a msgpack tree has a leaf that stands for an array of Orbax's."""
+    """Reports whether a msgpack tree has a leaf that refers to an array of Orbax's."""
     stack: list[WalkedNode] = [tree]
     while stack:
         node = stack.pop()
@@ -112,7 +112,7 @@ def is_early_item(tree: dict[str, WalkedNode]) -> bool:
 
 
 def _placeholder(node: WalkedNode) -> str | None:
-    """The name of the array that a node stands for."""
+    """Returns the name of the array that a node refers to."""
     if isinstance(node, StoredText) and node.short is not None and node.short.startswith(_PLACEHOLDER):
         return node.short[len(_PLACEHOLDER) :].decode(errors="replace")
     return None

@@ -39,7 +39,7 @@ _OPENING_AT_ONCE = 4096
 
 
 class NamedNode(NamedTuple):
-    """The name under which a node of an item becomes a leaf."""
+    """A node of an item, with the name that its leaf has."""
 
     name: str
     node: NodeMetadata
@@ -54,7 +54,7 @@ class _OpeningArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ItemArrays:
-    """Where the arrays of an item are, and how they are opened.
+    """The arrays of an item: their storage, and how they are opened.
 
     Attributes:
       root: the directory that was opened.
@@ -83,7 +83,7 @@ class ItemArrays:
     def open(
         self, nodes: Sequence[NamedNode], *, context: ts.Context, flag: OpenFlag, limits: Limits
     ) -> Iterator[Leaf]:
-        """The leaves of all nodes, in their order."""
+        """Yields the leaves of all nodes, in their order."""
         directory = self.root.kvstore(self.name)
         for start in range(0, len(nodes), _OPENING_AT_ONCE):
             some = nodes[start : start + _OPENING_AT_ONCE]
@@ -118,7 +118,7 @@ class ItemArrays:
         return typed_error(error, path=self.directory, leaf=named.name, doing="opening it")
 
     def _files(self, named: NamedNode) -> Snapshot:
-        """The files in the directory of an array, proven plain."""
+        """Returns the files in the directory of an array, proven plain."""
         own = array_key(named.node.param)
         inner = inside(self.name, own)  # of a tree that is one array, the item itself
         try:
@@ -131,7 +131,7 @@ class ItemArrays:
             ) from None
 
     def _finish(self, named: NamedNode, begun: _OpeningArray | CheckpointError, flag: OpenFlag, limits: Limits) -> Leaf:
-        """The leaf of an array that is open, or the broken leaf of one that cannot be."""
+        """Returns the leaf of an array that is open, or the broken leaf of one that cannot be."""
         if isinstance(begun, CheckpointError):
             return BrokenLeaf(named.name, begun)
         try:

@@ -1,4 +1,4 @@
-"""`_CHECKSUMS.json`: the checksums of an item's arrays, in a file that Orbax does not look at.
+"""`_CHECKSUMS.json`: the checksums of an item's arrays, in a file that Orbax does not read.
 
 It is written by this package's saves. One JSON object: `version` (1), `leaves`, and `crc32c`, the checksum of `leaves`
 as compact JSON with sorted keys. `leaves` maps the key under which Orbax stores a leaf to its `shape`, its `dtype`,
@@ -47,14 +47,14 @@ _MAX_TILING_STEPS = 20_000_000
 
 
 class ItemSums:
-    """The checksums of one item, or why they cannot be used."""
+    """The checksums of one item, or the error that makes them unusable."""
 
     def __init__(self, leaves: Mapping[str, BoxSums], error: CheckpointError | None = None):
         self._leaves = leaves
         self._error = error
 
     def of(self, param: str) -> BoxSums | CheckpointError | None:
-        """Those of a leaf, by the key under which it is stored; None where there are none."""
+        """Returns the checksums of a leaf, by the key under which it is stored; None where there are none."""
         return self._error or self._leaves.get(param)
 
 
@@ -62,7 +62,7 @@ NO_SUMS = ItemSums({})
 
 
 def read_item_sums(root: Store, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
-    """The checksums of an item.
+    """Reads the checksums of an item.
 
     A file that cannot be used makes verifying an error, not opening: the data may be sound.
 
@@ -93,7 +93,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def encode_checksums(leaves: Mapping[str, BoxSums]) -> bytes:
-    """The contents of the file."""
+    """Encodes checksums as the contents of the file."""
     entries = {
         name: {
             "shape": list(sums.shape),
@@ -120,7 +120,7 @@ def read_checksums(root: Store, name: str, limits: Limits) -> dict[str, BoxSums]
 
 
 def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:
-    """The checksums by the key under which a leaf is stored; see `read_checksums`.
+    """Parses the checksums by the key under which a leaf is stored; see `read_checksums`.
 
     Args:
       data: the whole file.
@@ -148,7 +148,7 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
 
 
 class _LeafParser:
-    """Parses the entries of one file, within one bound on the work of comparing boxes."""
+    """Parser of the entries of one file, within one bound on the work of comparing boxes."""
 
     def __init__(self, path: str, limits: Limits, complete: bool):
         self._path = path
@@ -198,7 +198,7 @@ class _LeafParser:
 
 
 def _is_dtype(name: str) -> bool:
-    """Whether this is the name of a dtype of numbers."""
+    """Reports whether this is the name of a dtype of numbers."""
     if name == STRING:
         return True
     try:

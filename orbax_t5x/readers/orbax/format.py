@@ -1,4 +1,4 @@
-"""How items and steps of Orbax are recognised: by the names in a directory and in its subdirectories."""
+"""Recognises items and steps of Orbax by the names in a directory and in its subdirectories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, MSGPACK_FILE, is_item, 
 
 
 def is_orbax(probe: PathProbe) -> bool:
-    """Whether a directory is an item, also one without its list of names or of an early Orbax, or a step."""
+    """Reports whether a directory is a step or an item, also one without its list of names or of an early Orbax."""
     if probe.kind != "directory":
         return False
     if MANIFEST_FILE in probe.names or is_item(probe.path) or is_step_directory(probe.path):

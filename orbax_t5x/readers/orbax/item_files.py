@@ -1,4 +1,4 @@
-"""Which files an Orbax item has besides its list of names: strings, checksums, metadata of arrays, a database.
+"""Finds the files of an Orbax item beside its list of names: strings, checksums, metadata of arrays, a database.
 
 A local item is listed, and what TensorStore will open is proven to be plain files inside the root. A remote one is
 asked for the files that Orbax may have written: web servers list nothing, and a list of a bucket names every chunk.
@@ -26,7 +26,7 @@ _METADATA_FILES_AT_ONCE = 16
 
 
 class ItemFiles(NamedTuple):
-    """What was found.
+    """The files of an item.
 
     Attributes:
       manifest: whether the item has an OCDBT database.
@@ -46,7 +46,7 @@ class ItemFiles(NamedTuple):
 
 
 def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
-    """Looks at an item.
+    """Finds the files of an item.
 
     Args:
       store: what was opened.
@@ -90,7 +90,7 @@ def _metadata_names(first: int) -> list[str]:
 
 
 def database_files(store: Store, item: str, found: ItemFiles) -> Snapshot:
-    """The files of an item's database, proven plain where they are local."""
+    """Returns the files of an item's database, proven plain where they are local."""
     if not isinstance(store, LocalStore):
         return store.array_files(item, MANIFEST_FILE)
     check_tree(store, item)
@@ -98,5 +98,5 @@ def database_files(store: Store, item: str, found: ItemFiles) -> Snapshot:
 
 
 def inside(item: str, name: str) -> str:
-    """The path of something in an item, relative to the root."""
+    """Returns the path of something in an item, relative to the root."""
     return f"{item}/{name}" if item and name else item or name

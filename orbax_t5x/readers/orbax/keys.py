@@ -1,4 +1,4 @@
-"""Which keys of a tree have a place in '/'-joined names, and where Orbax stores the array of a leaf.
+"""Keys of a tree in '/'-joined names, and the keys under which Orbax stores arrays.
 
 Orbax tells leaves apart by the tuple of their keys, and stores each under its keys joined by dots. Here a leaf has a
 '/'-joined name. What reads items and what checks saves ask the same functions, so that what is saved can be opened.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def fault_of_key(key: str) -> str | None:
-    """What is wrong with a key of which no name can be made ("is empty"); None for any other."""
+    """Describes the fault of a key that no name can hold ("is empty"); None for any other."""
     if not key:
         return "is empty: no name of a leaf has a part for it"
     if "\0" in key:
@@ -17,12 +17,12 @@ def fault_of_key(key: str) -> str | None:
 
 
 def key_leads_out(key: str) -> bool:
-    """Whether a key, taken for a path, leads out of the directory that it is joined to."""
+    """Reports whether a key, taken for a path, leads out of the directory that it is joined to."""
     return key.startswith("/") or ".." in key.split("/")
 
 
 def array_key(param: str) -> str:
-    """The directory, or the prefix in a database, of an array that is stored under a key: `a/` lies where `a` does.
+    """Returns the directory, or the prefix in a database, of the array stored under a key: that of `a/` is that of `a`.
 
     Two arrays of one place are written over each other.
     """

@@ -1,5 +1,4 @@
-"""What an Orbax item says about itself, by a strict schema: `_METADATA`, `array_metadatas/*` and `_strings.json` become
-records.
+"""Metadata of an Orbax item, by a strict schema: `_METADATA`, `array_metadatas/*` and `_strings.json`.
 
 Only names, kinds of values and a few flags are taken from these files. Shapes are not: `write_shape` is what one
 process wrote, not the array, so shapes come from opening the arrays. No class is looked up by the names of types and
@@ -54,12 +53,12 @@ class NodeMetadata:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is None, an empty container or `...`, so that nothing is stored for it."""
+        """True for None, an empty container or `...`, for which nothing is stored."""
         return self.value_type == _PLACEHOLDER or (self.skipped and self.value_type in _EMPTY)
 
     @property
     def empty_value(self) -> Any:
-        """None, a new empty container, or `...`."""
+        """The value of an empty node: None, a new empty container, or `...`."""
         if self.value_type == _PLACEHOLDER:
             return ...
         kind = _EMPTY[self.value_type]
@@ -68,7 +67,7 @@ class NodeMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class ItemMetadata:
-    """What `_METADATA` holds.
+    """Contents of `_METADATA`.
 
     Attributes:
       nodes: in the order of the file.
@@ -138,7 +137,7 @@ def _flag(parsed: Mapping[str, Any], key: str, default: bool | None, path: str) 
 
 
 def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple[str, ...], NodeMetadata]:
-    """The key path and the node of one entry of `tree_metadata`."""
+    """Parses the key path and the node of one entry of `tree_metadata`."""
     shown = text[:200]
     if not isinstance(entry, dict):
         raise CorruptCheckpointError(f"the entry {shown!r} is not an object", path=path)
@@ -160,7 +159,7 @@ def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple
 
 
 def _sequences(entries: Iterable[Any]) -> frozenset[str]:
-    """The containers all of whose keys are indices; the entries have been checked."""
+    """Returns the containers all of whose keys are indices; the entries have been checked."""
     kinds: dict[str, set[int]] = {}
     for entry in entries:
         container = ""
@@ -194,7 +193,7 @@ def _parse_key(entry: Any, shown: str, path: str) -> str:
 
 
 def _is_text(key: str) -> bool:
-    """Whether a key from JSON, where escapes may spell lone surrogates, has a UTF-8 form."""
+    """Reports whether a key from JSON, where escapes may make lone surrogates, has a UTF-8 form."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -203,7 +202,7 @@ def _is_text(key: str) -> bool:
 
 
 def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: str) -> Iterator[NodeMetadata]:
-    """The nodes, proven to have distinct names and places.
+    """Returns the nodes, proven to have distinct names and array keys.
 
     An empty container that got children in a later partial save stands beside them in the file; the children are what
     it is now.
@@ -233,7 +232,7 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
 
 
 def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
-    """The implementation of each typed PRNG key, by the key under which its data is stored.
+    """Reads the implementation of each typed PRNG key, by the key under which its data is stored.
 
     Args:
       root: the directory that was opened.
@@ -267,7 +266,7 @@ def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits
 
 
 def read_strings(root: Store, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
-    """The strings of an item by the key under which they are stored, as UTF-8; without those that are missing.
+    """Reads the strings of an item by the key under which they are stored, as UTF-8; without missing ones.
 
     Args:
       root: the directory that was opened.

@@ -106,17 +106,17 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
 
 
 def _has_manifest(directory: str) -> bool:
-    """Whether an OCDBT database lies here; without `_METADATA`, one whose list of names is gone."""
+    """Reports whether a directory is an OCDBT database; without `_METADATA`, one whose list of names is lost."""
     return is_file(directory, MANIFEST_FILE)
 
 
 def _is_early_item(directory: str) -> bool:
-    """Whether this is an item of the first Orbax versions, whose names stand in a msgpack file alone."""
+    """Reports whether a directory is an item of the first Orbax versions, whose names are only in a msgpack file."""
     return not is_item(directory) and is_msgpack_map(PathProbe(directory, "directory").inside(MSGPACK_FILE))
 
 
 def _open_single_item(directory: str, limits: Limits, item: str | None) -> Checkpoint:
-    """An item by its own path."""
+    """Opens an item by its own path."""
     parent, name = os.path.split(directory)
     if item is not None and item != name:
         raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
@@ -130,7 +130,7 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
 
 
 def _open_step(root: Store, limits: Limits, item: str | None) -> Checkpoint:
-    """The items of a step, or one of them."""
+    """Opens the items of a step, or one of them."""
     opened = _OrbaxOpening(root, limits)
     if item is not None and root.is_remote and is_name(item) and is_item(root.join(item)):
         return opened.checkpoint({item: ""}, step=step_of_name(os.path.basename(root.path)), items=[item])
@@ -176,7 +176,7 @@ def _being_deleted(directory: str) -> CheckpointNotFoundError:
 
 
 def _lost(root: Store, item: str, names: list[str]) -> CheckpointError:
-    """Why an item that a step's metadata name cannot be opened."""
+    """Makes the error of an item that a step's metadata name and that cannot be opened."""
     path = root.join(item)
     if item in subdirectories(root.path).outside:
         return UnsafeCheckpointError(LEADS_OUT, path=path)
@@ -190,7 +190,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _no_items(root: Store, step_metadata: Mapping[str, Any]) -> CheckpointError:
-    """Why a directory with a step's metadata has nothing to read."""
+    """Makes the error of a directory with a step's metadata that has nothing to read."""
     inside, outside = subdirectories(root.path)
     if outside:
         return UnsafeCheckpointError(LEADS_OUT, path=root.join(min(outside)))
@@ -209,7 +209,7 @@ def _no_items(root: Store, step_metadata: Mapping[str, Any]) -> CheckpointError:
 
 
 def read_step_metadata(root: Store, limits: Limits) -> dict[str, Any]:
-    """The contents of `_CHECKPOINT_METADATA`, or {} where there is none. Handlers named there are never imported."""
+    """Reads `_CHECKPOINT_METADATA`, {} where there is none. Handlers named there are never imported."""
     try:
         data = read_small(root, STEP_METADATA_FILE, limit=limits.json_bytes, bound="Limits.json_bytes")
     except CheckpointNotFoundError:
@@ -273,7 +273,7 @@ class _OrbaxOpening:
         )
 
     def _add_item(self, item: str, prefix: str) -> dict[str, Any]:
-        """Adds the leaves of one item; returns what it says about itself."""
+        """Adds the leaves of one item; returns its description for `Checkpoint.metadata`."""
         if _is_early_item(self._root.join(item)):
             metadata = self._aggregate(item).metadata()
         else:
@@ -323,7 +323,7 @@ class _OrbaxOpening:
         return read_item_sums(self._root, inside(item, CHECKSUMS_FILE), params, self._limits)
 
     def _aggregate(self, item: str) -> Aggregate:
-        """The msgpack file of an item that an early Orbax wrote."""
+        """Opens the msgpack file of an item that an early Orbax wrote, once."""
         if item not in self._aggregates:
             aggregate = self._aggregates[item] = Aggregate(self._root, item, self._limits)
             self._closers.append(aggregate.close)
@@ -380,7 +380,7 @@ class _OrbaxOpening:
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:
-    """The dtype of a name that a save has recorded; that of objects for text, dates, PRNG keys and structured arrays.
+    """Parses a dtype that a save has recorded; object for text, dates, PRNG keys and structured arrays.
 
     Returns:
       None where no save records such a name.

@@ -1,5 +1,4 @@
-"""Which subdirectories of a root are steps, and which subdirectories of a step are items: by names and one look inside
-each.
+"""Finds the steps of a root and the items of a step, by names and one list or stat inside each.
 
 A finished step is a directory whose name is a number, perhaps padded and perhaps after a prefix and `_`, and that holds
 the metadata of at least one item; step 0 is one. A rename makes a local step visible, so a temporary suffix, or a name
@@ -60,24 +59,24 @@ class Step(NamedTuple):
 
 
 def step_of_name(name: str) -> int | None:
-    """The step that a directory's name tells, or None: `3`, `00000003`, `checkpoint_3`."""
+    """Parses the step in a directory's name, None for no step: `3`, `00000003`, `checkpoint_3`."""
     match = _STEP_NAME.fullmatch(name)
     return int(match["step"]) if match and _TEMPORARY not in name else None
 
 
 def is_temporary(directory: str) -> bool:
-    """Whether a directory, or the one it lies in, has the name of an unfinished save."""
+    """Reports whether a directory or its parent has the name of an unfinished save."""
     parent, name = os.path.split(directory)
     return _TEMPORARY in name or _TEMPORARY in os.path.basename(parent)
 
 
 def is_item(directory: str) -> bool:
-    """Whether a directory holds the metadata of one saved tree."""
+    """Reports whether a directory holds the metadata of one saved tree."""
     return is_file(directory, METADATA_FILE)
 
 
 def item_names(directory: str) -> list[str]:
-    """The subdirectories of a step that hold arrays, sorted; links that lead out of the step are none.
+    """Lists the subdirectories of a step that hold arrays, sorted; links that lead out of the step are none.
 
     Raises:
       CheckpointGoneError: the step is not there.
@@ -98,7 +97,7 @@ def item_names(directory: str) -> list[str]:
 
 
 def recorded_items(directory: str) -> dict[str, Any]:
-    """The items that a step's metadata name, with the recorded names of their handlers; none without metadata.
+    """Reads the items that a step's metadata name, with the recorded names of their handlers; none without metadata.
 
     Raises:
       CorruptCheckpointError: the metadata cannot be read.
@@ -111,13 +110,13 @@ def recorded_items(directory: str) -> dict[str, Any]:
 
 
 def items_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The items in the metadata of a step, without names that lead out of it; see `recorded_items`."""
+    """Returns the items in the metadata of a step, without names that lead out of it; see `recorded_items`."""
     handlers = metadata.get("item_handlers")
     return {name: handlers[name] for name in handlers if is_name(name)} if isinstance(handlers, dict) else {}
 
 
 def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[str]) -> list[str]:
-    """The items with arrays that a step's metadata name and that are not there, or without their list of names.
+    """Returns the items with arrays that a step's metadata name and that are missing, or have no list of names.
 
     Orbax's metadata name what was saved in that step, and when Orbax deletes an item, it takes the name out.
 
@@ -138,7 +137,7 @@ def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[st
 
 
 def is_step_directory(directory: str) -> bool:
-    """Whether a directory is one step, by Orbax's marker or by its items.
+    """Reports whether a directory is one step, by Orbax's marker or by its items.
 
     Without the marker (early Orbax), a directory with finished steps in it is a root, whatever else lies there. Where
     its own name is that of a step too, an item that has such a name is an item, unless it was saved by itself and the
@@ -160,7 +159,7 @@ def is_step_directory(directory: str) -> bool:
 
 
 def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
-    """Whether the items of what looks like a step were each saved by itself, and side by side by chance.
+    """Reports whether the items of what looks like a step were each saved by itself, and side by side by chance.
 
     A step has Orbax's metadata or the name of one; a tree that was saved by itself has that metadata beside its own.
     """
@@ -170,7 +169,7 @@ def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
 
 
 def deleted_item(directory: str) -> str | None:
-    """The item of a step whose deletion was begun and not finished, as Orbax v1 records it; None where there is none.
+    """Reads which item of a step Orbax v1 began to delete and did not finish; None where there is none.
 
     Raises:
       CorruptCheckpointError: the record names no item.
@@ -187,7 +186,7 @@ def deleted_item(directory: str) -> str | None:
 
 
 def is_step(directory: str) -> bool:
-    """Whether a directory with the name of a step is a finished one, as far as it shows by itself."""
+    """Reports whether a directory with the name of a step is finished, as far as its own files show."""
     if is_url(directory):
         return _is_remote_step(directory)
     try:
@@ -207,7 +206,7 @@ def is_step(directory: str) -> bool:
 
 
 def _deleted_item_if_known(directory: str) -> str | None:
-    """`deleted_item`; a record that cannot be read is for whoever opens the step."""
+    """Returns `deleted_item`, or None where the record cannot be read: opening the step reports that."""
     try:
         return deleted_item(directory)
     except CheckpointError:
@@ -215,7 +214,7 @@ def _deleted_item_if_known(directory: str) -> str | None:
 
 
 def _was_begun_by_orbax(directory: str) -> bool:
-    """Whether Orbax's metadata of a step says when it was begun: the first that Orbax writes into one.
+    """Reports whether a step's metadata have the time of its beginning, which Orbax writes first.
 
     People make steps of items that were saved one by one, too.
     """
@@ -231,7 +230,7 @@ def _was_begun_by_orbax(directory: str) -> bool:
 
 
 def has_commit_file(directory: str) -> bool:
-    """Whether Orbax has marked a directory as finished."""
+    """Reports whether Orbax has marked a directory as finished."""
     return is_file(directory, COMMIT_FILE)
 
 
@@ -243,7 +242,7 @@ def _is_remote_step(directory: str) -> bool:
 
 
 def finished_steps(root: str) -> list[Step]:
-    """The finished steps of a root, oldest first.
+    """Lists the finished steps of a root, oldest first.
 
     A link that leads out of the root and has the name of a step is one, unseen: whoever wants it is told that it leads
     out, and nobody gets an older step for it.
@@ -267,7 +266,7 @@ def _steps_named(names: list[str]) -> list[Step]:
 def committed(
     steps: Iterable[_StepT], is_marked: Callable[[_StepT], bool], is_orbax: Callable[[_StepT], bool]
 ) -> list[_StepT]:
-    """The steps that are finished by what Orbax writes last.
+    """Returns the steps that are finished according to the file that Orbax writes last.
 
     A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
     wrote the mark from some version on whichever way it takes, so it is only asked for in steps after one that has it.
@@ -288,7 +287,7 @@ def committed(
 
 
 def newest_directory(root: str, steps: list[Step]) -> str:
-    """The directory of the last of some finished steps.
+    """Returns the directory of the last of some finished steps.
 
     Raises:
       UnsupportedCheckpointError: two directories have that number.

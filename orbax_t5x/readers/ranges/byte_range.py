@@ -42,7 +42,7 @@ _thread = threading.local()
 
 
 def _staging() -> np.ndarray:
-    """This thread's staging buffer. It is kept: a fresh one would cost a page fault per 4 KiB of every window."""
+    """Returns this thread's staging buffer; a fresh one would cost a page fault per 4 KiB of every window."""
     buffer = getattr(_thread, "buffer", None)
     if buffer is None or buffer.size < _WINDOW_BYTES:
         buffer = _thread.buffer = np.zeros(_WINDOW_BYTES, np.uint8)
@@ -50,7 +50,7 @@ def _staging() -> np.ndarray:
 
 
 class ReadOutcome(NamedTuple):
-    """What a read did: checksums of the byte ranges read (relative to the array), and bytes wanted and read over."""
+    """Result of a read: checksums of the byte ranges read (relative to the array), and bytes wanted and read over."""
 
     parts: list[ChecksummedRange]
     wanted: int
@@ -66,7 +66,7 @@ class _Span(NamedTuple):
 
 
 class _ReadChecksums:
-    """Parts of consecutive reads; with `join`, one part while one read follows the other."""
+    """Checksums of consecutive reads; with `join`, one range while one read follows the other."""
 
     def __init__(self, wanted: bool, *, join: bool = True):
         self._wanted = wanted
@@ -107,11 +107,11 @@ class ByteRange:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array, as stored."""
+        """The bytes of the whole array, as stored."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """The bytes of the boxes' elements, each once."""
+        """Returns the bytes of the boxes' elements, each once."""
         return union_size(boxes) * self.dtype.itemsize
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
@@ -147,7 +147,7 @@ class ByteRange:
         return self._read_windows(wanted, checksum, leaf)
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
-        """Reads byte ranges of the array for their checksums alone; blocks."""
+        """Reads byte ranges of the array only for their checksums; blocks."""
         checksums = _ReadChecksums(True)
         size = 0
         buffer = _staging()
@@ -236,7 +236,7 @@ class _Batch(NamedTuple):
 
 
 def _disjoint(spans: list[_Span]) -> bool:
-    """Sorts spans into file order; whether no two of them share a byte."""
+    """Sorts spans into file order; returns True if no two of them share a byte."""
     stop = 0
     for span in spans:
         if span.start < stop:
@@ -249,7 +249,7 @@ def _disjoint(spans: list[_Span]) -> bool:
 
 
 def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
-    """Reads of about a window each; gaps that are read over fill a scrap buffer."""
+    """Yields reads of about a window each; gaps that are read over fill a scrap buffer."""
     buffers: list[np.ndarray] = []
     wanted: list[tuple[int, np.ndarray]] = []
     first = at = 0  # of the batch: its first byte, the byte behind it
@@ -280,7 +280,7 @@ def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
 
 
 def _grouped(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Consecutive items in groups of about a job's bytes."""
+    """Groups consecutive items to about a job's bytes each."""
     group: list[_Item] = []
     size = 0
     for item in items:

@@ -25,14 +25,14 @@ class Run(NamedTuple):
     times: int = 1
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """The (start, stop) of each, in order."""
+        """Yields (start, stop) of each, in order."""
         for k in range(self.times):
             start = self.start + k * self.stride
             yield start, start + self.length
 
 
 def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    """Bytes from one index to the next, for each dimension of a row-major array."""
+    """Returns the bytes from one index to the next, for each dimension of a row-major array."""
     strides: list[int] = []
     stride = itemsize
     for size in reversed(shape):
@@ -45,7 +45,7 @@ def byte_strides(shape: Sequence[int], itemsize: int) -> list[int]:
 def locate_box(
     box: Box, extents: Sequence[int], shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[int, bool] | None:
-    """Where a box of a row-major array begins, in bytes, and whether it is one byte range.
+    """Returns the first byte of a box of a row-major array, and whether the box is one byte range.
 
     None where the box is not of these extents, or not inside the array.
     """
@@ -66,7 +66,7 @@ def locate_box(
 
 
 def union_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Box], max_gap: int) -> tuple[list[Run], int]:
-    """The byte ranges that hold all the boxes, in file order, those less than `max_gap` bytes apart joined.
+    """Returns the byte ranges that hold all the boxes, in file order, those less than `max_gap` bytes apart joined.
 
     Returns:
       The runs, and how many bytes of them the boxes want (what the boxes share counted once). Boxes may overlap; empty
@@ -103,7 +103,7 @@ def _union(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...], max_ga
 
 
 def _repeat(row_runs: list[Run], row: int, low: int, high: int, max_gap: int) -> Iterator[Run]:
-    """The runs of one row, for each of the rows [low, high)."""
+    """Repeats the runs of one row for each of the rows [low, high)."""
     count = high - low
     if len(row_runs) == 1:
         start, length, stride, inner_count = row_runs[0]
@@ -135,7 +135,7 @@ def _append(runs: list[Run], run: Run, max_gap: int) -> None:
 
 
 def split_ends(runs: Sequence[Run], wanted: Sequence[Run]) -> Iterator[Run]:
-    """Runs that were joined over gaps, with the first and the last wanted range of each as runs of their own.
+    """Splits runs that were joined over gaps: the first and the last wanted range of each become runs of their own.
 
     `wanted` are the same boxes' runs for a gap of 0. Why: two processes that read neighbouring columns, gaps and all,
     read overlapping ranges that begin and end a column apart. Only parts that begin where another's end have a checksum
@@ -164,7 +164,7 @@ def split_ends(runs: Sequence[Run], wanted: Sequence[Run]) -> Iterator[Run]:
 
 
 class Window(NamedTuple):
-    """A piece of an array that is an index box and a byte range.
+    """A box of an array that is one byte range.
 
     `outer` indexes the first dimensions, [low, high) is a range of the next one, the rest is whole; `start` is its
     first byte and `pieces` are the byte ranges of it to read.
@@ -179,7 +179,7 @@ class Window(NamedTuple):
 
 
 class WindowGrid:
-    """Cuts a row-major array that has elements into windows of at most `max_bytes` (one element at least).
+    """Grid of windows of at most `max_bytes` (one element at least) over a row-major array that has elements.
 
     Attributes:
       depth: how many leading dimensions a window fixes to one index; the one at `depth` is cut, those after are whole.
@@ -213,7 +213,7 @@ class WindowGrid:
         return Window(tuple(reversed(outer)), low, high, start + low * self.block, start + high * self.block, [])
 
     def windows(self, runs: Iterable[Run]) -> Iterator[Window]:
-        """The windows that hold the runs, in file order, each once, with the pieces of the runs in it."""
+        """Yields the windows that hold the runs, in file order, each once, with the byte ranges of the runs in it."""
         window: Window | None = None
         for run in runs:
             for start, stop in run.ranges():

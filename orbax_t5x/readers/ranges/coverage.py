@@ -1,4 +1,4 @@
-"""Do the parts that were read, by all processes together, add up to the checksum of the whole? Pure, on integers.
+"""Combines the checksums of ranges, read by all processes together, to that of the whole: pure, on integers.
 
 Parts may come in any order, twice, or overlap (replicas read what others read). A part counts as verified when it lies
 on a chain of parts, each beginning where the one before ends, from the first byte to the last; wherever two chains meet
@@ -21,7 +21,7 @@ _FEW = 16
 
 
 class Coverage(NamedTuple):
-    """What parts say together.
+    """Result of combining the checksums of ranges.
 
     Attributes:
       crc: of the whole, or None where no chain of parts reaches from end to end.
@@ -35,7 +35,7 @@ class Coverage(NamedTuple):
 
 
 def cover(parts: Sequence[ChecksummedRange], size: int) -> Coverage:
-    """What `parts` say about `size` bytes."""
+    """Combines the checksums of `parts` of `size` bytes."""
     if not size:
         return Coverage(0, True)
     if len(parts) == 1 and (parts[0].start, parts[0].stop) == (0, size):
@@ -64,7 +64,7 @@ def cover(parts: Sequence[ChecksummedRange], size: int) -> Coverage:
 
 
 def fold_columns(parts: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
-    """Plain parts with the columns of many rows as one part each, for processes to tell each other.
+    """Folds plain ranges into columns of many rows, each one range, for processes to exchange.
 
     A row of a bundle's matrix is a read and a part of its own where columns are far apart; a model has millions.
     """
@@ -85,7 +85,7 @@ def fold_columns(parts: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
 
 
 def _row_of_equal(parts: Sequence[ChecksummedRange], at: int) -> Sequence[ChecksummedRange]:
-    """The plain parts from one on that are of one length and equally far apart, with gaps between them."""
+    """Returns the ranges from one on that are of one length and equally far apart, with gaps between them."""
     first = parts[at]
     length = first.stop - first.start
     stride = parts[at + 1].start - first.start if at + 1 < len(parts) else 0
@@ -99,7 +99,7 @@ def _row_of_equal(parts: Sequence[ChecksummedRange], at: int) -> Sequence[Checks
 
 
 def _join_columns(parts: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRange] | Coverage, bool]:
-    """Equal ranges that lie side by side, and together fill every stride, as plain ranges; or a conflict.
+    """Joins columns that are side by side, and together fill every stride, to plain ranges; or returns a conflict.
 
     Returns:
       The plain ranges, and whether there were others: those have no checksum together.
@@ -133,7 +133,7 @@ def _join_columns(parts: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRa
 
 
 def _chains(parts: list[list[int]], size: int) -> Coverage:
-    """The general case: checksums of all prefixes that chains reach; parts are sorted by start."""
+    """Handles the general case: checksums of all prefixes that chains reach; ranges are sorted by start."""
     known = {0: 0}
     for start, stop, crc in parts:
         if start not in known:
@@ -150,7 +150,7 @@ def _chains(parts: list[list[int]], size: int) -> Coverage:
 
 
 def uncovered(parts: Sequence[ChecksummedRange], size: int) -> list[tuple[int, int]]:
-    """The byte ranges that no part covers; parts are plain."""
+    """Returns the byte ranges that no plain range covers."""
     holes: list[tuple[int, int]] = []
     reached = 0
     for start, stop, *_ in sorted(parts):

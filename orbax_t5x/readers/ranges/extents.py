@@ -1,4 +1,4 @@
-"""Several byte ranges of one file that follow each other in an array: read as if they were one."""
+"""Several byte ranges of one file that follow each other in an array, read as one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from orbax_t5x.storage.store import ReadAhead, StoredFile
 
 
 class StoredBytes(Protocol):
-    """Bytes that a `ByteRange` reads: a `StoredFile`, or parts of one."""
+    """Bytes that a `ByteRange` reads: a `StoredFile`, or ranges of one."""
 
     @property
     def path(self) -> str:
-        """For messages."""
+        """The path, for messages."""
         ...
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `StoredFile.read_into`."""
+        """Implements `StoredFile.read_into`."""
         ...
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
-        """See `StoredFile.ahead`."""
+        """Implements `StoredFile.ahead`."""
         ...
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """See `StoredFile.check_unchanged`."""
+        """Implements `StoredFile.check_unchanged`."""
         ...
 
 
@@ -56,16 +56,16 @@ class JoinedExtents:
         self.size: int = self._begins.pop() if self._extents else 0
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `StoredFile.read_into`; `offset` counts from the first byte of the first range."""
+        """Implements `StoredFile.read_into`; `offset` counts from the first byte of the first range."""
         self._read(self._file, offset, buffers, leaf)
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
-        """See `StoredFile.ahead`."""
+        """Implements `StoredFile.ahead`."""
         pieces = (piece for offset, size in ranges for piece in self._in_file(offset, size))
         return _JoinedReadAhead(self, self._file.ahead(pieces))
 
     def _in_file(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
-        """(offset, size) in the file of what lies behind a range of the joined bytes."""
+        """Yields (offset, size) in the file of the extents behind a range of the joined bytes."""
         number = bisect.bisect_right(self._begins, offset) - 1
         while size:
             start, length = self._extents[number]
@@ -89,7 +89,7 @@ class JoinedExtents:
             file.read_into(start, part, leaf=leaf)
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """See `StoredFile.check_unchanged`."""
+        """Implements `StoredFile.check_unchanged`."""
         self._file.check_unchanged(leaf=leaf)
 
 

@@ -1,4 +1,4 @@
-"""A leaf that is one byte range of one file, with or without a crc32c over it."""
+"""Leaf that is one byte range of one file, with or without a crc32c over it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RangeLeaf(BlockingLeaf):
         self.error: CheckpointError | None = error
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """See `Leaf.read_into`."""
+        """Implements `Leaf.read_into`."""
         pool = waiting_pool() if self.is_remote else reader_pool()
         await run_in_pool(pool, self.read_blocking, requests, stats)
 
@@ -58,26 +58,26 @@ class StoredRange(Protocol):
 
     @property
     def offset(self) -> int:
-        """Where it begins in the file."""
+        """The offset of its first byte in the file."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """The shape of the array."""
         ...
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the array."""
+        """The dtype of the array."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole range, as stored."""
+        """The size of the whole range in bytes, as stored."""
         ...
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """What reading these boxes together counts as wanted."""
+        """Returns the bytes that reading these boxes together counts as wanted."""
         ...
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
@@ -85,7 +85,7 @@ class StoredRange(Protocol):
         ...
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
-        """Reads byte ranges for their checksums alone; blocks."""
+        """Reads byte ranges only for their checksums; blocks."""
         ...
 
 
@@ -105,11 +105,11 @@ class ByteRangeLeaf(RangeLeaf):
         return None if self.crc is None else RangeChecksums(self, [(self.range, self.crc)])
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """See `Leaf.bytes_of`."""
+        """Implements `Leaf.bytes_of`."""
         return self.range.bytes_of(boxes)
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """See `Leaf.read_into`."""
+        """Implements `Leaf.read_into`."""
         self.raise_error()
         checksum = self.crc is not None and stats.verify != "off"
         outcome = read_unchanged(self.range, requests, checksum=checksum, leaf=self.name)
@@ -125,7 +125,7 @@ class RangeChecksums(Checksums):
         self._leaf, self._stored = leaf, stored
 
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
-        """See `Leaf.verify_checksum`."""
+        """Implements `Leaf.verify_checksum`."""
         starts = list(itertools.accumulate([stored.nbytes for stored, _ in self._stored[:-1]], initial=0))
         own: list[list[ChecksummedRange]] = [[] for _ in starts]
         for part in ranges:
@@ -149,7 +149,7 @@ def moved(part: ChecksummedRange, offset: int) -> ChecksummedRange:
 
 
 def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-    """`StoredRange.read` of a file that is still the one that was opened; blocks.
+    """Reads a file that is still the one that was opened; blocks.
 
     Raises:
       CheckpointGoneError: the file changed. Nothing that was read is to be used then, and what looked like damage is
@@ -165,7 +165,7 @@ def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum:
 
 
 def _verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:
-    """Whether parts cover a range and every one is verified.
+    """Reports whether parts cover a range and every one is verified.
 
     Raises:
       CorruptCheckpointError: they cover it and the checksum does not hold, or two readings of the same bytes differ.
@@ -186,7 +186,7 @@ def _verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange
 
 
 def _verify_rest(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str, stats: ReadStats) -> bool:
-    """Reads what no part covers, once, and verifies; blocks."""
+    """Reads the bytes that no range covers, once, and verifies; blocks."""
     holes = uncovered(parts, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
     stats.count(outcome.wanted)

@@ -1,4 +1,4 @@
-"""From a window of stored bytes to the buffers that want a part of it, element by element as NumPy knows them.
+"""Copies from a window of stored bytes to the buffers that want a box of it, with NumPy's elements.
 
 Most elements are in memory as they are in the file. Three kinds are not: those of the other byte order, those of fewer
 than eight bits (stored one to a byte, with bits above them that mean nothing), and bools, of which a byte other than 0
@@ -29,12 +29,12 @@ _BOOL = np.dtype(np.bool_)
 
 
 def as_stored(dtype: np.dtype) -> bool:
-    """Whether any bytes are elements of this dtype, as they are."""
+    """Reports whether all bytes are valid elements of this dtype, as they are."""
     return dtype != _BOOL and dtype not in LOW_BITS
 
 
 class Elements(NamedTuple):
-    """How elements are stored, and whose they are, for errors."""
+    """Storage format of elements, with their leaf for errors."""
 
     dtype: np.dtype
     swap: bool
@@ -61,7 +61,7 @@ class Elements(NamedTuple):
 
 
 def _swapped(values: np.ndarray) -> np.ndarray:
-    """The values with the bytes of each number (each half of a complex one) in the other order."""
+    """Swaps the bytes of each number (each half of a complex one)."""
     dtype = values.dtype
     width = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
     contiguous = np.ascontiguousarray(values)
@@ -69,7 +69,7 @@ def _swapped(values: np.ndarray) -> np.ndarray:
 
 
 class _ScatterTarget(NamedTuple):
-    """A request, its box taken apart: outer ranges, the range that windows cut, slices of the inner dimensions."""
+    """A request, split into outer ranges, the range that windows cut, and slices of the inner dimensions."""
 
     outer: tuple[tuple[int, int], ...]
     low: int
@@ -79,7 +79,7 @@ class _ScatterTarget(NamedTuple):
 
 
 class Scatter:
-    """Copies from windows of one array to the buffers that want a part of them; for several threads at once."""
+    """Copier from windows of one array to the buffers that want a box of them; for several threads at once."""
 
     def __init__(self, shape: tuple[int, ...], depth: int, requests: Sequence[Request], elements: Elements):
         self._elements = elements
@@ -91,7 +91,7 @@ class Scatter:
             self._targets.append(_ScatterTarget(box[:depth], *box[depth], inner, out))
 
     def window(self, window: Window, data: np.ndarray) -> int:
-        """Copies what the requests want of one window's bytes; returns the number of elements."""
+        """Copies the requested elements of one window; returns their number."""
         stored = data.view(self._elements.dtype).reshape(window.high - window.low, *self._inner_shape)
         filled = 0
         for outer, low, high, inner, out in self._targets:

@@ -1,4 +1,4 @@
-"""A leaf stored in pieces, each with a place of its own and a checksum of its own: a partitioned TensorFlow variable.
+"""Leaf stored in slices, each with a byte range and a checksum of its own: a partitioned TensorFlow variable.
 
 A read of a box touches the pieces that the box meets, and no others. The checksummed extent of the leaf is its pieces'
 extents one after the other, in the order of the pieces.
@@ -20,7 +20,7 @@ from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, StoredRange
 
 
 class StoredSlice(NamedTuple):
-    """What one byte range holds of a leaf, and the crc32c over it."""
+    """A box of a leaf, the byte range that holds it, and the crc32c over that."""
 
     box: Box
     range: StoredRange
@@ -28,7 +28,7 @@ class StoredSlice(NamedTuple):
 
 
 class SlicedLeaf(RangeLeaf):
-    """One array in pieces that tile it; whoever makes one has proven that they do."""
+    """One array in slices that tile it; the caller has proven that they do."""
 
     __slots__ = ("_bases", "_pieces")
 
@@ -47,11 +47,11 @@ class SlicedLeaf(RangeLeaf):
 
     @property
     def checksums(self) -> Checksums:
-        """A checksum of each piece."""
+        """The checksums of the slices."""
         return RangeChecksums(self, [(piece.range, piece.crc) for piece in self._pieces])
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Of each piece, what is wanted of it; see `Leaf.bytes_of`."""
+        """Adds up the wanted bytes of each slice; see `Leaf.bytes_of`."""
         total = 0
         for piece in self._pieces:
             met = [part for box in boxes if (part := intersect(box, piece.box)) is not None]
@@ -59,7 +59,7 @@ class SlicedLeaf(RangeLeaf):
         return total
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """See `Leaf.read_into`."""
+        """Implements `Leaf.read_into`."""
         self.raise_error()
         checksum = stats.verify != "off"
         for base, piece in zip(self._bases, self._pieces, strict=False):
@@ -73,7 +73,7 @@ class SlicedLeaf(RangeLeaf):
 
 
 def _within(request: Request, box: Box) -> Request | None:
-    """The part of a request that a piece holds, in the piece's own coordinates; None where they do not meet."""
+    """Returns a request for the intersection with a slice, in the slice's own coordinates; None where it is empty."""
     theirs: list[tuple[int, int]] = []
     ours: list[slice] = []
     for (low, high), (first, last) in zip(request.box, box, strict=True):

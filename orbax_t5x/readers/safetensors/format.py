@@ -1,4 +1,4 @@
-"""How safetensors checkpoints are recognised: by names, or by a header's length and its first brace."""
+"""Recognises safetensors checkpoints by names, or by a header's length and its first brace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orbax_t5x.readers.safetensors.open import INDEX_SUFFIX, SUFFIX, open_safete
 
 
 def is_safetensors(probe: PathProbe) -> bool:
-    """Whether a path is a file, an index, or a directory with either."""
+    """Reports whether a path is a file, an index, or a directory with either."""
     if probe.kind == "directory":
         return bool(probe.with_suffix(SUFFIX) or probe.with_suffix(INDEX_SUFFIX))
     return probe.kind == "file" and (probe.path.endswith((SUFFIX, INDEX_SUFFIX)) or _begins_with_header(probe))

@@ -79,7 +79,7 @@ class Entry:
 
 
 def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
-    """The length of the JSON, proven to lie in the file.
+    """Reads the length of the JSON, proven to fit into the file.
 
     Args:
       first: the first 8 bytes of the file.
@@ -98,7 +98,7 @@ def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> i
 
 
 def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
-    """The tensors of a file in the order of their bytes, and its `__metadata__`.
+    """Parses the tensors of a file in the order of their bytes, and its `__metadata__`.
 
     Args:
       data: the JSON, all of it.
@@ -184,7 +184,7 @@ def _integers(value: Any, key: str, name: str, path: str) -> tuple[int, ...]:
 def _dtype(
     code: str, shape: tuple[int, ...], size: int, name: str, path: str, limits: Limits
 ) -> tuple[np.dtype | None, CheckpointError | None]:
-    """The dtype, proven to agree with the tensor's size, or why there is none."""
+    """Returns the dtype, proven to agree with the tensor's size, or the reason why there is none."""
     count = math.prod(shape)
     bits = _PACKED_BITS.get(code) or (DTYPES[code].itemsize * 8 if code in DTYPES else None)
     if bits is None:

@@ -80,7 +80,7 @@ class _SafetensorsOpening:
         self._bytes = 0
 
     def checkpoint(self, path: str, step: int | None) -> Checkpoint:
-        """What was added, with the model's configuration where it lies beside the files."""
+        """Makes the checkpoint, with the model's configuration where it is beside the files."""
         self._metadata.update(self._config())
         return Checkpoint(
             path=path,
@@ -93,7 +93,7 @@ class _SafetensorsOpening:
         )
 
     def add_directory(self) -> None:
-        """The single model file of a directory, or what its index names, or else all its files."""
+        """Adds the single model file of a directory, or the files that its index names, or else all its files."""
         names = locations.names(self._root.path)
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(SUFFIX)]
@@ -110,7 +110,7 @@ class _SafetensorsOpening:
             raise CheckpointNotFoundError("no safetensors files in this directory", path=self._root.path)
 
     def add_user_file(self, path: str) -> None:
-        """A file that the caller named: where it is a symlink, the caller's word is enough."""
+        """Adds a file that the caller named; the caller's symlink is followed."""
         name = os.path.basename(path)
         if locations.is_link(path):
             directory, name = os.path.split(locations.resolved(path))
@@ -118,7 +118,7 @@ class _SafetensorsOpening:
         self.add_file(name)
 
     def add_index(self, index: str) -> None:
-        """All files that an index names, each proven to hold the tensors that the index puts there."""
+        """Adds all files that an index names, each proven to hold the tensors that the index assigns to it."""
         path = self._root.join(index)
         data = read_small(self._root, index, limit=self._limits.index_bytes)
         self._bytes += len(data)
@@ -145,7 +145,7 @@ class _SafetensorsOpening:
                 )
 
     def add_file(self, name: str) -> None:
-        """All tensors of one file."""
+        """Adds all tensors of one file."""
         file = self._files.file(name)
         first = _head(file)
         if first.startswith(_LFS):
@@ -173,7 +173,7 @@ class _SafetensorsOpening:
                 )
 
     def _config(self) -> Mapping[str, Any]:
-        """The model's configuration, or why it cannot be read; the tensors do not need it."""
+        """Reads the model's configuration, or the reason why it cannot be read; the tensors do not need it."""
         try:
             data = read_small(self._root, _CONFIG, limit=self._limits.json_bytes, bound="Limits.json_bytes")
             return {"config": parse_object(data, self._root.join(_CONFIG), allow_nan=True)}
@@ -184,7 +184,7 @@ class _SafetensorsOpening:
 
 
 def _head(file: StoredFile) -> bytes:
-    """The first bytes of a file, as many as it has."""
+    """Reads the first bytes of a file, as many as it has."""
     size = file.known_size
     try:
         return bytes(file.read(0, len(_LFS) if size is None else min(size, len(_LFS))))
@@ -199,7 +199,7 @@ def _lfs_pointer(path: str) -> UnsupportedCheckpointError:
 
 
 def _shard_name(leaf: str, file: Any, path: str) -> str:
-    """The file that an index names for a leaf, proven to be one of its own directory."""
+    """Returns the file that an index names for a leaf, proven to be in its own directory."""
     if not isinstance(file, str) or not file.endswith(SUFFIX):
         raise CorruptCheckpointError(
             f"the index names {str(file)[:200]!r} for it, not a {SUFFIX} file", path=path, leaf=leaf

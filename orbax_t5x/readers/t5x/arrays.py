@@ -44,18 +44,18 @@ _LAST_UINT16_VERSION = 2
 
 
 class SharedDirectoryError(CorruptCheckpointError):
-    """Two leaves are stored in one directory, so nothing tells which of them it holds."""
+    """Error of two leaves that are stored in one directory, so that it is unknown which of them it holds."""
 
 
 class ZarrArrays:
-    """Opens the arrays of one checkpoint.
+    """The arrays of one checkpoint.
 
     Attributes:
       index_bytes: how many bytes of metadata were read.
     """
 
     def __init__(self, root: Store, file: str, version: int, flag: OpenFlag, limits: Limits):
-        """Made once per checkpoint.
+        """Holds the settings of one checkpoint.
 
         Args:
           root: the directory that holds the msgpack file and the arrays.
@@ -75,7 +75,7 @@ class ZarrArrays:
         self.index_bytes: int = 0
 
     def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
-        """Says which specs will become leaves, so that a remote store is asked for all their metadata at once."""
+        """Announces the specs that will become leaves, so that a remote store sends all their metadata in one batch."""
         if not self._root.is_remote:
             return
         names: list[str] = []
@@ -85,7 +85,7 @@ class ZarrArrays:
         self._root.read_ahead(names, limit=self._limits.index_bytes)
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
-        """The leaf of a spec.
+        """Makes the leaf of a spec.
 
         Raises:
           CorruptCheckpointError: its directory is another leaf's, so that one was written over the other.
@@ -112,7 +112,7 @@ class ZarrArrays:
             return BrokenLeaf(name, located(error, error.path or self._file, name))
 
     def _claim(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> None:
-        """Notes whose directory it is; not by its name, because some file systems take two names for one."""
+        """Records the owner of a directory, by identity: some file systems take two names for one."""
         other = self._leaf_of.setdefault(found.identity, name)
         if other != name:
             raise SharedDirectoryError(
@@ -122,7 +122,7 @@ class ZarrArrays:
             )
 
     def _metadata(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> ZarrMetadata:
-        """`.zarray`, compared with the spec."""
+        """Reads `.zarray` and compares it with the spec."""
         self.index_bytes += len(found.metadata)
         file = self._root.join(f"{spec.directory}/{METADATA_FILE}")
         metadata = parse_zarr_metadata(found.metadata, file, name, self._limits)
@@ -166,7 +166,7 @@ class ZarrArrays:
     def _array(
         self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
     ) -> ts.TensorStore | UnopenedArray:
-        """An array that opens when it is read, where TensorStore has accepted another one of the same kind.
+        """Returns an array that opens when it is read, where TensorStore has accepted another one of the same kind.
 
         What it may refuse is found now, and a checkpoint of many arrays opens without opening each.
         """
@@ -210,19 +210,19 @@ class FilledLeaf(TensorStoreLeaf):
         limits: Limits,
         separator: str,
     ):
-        """See `TensorStoreLeaf`; `separator` stands between the numbers of a chunk's name."""
+        """Makes the leaf as `TensorStoreLeaf` does; `separator` joins the numbers of a chunk's name."""
         super().__init__(name, path, array, flag, files=files, limits=limits)
         self._separator = separator
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """See `Leaf.read_into`."""
+        """Implements `Leaf.read_into`."""
         await super().read_into(requests, stats)
         wanted = {name for box, _ in requests for name in self._chunk_names(box)}
         absent = await run_in_pool(reader_pool(), self._files.count_absent, wanted)
         stats.count(0, fill_chunks=absent)
 
     def _chunk_names(self, box: Sequence[tuple[int, int]]) -> list[str]:
-        """The names of the chunks that hold a box's elements."""
+        """Returns the names of the chunks that hold a box's elements."""
         if not box:
             return ["0"]
         chunks = self.chunks or ()

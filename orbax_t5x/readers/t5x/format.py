@@ -1,4 +1,4 @@
-"""How T5X's own checkpoints are recognised: by the first keys of their msgpack file."""
+"""Recognises T5X's own checkpoints by the first keys of their msgpack file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orbax_t5x.readers.t5x.open import open_t5x
 
 
 def is_t5x(probe: PathProbe) -> bool:
-    """Whether a path is a step's directory, or a file of T5X's with its version in it."""
+    """Reports whether a path is a step's directory, or a file of T5X's with its version in it."""
     if probe.kind == "directory":
         return MSGPACK_FILE in probe.names and is_t5x_state(probe.inside(MSGPACK_FILE))
     return is_t5x_msgpack(probe)

@@ -107,7 +107,7 @@ def _closing(opened: StateFile, flag: OpenFlag) -> Callable[[], None]:
 
 
 def _tree_of(opened: StateFile) -> _Tree:
-    """The part of the file that holds the train state."""
+    """Returns the subtree of the file that holds the train state."""
     version = opened.tree.get("version", 0)
     if type(version) is not int or version < 0:
         raise CorruptCheckpointError(f"the version is {str(version)[:200]}", path=opened.file.path)
@@ -123,6 +123,6 @@ def _tree_of(opened: StateFile) -> _Tree:
 
 
 def _metadata(version: int, opened: StateFile) -> dict[str, Any]:
-    """What the file records about itself, and what stands beside the train state."""
+    """Returns the file's metadata and the keys beside the train state."""
     others = sorted(opened.tree.keys() - {"version", "optimizer"}) if version else []
     return {"version": version, "file": opened.file.name, "other_keys": others}

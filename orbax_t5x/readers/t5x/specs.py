@@ -53,7 +53,7 @@ _METADATA_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """What a spec says of an array.
+    """Directory, shape and dtype of an array, from its spec.
 
     Attributes:
       directory: relative to the checkpoint's directory.
@@ -67,7 +67,7 @@ class ArraySpec:
 
 
 def is_spec(node: Mapping[str, Node]) -> bool:
-    """Whether a map of a tree is a spec, a damaged one or one of another driver included.
+    """Reports whether a map of a tree is a spec, also a damaged one or one of another driver.
 
     T5X asks for `driver`, `kvstore` and `metadata`. A map that lacks one of them must not pass for a subtree whose
     leaves are texts: a train state holds no text under `driver`.
@@ -76,7 +76,7 @@ def is_spec(node: Mapping[str, Node]) -> bool:
 
 
 def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
-    """What a spec says.
+    """Parses a spec.
 
     Raises:
       UnsafeCheckpointError: it leads out of the checkpoint, or to another machine.
@@ -105,7 +105,7 @@ def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
 
 
 def _plain(node: Node) -> Any:
-    """A node of a spec as JSON would have it. Specs are small, and the walk has bounded their nesting."""
+    """Returns a node of a spec as JSON would have it. Specs are small, and the walk has bounded their nesting."""
     if isinstance(node, StoredText):
         if node.short is None:
             raise CorruptCheckpointError(f"its spec holds a text of {node.size} bytes")
@@ -143,7 +143,7 @@ def _require_kvstore(kvstore: Any) -> None:
 
 
 def _path(kvstore: Any, beside: Any) -> str:
-    """The path of a spec, from its kvstore or, as old TensorStores wrote it, from beside it."""
+    """Returns the path of a spec, from its kvstore or, as old TensorStores wrote it, from beside it."""
     if kvstore is None:
         raise CorruptCheckpointError("its spec has no kvstore")
     paths = [_text(path, "path") for path in (kvstore.get("path"), beside) if path is not None]
@@ -194,5 +194,5 @@ def _shown(said: Any) -> str:
 
 
 def located(error: CheckpointError, path: str, leaf: str) -> CheckpointError:
-    """An error of a pure function, with file and leaf."""
+    """Adds file and leaf to an error of a pure function."""
     return error_at(error, path=path, leaf=leaf)

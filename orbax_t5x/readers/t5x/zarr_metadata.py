@@ -1,4 +1,4 @@
-"""`.zarray` of one zarr v2 array, by a strict schema: what decides shape, dtype, chunks and codec of a T5X leaf.
+"""`.zarray` of one zarr v2 array, by a strict schema: shape, dtype, chunks and codec of a T5X leaf.
 
 The bounds that its fields must keep are proven here; `spec` then is what TensorStore gets, written anew from the
 fields, so that TensorStore reads no metadata of its own and nothing unknown reaches it. Pure: bytes in, a record or an
@@ -46,7 +46,7 @@ _DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class ZarrMetadata:
-    """What `.zarray` says.
+    """Contents of `.zarray`.
 
     Attributes:
       dtype: of the elements as they are stored.
@@ -64,7 +64,9 @@ class ZarrMetadata:
     separator: str
 
     def spec(self, *, as_bfloat16: bool) -> dict[str, Any]:
-        """The metadata as TensorStore takes it; with `as_bfloat16` the bits of uint16 elements are read as that."""
+        """Returns the metadata as TensorStore takes it; with `as_bfloat16` the bits of uint16 elements are read as
+        that.
+        """
         fill = self.fill_value
         if as_bfloat16 and fill is not None:
             fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
@@ -83,13 +85,13 @@ class ZarrMetadata:
         }
 
     def layout(self, *, as_bfloat16: bool) -> ArrayLayout:
-        """The layout of the array."""
+        """Returns the layout of the array."""
         dtype = _DTYPES[_BFLOAT16] if as_bfloat16 else self.dtype
         return ArrayLayout(self.shape, dtype, self.chunks, self.chunks)
 
     @property
     def kind(self) -> Hashable | None:
-        """Equal for arrays that TensorStore either accepts all or none of: they differ in their sizes alone.
+        """Key that is equal for arrays that differ only in their sizes: TensorStore accepts all of them or none.
 
         None for an array of sizes near those that TensorStore cannot count.
         """
@@ -100,7 +102,7 @@ class ZarrMetadata:
 
 
 def parse_zarr_metadata(data: bytes, path: str, leaf: str, limits: Limits) -> ZarrMetadata:
-    """The fields of `.zarray`.
+    """Parses `.zarray`.
 
     Args:
       data: the whole file.
@@ -177,7 +179,7 @@ def _compressor(recorded: Any, unsupported) -> dict[str, Any] | None:
 
 
 def _fill_value(recorded: Any, dtype: np.dtype, unsupported) -> Any:
-    """A number, as it stands; NaN and infinities are texts in zarr."""
+    """Parses a fill value: a number; NaN and infinities are texts in zarr."""
     if recorded is None or type(recorded) in (int, float, bool):
         return recorded
     if dtype.kind == "f" and recorded in ("NaN", "Infinity", "-Infinity"):

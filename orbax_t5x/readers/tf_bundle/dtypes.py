@@ -55,7 +55,7 @@ _FIRST_REFERENCE_TYPE = 101
 
 
 def dtype_of(number: int, *, path: str, leaf: str) -> np.dtype:
-    """The NumPy dtype, object for strings.
+    """Returns the NumPy dtype, object for strings.
 
     Raises:
       UnsupportedCheckpointError: JAX has no such dtype.

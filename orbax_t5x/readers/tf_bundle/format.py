@@ -1,4 +1,4 @@
-"""How TensorFlow bundles are recognised: by names, so that a bundle whose index is damaged is still one."""
+"""Recognises TensorFlow bundles by names, so that a bundle whose index is damaged is still one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SHARD_NAME = re.compile(r"(?P<prefix>.+)\.data-[0-9]{5}-of-[0-9]{5}", re.ASCII 
 
 
 def prefix_of_shard(name: str) -> str | None:
-    """The prefix of the bundle that a shard with this name or path belongs to; None for other files."""
+    """Returns the prefix of the bundle that a shard with this name or path belongs to; None for other files."""
     match = _SHARD_NAME.fullmatch(name)
     return match["prefix"] if match else None
 
 
 def is_tf_bundle(probe: PathProbe) -> bool:
-    """Whether a path is a bundle's prefix or one of its files, or a directory with a bundle."""
+    """Reports whether a path is a bundle's prefix or one of its files, or a directory with a bundle."""
     if probe.kind == "directory":
         return _is_bundle_directory(probe)
     if probe.kind == "file" and (probe.path.endswith(".index") or is_bundle_state(probe)):

@@ -1,4 +1,4 @@
-"""The entries of a bundle's index become leaves: every number in an entry is proven against the files first.
+"""Makes leaves of the entries of a bundle's index: every number in an entry is proven against the files first.
 
 An entry that cannot be right makes its own leaf unreadable and no other: the leaf is listed, with its shape and dtype
 where these are known, and using it raises what is wrong. Shards are measured (`fstat`), never read. Nothing is sized by
@@ -50,7 +50,7 @@ _SPARE_SLICES = 16
 
 
 class BundleLeaves:
-    """Makes the leaves of one bundle.
+    """The leaves of one bundle.
 
     Attributes:
       shards: the shards that were looked at, by number: the file, or why it cannot be read.
@@ -73,12 +73,12 @@ class BundleLeaves:
     def _shard_name(self, number: int) -> str:
         return f"{self._prefix}.data-{number:05d}-of-{self._num_shards:05d}"
 
-    def look_at_shards(self) -> None:
-        """Looks at all shards at once."""
+    def stat_shards(self) -> None:
+        """Stats all shards in one batch."""
         self._root.stat_ahead([self._shard_name(number) for number in range(self._num_shards)])
 
     def shard(self, number: int) -> StoredFile | CheckpointError:
-        """The file of a shard, measured once."""
+        """Returns the file of a shard, measured once."""
         if number not in self.shards:
             name = self._shard_name(number)
             try:
@@ -90,7 +90,7 @@ class BundleLeaves:
         return self.shards[number]
 
     def leaves(self, entries: Mapping[bytes, bytes], slices: Mapping[bytes, bytes]) -> dict[str, Leaf]:
-        """Leaves by name.
+        """Makes the leaves by name.
 
         Args:
           entries: encoded entries by name.
@@ -171,7 +171,7 @@ class BundleLeaves:
             raise error_at(error, path=self._index_path, leaf=leaf) from None
 
     def _range(self, leaf: str, entry: BundleEntry, shape: tuple[int, ...], dtype: np.dtype) -> StoredRange:
-        """The bytes of an entry, proven to lie in their shard and to be as many as the shape takes."""
+        """Returns the bytes of an entry, proven to be inside their shard and as many as the shape takes."""
         count = math.prod(shape)
         if entry.dtype == STRING:
             # Each string takes a byte of length at least, and four bytes of checksum follow the lengths, even of none.

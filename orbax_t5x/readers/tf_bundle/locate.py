@@ -1,4 +1,4 @@
-"""From the path that a user gives to a bundle's directory and prefix.
+"""Finds the directory and the prefix of a bundle by the path that a user gives.
 
 The path is trusted. What a `checkpoint` file says is not: a relative path in it stays below the file's directory, and
 an absolute one, which TensorFlow writes and copying makes wrong, means the file of that name beside it.
@@ -42,7 +42,7 @@ _V1_HINT = (
 
 
 class BundleLocation(NamedTuple):
-    """Where a bundle is.
+    """Directory and prefix of a bundle.
 
     Attributes:
       root: its directory.
@@ -58,7 +58,7 @@ class BundleLocation(NamedTuple):
 
 
 def find_bundle(path: str) -> BundleLocation:
-    """The directory and the prefix that a path means; the path is trusted, what files say is not."""
+    """Finds the bundle of a path; the path is trusted, the contents of files are not."""
     if locations.is_directory(path) and not locations.exists(f"{path}.index"):
         return _in_directory(path)
     if path.endswith(".index") and locations.exists(path):
@@ -128,7 +128,9 @@ def _in_directory(path: str) -> BundleLocation:
 
 
 def _state(root: Store, name: str) -> tuple[str, int] | None:
-    """The model_checkpoint_path that a `checkpoint` file names and the bytes read; None for files of another kind."""
+    """Reads the model_checkpoint_path that a `checkpoint` file names and counts the bytes; None for files of another
+    kind.
+    """
     files = root.open_files()
     try:
         file = files.file(name)
@@ -147,7 +149,7 @@ def _state(root: Store, name: str) -> tuple[str, int] | None:
 
 
 def _named_location(root: Store, named: str, bytes_read: int) -> BundleLocation:
-    """The place that a `checkpoint` file names: below its directory; an absolute path by its last component."""
+    """Returns the location in a `checkpoint` file: below its directory; an absolute path by its last component."""
     if ".." in named.split("/"):
         raise UnsafeCheckpointError(
             f"model_checkpoint_path {named!r} leads out of the directory", path=root.join(_STATE_FILE)

@@ -71,7 +71,7 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
 
 
 def _metadata(place: BundleLocation, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
-    leaves.look_at_shards()
+    leaves.stat_shards()
     shards = [leaves.shard(number) for number in range(header.num_shards)]
     metadata: dict[str, Any] = {
         "writer": "TensorFlow",
@@ -91,7 +91,7 @@ def _metadata(place: BundleLocation, header: BundleHeader, leaves: BundleLeaves)
 
 
 def _read_index(index: StoredFile, limits: Limits) -> tuple[BundleHeader, dict[bytes, bytes], dict[bytes, bytes]]:
-    """The header, the entries of variables by name, those of slices by key."""
+    """Reads the header, the entries of variables by name, those of slices by key."""
     entries: dict[bytes, bytes] = {}
     slices: dict[bytes, bytes] = {}
     header: BundleHeader | None = None

@@ -21,7 +21,7 @@ _MAX_FIELD_NUMBER = 1 << 29
 
 
 class BadMessage(ValueError):
-    """What is wrong with a message, in words."""
+    """Error of an invalid message."""
 
 
 class Extent(NamedTuple):
@@ -53,7 +53,7 @@ class BundleEntry(NamedTuple):
 
 
 def _scan(data: bytes, kind: str, wires: dict[int, int], repeated: int = 0) -> dict[int, Any]:
-    """The known fields of one message by number: integers, bytes, and for the field `repeated` a list of bytes.
+    """Scans the known fields of one message by number: integers, bytes, and for the field `repeated` a list of bytes.
 
     One loop without calls for the usual one-byte varints: an index has thousands of entries with a dozen fields each.
     """
@@ -102,7 +102,7 @@ def _scan(data: bytes, kind: str, wires: dict[int, int], repeated: int = 0) -> d
 
 
 def _integer(fields: dict[int, Any], number: int, kind: str, bits: int = 64) -> int:
-    """A signed integer; 0 where it is absent."""
+    """Returns a signed integer; 0 where it is absent."""
     value = fields.get(number, 0)
     if value < 1 << 31:
         return value
@@ -122,7 +122,7 @@ _EXTENT = {1: _VARINT, 2: _VARINT}
 
 
 def parse_header(data: bytes) -> BundleHeader:
-    """BundleHeaderProto.
+    """Parses a BundleHeaderProto.
 
     Raises:
       BadMessage: it is none.
@@ -160,7 +160,7 @@ def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
 
 
 def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
-    """BundleEntryProto.
+    """Parses a BundleEntryProto.
 
     Raises:
       BadMessage: it is none, has more than `max_rank` dimensions, or more than `max_slices` slices.
@@ -187,7 +187,7 @@ def _ordered_unsigned(value: int) -> bytes:
 
 
 def _ordered_signed(value: int) -> bytes:
-    """A sign and 7n - 1 bits in n bytes, whose first n bits, turned over, tell n and make them order as numbers do."""
+    """Encodes a sign and 7n - 1 bits in n bytes, whose first n bits, inverted, give n and sort them as numbers."""
     magnitude = ~value if value < 0 else value
     size = 1
     while magnitude >> (7 * size - 1):
@@ -198,7 +198,9 @@ def _ordered_signed(value: int) -> bytes:
 
 
 def slice_key(name: bytes, extents: tuple[Extent, ...]) -> bytes:
-    """The key under which a slice of a partitioned variable has its entry: OrderedCode of 0, name, rank, extents."""
+    """Returns the key under which a slice of a partitioned variable has its entry: OrderedCode of 0, name, rank,
+    extents.
+    """
     escaped = b"".join(_ESCAPED.get(byte, bytes([byte])) for byte in name)
     parts = [_ordered_unsigned(0), escaped, b"\x00\x01", _ordered_unsigned(len(extents))]
     for extent in extents:
@@ -207,7 +209,7 @@ def slice_key(name: bytes, extents: tuple[Extent, ...]) -> bytes:
 
 
 def variable_of_slice(key: bytes) -> bytes | None:
-    """The name of the variable that a slice's key names, or None where it is no such key."""
+    """Returns the name of the variable in a slice's key, or None where it is no such key."""
     escaped, end, _ = key[1:].partition(b"\x00\x01")
     if not end:
         return None

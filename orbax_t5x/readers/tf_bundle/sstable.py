@@ -31,11 +31,11 @@ _MAX_VARINT_BYTES = 10
 
 
 class BadVarint(ValueError):
-    """Bytes that are no varint of at most 64 bits; becomes a typed error where file and leaf are known."""
+    """Error of bytes that are no varint of at most 64 bits; becomes a typed error where file and leaf are known."""
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """The varint at `at`, which must end before `end`, and the place behind it.
+    """Reads the varint at `at`, which must end before `end`; returns it and the position behind it.
 
     Raises:
       BadVarint: it does not end there, or has more than 64 bits.
@@ -53,7 +53,7 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 class _Handle(NamedTuple):
-    """Where a block lies."""
+    """Offset and size of a block."""
 
     offset: int
     size: int
@@ -70,7 +70,7 @@ def _read_handle(data: bytes, at: int, end: int) -> tuple[_Handle, int]:
 
 
 def is_table(file: StoredFile) -> bool:
-    """Whether a file ends as a table does."""
+    """Reports whether a file ends as a table does."""
     return file.size >= _FOOTER_BYTES and bytes(file.read(file.size - len(MAGIC), len(MAGIC))) == MAGIC
 
 
@@ -118,7 +118,7 @@ class Table:
             )
 
     def _read_index(self, index: _Handle, meta: _Handle) -> list[tuple[bytes, _Handle]]:
-        """(separator key, handle) of each data block; they lie behind one another and apart from the index."""
+        """Reads (separator key, handle) of each data block; they follow one another, apart from the index."""
         blocks: list[tuple[bytes, _Handle]] = []
         reached = 0
         last = b""
@@ -193,7 +193,7 @@ class Table:
         return bytes(block)
 
     def _entries(self, handle: _Handle, block: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """The entries of a block, as they stand."""
+        """Yields the entries of a block, as stored."""
         where = f"the block at {handle.offset}"
         if len(block) < 4:
             raise self._corrupt(f"{where} has no restart points")
@@ -234,7 +234,7 @@ class Table:
             raise self._corrupt(f"a restart point of {where} is no entry: {restart}")
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """All (key, value) of the table, strictly ascending.
+        """Yields all (key, value) of the table, strictly ascending.
 
         Raises:
           CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: naming the file.

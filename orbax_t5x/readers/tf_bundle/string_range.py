@@ -46,7 +46,7 @@ class StringRange:
     dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(object))
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """The whole entry, as stored, for any box."""
+        """Returns the size of the whole entry, as stored, for any box."""
         return self.nbytes if boxes else 0
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
@@ -65,7 +65,7 @@ class StringRange:
         return self._outcome(strings, checksum)
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
-        """Reads the entry for its checksum alone; blocks."""
+        """Reads the entry only for its checksum; blocks."""
         return self._outcome(self._load(leaf), True) if list(ranges) else ReadOutcome([], 0, 0)
 
     def _outcome(self, strings: _Strings, checksum: bool) -> ReadOutcome:
@@ -95,7 +95,7 @@ class StringRange:
 
 
 def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
-    """The `count` varints that the bytes begin with, and the place behind them; None where there are no such."""
+    """Reads `count` varints; returns them and the position behind them, None where there are no such."""
     if not count:
         return np.zeros(0, np.int64), 0
     if count > data.size:
@@ -116,7 +116,7 @@ def _lengths(data: np.ndarray, count: int) -> tuple[np.ndarray | None, int]:
 
 
 def _as_summed(lengths: np.ndarray) -> bytes:
-    """The lengths as TensorFlow sums them: 32 bits each, 64 where that is not enough."""
+    """Returns the lengths as TensorFlow sums them: 32 bits each, 64 where that is not enough."""
     if not lengths.size or int(lengths.max()) < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())

@@ -40,7 +40,7 @@ REQUEST_SETTINGS = {
 
 
 class FileStat(NamedTuple):
-    """What a request without bytes told of a file; the generation is empty where the server tells none."""
+    """Result of a request without bytes for a file; the generation is empty where the server sends none."""
 
     generation: bytes
 
@@ -53,23 +53,23 @@ class Response(NamedTuple):
 
 
 class ReadFuture(Protocol):
-    """What TensorStore gives for a read; its own annotations leave some of it unknown."""
+    """A pending read of TensorStore, with the types that its own annotations leave unknown."""
 
     def result(self, timeout: float | None = None) -> ts.KvStore.ReadResult:
-        """Waits for the answer."""
+        """Waits for the response."""
         ...
 
     def done(self) -> bool:
-        """Whether it came."""
+        """Reports whether the response came."""
         ...
 
     def cancel(self) -> bool:
-        """Says that nobody waits for it any more."""
+        """Cancels the read."""
         ...
 
 
 class PendingRead(NamedTuple):
-    """A request under way."""
+    """A request that was sent and has no response yet."""
 
     key: str
     future: ReadFuture
@@ -91,7 +91,7 @@ def _generation(result: ts.KvStore.ReadResult) -> bytes:
 
 
 class ReadAheadBudget:
-    """Bytes under way before anybody needs them: a bound that many threads share, which never makes one wait."""
+    """Bound on the bytes requested before they are needed; many threads share it, and it never blocks one."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -99,7 +99,7 @@ class ReadAheadBudget:
         self._lock = threading.Lock()
 
     def take(self, size: int, *, needed: bool) -> bool:
-        """Counts some more, if they fit or are needed now; returns whether they may be asked for."""
+        """Takes some bytes if they fit or are needed now; returns True if they may be requested."""
         with self._lock:
             if not needed and self._used + size > self._limit:
                 return False
@@ -107,7 +107,7 @@ class ReadAheadBudget:
             return True
 
     def give(self, size: int) -> None:
-        """They came, or nobody wants them any more."""
+        """Gives back bytes that arrived or are no longer wanted."""
         with self._lock:
             self._used -= size
 
@@ -140,18 +140,18 @@ class Connection:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
 
     def url(self, key: str) -> str:
-        """The URL of a key."""
+        """Returns the URL of a key."""
         return f"{self.base}/{key}" if key else self.base
 
     # -- single requests
 
     def begin(self, key: str, start: int, stop: int | None) -> PendingRead:
-        """Asks for bytes [start, stop), or to the end."""
+        """Requests bytes [start, stop), or to the end."""
         future = cast(ReadFuture, self._kvstore.read(key, byte_range=slice(start, stop)))
         return PendingRead(key, future, time.monotonic())
 
     def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Response | None:
-        """The answer to a request, or None where there is no such file.
+        """Waits for the response to a request; None where there is no such file.
 
         Raises:
           CheckpointError: the store failed or was silent for too long; the request is given up.
@@ -181,7 +181,7 @@ class Connection:
     # -- several at once
 
     def stat(self, keys: Iterable[str]) -> list[FileStat | None]:
-        """What stands under each key: None for no file. All are asked at once, and each once in an opening."""
+        """Stats each key, None for no file, all in one batch, and each once in an opening."""
         keys = list(keys)
         new = {key: self.begin(key, 0, 0) for key in dict.fromkeys(keys) if key not in self._stats}
         try:
@@ -204,19 +204,19 @@ class Connection:
         return None if answer is None else FileStat(answer.generation)
 
     def has_file(self, key: str) -> bool:
-        """Whether a file stands under a key; a list that holds its place is enough to tell."""
+        """Reports whether a key is a file; a list of its directory is enough."""
         for directory, names in self._listed.items():
             if not directory or key.startswith(f"{directory}/"):
                 return key[len(directory) + 1 if directory else 0 :] in names
         return self.stat([key])[0] is not None
 
     def stat_again(self, keys: Sequence[str]) -> list[FileStat | None]:
-        """As `look`, whatever was seen before."""
+        """Stats like `stat`, with new requests."""
         requests = [self.begin(key, 0, 0) for key in keys]
         return [self._end_stat(request) for request in requests]
 
     def stat_small(self, keys: Sequence[str]) -> list[FileStat | None]:
-        """As `look`, of files that will be read whole if they are there: it is learned at once which are small."""
+        """Stats files that will be read whole if they exist; the same batch shows which are small."""
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         probes = [self.begin(key, _SMALL_BYTES, _SMALL_BYTES + 1) for key in new]
         stats = self.stat(keys)
@@ -224,11 +224,11 @@ class Connection:
         return stats
 
     def whole_if_small(self, key: str) -> Response | None:
-        """All bytes of a file that `stat_small` has found to be small; None for others."""
+        """Returns all bytes of a file that `stat_small` has found to be small; None for others."""
         return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
 
     def whole(self, keys: Sequence[str], limit: int) -> list[Response | None]:
-        """All bytes of each file, or None where there is none. A file of more than `limit` bytes is not read.
+        """Reads all bytes of each file, None where there is none. A file of more than `limit` bytes is not read.
 
         Raises:
           LimitExceededError: a file is larger.
@@ -279,12 +279,12 @@ class Connection:
             raise remote_error(error, "measuring it", path=self.url(request.key)) from error
 
     def have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
-        """Whether a file has a byte at each offset."""
+        """Reports for each offset whether a file has a byte there."""
         requests = [self.begin(key, offset, offset + 1) for offset in offsets]
         return [self._has_bytes(request) for request in requests]
 
     def names_below(self, key: str) -> list[str]:
-        """The names of all files below a directory, at any depth, relative to it.
+        """Lists all files below a directory, at any depth, relative to it.
 
         Raises:
           UnsupportedCheckpointError: the protocol has no lists.
@@ -312,13 +312,13 @@ class Connection:
         return sorted(name.decode("utf-8", "replace") for name in found)
 
     def forget(self) -> None:
-        """Ends the memory of an opening."""
+        """Clears the memory of an opening."""
         self._stats, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
         self._small = set()
 
 
 class _Session:
-    """What one call has seen of remote stores."""
+    """Connections of one call."""
 
     def __init__(self, timeout: float):
         self.timeout = timeout
@@ -330,7 +330,7 @@ _SESSION: ContextVar[_Session | None] = ContextVar("orbax_t5x_remote_session", d
 
 @contextmanager
 def remote_session(limits: Limits | None = None) -> Generator[None, None, None]:
-    """Within it each server and bucket has one `Connection`, which remembers what it was asked.
+    """Keeps one `Connection` per server and bucket, which caches its responses, while it is entered.
 
     A session inside another one is the same.
     """
@@ -356,7 +356,7 @@ class RemoteLocation(NamedTuple):
 
 
 def connect(url: str) -> RemoteLocation:
-    """Where a URL leads, by the connection of this session.
+    """Returns the connection of this session and the key for a URL.
 
     Raises:
       UnsupportedCheckpointError: it is no URL of a store.

@@ -26,7 +26,7 @@ _FLAX = ("flax_model.msgpack", _CONFIG)
 
 
 class HubPath(NamedTuple):
-    """A path on the hub, taken apart.
+    """A parsed path on the hub.
 
     Attributes:
       repository: "org/name".
@@ -40,7 +40,7 @@ class HubPath(NamedTuple):
 
 
 def parse_hub_path(path: str) -> HubPath:
-    """Takes a path apart.
+    """Parses a path.
 
     Raises:
       UnsupportedCheckpointError: it is no such path.
@@ -56,7 +56,7 @@ def parse_hub_path(path: str) -> HubPath:
 
 
 def download(path: str) -> str:
-    """Downloads what is not in the hub's cache; returns the local directory or file.
+    """Downloads the files that are not in the hub's cache; returns the local directory or file.
 
     Raises:
       UnsupportedCheckpointError: `huggingface_hub` is not installed, or the repository holds no format that is read.
@@ -82,7 +82,9 @@ def download(path: str) -> str:
 
 
 def _patterns_of(file: str) -> list[str]:
-    """A file with its configuration and, of an index, the files that it names; or all of a directory."""
+    """Returns patterns of a file, its configuration and, for an index, the files that it names; or of a whole
+    directory.
+    """
     directory = f"{file.rpartition('/')[0]}/" if "/" in file else ""
     patterns = [file, f"{file}/*", f"{directory}{_CONFIG}"]
     if file.endswith(_INDEX_SUFFIX):

@@ -1,4 +1,4 @@
-"""A file of a remote store: read by ranges, each answer proven to be of the file that was found when it was opened.
+"""A file of a remote store: read by ranges, each response proven to be of the file that was found at opening.
 
 Reads that are announced are begun early, several at a time, so that their waits overlap. No store tells a size in a way
 that TensorStore passes on. Most formats tell themselves where a file must end, which two requests for single bytes
@@ -41,7 +41,7 @@ _SIZE_PARTS = 32
 
 
 class OpenState:
-    """Whether the files of a checkpoint are still open."""
+    """State of a checkpoint's files, open or closed."""
 
     def __init__(self, path: str):
         self._path = path
@@ -77,12 +77,12 @@ class RemoteFile:
 
     @property
     def known_size(self) -> int | None:
-        """See `StoredFile.known_size`."""
+        """Implements `StoredFile.known_size`."""
         return self._size
 
     @property
     def size(self) -> int:
-        """See `StoredFile.size`."""
+        """Implements `StoredFile.size`."""
         if self._size is None:
             self._size = self._find_size()
         return self._size
@@ -110,7 +110,7 @@ class RemoteFile:
         return start + len(rest.data)
 
     def require_size(self, size: int) -> bool:
-        """Whether the file has exactly this size, in two requests."""
+        """Reports whether the file has exactly this size, by two requests."""
         if self._size is None:
             last, beyond = self._connection.have_bytes(self._key, [max(0, size - 1), size])
             if (last or not size) and not beyond:
@@ -120,7 +120,7 @@ class RemoteFile:
     # -- reading
 
     def load(self, limit: int) -> None:
-        """See `StoredFile.load`."""
+        """Implements `StoredFile.load`."""
         if self._content is None:
             try:
                 answer = self._connection.whole([self._key], limit)[0]
@@ -133,7 +133,7 @@ class RemoteFile:
         self._size = len(answer.data)
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
-        """See `StoredFile.read`."""
+        """Implements `StoredFile.read`."""
         self._state.require_open()
         if offset < 0 or size < 0 or (self._size is not None and offset + size > self._size):
             raise CorruptCheckpointError(
@@ -181,7 +181,7 @@ class RemoteFile:
         return block
 
     def tail(self, size: int) -> bytes:
-        """The last `size` bytes of a file that has more; empty where the server cannot tell."""
+        """Returns the last `size` bytes of a file that has more; empty where the server does not serve them."""
         try:
             answer = self._answer_inside(-size, None, None)
         except UnsupportedCheckpointError:
@@ -189,23 +189,23 @@ class RemoteFile:
         return b"" if answer is None else answer.data
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `StoredFile.read_into`."""
+        """Implements `StoredFile.read_into`."""
         size = sum([buffer.nbytes for buffer in buffers])
         self.ahead([(offset, size)]).read_into(offset, buffers, leaf=leaf)
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> RemoteReadAhead:
-        """See `StoredFile.ahead`."""
+        """Implements `StoredFile.ahead`."""
         self._state.require_open()
         return RemoteReadAhead(self, _pieces(ranges), self._connection.ahead)
 
     def begin_piece(self, start: int, stop: int) -> PendingRead | bytes:
-        """Asks for bytes, or takes them from what was loaded; `end_piece` has the answer."""
+        """Requests bytes, or takes them from the loaded content; `end_piece` returns them."""
         if self._content is not None:
             return self._content[start:stop]
         return self._begin(start, stop)
 
     def end_piece(self, piece: PendingRead | bytes, start: int, stop: int, leaf: str | None) -> bytes:
-        """The bytes of a piece."""
+        """Returns the bytes of a piece."""
         self._state.require_open()
         data = piece if isinstance(piece, bytes) else self._answer(piece, leaf).data
         if len(data) != stop - start:
@@ -213,7 +213,7 @@ class RemoteFile:
         return data
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """See `StoredFile.check_unchanged`.
+        """Implements `StoredFile.check_unchanged`.
 
         Every answer was compared when it came; what is read from memory needs a look at what is there now.
         """
@@ -222,7 +222,7 @@ class RemoteFile:
             self._proven(self._connection.stat_again([self._key])[0], leaf)
 
     def require_open(self) -> None:
-        """See `StoredFile.require_open`."""
+        """Implements `StoredFile.require_open`."""
         self._state.require_open()
 
     # -- requests
@@ -231,7 +231,7 @@ class RemoteFile:
         return self._connection.begin(self._key, start, stop)
 
     def _answer(self, request: PendingRead, leaf: str | None) -> Response:
-        """The answer to a request.
+        """Waits for the response to a request.
 
         Raises:
           CheckpointGoneError: it is of another file, or of none.
@@ -248,7 +248,7 @@ class RemoteFile:
             raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
 
     def _answer_inside(self, start: int, stop: int | None, leaf: str | None) -> Response | None:
-        """As `_answer`, and None where the file ends before the bytes that were asked for."""
+        """Does `_answer`, but returns None where the file ends before the requested bytes."""
         try:
             return self._answer(self._begin(start, stop), leaf)
         except CorruptCheckpointError as error:
@@ -257,7 +257,7 @@ class RemoteFile:
             raise
 
     def _proven(self, answer: _Generational | None, leaf: str | None) -> _Generational:
-        """An answer of the file that was opened.
+        """Returns a response, proven to be of the file that was opened.
 
         A server without strong ETags tells no generation: nothing can be compared then.
         """
@@ -271,14 +271,14 @@ class RemoteFile:
 
 
 def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the requests for ranges of (offset, size)."""
+    """Yields (start, stop) of the requests for ranges of (offset, size)."""
     for offset, size in ranges:
         for start in range(offset, offset + size, _PIECE_BYTES):
             yield start, min(start + _PIECE_BYTES, offset + size)
 
 
 class RemoteReadAhead:
-    """Implements `ReadAhead`: pieces are asked for in order before they are needed. For one thread."""
+    """Read-ahead that requests ranges in order before they are needed. For one thread."""
 
     def __init__(self, file: RemoteFile, pieces: Iterator[tuple[int, int]], ahead: ReadAheadBudget):
         self._file = file
@@ -302,7 +302,7 @@ class RemoteReadAhead:
             self._next = next(self._pieces, None)
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """See `ReadAhead.read_into`."""
+        """Implements `ReadAhead.read_into`."""
         views = [buffer.reshape(-1).view(np.uint8) for buffer in buffers if buffer.nbytes]
         ends = list(np.cumsum([view.size for view in views]))
         total = int(ends[-1]) if views else 0

@@ -33,7 +33,7 @@ class RemoteStore:
         return self._connection
 
     def key(self, name: str, *, leaf: str | None = None) -> str:
-        """The key of a name.
+        """Returns the key of a name.
 
         Raises:
           UnsafeCheckpointError: it leads out of the root.
@@ -42,56 +42,56 @@ class RemoteStore:
         return "/".join([self._key, *parts] if self._key else parts)
 
     def join(self, name: str) -> str:
-        """See `Store.join`."""
+        """Implements `Store.join`."""
         return f"{self.path}/{name}" if name else self.path
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        """See `Store.locate`."""
+        """Implements `Store.locate`."""
         return self._connection.url(self.key(name, leaf=leaf))
 
     def open_files(self) -> RemoteFiles:
-        """See `Store.open_files`."""
+        """Implements `Store.open_files`."""
         return RemoteFiles(self)
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
-        """See `Store.read_whole`."""
+        """Implements `Store.read_whole`."""
         answer = self._connection.whole([self.key(name, leaf=leaf)], limit)[0]
         if answer is None:
             raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
         return answer.data
 
     def stat_ahead(self, names: Sequence[str]) -> None:
-        """See `Store.stat_ahead`."""
+        """Implements `Store.stat_ahead`."""
         self._connection.stat([self.key(name) for name in names])
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        """See `Store.read_ahead`."""
+        """Implements `Store.read_ahead`."""
         self._connection.whole([self.key(name) for name in names], limit)
 
     def require_file(self, name: str) -> None:
-        """See `Store.require_file`."""
+        """Implements `Store.require_file`."""
         if not self.has_file(name):
             raise CheckpointNotFoundError("no such file", path=self.join(name))
 
     def has_file(self, name: str) -> bool:
-        """See `Store.has_file`."""
+        """Implements `Store.has_file`."""
         return self.has_files([name])[0]
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
-        """See `Store.has_files`."""
+        """Implements `Store.has_files`."""
         return [stat is not None for stat in self._connection.stat([self.key(name) for name in names])]
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        """See `Store.kvstore`."""
+        """Implements `Store.kvstore`."""
         spec = kvstore_spec(self._connection.base)
         return {**spec, "path": spec["path"] + self.key(name)}
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
-        """See `Store.array_files`."""
+        """Implements `Store.array_files`."""
         return RemoteSnapshot(self, f"{directory}/{metadata}" if directory else metadata, leaf)
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """See `Store.array_directory`."""
+        """Implements `Store.array_directory`."""
         path = self.locate(directory, leaf=leaf)
         files = self.array_files(directory, metadata, leaf=leaf)
         data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf)
@@ -99,14 +99,14 @@ class RemoteStore:
 
 
 class RemoteFiles:
-    """Implements `OpenFiles`."""
+    """Files of a remote store that are open; implements `OpenFiles`."""
 
     def __init__(self, store: RemoteStore):
         self._store = store
         self._state = OpenState(store.path)
 
     def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
-        """See `OpenFiles.file`."""
+        """Implements `OpenFiles.file`."""
         key = self._store.key(name, leaf=leaf)
         found = self._store.connection.stat([key])[0]
         if found is None:
@@ -117,23 +117,23 @@ class RemoteFiles:
         return RemoteFile(self._store.connection, key, name, found.generation, self._state)
 
     def require_open(self) -> None:
-        """See `OpenFiles.require_open`."""
+        """Implements `OpenFiles.require_open`."""
         self._state.require_open()
 
     def close(self) -> None:
-        """See `OpenFiles.close`."""
+        """Implements `OpenFiles.close`."""
         self._state.closed = True
 
 
 class RemoteSnapshot:
-    """Implements `Snapshot` by the generation of one metadata file: what it describes belongs to it.
+    """Snapshot by the generation of one metadata file, which stands for the files that it describes.
 
     The chunks have generations, too, but TensorStore reads them by itself, and a look at each would double the
     requests. A writer that changes chunks and leaves the metadata as it was is not noticed.
     """
 
     def __init__(self, store: RemoteStore, name: str, leaf: str | None):
-        """Looks at the file.
+        """Stats the file.
 
         Raises:
           CheckpointNotFoundError: it is not there.
@@ -148,18 +148,18 @@ class RemoteSnapshot:
             raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
 
     def count_absent(self, names: Collection[str]) -> int:
-        """See `Snapshot.count_absent`."""
+        """Implements `Snapshot.count_absent`."""
         directory = self._key.rpartition("/")[0]
         found = self._connection.stat_again([f"{directory}/{name}" for name in names])
         return sum(stat is None for stat in found)
 
     def was_checked(self, execution: object) -> bool:
-        """See `Snapshot.was_checked`."""
+        """Implements `Snapshot.was_checked`."""
         checked = self._checked_in
         return checked is not None and checked() is execution
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """See `Snapshot.check_unchanged`."""
+        """Implements `Snapshot.check_unchanged`."""
         with self._lock:
             if self.was_checked(execution):
                 return

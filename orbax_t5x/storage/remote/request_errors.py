@@ -1,4 +1,4 @@
-"""What a failure of TensorStore's requests means for a checkpoint."""
+"""Types failures of TensorStore's requests."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 
 def status_of(error: BaseException) -> str:
-    """The status of absl that the text of an error begins with, or ""."""
+    """Returns the status of absl that the text of an error begins with, or ""."""
     match = _STATUS.match(str(error))
     return match["status"] if match else ""
 
 
 def is_denied(error: BaseException) -> bool:
-    """Whether credentials are missing or do not suffice."""
+    """Reports whether credentials are missing or do not suffice."""
     return status_of(error) in _DENIED
 
 
 def is_beyond_end(error: BaseException) -> bool:
-    """Whether the file ends before the bytes that were asked for."""
+    """Reports whether the file ends before the requested bytes."""
     return status_of(error) == "OUT_OF_RANGE"
 
 
 def is_no_file(error: BaseException) -> bool:
-    """Whether an answer to a look at a name means that no file is there for us.
+    """Reports whether the failure of a stat means that there is no file for us.
 
     Servers redirect from a directory's name to the same with a slash, and buckets that may not be listed deny what they
     do not hold.
@@ -46,12 +46,12 @@ def is_no_file(error: BaseException) -> bool:
 
 
 def is_ignored_range(error: BaseException) -> bool:
-    """Whether a server answered with other bytes of the file than those that were asked for."""
+    """Reports whether a server sent other bytes of the file than those requested."""
     return _IGNORED_RANGE.search(_PAYLOADS.sub("", str(error))) is not None
 
 
 def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | None = None) -> CheckpointError:
-    """The typed error of a failed request.
+    """Makes the typed error of a failed request.
 
     Args:
       error: what TensorStore raised.

@@ -1,4 +1,4 @@
-"""URLs of stores: `http(s)://`, `s3://` and `gs://`, taken apart and made into TensorStore's specs.
+"""URLs of stores: `http(s)://`, `s3://` and `gs://`, parsed and made into TensorStore's specs.
 
 Only the caller's own URL ever comes here; no file decides where a request goes. Credentials are those that TensorStore
 finds by itself: the usual environment variables, files and metadata services of Amazon and Google, and none where there
@@ -23,7 +23,7 @@ _ANY_REGION = "us-east-1"
 
 
 class StoreUrl(NamedTuple):
-    """A URL, taken apart.
+    """A parsed URL.
 
     Attributes:
       base: the server or the bucket, as text, without a slash at the end.
@@ -37,18 +37,18 @@ class StoreUrl(NamedTuple):
 
     @property
     def can_list(self) -> bool:
-        """Whether the protocol tells which objects there are; web servers do not."""
+        """True if the protocol lists objects; web servers do not."""
         return url_scheme(self.base) not in _HTTP
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL of a store."""
+    """Reports whether a path is a URL of a store."""
     scheme = url_scheme(path)
     return scheme in _HTTP or scheme in _BUCKETS
 
 
 def plain_url(url: str) -> str:
-    """The URL that a user gives, without percent-encoding: names are appended to it as they are from here on.
+    """Returns the URL of a user without percent-encoding: from here on names are appended to it as they are.
 
     Raises:
       UnsupportedCheckpointError: no store is behind it, or it has a query or a fragment.
@@ -65,7 +65,7 @@ def plain_url(url: str) -> str:
 
 
 def parse_url(url: str) -> StoreUrl:
-    """Takes a plain URL apart.
+    """Parses a plain URL.
 
     Raises:
       UnsupportedCheckpointError: another scheme, no host or bucket, or a password in it.
@@ -86,7 +86,7 @@ def parse_url(url: str) -> StoreUrl:
 
 
 def kvstore_spec(base: str) -> dict[str, Any]:
-    """TensorStore's spec of a server or a bucket, with an empty path."""
+    """Returns TensorStore's spec of a server or a bucket, with an empty path."""
     scheme, _, where = base.partition("://")
     if scheme in _HTTP:
         return {"driver": "http", "base_url": base, "path": "/"}
