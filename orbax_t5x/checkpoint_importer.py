@@ -47,10 +47,10 @@ from orbax_t5x.mesh_tf.rules import (
     t5_importer,
 )
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
+from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
-from orbax_t5x.restoring.lineage import Asking
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.restoring.planner import build_plan
+from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -142,7 +142,8 @@ def restore_from_t5_checkpoint(
     try:
         target = _target(state, translated) if state else None
         # No proposals: whoever calls this cannot pass transforms.
-        plan = build_plan({"": checkpoint}, target, transforms, PlanOptions(strict=strict), Asking(proposes=False))
+        inputs = plan_inputs({"": checkpoint}, target, transforms, PlanOptions(strict=strict))
+        plan = build_plan(inputs, Decision(False, ()), proposes=False)
     except RestorePlanError as error:
         raise _in_words_of_a_state(error, state, translated, path) from None
     for warning in plan.warnings:

@@ -13,7 +13,7 @@ from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.restoring.api import open_plan
-from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.lineage import Caller
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
         target = mapping.target()
         try:
             chain = mapping.transforms(source, target)
-            plan = stack.enter_context(open_plan(source, target, chain, plan_options(options), Asking("convert")))
+            plan = stack.enter_context(open_plan(source, target, chain, plan_options(options), Caller("convert")))
         except RestorePlanError as error:
             if not options.json:
                 raise

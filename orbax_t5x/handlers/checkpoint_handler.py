@@ -30,7 +30,7 @@ from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.api import open_plan
-from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 
 _GB = 10**9  # Orbax's
@@ -215,12 +215,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         registry, types = (self._registry, self._types_of_users(directory)) if own else (None, {})
         handled = HandledLeaves(args.target, registry, types)
         agreement = Agreement(self._primary_host or 0, os.fspath(directory))
-        asking = Asking("own step" if own else "restore", agreement.records)
+        caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
         with contextlib.ExitStack() as stack:
             with agreement.planning():
                 reading = ReadOptions.of(args).within(self._restore_limit)
                 source = directory if own else args.source
-                opened = open_plan(source, handled.target, args.transforms, PlanOptions.of(args), asking)
+                opened = open_plan(source, handled.target, args.transforms, PlanOptions.of(args), caller)
                 plan = stack.enter_context(opened)
                 handled.check_plan(plan, directory)
                 values = handled.restore(self._orbax, directory)

@@ -1,4 +1,4 @@
-"""Whether transforms are applied to a state: one pure function of its record, the transforms and who asks.
+"""Decides whether transforms are applied to a state: a pure function of its record, the transforms and the caller.
 
 Transforms happen once within a run. The first row that fits decides, unless the caller answers with `is_resuming`:
 
@@ -13,7 +13,7 @@ Transforms happen once within a run. The first row that fits decides, unless the
 Where a row asks, or other digests are a problem, transforms that only select or cast are applied all the same, as long
 as there is no `fallback` that would fill what they take out: no value that is restored can be wrong by that.
 
-A run that goes on whatever is recorded is in no row: nothing is applied, nobody is asked, and other digests are a
+A run that is resumed whatever is recorded is in no row: nothing is applied, nothing is asked, and other digests are a
 warning.
 """
 
@@ -37,10 +37,10 @@ from orbax_t5x.provenance.records import (
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
 
-Asker = Literal["own step", "resumed run", "restore", "convert"]
-"""Who wants the transforms: a restore of the run's own step (a handler's, without `source=`); the same where the run
-goes on whatever is recorded (`restore_or_initialize`); any other restore or plan; or what makes a new checkpoint or a
-new run (`convert`, `init_from=`, the command line)."""
+CallerKind = Literal["own step", "resumed run", "restore", "convert"]
+"""The kinds of callers: a restore of the run's own step (a handler's, without `source=`); the same where the run is
+resumed whatever is recorded (`restore_or_initialize`); any other restore or plan; and calls that make a new checkpoint
+or a new run (`convert`, `init_from=`, the command line)."""
 
 _SHOWN_DIFFERENCES = 8
 
@@ -49,21 +49,21 @@ _NEW_OR_SAME_RUN = "pass is_resuming=False (a new run: apply them now) or is_res
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """What a decision is about.
+class ResumeContext:
+    """The facts of a restore that a decision depends on, beside the record.
 
     Attributes:
       chain: the transforms that are given.
-      asker: who gives them.
-      answer: the caller's `is_resuming`.
+      caller: the kind of the caller.
+      is_resuming: as the caller passed it; None decides by the record.
       has_fallback: whether leaves that are missing are filled.
       source: path of the source, or name -> path.
       format: of the source, or name -> format.
     """
 
     chain: ChainRecord
-    asker: Asker
-    answer: bool | None
+    caller: CallerKind
+    is_resuming: bool | None
     has_fallback: bool
     source: str | Mapping[str, str]
     format: str | Mapping[str, str]
@@ -71,7 +71,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What becomes of the transforms.
+    """The outcome for the transforms.
 
     Attributes:
       is_resuming: whether they were applied already.
@@ -88,91 +88,91 @@ class Decision:
     note: str = ""
 
 
-def decide(record: Lineage | None, question: Question) -> Decision:
+def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     """Decides whether transforms are applied.
 
     Args:
       record: the source's lineage; None where it has none.
-      question: what is given, and by whom.
+      context: the transforms and the caller.
     """
     lineage = record or ()
-    if not question.chain:
-        return Decision(question.answer is True, lineage or (_entry(question),))
-    if question.asker == "resumed run":
-        return _resumed(lineage, question)
-    if question.answer is not None:
-        return _answered(lineage, question)
+    if not context.chain:
+        return Decision(context.is_resuming is True, lineage or (_entry(context),))
+    if context.caller == "resumed run":
+        return _resumed(lineage, context)
+    if context.is_resuming is not None:
+        return _answered(lineage, context)
     applied = [entry for entry in lineage if applied_rules(entry)]
     if lineage and is_unrecorded(lineage[-1]):
         what = "nothing records what was applied to this state before it was saved"
-        return _undecided(lineage, question, what, _ANSWERS)
+        return _undecided(lineage, context, what, _ANSWERS)
     if not applied:
-        return _apply(lineage, question)
-    same = next((entry for entry in reversed(applied) if has_same_digest(entry, question.chain)), None)
+        return _apply(lineage, context)
+    same = next((entry for entry in reversed(applied) if has_same_digest(entry, context.chain)), None)
     if same is not None:
-        warning = "" if question.asker == "own step" else _already_applied(same)
+        warning = "" if context.caller == "own step" else _already_applied(same)
         return Decision(True, lineage, warning=warning)
     opaque = [entry for entry in applied if not has_digest(entry)]
-    if question.chain.digest is None or opaque:
-        whose = "those given" if question.chain.digest is None else f"those recorded ({_brief(opaque[-1])})"
+    if context.chain.digest is None or opaque:
+        whose = "those given" if context.chain.digest is None else f"those recorded ({_brief(opaque[-1])})"
         what = (
             f"{_brief(applied[-1])} was applied to this state before, and whether that is what is given now cannot be "
             f"told: {whose} hold a lambda, a closure or a callable object, which has no digest"
         )
-        return _undecided(lineage, question, what, _ANSWERS)
-    if question.asker == "own step" and not _changes_no_value(question):
-        what = f"the run began with other transforms than those given: {_differences(applied[-1], question.chain)}"
+        return _undecided(lineage, context, what, _ANSWERS)
+    if context.caller == "own step" and not _changes_no_value(context):
+        what = f"the run began with other transforms than those given: {_differences(applied[-1], context.chain)}"
         return Decision(False, lineage, problem=(what, _NEW_OR_SAME_RUN))
-    if question.asker == "own step":
+    if context.caller == "own step":
         return Decision(False, lineage)
     before = "; ".join(_brief(entry) for entry in applied)
-    return dataclasses.replace(_apply(lineage, question), note=f"applied to this state before: {before}")
+    return dataclasses.replace(_apply(lineage, context), note=f"applied to this state before: {before}")
 
 
-def _answered(lineage: Lineage, question: Question) -> Decision:
+def _answered(lineage: Lineage, context: ResumeContext) -> Decision:
     """The caller's own word, which the next save records."""
-    known = any(has_same_digest(entry, question.chain) for entry in lineage)
-    if question.answer:
+    known = any(has_same_digest(entry, context.chain) for entry in lineage)
+    if context.is_resuming:
         # Without a digest nobody could find the entry again.
-        remembered = known or question.chain.digest is None
-        return Decision(True, lineage if remembered else (*lineage, _entry(question)))
-    if known and question.asker == "own step":
+        remembered = known or context.chain.digest is None
+        return Decision(True, lineage if remembered else (*lineage, _entry(context)))
+    if known and context.caller == "own step":
         what = "is_resuming=False would apply transforms again that the run's own record says were applied already"
         return Decision(False, lineage, problem=(what, "remove is_resuming=False"))
-    return _apply(lineage, question)
+    return _apply(lineage, context)
 
 
-def _resumed(lineage: Lineage, question: Question) -> Decision:
+def _resumed(lineage: Lineage, context: ResumeContext) -> Decision:
     """A run that goes on: nothing is applied and nobody is asked; other rules than its own are told and recorded."""
-    decision = _answered(lineage, dataclasses.replace(question, answer=True))
+    decision = _answered(lineage, dataclasses.replace(context, is_resuming=True))
     applied = [entry for entry in lineage if applied_rules(entry)]
     if decision.lineage == lineage or not applied or not all(map(has_digest, applied)):
         return decision
-    what = f"the run began with other transforms than those given: {_differences(applied[-1], question.chain)}"
+    what = f"the run began with other transforms than those given: {_differences(applied[-1], context.chain)}"
     return dataclasses.replace(decision, warning=f"{what}; it goes on without those given, which are recorded")
 
 
-def _apply(lineage: Lineage, question: Question) -> Decision:
-    return Decision(False, (*lineage, _entry(question)))
+def _apply(lineage: Lineage, context: ResumeContext) -> Decision:
+    return Decision(False, (*lineage, _entry(context)))
 
 
-def _entry(question: Question) -> Entry:
-    answer = question.answer if question.chain else None
-    return make_entry(question.source, question.format, question.chain, is_resuming=answer)
+def _entry(context: ResumeContext) -> Entry:
+    answer = context.is_resuming if context.chain else None
+    return make_entry(context.source, context.format, context.chain, is_resuming=answer)
 
 
-def _undecided(lineage: Lineage, question: Question, what: str, fix: str) -> Decision:
+def _undecided(lineage: Lineage, context: ResumeContext, what: str, fix: str) -> Decision:
     """A row that asks: a problem, but for `convert`, and for what changes no value."""
-    if question.asker == "convert":
-        return dataclasses.replace(_apply(lineage, question), warning=f"{what}; the transforms are applied")
-    if _changes_no_value(question):
-        # Not recorded: it says nothing about the transforms that the question is about.
+    if context.caller == "convert":
+        return dataclasses.replace(_apply(lineage, context), warning=f"{what}; the transforms are applied")
+    if _changes_no_value(context):
+        # Not recorded: it says nothing about the given transforms.
         return Decision(False, lineage)
     return Decision(False, lineage, problem=(what, fix))
 
 
-def _changes_no_value(question: Question) -> bool:
-    return question.chain.only_selects and not question.has_fallback
+def _changes_no_value(context: ResumeContext) -> bool:
+    return context.chain.only_selects and not context.has_fallback
 
 
 # -- texts

@@ -9,12 +9,14 @@ from typing import Any
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.heartbeat import announce_exit, sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
+from orbax_t5x.provenance.decision import Decision
+from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
-from orbax_t5x.restoring.lineage import ANY_RESTORE, Asking
+from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, decide_resuming, recorded_lineages, with_history
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.planner import build_plan
+from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
 from orbax_t5x.text.progress_bar import Progress
 
@@ -123,12 +125,12 @@ def restore(
 
 
 def open_plan(
-    source: AnySource, target: Any, transforms: Transforms, options: PlanOptions, asking: Asking = ANY_RESTORE
+    source: AnySource, target: Any, transforms: Transforms, options: PlanOptions, caller: Caller = ANY_RESTORE
 ) -> contextlib.AbstractContextManager[RestorePlan]:
     """The plan of a restore, made at once; the end of the context closes the checkpoints that were opened for it."""
     # Outside a generator, which would turn a StopIteration of a caller's transform into a RuntimeError.
     with contextlib.ExitStack() as stack:
-        plan = _plan(source, target, transforms, options, stack, asking)
+        plan = _plan(source, target, transforms, options, stack, caller)
         return _closing(stack.pop_all(), plan)
 
 
@@ -144,9 +146,23 @@ def _plan(
     transforms: Transforms,
     options: PlanOptions,
     stack: contextlib.ExitStack,
-    asking: Asking = ANY_RESTORE,
+    caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
     announce_exit()
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
-    return build_plan(checkpoints_of(sources), target, (*own_chain(sources), *chain), options, asking)
+    inputs = plan_inputs(checkpoints_of(sources), target, (*own_chain(sources), *chain), options)
+    checkpoints = inputs.checkpoints
+    needs_history = bool(inputs.transforms) or caller.keeps_lineage
+
+    def decided(records: Records) -> Decision:
+        return decide_resuming(records, checkpoints, inputs.transforms, options, caller.kind)
+
+    records = recorded_lineages(checkpoints)
+    if needs_history:
+        records = with_history(records, checkpoints)  # the only reads between opening the sources and reading arrays
+    # Before the plan: transforms that were applied already fail in ways that would only hide why.
+    plan = build_plan(inputs, decided(caller.agree(records)), proposes=caller.proposes)
+    if not needs_history:
+        plan.defer_provenance(lambda: decided(with_history(records, checkpoints)).lineage)
+    return plan

@@ -1,6 +1,6 @@
-"""Asks, for one restore, whether its transforms were applied already, and turns the answer into diagnostics.
+"""The lineage of what a restore takes from: as its checkpoint records it, and as the run's older steps complete it.
 
-What decides is `orbax_t5x.provenance.decision`; here are the source's records, per item, and what a person sees.
+`orbax_t5x.provenance.decision` decides from it whether transforms apply; here the decision is raised and logged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import Asker, Decision, Question, combine, decide
-from orbax_t5x.provenance.records import UNRECORDED, Lineage, Records, from_metadata
+from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine, decide
+from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.restoring.run_steps import has_older_record, step_item
+from orbax_t5x.restoring.run_steps import has_older_record
 from orbax_t5x.trees.narrow import is_mapping
 
 _logger = logging.getLogger(__name__)
@@ -28,73 +28,98 @@ def _unchanged(records: Records) -> Records:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking:
-    """Who restores.
+class Caller:
+    """The caller of a restore.
 
     Attributes:
-      asker: see `orbax_t5x.provenance.decision`.
-      agree: what all processes of a collective restore take the records to be; each calls it once, with what it read.
+      kind: see `orbax_t5x.provenance.decision`.
+      agree: returns the records that all processes of a collective restore use; each process calls it once, with what
+        it read.
       proposes: whether transforms that would help are looked for where leaves are missing.
+      keeps_lineage: whether the lineage of what is restored is recorded with what the caller saves or writes next. The
+        history of the run then counts without transforms, too.
     """
 
-    asker: Asker = "restore"
+    kind: CallerKind = "restore"
     agree: Callable[[Records], Records] = _unchanged
     proposes: bool = True
+    keeps_lineage: bool = False
 
 
-ANY_RESTORE = Asking()
+ANY_RESTORE = Caller()
 """A restore or a plan that is not a handler's restore of its own step."""
 
 
+def recorded_lineages(checkpoints: Mapping[str, Checkpoint]) -> Records:
+    """Returns the lineage in the metadata of each item of an open checkpoint, by the item's name; "" for a single one.
+
+    Several checkpoints begin a new lineage: they have none.
+    """
+    if len(checkpoints) != 1:
+        return {"": None}
+    (checkpoint,) = checkpoints.values()
+    items = checkpoint.metadata.get("items")
+    if not is_mapping(items) or len(items) < 2:
+        return {"": from_metadata(checkpoint.metadata, path=checkpoint.path)}
+    return {name: from_metadata(item, path=os.path.join(checkpoint.path, name)) for name, item in items.items()}
+
+
+def with_history(records: Records, checkpoints: Mapping[str, Checkpoint]) -> Records:
+    """Replaces missing records by `UNRECORDED` where an older step of the same run has a record.
+
+    Reads the metadata of the run's older steps. Nothing is read for items that have a record, and for checkpoints that
+    are no steps of a run.
+
+    Args:
+      records: as `recorded_lineages` returns them.
+      checkpoints: of the restore.
+    """
+    if len(checkpoints) != 1:
+        return records
+    (checkpoint,) = checkpoints.values()
+    missing = [name for name, lineage in records.items() if lineage is None and checkpoint.format == "orbax"]
+    older = [
+        name for name in missing if has_older_record(os.path.join(checkpoint.path, name) if name else checkpoint.path)
+    ]
+    return {**records, **dict.fromkeys(older, (UNRECORDED,))}
+
+
 def decide_resuming(
+    records: Records,
     checkpoints: Mapping[str, Checkpoint],
     transforms: Sequence[Callable[..., Any]],
     options: PlanOptions,
-    asking: Asking,
+    kind: CallerKind,
 ) -> Decision:
-    """Whether the transforms of a restore were applied already, and the lineage of what is restored.
+    """Decides whether the transforms of a restore were applied already, and what lineage the restored state has.
+
+    Args:
+      records: the lineage of each item.
+      checkpoints: of the restore.
+      transforms: in order.
+      options: `is_resuming` and `fallback`.
+      kind: of the caller.
 
     Raises:
       RestorePlanError: with one problem, where only the caller can decide.
     """
-    # A mixture of several sources is a new beginning.
-    records = asking.agree(_records(next(iter(checkpoints.values()))) if len(checkpoints) == 1 else {"": None})
     single = checkpoints.get("") if len(checkpoints) == 1 else None
-    named = checkpoints.items()
-    question = Question(
+    paths = {name: checkpoint.path for name, checkpoint in checkpoints.items()}
+    context = ResumeContext(
         chain=ChainRecord.of(transforms),
-        asker=asking.asker,
-        answer=None if options.is_resuming is None else bool(options.is_resuming),
+        caller=kind,
+        is_resuming=None if options.is_resuming is None else bool(options.is_resuming),
         has_fallback=options.fallback is not None,
-        source=single.path if single is not None else {name: one.path for name, one in named},
-        format=single.format if single is not None else {name: one.format for name, one in named},
+        source=paths if single is None else single.path,
+        format={name: one.format for name, one in checkpoints.items()} if single is None else single.format,
     )
-    decision = combine({item: decide(record, question) for item, record in records.items()})
-    where = ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
+    decision = combine({item: decide(record, context) for item, record in records.items()})
+    path = ", ".join(paths.values()) or None
     if decision.problem is not None:
         message, fix = decision.problem
-        raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=where)
+        raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=path)
     if decision.warning:
-        _logger.warning("%s: %s", where, decision.warning)
+        _logger.warning("%s: %s", path, decision.warning)
     if decision.note:
-        _logger.info("%s: %s", where, decision.note)
+        _logger.info("%s: %s", path, decision.note)
     return decision
-
-
-def _records(checkpoint: Checkpoint) -> Records:
-    """The lineage of each item of a checkpoint; of one that is no mixture, under the empty name."""
-    items = checkpoint.metadata.get("items")
-    if is_mapping(items) and len(items) > 1:
-        return {
-            name: _record(item, os.path.join(checkpoint.path, name), checkpoint.format) for name, item in items.items()
-        }
-    return {"": _record(checkpoint.metadata, checkpoint.path, checkpoint.format)}
-
-
-def _record(metadata: Mapping[str, Any], path: str, format: str) -> Lineage | None:
-    lineage = from_metadata(metadata, path=path)
-    if lineage is not None or format != "orbax":
-        return lineage
-    place = step_item(path)
-    # Whoever saved this step knew less than whoever saved an older one.
-    return (UNRECORDED,) if place is not None and has_older_record(place) else None

@@ -198,7 +198,6 @@ class PlanData:
       unused: names of the checkpoint's leaves that no rule took out and that have no place in the target.
       dropped: names that a transform, a placeholder or an `InferenceState` took out.
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
-      provenance: what was applied to this state, oldest first; handlers write it beside what they save.
       fallback: computes what a fallback function computes with JAX, or None.
       report: after an execution, what was read and checked.
     """
@@ -221,9 +220,21 @@ class PlanData:
         self.unused: tuple[str, ...] = tuple(unused)
         self.dropped: tuple[str, ...] = tuple(dropped)
         self.warnings: tuple[str, ...] = tuple(warnings)
-        self.provenance: tuple[Mapping[str, Any], ...] = tuple(provenance)
+        self._read_provenance: Callable[[], Sequence[Mapping[str, Any]]] = lambda: provenance
         self.fallback = fallback
         self.report: RestoreReport | None = None
+
+    def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Takes the provenance from a function, which is called where it is first used."""
+        self._read_provenance = read
+
+    @functools.cached_property
+    def provenance(self) -> tuple[Mapping[str, Any], ...]:
+        """What was applied to this state, oldest first, to pass on with what is saved of it.
+
+        Of a plan without transforms, of a step that records nothing, the run's older steps are read for it.
+        """
+        return tuple(self._read_provenance())
 
     @functools.cached_property
     def bytes_to_read(self) -> int:

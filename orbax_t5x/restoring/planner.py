@@ -1,7 +1,8 @@
-"""Source leaves, transforms and a target become a plan, or one error that says everything that is wrong.
+"""Makes a plan from source leaves, transforms and a target, or one error that lists everything that is wrong.
 
-Pure: opening the checkpoints was the last I/O. Every step gathers `Problem`s; only the end raises. The cost is linear
-in the number of leaves (closest names are looked for only for the first few that are missing).
+Nothing here reads or lists anything: the checkpoints are open, and whether the transforms were applied before is
+decided by the caller between `plan_inputs` and `build_plan`. Every stage gathers `Problem`s; only the end raises. The
+cost is linear in the number of leaves (closest names are looked for only for the first few that are missing).
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import written_out
 from orbax_t5x.restoring.diagnose.checks import PlanChecks
-from orbax_t5x.restoring.lineage import Asking, decide_resuming
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
@@ -27,24 +28,47 @@ _SAVED_WHOLE = "_optimizer/"
 _AXES = ("params_axes/", "flax_mutables_axes/")
 
 
-def build_plan(
+@dataclasses.dataclass(frozen=True)
+class PlanInputs:
+    """The inputs of a plan: open checkpoints, a flattened target, and the transforms between them.
+
+    Attributes:
+      checkpoints: by the prefix of their leaf names; one checkpoint under "" has no prefix.
+      target: what is to be filled.
+      stored: the leaves of the checkpoints by name.
+      source: the same under the names that transforms get.
+      given: the transforms as the caller gave them, in order.
+      transforms: the same with the rules that `"auto"` found.
+      options: the rest of the keywords.
+      diagnostics: what was found so far.
+    """
+
+    checkpoints: Mapping[str, Checkpoint]
+    target: Target
+    stored: dict[str, Any]
+    source: dict[str, Any]
+    given: Sequence[Callable[..., Any]]
+    transforms: Sequence[Callable[..., Any]]
+    options: PlanOptions
+    diagnostics: Diagnostics
+
+
+def plan_inputs(
     checkpoints: Mapping[str, Checkpoint],
     target: Any,
     transforms: Sequence[Callable[..., Any]],
     options: PlanOptions,
-    asking: Asking,
-) -> RestorePlan:
-    """Plans a restore.
+) -> PlanInputs:
+    """Flattens the target, names the leaves of the checkpoints, and finds the rules of `"auto"`.
 
     Args:
       checkpoints: by the prefix of their leaf names; one checkpoint under "" has no prefix.
       target: as `orbax_t5x.restore` takes it.
       transforms: in order.
       options: the rest of the keywords.
-      asking: who restores.
 
     Raises:
-      RestorePlanError: with every problem found.
+      RestorePlanError: `"auto"` finds no rules.
     """
     flattened = flatten_target(target)
     diagnostics = Diagnostics()
@@ -52,19 +76,35 @@ def build_plan(
     for name in (*flattened.train_states, *flattened.inference_states):
         source = _without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
-    given, transforms = transforms, written_out(transforms, source, flattened.original, _paths(checkpoints))
-    # First and alone: transforms that were applied already fail in ways that would only hide why.
-    decision = decide_resuming(checkpoints, transforms, options, asking)
+    written = written_out(transforms, source, flattened.original, _paths(checkpoints))
+    return PlanInputs(checkpoints, flattened, stored, source, transforms, written, options, diagnostics)
+
+
+def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
+    """Plans a restore.
+
+    Args:
+      inputs: what is planned.
+      decision: whether the transforms were applied before, and the lineage of what is restored.
+      proposes: whether transforms that would help are looked for where leaves are missing.
+
+    Raises:
+      RestorePlanError: with every problem found.
+    """
+    checkpoints, flattened, options = inputs.checkpoints, inputs.target, inputs.options
+    stored, source, transforms, diagnostics = inputs.stored, inputs.source, inputs.transforms, inputs.diagnostics
     if decision.warning:
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
     state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
-    checks = PlanChecks(checkpoints, given, transforms, flattened, options, stored, source, takes_rules=not resuming)
+    checks = PlanChecks(
+        checkpoints, inputs.given, transforms, flattened, options, stored, source, takes_rules=not resuming
+    )
     matcher = checks.matcher(state, diagnostics)
     entries = matcher.entries()
     # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.
     _raise_broken(entries)
-    problems = checks.problems(matcher, state, diagnostics, proposes=asking.proposes and not resuming)
+    problems = checks.problems(matcher, state, diagnostics, proposes=proposes and not resuming)
     if problems:
         raise diagnostics.error(problems, path=_paths(checkpoints))
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}

@@ -1,31 +1,35 @@
-"""Where the run is that a directory belongs to, and what its finished steps record about their lineage.
+"""Finds the run (root and item) of a step directory, and reads the lineage that the run's older steps record.
 
-A run is a root with steps in it, and one item of each step. Only names are listed and metadata files read here; a root
-may be in a bucket.
+The root is listed once. Steps are read newest first, a batch at a time, and only until the answer is known; of each
+item's metadata only the end is read, which holds the record. A root may be in a bucket.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from etils import epath
 
+from orbax_t5x.concurrency.process_threads import waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError
-from orbax_t5x.provenance.records import KEY, UNRECORDED, Lineage, from_metadata
+from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
 from orbax_t5x.provenance.runs import RunKey
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
-from orbax_t5x.readers.orbax.metadata import METADATA_FILE
-from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, committed, step_of_name
-from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.locations import open_store
+from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, step_of_name
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.remote.connection import remote_session
-from orbax_t5x.storage.strict_json import parse_object
 
 # What Orbax appends to the names of directories that it has not finished.
 _TEMPORARY_MARK = ".orbax-checkpoint-tmp"
+# Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;
+# fewer would wait for a bucket more often.
+_BATCH_STEPS = 16
 
 
 class StepItem(NamedTuple):
@@ -40,14 +44,21 @@ class StepItem(NamedTuple):
     step: int
 
 
+class _StepDirectory(NamedTuple):
+    """A directory whose name is that of a step, finished or not."""
+
+    step: int
+    path: str
+
+
 def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
-    """The run that an item's directory belongs to; None for a directory that is not an item inside a step.
+    """Finds the run of an item's directory; None for a directory that is not an item inside a step.
 
     Args:
       directory: as Orbax hands it to a handler: finished, or with the suffixes of an unfinished save.
     """
     if url_scheme(os.fspath(directory)) in ("http", "https"):
-        return None  # nobody's run: a web server cannot be written to
+        return None  # read-only URLs belong to no run
     path = epath.Path(os.fspath(directory))
     parent = path.parent
     item, step_name = (part.name.partition(_TEMPORARY_MARK)[0] for part in (path, parent))
@@ -63,7 +74,7 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
 
 
 def run_of(root: str | os.PathLike[str], item: str) -> RunKey:
-    """The run in a root, as `step_item` finds it from a directory below; `item` as in `RunKey`."""
+    """Returns the run in a root, as `step_item` finds it from a directory below; `item` as in `RunKey`."""
     return RunKey(_resolved(root), item)
 
 
@@ -73,61 +84,85 @@ def _resolved(root: str | os.PathLike[str]) -> str:
 
 
 def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
-    """The lineage of the newest finished step of a run; None where no step has a record.
+    """Returns the lineage of the newest finished step of a run; None where no step has a record.
+
+    A newest step without a record, in a run where an older one has one, is unrecorded.
 
     Args:
-      run: whose steps.
+      run: the root and the item's name.
       except_step: one that is being saved.
     """
-    newest = True
+    newest_has_none = False
     with remote_session():
-        for step, path in _items(run):
-            if step == except_step:
+        steps = [one for one in _steps(run.root) if one.step != except_step]
+        for index, lineage in _recorded(steps, run.item):
+            if (lineage is None and newest_has_none) or not _is_finished(steps, index):
                 continue
-            lineage = _recorded(path)
             if lineage is not None:
-                # A step without a record, in a run where an older one has one, is unrecorded.
-                return lineage if newest else (UNRECORDED,)
-            newest = False
+                return (UNRECORDED,) if newest_has_none else lineage
+            newest_has_none = True
     return None
 
 
-def has_older_record(place: StepItem) -> bool:
-    """Whether an older step of the run has a record."""
-    with remote_session():
-        return any(_recorded(path) is not None for step, path in _items(place.run) if step < place.step)
+def has_older_record(directory: str | os.PathLike[str]) -> bool:
+    """Tests whether an older finished step of the same run has a record.
 
-
-def _items(run: RunKey) -> Iterator[tuple[int, str]]:
-    """The item's directories in the finished steps, newest first."""
-    try:
-        names = subdirectories(run.root).inside
-    except CheckpointGoneError:
-        return
-    numbered = [(step, name) for name in names if (step := step_of_name(name)) is not None]
-    finished = committed(
-        [(step, os.path.join(run.root, name)) for step, name in sorted(numbered)],
-        is_marked=lambda numbered: is_file(numbered[1], COMMIT_FILE),
-        is_orbax=lambda numbered: is_file(numbered[1], STEP_METADATA_FILE),
-    )
-    for step, directory in reversed(finished):
-        item = os.path.join(directory, run.item)
-        if is_file(item, METADATA_FILE):
-            yield step, item
-
-
-def _recorded(item: str) -> Lineage | None:
-    """The lineage that an item records.
-
-    A step that was deleted since it was listed has none. A damaged record says no more than that there was one.
+    Args:
+      directory: of an item; False for one that is in no step.
     """
-    store = open_store(item)
+    item = step_item(directory)
+    if item is None:
+        return False
+    with remote_session():
+        steps = [one for one in _steps(item.run.root) if one.step < item.step]
+        records = _recorded(steps, item.run.item)
+        return any(lineage is not None and _is_finished(steps, index) for index, lineage in records)
+
+
+def _steps(root: str) -> list[_StepDirectory]:
+    """Lists the directories of a root that have the name of a step, newest first."""
     try:
-        data = store.read_whole(METADATA_FILE, limit=Limits().index_bytes)
-        if KEY.encode() not in data:  # the metadata of a large tree takes long to parse
-            return None
-        return from_metadata(parse_object(data, store.join(METADATA_FILE), allow_nan=True), path=item)
+        names = subdirectories(root).inside
+    except CheckpointGoneError:
+        return []
+    steps = [
+        _StepDirectory(step, os.path.join(root, name)) for name in names if (step := step_of_name(name)) is not None
+    ]
+    return sorted(steps, reverse=True)
+
+
+def _is_finished(steps: Sequence[_StepDirectory], index: int) -> bool:
+    """Tests whether a step is finished by the file that Orbax writes last; see `readers.orbax.steps.committed`."""
+    path = steps[index].path
+    if is_file(path, COMMIT_FILE) or not is_file(path, STEP_METADATA_FILE):
+        return True
+    return not any(is_file(older.path, COMMIT_FILE) for older in steps[index + 1 :])
+
+
+def _recorded(steps: Sequence[_StepDirectory], item: str) -> Iterator[tuple[int, Lineage | None]]:
+    """Yields the position and the lineage of each step that has the item, in the order of the steps."""
+    for first in range(0, len(steps), _BATCH_STEPS):
+        batch = steps[first : first + _BATCH_STEPS]
+        # Each thread needs the session of remote stores, and a context can be entered by one thread at a time.
+        pending = [
+            waiting_pool().submit(contextvars.copy_context().run, _read_lineage, os.path.join(one.path, item))
+            for one in batch
+        ]
+        concurrent.futures.wait(pending)
+        for index, lineage in enumerate(pending, first):
+            with contextlib.suppress(CheckpointNotFoundError):  # another item, or deleted since the root was listed
+                yield index, lineage.result()
+
+
+def _read_lineage(directory: str) -> Lineage | None:
+    """Reads the lineage that an item records; a damaged record counts as an unrecorded save.
+
+    Raises:
+      CheckpointNotFoundError: the item has no metadata.
+    """
+    try:
+        return from_metadata(read_custom_metadata(directory), path=directory)
     except CheckpointNotFoundError:
-        return None
+        raise
     except CheckpointError:
         return (UNRECORDED,)

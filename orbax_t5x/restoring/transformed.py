@@ -14,7 +14,7 @@ from typing import Any
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
 from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
-from orbax_t5x.restoring.lineage import Asking, decide_resuming
+from orbax_t5x.restoring.lineage import decide_resuming, recorded_lineages, with_history
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.source_leaves import source_leaves
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
@@ -67,7 +67,10 @@ def open_transformed(
     diagnostics = Diagnostics()
     stored = source_leaves(checkpoints, diagnostics)
     applied = written_out((*own_chain(sources), *chain), stored, target, path)
-    decision = decide_resuming(checkpoints, applied, options, Asking("convert"))
+    records = recorded_lineages(checkpoints)
+    if applied:
+        records = with_history(records, checkpoints)
+    decision = decide_resuming(records, checkpoints, applied, options, "convert")
     resuming = decision.is_resuming
     state = run_transforms(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
     views = _views(state, diagnostics)

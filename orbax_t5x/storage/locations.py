@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Iterable
 
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.paths import io_error, url_scheme
 from orbax_t5x.storage.remote.connection import RemoteLocation, connect
@@ -95,6 +95,29 @@ def names(directory: str) -> list[str]:
 def is_file(path: str) -> bool:
     """Reports whether a path that the caller gave is a file, or a link to one; nothing is opened."""
     return is_remote_file(path) if url_scheme(path) is not None else os.path.isfile(path)
+
+
+def end_of_file(directory: str, name: str, size: int) -> bytes:
+    """Reads the last `size` bytes of a file, or all of a shorter one.
+
+    Raises:
+      CheckpointNotFoundError: there is no such file.
+      CheckpointError: it cannot be read.
+    """
+    if url_scheme(directory) is not None:
+        store = RemoteStore(directory)
+        data = store.connection.end_of(store.key(name), size)
+        if data is None:
+            raise CheckpointNotFoundError("no such file", path=store.join(name))
+        return data
+    root = LocalStore(directory)
+    fd, found = root.open(name)
+    try:
+        return os.pread(fd, size, max(0, found.st_size - size))
+    except OSError as error:
+        raise io_error(error, "reading it", path=root.join(name)) from error
+    finally:
+        os.close(fd)
 
 
 def is_directory(path: str) -> bool:

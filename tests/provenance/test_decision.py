@@ -12,7 +12,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.provenance import runs
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import Question, combine, decide
+from orbax_t5x.provenance.decision import ResumeContext, combine, decide
 from orbax_t5x.provenance.records import UNRECORDED, make_entry
 
 T = ot.transforms
@@ -107,7 +107,7 @@ TABLE = {
 
 
 def decided(record, chain, asker, answer=None, *, has_fallback=False):
-    return decide(record, Question(chain, asker, answer, has_fallback, "/here", "orbax"))
+    return decide(record, ResumeContext(chain, asker, answer, has_fallback, "/here", "orbax"))
 
 
 def outcome(decision):

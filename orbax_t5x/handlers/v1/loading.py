@@ -17,7 +17,7 @@ from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
-from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.text.progress_bar import Progress
@@ -36,12 +36,12 @@ def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.C
     """
     own = abstract.source is None
     agreement = Agreement(context.multiprocessing.primary_host or 0, os.fspath(directory))
-    asking = Asking("own step" if own else "restore", agreement.records)
+    caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
     with contextlib.ExitStack() as stack:
         with agreement.planning():
             reading = ReadOptions.of(abstract).within(context.memory.read_concurrent_bytes)
             source = directory if abstract.source is None else abstract.source
-            opened = open_plan(source, abstract.target, abstract.transforms, PlanOptions.of(abstract), asking)
+            opened = open_plan(source, abstract.target, abstract.transforms, PlanOptions.of(abstract), caller)
             plan = stack.enter_context(opened)
             agreement.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
         restored = plan.run(reading)

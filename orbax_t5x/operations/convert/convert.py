@@ -32,7 +32,7 @@ from orbax_t5x.operations.convert.writing import WriteOptions
 from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
-from orbax_t5x.restoring.lineage import Asking
+from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
@@ -136,8 +136,8 @@ def convert_for(
         _check_options(writing)
         path = local(destination)
         check_destination(path, writing)
-        asking = Asking("convert", agreement.records)
-        plan = _plan(source, target, transforms, options, writing.on_unsupported, asking, stack)
+        caller = Caller("convert", agreement.records, keeps_lineage=True)
+        plan = _plan(source, target, transforms, options, writing.on_unsupported, caller, stack)
         for checkpoint in plan.checkpoints.values():
             check_apart(path, checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
@@ -210,7 +210,7 @@ def _plan(
     transforms: Any,
     options: PlanOptions,
     on_unsupported: str,
-    asking: Asking,
+    caller: Caller,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
     """What the source holds, after the transforms; the stack closes what was opened here."""
@@ -220,7 +220,7 @@ def _plan(
         sources = {
             name: dataclasses.replace(one, path=_with_placeholders(opened[name])) for name, one in sources.items()
         }
-    return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, asking))
+    return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, caller))
 
 
 class _UnreadableLeaf(Leaf):

@@ -32,7 +32,7 @@ from orbax_t5x.handlers.orbax_names import step_directory
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
-from orbax_t5x.provenance.decision import Asker
+from orbax_t5x.provenance.decision import CallerKind, Decision
 from orbax_t5x.provenance.records import Lineage, applied_rules
 from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin, remember
 from orbax_t5x.readers import Limits
@@ -40,10 +40,10 @@ from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.fallback import abstract_tree
-from orbax_t5x.restoring.lineage import Asking, Records
+from orbax_t5x.restoring.lineage import Caller, Records
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.planner import build_plan
+from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.run_steps import run_of
 from orbax_t5x.restoring.sources import AnySource, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
@@ -303,7 +303,7 @@ class _Starting:
         together = Agreement(_PRIMARY, self._root)
         with together.planning():
             try:
-                plan = build_plan({}, target, (), self._options, Asking(agree=together.records, proposes=False))
+                plan = build_plan(plan_inputs({}, target, (), self._options), Decision(False, ()), proposes=False)
             except RestorePlanError as error:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
@@ -314,7 +314,7 @@ class _Starting:
     def _run(self) -> RunKey:
         return run_of(self._root, EVERY_ITEM if self._options.item is None else self._options.item)
 
-    def _restore(self, source: AnySource, transforms: Transforms, options: PlanOptions, asker: Asker) -> _Restored:
+    def _restore(self, source: AnySource, transforms: Transforms, options: PlanOptions, kind: CallerKind) -> _Restored:
         """A restore of all processes."""
         together = Agreement(_PRIMARY, self._root)
         records: Records = {}
@@ -325,7 +325,7 @@ class _Starting:
 
         with contextlib.ExitStack() as stack:
             with together.planning():
-                opened = open_plan(source, self._target, transforms, options, Asking(asker, agree))
+                opened = open_plan(source, self._target, transforms, options, Caller(kind, agree, keeps_lineage=True))
                 plan = stack.enter_context(opened)
                 together.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
             return _Restored(plan.run(self._reading), plan, records)

@@ -248,6 +248,20 @@ class Connection:
                 self._wholes[key] = answer
         return [self._wholes.get(key) for key in keys]
 
+    def end_of(self, key: str, size: int) -> bytes | None:
+        """Reads the last `size` bytes of a file, or all of a shorter one; None where there is no file."""
+        try:
+            answer = self.end(self.begin(key, -size, None), doing="reading its end")
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            if self._is_no_file(key, error):
+                return None
+            if not is_beyond_end(error):
+                raise remote_error(error, "reading its end", path=self.url(key)) from error
+            answer = self._end_whole(self.begin(key, 0, None))
+        return None if answer is None else answer.data
+
     def _have_byte_each(self, keys: Sequence[str], offset: int) -> list[bool]:
         requests = [self.begin(key, offset, offset + 1) for key in keys]
         return [self._has_bytes(request) for request in requests]

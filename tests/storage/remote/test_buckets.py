@@ -1,9 +1,4 @@
-"""Buckets and the hub: one good path each on moto (S3), on a stand-in of Google's JSON API, and on a stand-in hub.
-
-The stand-in for Google Cloud Storage answers what TensorStore asks: objects whole and by range with their generation,
-their metadata, and lists. The emulators on PyPI leave the generation out of the answers that carry bytes, by which a
-changed file is noticed.
-"""
+"""Buckets and the hub: one good path each on moto (S3), on a stand-in of Google's JSON API, and on a stand-in hub."""
 
 import hashlib
 import json
@@ -21,6 +16,7 @@ import safetensors.numpy
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
 from tests.support.bundle_writer import bundle_of
+from tests.support.google_store import GoogleStore
 from tests.support.http_store import HttpStore, Request, serving
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -118,29 +114,6 @@ def test_s3_without_credentials(nobody):
 def test_s3_that_is_refused(nobody):
     with pytest.raises(CheckpointIOError, match="credentials are missing or do not suffice"):
         ot.open_checkpoint("s3://private/models/hugging")
-
-
-class GoogleStore(HttpStore):
-    """The part of Google Cloud Storage's JSON API that TensorStore's `gcs` driver uses to read."""
-
-    def generation(self, data):
-        return str(int(hashlib.sha256(data).hexdigest()[:12], 16))
-
-    def answer_to(self, name, query):
-        """(status, body, headers), or the contents of a file."""
-        bucket = "storage/v1/b/bucket/o"
-        if name == bucket:
-            start, end = (query.get(key, [""])[0] for key in ("startOffset", "endOffset"))
-            names = sorted(key for key in self.files if key >= start and (not end or key < end))
-            items = [{"name": key, "generation": self.generation(self.files[key])} for key in names]
-            return 200, json.dumps({"kind": "storage#objects", "items": items}).encode(), {}
-        data = self.files.get(name.removeprefix(f"{bucket}/"))
-        if data is None:
-            return 404, b"{}", {}
-        if query.get("alt") == ["json"]:
-            metadata = {"name": name, "generation": self.generation(data), "size": str(len(data))}
-            return 200, json.dumps(metadata).encode(), {}
-        return data
 
 
 @pytest.fixture

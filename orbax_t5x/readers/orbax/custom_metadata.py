@@ -1,0 +1,44 @@
+"""Reads the `custom_metadata` of an Orbax item, without the names of its leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.readers.orbax.metadata import METADATA_FILE
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.locations import end_of_file, open_store
+from orbax_t5x.storage.strict_json import parse_object
+
+_KEY = b'"custom_metadata"'
+# Orbax writes `custom_metadata` last, behind some hundred bytes for each leaf. Most records have a few KiB.
+_END_BYTES = 64 << 10
+
+
+def read_custom_metadata(directory: str) -> dict[str, Any]:
+    """Reads the metadata of an item from the end of its metadata file, and all of the file where that is not enough.
+
+    Args:
+      directory: of the item.
+
+    Returns:
+      The metadata, perhaps without what is before `custom_metadata`.
+
+    Raises:
+      CheckpointNotFoundError: the item has no metadata.
+      CheckpointError: they cannot be read.
+    """
+    end = end_of_file(directory, METADATA_FILE, _END_BYTES)
+    start = end.rfind(_KEY)
+    store = open_store(directory)
+    path = store.join(METADATA_FILE)
+    if start >= 0:
+        try:
+            # A key further in leaves more brackets closed than opened, which is an error, as a cut value is.
+            return parse_object(b"{" + end[start:], path, allow_nan=True)
+        except CheckpointError:
+            pass
+    is_whole = len(end) < _END_BYTES
+    data = end if is_whole else store.read_whole(METADATA_FILE, limit=Limits().index_bytes)
+    # The metadata of a large tree take long to parse.
+    return parse_object(data, path, allow_nan=True) if _KEY in data else {}

@@ -1,0 +1,212 @@
+"""Planning reads the run's older steps only where the answer is used, in few reads at the same time."""
+
+import json
+import os
+import shutil
+import sys
+import threading
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.provenance import runs
+from orbax_t5x.provenance.records import UNRECORDED
+from orbax_t5x.restoring import run_steps
+from tests.support.google_store import GoogleStore
+
+SWAP = ot.transforms.Rename([("x", "y"), ("y", "x")])
+STATE = {name: np.full(2, value, np.float32) for name, value in (("x", 1), ("y", 2))}
+# Of an older step only these are looked at.
+METADATA = ("_CHECKPOINT_METADATA", "commit_success.txt", "default/_METADATA")
+
+
+class Events:
+    """Counter of what Python opens and lists, by Python's own audit events."""
+
+    def __init__(self):
+        self.names = None
+        self._lock = threading.Lock()
+        sys.addaudithook(self)  # for the life of the process: hooks cannot be taken out
+
+    def __call__(self, event, arguments):
+        names = self.names
+        if names is not None and event in ("open", "os.scandir", "os.listdir"):
+            with self._lock:
+                names.append(event)
+
+    def of(self, call):
+        """Returns how many opens and lists a call makes."""
+        self.names = names = []
+        try:
+            call()
+        finally:
+            self.names = None
+        return len(names) - names.count("os.scandir") - names.count("os.listdir"), len(names) - names.count("open")
+
+
+@pytest.fixture(scope="module")
+def events():
+    return Events()
+
+
+@pytest.fixture(autouse=True)
+def new_process():
+    runs.forget_all()
+
+
+def make_run(root, steps, *, recorded=()):
+    """A run whose newest step is whole; of the older ones only the metadata exist. `recorded`: steps with a record."""
+    with ocp.CheckpointManager(root / "stock") as manager:
+        manager.save(0, args=ocp.args.StandardSave(STATE))
+    with ocp.CheckpointManager(root / "ours", item_handlers=ot.TrainStateHandler()) as manager:
+        manager.save(0, args=ot.args.TrainStateSave(STATE, provenance=()))
+    run = root / "run"
+    for step in range(steps):
+        source = root / ("ours" if step in recorded else "stock") / "0"
+        if step == steps - 1:
+            shutil.copytree(source, run / str(step))
+            continue
+        (run / str(step) / "default").mkdir(parents=True)
+        for name in METADATA:
+            shutil.copyfile(source / name, run / str(step) / name)
+    return run
+
+
+def planned(run, step, transforms=()):
+    """Opens a step and returns a function that plans its restore."""
+    checkpoint = ot.open_checkpoint(run / str(step) / "default")
+
+    def plan():
+        try:
+            return ot.plan_restore(checkpoint, STATE, transforms)
+        except ot.RestorePlanError as error:
+            (problem,) = error.problems
+            assert problem.kind == "provenance"
+            return None
+
+    return plan
+
+
+def test_without_transforms_nothing_is_read(tmp_path, events):
+    run = make_run(tmp_path, 100, recorded=[3])
+    assert events.of(planned(run, 99)) == (0, 0)
+
+
+@pytest.mark.parametrize("steps", [10, 1000])
+def test_a_step_with_a_record_reads_no_other(tmp_path, events, steps):
+    run = make_run(tmp_path, steps, recorded=range(steps))
+    assert events.of(planned(run, steps - 1, SWAP)) == (0, 0)
+
+
+@pytest.mark.parametrize("steps", [100, 400])
+def test_the_newest_record_ends_the_search(tmp_path, events, steps):
+    run = make_run(tmp_path, steps, recorded=range(steps - 1))
+    plan = planned(run, steps - 1, SWAP)
+    opens, lists = events.of(plan)
+    print(f"{steps} steps, all older ones with a record: {opens} opens")
+    assert plan() is None  # unrecorded: it asks
+    assert (opens, lists) == (2 * 16, 1)
+
+
+@pytest.mark.parametrize("steps", [100, 400])
+def test_without_any_record_each_step_is_read_once(tmp_path, events, steps):
+    run = make_run(tmp_path, steps)
+    plan = planned(run, steps - 1, SWAP)
+    opens, lists = events.of(plan)
+    print(f"{steps} steps, none with a record: {opens} opens")
+    assert plan() is not None
+    assert (opens, lists) == (2 * (steps - 1), 1)
+
+
+def test_the_provenance_of_a_plan_without_transforms_counts_older_steps(tmp_path, events):
+    run = make_run(tmp_path, 20, recorded=[3])
+    plan = planned(run, 19)()
+    assert plan.provenance == (UNRECORDED,)
+    assert events.of(lambda: plan.provenance) == (0, 0)
+    alone = make_run(tmp_path / "alone", 20)
+    (entry,) = planned(alone, 19)().provenance
+    assert entry["transforms"] is None
+
+
+def test_a_save_reads_the_newest_steps_alone(tmp_path, events):
+    run = make_run(tmp_path, 400, recorded=range(399))
+    key = run_steps.run_of(run, "default")
+    assert run_steps.newest_lineage(key, except_step=400) == (UNRECORDED,)
+    opens, lists = events.of(lambda: run_steps.newest_lineage(key, except_step=400))
+    assert (opens, lists) == (2 * 16, 1)
+
+
+def test_a_record_behind_long_metadata_is_found_from_the_end(tmp_path):
+    run = make_run(tmp_path, 3, recorded=[1])
+    file = run / "1" / "default" / "_METADATA"
+    metadata = json.loads(file.read_text())
+    shapes = {
+        "long before": {"tree_metadata": {f"('{index}',)": {} for index in range(20_000)}, **metadata},
+        "long after": {**metadata, "custom_metadata": {**metadata["custom_metadata"], "mine": "x" * 200_000}},
+        "not the last": {**metadata, "later": True},
+        "named inside": {
+            **metadata,
+            "custom_metadata": {**metadata["custom_metadata"], "inner": {"custom_metadata": {"a": 1}}},
+        },
+    }
+    for shape in shapes.values():
+        file.write_text(json.dumps(shape))
+        assert run_steps.has_older_record(run / "2" / "default")
+    file.write_text(json.dumps({**metadata, "custom_metadata": {"inner": metadata}}))
+    assert not run_steps.has_older_record(run / "2" / "default")
+    file.write_text("{")
+    assert not run_steps.has_older_record(run / "2" / "default")
+    file.write_text('{"custom_metadata": ')
+    assert run_steps.has_older_record(run / "2" / "default")  # damaged: what it recorded is not known
+
+
+@pytest.fixture
+def google(monkeypatch):
+    server = GoogleStore()
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    yield server
+    server.close()
+
+
+def uploaded(google, run):
+    for path in run.rglob("*"):
+        if path.is_file():
+            google.files[f"run/{os.path.relpath(path, run)}"] = path.read_bytes()
+    newest = max(int(path.name) for path in run.iterdir())
+    return ot.open_checkpoint(f"gs://bucket/run/{newest}/default")
+
+
+def test_requests_to_a_bucket(tmp_path, google):
+    run = make_run(tmp_path, 40, recorded=range(39))
+    checkpoint = uploaded(google, run)
+    google.forget()
+    batch = threading.Barrier(16)
+
+    def wait_for_batch(request):
+        if (request.range or "").startswith("bytes=-"):
+            batch.wait(60)  # ends once as many requests are under way at the same time
+
+    google.fault = wait_for_batch
+    ot.plan_restore(checkpoint, STATE)
+    assert not google.log
+    with pytest.raises(ot.RestorePlanError, match="nothing records"):
+        ot.plan_restore(checkpoint, STATE, SWAP)
+    read = {request.name for request in google.log}
+    lists = sum(request.name.endswith("/o") for request in google.log)
+    print(f"{len(google.log)} requests, {lists} of them a list, of {len(read)} objects")
+    assert lists == 1
+    steps = {name.split("/o/run/")[1].split("/")[0] for name in read if "/o/run/" in name}
+    assert steps == set(map(str, range(23, 39)))
+    assert len(google.log) == 1 + 2 * 16  # the list; of each file its end, and all of it, since it is short
+
+
+@pytest.mark.parametrize("steps", [3, 30])
+def test_requests_to_a_bucket_with_a_record(tmp_path, google, steps):
+    run = make_run(tmp_path, steps, recorded=range(steps))
+    checkpoint = uploaded(google, run)
+    google.forget()
+    ot.plan_restore(checkpoint, STATE, SWAP)
+    assert not google.log
