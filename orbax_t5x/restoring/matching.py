@@ -33,37 +33,38 @@ class Matcher:
 
     Args:
       target: what is to be filled.
-      state: what there is, by name.
       options: of the plan.
       fallback: for what there is not.
-      diagnostics: of the transforms that made `state`; only read.
       stored_names: what the checkpoint, with its prefix, calls each leaf.
+      state: what there is, by name.
+      diagnostics: of the transforms that made `state`; only read.
 
     Attributes:
+      target, state, diagnostics: as given.
       problems: what keeps a leaf of the target from its value, other than that there is none.
       missing: the leaves of the target that nothing fills, in order.
-      unfilled: names of the target's leaves for which the state dict has nothing of their shape; some of them the
-        fallback may fill.
+      unfilled: names of the target's leaves for which the state dict has nothing of their shape, in order; some of
+        them the fallback may fill.
     """
 
     def __init__(
         self,
         target: Target,
-        state: Mapping[str, Any],
         options: PlanOptions,
         fallback: Fallback | None,
-        diagnostics: Diagnostics,
         stored_names: Mapping[Leaf, str],
+        state: Mapping[str, Any],
+        diagnostics: Diagnostics,
     ):
+        self.target = target
+        self.state = state
+        self.diagnostics = diagnostics
         self.problems: list[Problem] = []
         self.missing: list[MissingLeaf] = []
-        self.unfilled: set[str] = set()
+        self.unfilled: list[str] = []
         self._function_views: dict[LazyArray, View] = {}
-        self._target = target
-        self._state = state
         self._options = options
         self._fallback = fallback
-        self._diagnostics = diagnostics
         self._stored_names = stored_names
         # A leaf of the target that has a problem of its own leaves nothing over.
         self._taken = {problem.leaf for problem in target.problems if problem.leaf is not None}
@@ -83,7 +84,7 @@ class Matcher:
 
     def leftovers(self) -> list[str]:
         """Names of the state dict without a place in the target; known when `entries` was called."""
-        target = self._target
+        target = self.target
         if target.kind == "everything":
             return []
         slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
@@ -96,11 +97,11 @@ class Matcher:
                 return False
             return not (target.kept and target.is_kept(name))
 
-        return [name for name, value in self._state.items() if is_left(name, value)]
+        return [name for name, value in self.state.items() if is_left(name, value)]
 
     def leftover_sources(self) -> list[str]:
         """Names of checkpoint leaves behind the leftovers of the state dict."""
-        values = (self._state[name] for name in self.leftovers())
+        values = (self.state[name] for name in self.leftovers())
         views = (as_view(value) for value in values if isinstance(value, LazyArray))
         return list(dict.fromkeys(name for view in views for name in self._source_names(view.leaves())))
 
@@ -114,7 +115,7 @@ class Matcher:
     def _everything(self) -> dict[str, TargetLeaf]:
         """A place for all that the state dict has, as NumPy."""
         leaves: dict[str, TargetLeaf] = {}
-        for name, value in self._state.items():
+        for name, value in self.state.items():
             if value is not None:
                 dtype = getattr(value, "dtype", None)
                 if is_key_dtype(np.dtype(object) if dtype is None else dtype):
@@ -150,9 +151,9 @@ class Matcher:
 
     def _plan_leaf(self, name: str, leaf: TargetLeaf) -> PlanEntry | None:
         source_name = name
-        if leaf.is_variable and name not in self._state and f"{name}/value" in self._state:
+        if leaf.is_variable and name not in self.state and f"{name}/value" in self.state:
             source_name = f"{name}/value"
-        value = self._state.get(source_name)
+        value = self.state.get(source_name)
         if leaf.kind == "keep" or leaf.kind == "none":
             if leaf.kind == "keep" or value is None:
                 self._taken.add(source_name)
@@ -161,7 +162,7 @@ class Matcher:
             self._check_placing(name, leaf)
         self._taken.add(source_name)
         if value is None:
-            return self._plan_fallback(name, leaf, source_name in self._state)
+            return self._plan_fallback(name, leaf, source_name in self.state)
         return self._entry(name, leaf, source_name, value)
 
     def _entry(self, name: str, leaf: TargetLeaf, source_name: str, value: Any) -> PlanEntry | None:
@@ -172,7 +173,7 @@ class Matcher:
             value = self._function_views.setdefault(value, as_view(value, source_name))
         view = self._fitting.view(name, leaf, value, origin, source_name)
         if view is None or view.shape != leaf.shape:
-            self.unfilled.add(name)
+            self.unfilled.append(name)
         if view is None:
             return None
         stored = view.leaves()
@@ -190,8 +191,8 @@ class Matcher:
             leaf.sharding,
             "read" if read else "value",
             view.describe(),
-            self._diagnostics.rule_for.get(source_name, ""),
-            self._diagnostics.fidelity.get(source_name, ""),
+            self.diagnostics.rule_for.get(source_name, ""),
+            self.diagnostics.fidelity.get(source_name, ""),
             view,
             leaf,
             stored,
@@ -237,12 +238,12 @@ class Matcher:
     # -- what is missing
 
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
-        self.unfilled.add(name)
-        fidelity = self._diagnostics.fidelity.get(name, "")
+        self.unfilled.append(name)
+        fidelity = self.diagnostics.fidelity.get(name, "")
         value = None if self._fallback is None else self._fallback.leaves.get(name)
         if self._fallback is None or value is None:
             # The transform that should have made an explained one says why it could not.
-            if name not in self._diagnostics.explained:
+            if name not in self.diagnostics.explained:
                 self.missing.append(MissingLeaf(name, leaf, is_none, fidelity == "reset"))
             return None
         view = self._fitting.view(name, leaf, value, "the fallback")

@@ -8,13 +8,15 @@ cost is linear in the number of leaves (closest names are looked for only for th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import written_out
-from orbax_t5x.restoring.diagnose.checks import PlanChecks
+from orbax_t5x.restoring.fallback import open_fallback
+from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
@@ -96,17 +98,23 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     if decision.warning:
         diagnostics.warnings.append(decision.warning)
     resuming = decision.is_resuming
+    fallback = open_fallback(options.fallback, diagnostics.problems.append)
+    before = tuple(diagnostics.problems)
     state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
-    checks = PlanChecks(
-        checkpoints, inputs.given, transforms, flattened, options, stored, source, takes_rules=not resuming
-    )
-    matcher = checks.matcher(state, diagnostics)
+    stored_names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
+    match = functools.partial(Matcher, flattened, options, fallback, stored_names)
+    matcher = match(state, diagnostics)
     entries = matcher.entries()
     # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.
     _raise_broken(entries)
-    problems = checks.problems(matcher, state, diagnostics, proposes=proposes and not resuming)
-    if problems:
-        raise diagnostics.error(problems, path=_paths(checkpoints))
+    if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers()):
+        from orbax_t5x.restoring.diagnose.explain import MatchFailure, explain  # noqa: PLC0415  (a failure only)
+
+        takes_rules, proposes = not resuming, proposes and not resuming
+        failure = MatchFailure(
+            matcher, match, source, before, inputs.given, transforms, proposes, options.strict, takes_rules
+        )
+        raise diagnostics.error(explain(failure), path=_paths(checkpoints))
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
@@ -120,7 +128,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         dropped=sorted(dropped),
         warnings=diagnostics.warnings,
         provenance=decision.lineage,
-        fallback=checks.fallback.compute if checks.fallback is not None else None,
+        fallback=None if fallback is None else fallback.compute,
     )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
@@ -25,18 +24,6 @@ from orbax_t5x.trees.flat import FlatState
 _SHOWN_NAMES = 20
 # What the rules put before the names of parameters.
 _PARAMETERS = "target/"
-
-# A name that only Mesh TensorFlow gives.
-_MESH_TF_NAME = re.compile(r"(encoder|decoder|transformer)/block_\d+/.*|shared/embedding.*|global_step")
-
-
-def missing_translation(formats: Collection[str], transforms: Iterable[Any], names: Iterable[str]) -> str | None:
-    """Returns the fix for a chain that leaves a bundle's own names untranslated; None where it does not."""
-    if "tf_bundle" not in formats or any(isinstance(transform, Translate) for transform in transforms):
-        return None
-    if any(_MESH_TF_NAME.fullmatch(name) for name in names):
-        return "add transforms=[ot.transforms.Translate()]"
-    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.cli.main", "main"): "a command loads what it needs: `--help` needs neither JAX nor Orbax",
     ("orbax_t5x.storage.remote.hub", "_snapshot"): "huggingface_hub is an optional package",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
+    ("orbax_t5x.restoring.planner", "build_plan"): "only a plan that fails is explained: others load nothing of it",
 }
 
 

@@ -1,4 +1,4 @@
-"""A target or a checkpoint that is an array alone, which has no name."""
+"""A target or a checkpoint that is a single array, which has no name."""
 
 import os
 
@@ -54,7 +54,7 @@ WAYS = [ot.restore, ot.plan_restore, ot.v1.load_and_transform, load_with_v1, res
 @pytest.mark.parametrize("target", [ALONE, np.zeros(4, np.float32), jnp.zeros(4)], ids=["abstract", "numpy", "jax"])
 def test_a_target_without_a_name_and_a_checkpoint_with_names_are_a_problem(named, way, target):
     path = named.parent if way is ot.v1.load_and_transform else named
-    with pytest.raises(RestorePlanError, match="the target is an array alone, which has no name") as caught:
+    with pytest.raises(RestorePlanError, match="the target is a single array, which has no name") as caught:
         way(path, target)
     missing, leftover = caught.value.problems
     assert str(named) in str(caught.value.path)
@@ -63,7 +63,7 @@ def test_a_target_without_a_name_and_a_checkpoint_with_names_are_a_problem(named
 
 
 def test_a_target_with_names_and_a_checkpoint_without_are_a_problem(alone):
-    with pytest.raises(RestorePlanError, match="the checkpoint is an array alone, which has no name") as caught:
+    with pytest.raises(RestorePlanError, match="the checkpoint is a single array, which has no name") as caught:
         ot.restore(alone, {"w": ALONE})
     missing, leftover = caught.value.problems
     assert (missing.kind, missing.leaf, leftover.kind, leftover.leaf) == ("missing", "w", "leftover", "")

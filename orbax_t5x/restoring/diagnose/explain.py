@@ -1,0 +1,179 @@
+"""Explains why a state dict does not fill a target: the one entry of this package, for a plan that has failed.
+
+Names of Hugging Face without the pack, a scanned target, `params/` against `target/`: each makes dozens of missing
+leaves, and each is one mistake. The hypotheses are asked in order for transforms, which are tried by matching again,
+and then for what explains the leaves that are left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.restoring.chains import FoundRules
+from orbax_t5x.restoring.diagnose.calls import calls_text
+from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.no_value import NoValue
+from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
+from orbax_t5x.restoring.diagnose.other_feed_forward import OtherFeedForward
+from orbax_t5x.restoring.diagnose.other_pack import OtherPack
+from orbax_t5x.restoring.diagnose.other_prefix import OtherPrefix
+from orbax_t5x.restoring.diagnose.renamed_part import RenamedPart
+from orbax_t5x.restoring.diagnose.similar_name import SimilarName
+from orbax_t5x.restoring.diagnose.single_array import SingleArray
+from orbax_t5x.restoring.diagnose.slots import model_leaves
+from orbax_t5x.restoring.diagnose.tied_logits import TiedLogits
+from orbax_t5x.restoring.diagnose.unexplained import Unexplained
+from orbax_t5x.restoring.matching import Matcher
+from orbax_t5x.text.wording import counted
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.run import run_transforms
+
+HYPOTHESES: tuple[Hypothesis, ...] = (
+    OtherPack(),
+    OtherPrefix(),
+    RenamedPart(),
+    SingleArray(),
+    NoValue(),
+    OtherDepth(),
+    OtherFeedForward(),
+    TiedLogits(),
+    SimilarName(),
+    Unexplained(),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatchFailure:
+    """A state dict that does not fill a target, and what it takes to try again.
+
+    Attributes:
+      matcher: of the two; it has looked for every leaf.
+      match: makes a matcher of another state dict, with the diagnostics of what made it.
+      source: the leaves before the transforms, by name.
+      before: the problems that were known before the transforms.
+      given: the caller's transforms.
+      transforms: the same with what `"auto"` found.
+      proposes: whether transforms are proposed.
+      strict: whether leftovers are problems.
+      takes_rules: whether one more transform would be applied; not so where a run is resumed.
+    """
+
+    matcher: Matcher
+    match: Callable[[Mapping[str, Any], Diagnostics], Matcher]
+    source: Mapping[str, Any]
+    before: Sequence[Problem]
+    given: Sequence[Callable[..., Any]]
+    transforms: Sequence[Callable[..., Any]]
+    proposes: bool
+    strict: bool
+    takes_rules: bool
+
+
+def explain(failure: MatchFailure) -> list[Problem]:
+    """Returns everything that is wrong; the cause of most missing leaves comes first, with a fix that was tried."""
+    if failure.proposes and failure.matcher.unfilled and failure.matcher.target.kind == "tree":
+        problems = _remedied(failure)
+        if problems is not None:
+            return problems
+    return _problems(failure.matcher, failure)
+
+
+def _remedied(failure: MatchFailure) -> list[Problem] | None:
+    """Returns the problems with the best remedy, and before them the one that it solves; None without a remedy."""
+    matcher, is_added = _matched_before(failure)
+    unfilled = matcher.unfilled
+    unmatched = _unmatched(matcher, failure)
+    best: tuple[Remedy, list[Problem]] | None = None
+    for remedy in (remedy for hypothesis in HYPOTHESES for remedy in hypothesis.remedies(unmatched)):
+        after = _match_with(remedy, matcher, failure)
+        if not _fills_most(unfilled, after.unfilled):
+            continue
+        problems = _problems(after, failure)
+        if best is None or len(problems) < len(best[1]):
+            best = remedy, problems
+        if not problems:
+            break
+    if best is None:
+        return None
+    remedy, left = best
+    leaves = counted(len(unfilled), "target leaf has", "target leaves have")
+    message = f"{leaves} no match by name and shape in the checkpoint: {remedy.reason}"
+    if left:
+        message += f"; with the fix, {counted(len(left), 'problem is', 'problems are')} left, listed below"
+    return [Problem("missing", None, message, _fix(remedy, failure, is_added=is_added)), *left]
+
+
+def _matched_before(failure: MatchFailure) -> tuple[Matcher, bool]:
+    """Returns the matcher to start from, and whether a remedy is added to the transforms or replaces them.
+
+    A `Translate` that knew no name at all is one that should not have been given.
+    """
+    found = failure.matcher
+    is_translate = any(problem.kind == "translate" for problem in found.diagnostics.problems)
+    if len(failure.transforms) != 1 or not is_translate or found.state:
+        return found, True
+    matcher = failure.match(failure.source, Diagnostics(problems=list(failure.before)))
+    matcher.entries()
+    return matcher, False
+
+
+def _match_with(remedy: Remedy, matcher: Matcher, failure: MatchFailure) -> Matcher:
+    notes = matcher.diagnostics.copy()
+    target = matcher.target.original
+    state = run_transforms(remedy.transforms, matcher.state, target, is_resuming=False, diagnostics=notes)
+    after = failure.match(state, notes)
+    after.entries()
+    return after
+
+
+def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
+    """Returns True if most of what was missing is there, and nothing that was there is missing.
+
+    An optimizer's state may be missing for another reason, such as that it was never saved.
+    """
+    model = model_leaves(before)
+    return set(after) <= set(before) and 2 * len(set(after).intersection(model)) < len(model)
+
+
+def _fix(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
+    if remedy.advice is not None:
+        return Fix(remedy.advice)
+    calls = calls_text(remedy.transforms)
+    if not is_added:
+        return Fix(f"pass transforms=[{calls}] for Translate()", remedy.transforms)
+    if not failure.given:
+        return Fix(f"add transforms=[{calls}]", remedy.transforms)
+    if any(isinstance(transform, FoundRules) for transform in failure.given):
+        every = (*failure.transforms, *remedy.transforms)
+        return Fix(f"pass transforms=[{calls_text(every)}]", every)
+    return Fix(f"pass transforms=[*transforms, {calls}]", remedy.transforms)
+
+
+def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
+    return UnmatchedLeaves(
+        stored={name: value for name, value in matcher.state.items() if value is not None},
+        target=matcher.target,
+        unfilled=matcher.unfilled,
+        missing=tuple(matcher.missing),
+        leftovers=tuple(matcher.leftovers()) if failure.strict else (),
+        transforms=failure.transforms,
+        takes_rules=failure.takes_rules,
+    )
+
+
+def _problems(matcher: Matcher, failure: MatchFailure) -> list[Problem]:
+    """Returns the problems of the transforms and of the leaves that do not fit, and those that hypotheses explain."""
+    unmatched = _unmatched(matcher, failure)
+    position = {one.name: at for at, one in enumerate(unmatched.missing)}
+    found: list[Problem] = []
+    for hypothesis in HYPOTHESES:
+        explained = list(hypothesis.explanations(unmatched))
+        found += [one.problem for one in explained]
+        unmatched = unmatched.without({name for one in explained for name in one.names})
+    # Causes of many missing leaves, then single ones in the target's order, then what is left over.
+    last = len(position)
+    found.sort(key=lambda one: last if one.kind == "leftover" else -1 if one.leaf is None else position[one.leaf])
+    return [*matcher.diagnostics.problems, *matcher.problems, *dict.fromkeys(found)]

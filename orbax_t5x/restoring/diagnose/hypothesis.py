@@ -1,0 +1,115 @@
+"""Interface of the hypotheses that `explain` tries, in order, on a target and a state dict that do not match.
+
+A hypothesis proposes transforms, which are tried before a user sees them, or explains leaves without a counterpart in
+words. Only what the meaning of the names shows to be right is proposed as code that can be pasted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from orbax_t5x.errors import Problem
+from orbax_t5x.restoring.target_leaf import MissingLeaf
+from orbax_t5x.restoring.targets import Target
+from orbax_t5x.transforms import Transform
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnmatchedLeaves:
+    """Leaves of a target and of a state dict without a counterpart on the other side.
+
+    Attributes:
+      stored: the leaves that the transforms made, by name.
+      target: what is to be filled.
+      unfilled: names of the target for which there is no leaf of their shape, in the target's order.
+      missing: leaves of the target that nothing fills and nothing explains yet, in the target's order.
+      leftovers: names of stored leaves without a place that nothing explains yet; none where they are allowed.
+      transforms: of the call, or what `"auto"` found.
+      takes_rules: whether one more transform would be applied; not so where a run is resumed.
+    """
+
+    stored: Mapping[str, Any]
+    target: Target
+    unfilled: Sequence[str]
+    missing: tuple[MissingLeaf, ...]
+    leftovers: tuple[str, ...] = ()
+    transforms: Sequence[Callable[..., Any]] = ()
+    takes_rules: bool = True
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Any]:
+        """Stored leaves with shape and dtype."""
+        return {
+            name: value for name, value in self.stored.items() if hasattr(value, "shape") and hasattr(value, "dtype")
+        }
+
+    @functools.cached_property
+    def free(self) -> dict[str, Any]:
+        """Arrays that fill no leaf of the target."""
+        taken = self.target.leaves.keys() - set(self.unfilled)
+        return {name: value for name, value in self.arrays.items() if name not in taken}
+
+    @functools.cached_property
+    def free_shapes(self) -> Shapes:
+        """Shapes of `free`."""
+        return {name: tuple(value.shape) for name, value in self.free.items()}
+
+    @functools.cached_property
+    def unfilled_shapes(self) -> Shapes:
+        """Shapes that the target has under the names of `unfilled`."""
+        return {name: self.target.leaves[name].shape for name in self.unfilled}
+
+    @functools.cached_property
+    def wanted(self) -> dict[str, MissingLeaf]:
+        """The missing leaves whose values the checkpoint might have under another name."""
+        return {one.name: one for one in self.missing if not one.is_none and not one.is_reset}
+
+    def without(self, names: Collection[str]) -> UnmatchedLeaves:
+        """Returns the unmatched leaves without leaves that are explained."""
+        missing = tuple([one for one in self.missing if one.name not in names])
+        return dataclasses.replace(
+            self, missing=missing, leftovers=tuple([name for name in self.leftovers if name not in names])
+        )
+
+
+class Remedy(NamedTuple):
+    """Transforms that may fill most of the missing leaves.
+
+    Attributes:
+      transforms: to run after those of the call.
+      reason: what they are founded on.
+      advice: the fix in words, where the names do not show that the transforms are right.
+    """
+
+    transforms: tuple[Transform, ...]
+    reason: str
+    advice: str | None = None
+
+
+class Explanation(NamedTuple):
+    """A problem, and the names of the missing or leftover leaves that it explains."""
+
+    problem: Problem
+    names: Collection[str]
+
+
+class Hypothesis:
+    """One possible cause of missing and leftover leaves; subclasses are frozen dataclasses."""
+
+    def remedies(self, unmatched: UnmatchedLeaves) -> Iterable[Remedy]:
+        """Returns transforms to try, the likeliest first."""
+        return ()
+
+    def explanations(self, unmatched: UnmatchedLeaves) -> Iterable[Explanation]:
+        """Returns problems in place of those that each leaf would make; equal ones are listed once."""
+        return ()
+
+
+def as_template(text: str) -> str:
+    """Escapes text for the replacement of a rule."""
+    return text.replace("\\", "\\\\")

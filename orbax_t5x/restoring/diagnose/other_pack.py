@@ -1,0 +1,50 @@
+"""Hypothesis: the names are another layout's, and a rule pack or `Translate` leads from the one to the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.restoring.diagnose.calls import calls_text
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
+from orbax_t5x.rules import infer, mesh_tf_to_t5x
+from orbax_t5x.rules.layouts import layout_of
+from orbax_t5x.text.wording import counted
+from orbax_t5x.transforms import Rename, Translate
+
+_MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherPack(Hypothesis):
+    """A pack that `orbax_t5x.rules.infer` finds; `Translate` for a target too small a part of a model for that."""
+
+    def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+        """See `Hypothesis.remedies`."""
+        try:
+            pack = infer(unmatched.stored, unmatched.target.original)
+        except RestorePlanError:
+            pack = None
+        if pack is not None and pack.steps:
+            reason = f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}"
+            if all(isinstance(part, Rename) for part in pack.parts):
+                reason = "the checkpoint has them below another prefix"
+            # The pack for Mesh TensorFlow's names is `Translate` under another name.
+            yield Remedy(tuple([Translate() if part == mesh_tf_to_t5x() else part for part in pack.parts]), reason)
+        elif _is_untranslated(unmatched):
+            yield Remedy((Translate(),), _MESH_TF)
+
+    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+        """See `Hypothesis.explanations`; with `Translate` the others may fit, so that it explains none away."""
+        if unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
+            message = (
+                f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
+            )
+            add = (Translate(),)
+            yield Explanation(Problem("missing", None, message, Fix(f"add transforms=[{calls_text(add)}]", add)), ())
+
+
+def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:
+    has_translate = any(isinstance(transform, Translate) for transform in unmatched.transforms)
+    return not has_translate and layout_of(unmatched.stored).kind == "mesh tf"

@@ -1,0 +1,41 @@
+"""Hypothesis: the target's model computes logits with the embedding, and the checkpoint's with a matrix of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
+from orbax_t5x.text.wording import listed
+
+# The matrix of a T5 that computes logits, as Hugging Face and T5X name it; and its leaves in an optimizer's state.
+_HEAD = re.compile(r"(?:.*/)?(?:lm_head(?:\.weight|/kernel)|decoder/logits_dense/kernel)(?:/\w+)?")
+_EMBEDDING = re.compile(r"(?:.*/)?(?:token_embedder/embedding|shared(?:\.weight|/embedding))")
+_SHOWN_NAMES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class TiedLogits(Hypothesis):
+    """A leftover output projection: without it the target's model would compute other logits."""
+
+    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+        """See `Hypothesis.explanations`."""
+        head = [name for name in unmatched.leftovers if _HEAD.fullmatch(name)]
+        target, unfilled = unmatched.target.leaves, set(unmatched.unfilled)
+        if not head or any(_HEAD.fullmatch(name) for name in target):
+            return
+        if not any(_EMBEDDING.fullmatch(name) and name not in unfilled for name in target):
+            return  # another model, or names that have nothing in common
+        message = (
+            "the checkpoint's model computes logits with a matrix of its own, and the target has none: the target "
+            f"would tie its logits to the embedding and compute different values ({listed(head, _SHOWN_NAMES)})"
+        )
+        fix = (
+            "build the model with an output projection (T5X: logits_via_embedding=False, which makes "
+            "decoder/logits_dense/kernel)"
+        )
+        if any(name.endswith("lm_head.weight") for name in head):
+            fix += "; or, if config.json has tie_word_embeddings: true, pass that to the rule pack"
+        yield Explanation(Problem("leftover", head[0] if len(head) == 1 else None, message, Fix(fix)), head)

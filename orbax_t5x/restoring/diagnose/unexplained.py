@@ -1,0 +1,41 @@
+"""Problems of leaves that no other hypothesis explains: one per missing leaf, and one for all leftovers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.single_array import NO_NAME
+from orbax_t5x.text.wording import leaves_text, listed
+from orbax_t5x.transforms.patterns.closest import ClosestNames
+
+# Names shown for a missing leaf, and missing leaves for which they are looked up: each look-up scans all names.
+_CLOSEST = 3
+_LOOKUPS = 20
+# Leftover names shown in the one problem that counts them.
+_SHOWN_LEFTOVERS = 5
+
+GIVE_VALUES = Fix("give fallback= values, or put ... in the target to leave it out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unexplained(Hypothesis):
+    """Leaves that one side simply lacks; the closest names are listed for the first few."""
+
+    def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
+        """See `Hypothesis.explanations`."""
+        closest = ClosestNames(list(unmatched.free) or list(unmatched.stored))
+        for place, name in enumerate(unmatched.wanted):
+            near = closest.to(name, _CLOSEST) if place < _LOOKUPS else []
+            message = "the checkpoint has no such leaf" + (f"; closest: {', '.join(near)}" if near else "")
+            yield Explanation(Problem("missing", name, message, GIVE_VALUES), (name,))
+        names = unmatched.leftovers
+        if names:
+            shown = listed([name or NO_NAME for name in names], _SHOWN_LEFTOVERS)
+            has = "has" if len(names) == 1 else "have"
+            message = f"{leaves_text(len(names))} of the checkpoint {has} no place in the target: {shown}"
+            fix = "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules"
+            leaf = names[0] if len(names) == 1 else None
+            yield Explanation(Problem("leftover", leaf, message, Fix(fix, arguments={"strict": False})), names)

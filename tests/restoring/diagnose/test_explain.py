@@ -1,0 +1,72 @@
+"""The one entry for explaining a plan that failed."""
+
+import subprocess
+import sys
+
+import numpy as np
+
+import orbax_t5x as ot
+from tests.conftest import GOLDENS
+from tests.support.failed_plans import ARRAYS, problems_of
+from tests.support.memory_checkpoint import checkpoint
+
+
+def test_nothing_is_proposed_to_a_run_that_goes_on():
+    """Its transforms are not applied again, so a rule more would not be, either."""
+    source = checkpoint({f"params/{name}": array for name, array in ARRAYS.items()})
+    found = problems_of(source, ARRAYS, [ot.transforms.Intersect()], is_resuming=True)
+    assert len(found) == len(ARRAYS) + 1 and not any("transforms" in str(problem.fix) for problem in found[:-1])
+
+
+_RESTORE = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("orbax_t5x.restoring.diagnose"):
+            raise ImportError(f"a restore that succeeds loads {name}")
+
+sys.meta_path.insert(0, Refuse())
+import numpy as np
+import subprocess
+import sys
+
+import numpy as np
+
+import orbax_t5x as ot
+
+everything = ot.restore(sys.argv[1], None)
+again = ot.restore(sys.argv[1], everything, strict=True)
+assert again.keys() == everything.keys()
+try:
+    ot.plan_restore(sys.argv[1], {"other": np.zeros(2)})
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_restore_that_succeeds_enters_no_module_of_this_package():
+    """One that fails does, so that the test would see it."""
+    source = GOLDENS / "t5x_orbax" / "d8_adafactor"
+    done = subprocess.run([sys.executable, "-c", _RESTORE, source], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("a restore that succeeds loads orbax_t5x.restoring.diagnose")
+
+
+def test_everything_that_is_wrong_is_in_one_list():
+    """Problems of the transforms, of shapes, causes of several leaves, single leaves, and what is left over."""
+    arrays = {f"layers_{i}/w": np.ones(2) for i in range(2)} | {"a": np.ones(2), "extra": np.ones(2)}
+    target = {f"layers_{i}/w": np.ones(2) for i in range(4)} | {"a": np.ones(3), "other": np.ones(2)}
+    found = problems_of(checkpoint(arrays), target, [ot.transforms.Rename([("none", "such")])])
+    assert [(problem.kind, problem.leaf) for problem in found] == [
+        ("unused_rule", None), ("shape", "a"), ("missing", None), ("missing", "other"), ("leftover", "extra")
+    ]  # fmt: skip
+
+
+def test_a_proposal_leads_to_what_is_left():
+    """The heading counts the problems that the fix leaves, and they follow."""
+    source = checkpoint({f"params/{name}": array for name, array in ARRAYS.items()})
+    first, second = problems_of(source, {**ARRAYS, "other": np.ones(7)})
+    assert first.message.startswith("7 target leaves have no match by name and shape in the checkpoint: ")
+    assert first.message.endswith("; with the fix, 1 problem is left, listed below")
+    assert second.leaf == "other"

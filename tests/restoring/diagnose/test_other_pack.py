@@ -1,0 +1,131 @@
+"""A forgotten rule pack or `Translate` is one problem, and its fix runs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x import rules
+from orbax_t5x.restoring.diagnose.calls import calls_text
+from orbax_t5x.restoring.diagnose.other_pack import OtherPack
+from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
+from orbax_t5x.trees.flat import flatten, unflatten
+from tests.support import t5_model
+from tests.support.failed_plans import (
+    BUNDLE,
+    HF,
+    HF_CONFIG,
+    applied,
+    assert_cured,
+    parameters,
+    problems_of,
+    unmatched_of,
+)
+from tests.support.memory_checkpoint import checkpoint
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_a_pack_is_proposed_as_text_that_makes_it(is_scanned):
+    target = parameters(dataclasses.replace(HF_CONFIG, scan_layers=is_scanned))
+    with ot.open_checkpoint(HF) as checkpoint:
+        (remedy,) = OtherPack().remedies(unmatched_of(checkpoint.leaves, target))
+        expected = run(rules.infer(checkpoint.leaves, target), checkpoint.leaves, target)[0]
+        result = dict(checkpoint.leaves)
+        for step in eval(f"[{calls_text(remedy.transforms)}]", {"ot": ot}):
+            result = dict(run(step, result, target)[0])
+        assert {name: np.asarray(as_numpy(value)).shape for name, value in result.items()} == {
+            name: leaf.shape for name, leaf in target.items()
+        }
+        assert_same(result, expected)
+
+
+def test_no_pack_is_proposed_where_none_fits_or_none_is_needed():
+    target = parameters(HF_CONFIG)
+    for state in (target, {"a": jax.ShapeDtypeStruct((2,), "float32"), "b": None}):
+        assert list(OtherPack().remedies(unmatched_of(state, target))) == []
+
+
+def test_a_bundle_that_translate_helps_little_is_said_to_be_one():
+    """One leaf in three has a counterpart: no remedy, but the names tell what they are."""
+    target = {"target/encoder/encoder_norm/scale": jax.ShapeDtypeStruct((8,), "float32"), "a": 1, "b": 2}
+    hint, *others = problems_of(BUNDLE, target, strict=False)
+    assert hint.message == "3 target leaves are missing, and the checkpoint's names are Mesh TensorFlow's"
+    assert applied(hint.fix) == [ot.transforms.Translate()] and len(others) == 3
+
+
+LAYOUTS = {
+    "minimal": {},
+    "scanned": {"scan_layers": True},
+    "unscanned": {"split_heads": True, "per_layer_bias": True},
+}
+
+
+@pytest.mark.parametrize("prefix", ["target", "params", ""])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_of_hugging_face_are_one_problem(layout, prefix):
+    _, variables = t5_model.init(dataclasses.replace(HF_CONFIG, **LAYOUTS[layout]))
+    abstract = jax.eval_shape(lambda: variables["params"])
+    plan, _ = assert_cured(HF, {prefix: abstract} if prefix else abstract)
+    source = dict(ot.open_checkpoint(HF).leaves)
+    wanted = flatten({"target": abstract})
+    expected = run(rules.infer(source, wanted), source, wanted)[0]
+    start = f"{prefix}/" if prefix else ""
+    restored = flatten(plan.execute())
+    assert_same(restored, {start + name.removeprefix("target/"): as_numpy(leaf) for name, leaf in expected.items()})
+
+
+def test_a_fallback_hides_no_forgotten_pack():
+    _, variables = t5_model.init(HF_CONFIG)
+    params = {"target": jax.tree.map(np.asarray, variables["params"])}
+    assert_cured(HF, params, fallback=params)
+
+
+def test_a_bundle_without_translate_is_one_problem():
+    translated = ot.plan_restore(BUNDLE, None, [ot.transforms.Translate()]).execute()
+    plan, problem = assert_cured(BUNDLE, translated)
+    assert str(problem.fix) == "add transforms=[ot.transforms.Translate()]" and "mesh tf" in problem.message
+    assert_same(flatten(plan.execute()), flatten(translated))
+
+
+@pytest.mark.parametrize("name", ["encoder/encoder_norm/scale", "token_embedder/embedding"])
+def test_a_part_of_a_model_without_translate_is_one_problem(name):
+    """So small a part has no layout that `infer` could tell."""
+    whole = ot.plan_restore(BUNDLE, None, [ot.transforms.Translate()]).execute()
+    target = unflatten({f"target/{name}": flatten(whole)[f"target/{name}"]})
+    (problem,) = problems_of(BUNDLE, target, strict=False)
+    assert str(problem.fix) == "add transforms=[ot.transforms.Translate()]"
+    restored = ot.restore(BUNDLE, target, applied(problem.fix), strict=False)
+    assert_same(flatten(restored), flatten(target))
+
+
+def test_a_pack_is_added_to_what_was_given():
+    """A scanned target, and a rule of the caller's own."""
+    minimal = {name: np.zeros(leaf.shape, np.float32) for name, leaf in parameters(HF_CONFIG).items()}
+    source = {name.replace("target/token_embedder", "target/embedder"): leaf for name, leaf in minimal.items()}
+    own = [ot.transforms.Rename([("target/embedder/(.*)", r"target/token_embedder/\1")])]
+    target = parameters(dataclasses.replace(HF_CONFIG, scan_layers=True))
+    _, problem = assert_cured(checkpoint(source), target, own)
+    assert str(problem.fix).startswith("pass transforms=[*transforms, ot.rules.t5_minimal_to_scanned(")
+
+
+def test_a_pack_is_proposed_in_place_of_translate():
+    """Names of Hugging Face, and the transform for Mesh TensorFlow's."""
+    target = parameters(HF_CONFIG)
+    (problem,) = problems_of(HF, target, [ot.transforms.Translate()])
+    assert str(problem.fix) == "pass transforms=[ot.rules.hf_t5_to_t5x()] for Translate()"
+    assert ot.plan_restore(HF, target, applied(problem.fix)).unused == ()
+
+
+def test_what_is_missing_after_auto_is_added_to_what_it_found():
+    """A head under another name, which no pack knows: a rule more, and the pack written out."""
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in ot.open_checkpoint(HF).leaves.items()}
+    arrays |= {f"head/old/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")}
+    target = {
+        **parameters(HF_CONFIG),
+        **{f"head/new/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")},
+    }
+    (problem,) = problems_of(checkpoint(arrays), target, "auto")
+    assert str(problem.fix).startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.AssignmentMap(")
+    assert ot.plan_restore(checkpoint(arrays), target, applied(problem.fix)).unused == ()

@@ -1,0 +1,73 @@
+"""Another prefix of names is one problem, and its fix runs."""
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.testing.transform_suite import assert_same
+from orbax_t5x.trees.flat import flatten
+from tests.conftest import GOLDENS
+from tests.support.failed_plans import ARRAYS, applied, assert_cured, problems_of
+from tests.support.memory_checkpoint import checkpoint
+
+
+def test_of_two_ways_to_change_a_prefix_the_one_without_problems_is_proposed():
+    """An optimizer's names begin alike on both sides: a rule for all of the target asks too much."""
+    source = GOLDENS / "t5x_orbax" / "d8_adafactor"
+    target = flatten(ot.restore(source, None))
+    target = {name.removeprefix("target/"): leaf for name, leaf in target.items()}
+    with pytest.raises(ot.RestorePlanError) as raised:
+        ot.plan_restore(source, target)
+    (problem,) = raised.value.problems
+    assert not ot.plan_restore(source, target, applied(problem.fix)).unused
+
+
+@pytest.mark.parametrize("theirs", ["", "params/", "state/model/", "a.b(c)/", "it's/"])
+@pytest.mark.parametrize("ours", ["", "target/", "x\\1/"])
+def test_another_prefix_is_one_problem(theirs, ours):
+    source = checkpoint({theirs + name: array for name, array in ARRAYS.items()})
+    target = {ours + name: array for name, array in ARRAYS.items()}
+    if theirs == ours:
+        ot.plan_restore(source, target)
+        return
+    plan, _ = assert_cured(source, target)
+    assert_same(plan.execute(), target)
+
+
+def test_a_prefix_leaves_what_fits_already_where_it_is():
+    source = checkpoint({"step": np.int32(3), **{f"params/{name}": array for name, array in ARRAYS.items()}})
+    plan, _ = assert_cured(source, {"step": np.int32(0), **ARRAYS})
+    assert plan.execute()["step"] == 3
+
+
+def test_a_prefix_is_found_beside_an_optimizer():
+    """Parameters alone into a train state of Flax: the pack or prefix, and then what the checkpoint really lacks."""
+    state = flax.training.train_state.TrainState.create(
+        apply_fn=print, params={"dense": {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}}, tx=optax.adam(1e-3)
+    )
+    source = checkpoint({"step": np.int32(3), "target/dense/kernel": np.ones((2, 3)), "target/dense/bias": np.ones(3)})
+    found = problems_of(source, jax.eval_shape(lambda: state), dtype=None, allow_lossy_cast=True)
+    assert found[0].leaf is None and "5 problems are left" in found[0].message
+    assert {problem.leaf.rpartition("/")[0] for problem in found[1:]} == {
+        "opt_state/0", "opt_state/0/mu/dense", "opt_state/0/nu/dense"
+    }  # fmt: skip
+    plan = ot.plan_restore(source, state, applied(found[0].fix), fallback=state, allow_lossy_cast=True)
+    np.testing.assert_array_equal(plan.execute().params["dense"]["bias"], np.ones(3))
+
+
+def test_two_prefixes_that_fit_are_none():
+    source = checkpoint({f"{prefix}/{name}": array for prefix in ("one", "two") for name, array in ARRAYS.items()})
+    found = problems_of(source, ARRAYS)
+    assert len(found) == len(ARRAYS) + 1 and not any("ot.transforms.Assign" in str(problem.fix) for problem in found)
+
+
+@pytest.mark.parametrize("momenta", ["opt_state/0/mu", "ema", "state/param_states"])
+def test_the_parameters_are_meant_not_their_momenta(momenta):
+    arrays = {f"{prefix}/{name}": array for prefix in ("params", momenta) for name, array in ARRAYS.items()}
+    found = problems_of(checkpoint(arrays), ARRAYS)
+    assert len(found) == 2 and found[1].kind == "leftover"
+    assert_same(ot.restore(checkpoint(arrays), ARRAYS, applied(found[0].fix), strict=False), ARRAYS)

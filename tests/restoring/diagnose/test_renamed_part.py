@@ -1,0 +1,74 @@
+"""One part of all missing names under another word is one problem; it is code only for abbreviations."""
+
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.testing.transform_suite import assert_same
+from orbax_t5x.trees.flat import flatten
+from tests.support.failed_plans import assert_cured, problems_of
+from tests.support.memory_checkpoint import checkpoint
+
+_NAMES = [f"{tree}/{tower}/layers_{i}/attention/kernel" for tree in "ab" for tower in ("decoder", "x") for i in (0, 1)]
+_TARGET = {name: np.full((2, 3 + i), i, np.float32) for i, name in enumerate(_NAMES)}
+
+
+def stored(old, new):
+    return checkpoint({name.replace(old, new): array for name, array in _TARGET.items()})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("decoder", "dec"), ("attention", "attn"), ("decoder", "Decoder"), ("attention", "(attention)")]
+)
+def test_another_word_is_one_problem(old, new):
+    """Below two trees, so that no single prefix does it."""
+    plan, problem = assert_cured(stored(old, new), _TARGET)
+    assert f"the target's names have {old!r}, the checkpoint's have {new!r}" in problem.message
+    assert_same(flatten(plan.execute()), _TARGET)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("decoder", "encoder"), ("attention", "mlp"), ("attention", "self_attention"), ("x", "y.(z)")]
+)
+def test_words_of_other_meaning_are_advice(old, new):
+    """Equal shapes do not show that two modules are one: there is nothing to paste."""
+    (problem,) = problems_of(stored(old, new), _TARGET)
+    assert repr(old) in problem.message and repr(new) in problem.message
+    assert not problem.fix.transforms and "ot." not in str(problem.fix) and "[" not in str(problem.fix)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda name: name.replace("decoder", "mu"), "another quantity"),
+        (lambda name: name.replace("layers_0", "layers_5"), "another number"),
+        (lambda name: name.replace("a/decoder", "a/dec"), "filled below another tree"),
+        (lambda name: name.replace("decoder", "dec").replace("attention", "attn"), "two words"),
+    ],
+)
+def test_what_is_no_consistent_renaming_is_none(change, reason):
+    source = checkpoint({change(name): array for name, array in _TARGET.items()})
+    for problem in problems_of(source, {**_TARGET, "more": np.ones(9, np.float32)}):
+        assert "names have" not in problem.message, reason
+
+
+def test_two_words_that_fit_are_none():
+    """Both towers of the checkpoint could be the target's one."""
+    array = np.ones(2, np.float32)
+    arrays = {f"{tree}/{tower}/{i}/w": array for tree in "ab" for tower in ("dec", "deco") for i in (0, 1)}
+    target = {f"{tree}/decoder/{i}/w": array for tree in "ab" for i in (0, 1)}
+    assert not any("names have" in problem.message for problem in problems_of(checkpoint(arrays), target))
+
+
+def test_an_optimizer_follows_and_what_fits_stays():
+    arrays = {f"{tree}/decoder/{i}/w": np.full(2, i, np.float32) for tree in ("target", "opt_state/mu") for i in (0, 1)}
+    target = {name.replace("decoder", "dec"): array for name, array in arrays.items()}
+    fitting = {"other/decoder/w": np.ones(3, np.float32), "other/dec/w": np.ones(3, np.float32)}
+    plan, _ = assert_cured(checkpoint(arrays | fitting), target | fitting)
+    assert_same(flatten(plan.execute()), target | fitting)
+
+
+def test_leaves_that_the_renaming_does_not_give_are_none():
+    target = {name.replace("decoder", "dec"): array for name, array in _TARGET.items()}
+    found = problems_of(checkpoint(_TARGET), {**target, "a/dec/layers_2/attention/kernel": np.ones(2, np.float32)})
+    assert not any(isinstance(add, ot.transforms.Rename) for problem in found for add in problem.fix.transforms)
