@@ -21,7 +21,7 @@ from orbax_t5x.optim.factored_dims import dims_by_rule, dims_by_size, possible_d
 from orbax_t5x.optimizers import MultiOptimizer, OptaxWrapper
 from orbax_t5x.testing.transform_suite import as_numpy, run
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.slots import Names
+from orbax_t5x.transforms.follow.slots import SlotNames
 from orbax_t5x.trees.flat import flatten, unflatten
 
 HEADS = 4
@@ -517,7 +517,7 @@ def test_slots_are_found_by_their_endings():
         "state/param_states/w",
         "state/step",
     ]
-    found = {name: (slot.kind, slot.param) for name, slot in Names().slots(names).items()}
+    found = {name: (slot.kind, slot.param) for name, slot in SlotNames().slots(names).items()}
     assert found == {
         "state/param_states/0/mu/w": ("mu", "w"),
         "state/param_states/0/mu/mu/w": ("mu", "mu/w"),
@@ -527,8 +527,8 @@ def test_slots_are_found_by_their_endings():
         "state/param_states/mu/w/v_row": ("v_row", "mu/w"),
         "state/param_states/w": ("", "w"),
     }
-    assert all(Names().slot_name(slot) == name for name, slot in Names().slots(names).items())
-    assert Names().slots(["params/a", "opt_state/0/mu/a", "state/x/a"]).keys() == {"opt_state/0/mu/a"}
+    assert all(SlotNames().slot_name(slot) == name for name, slot in SlotNames().slots(names).items())
+    assert SlotNames().slots(["params/a", "opt_state/0/mu/a", "state/x/a"]).keys() == {"opt_state/0/mu/a"}
 
 
 def test_the_heuristic_is_numpy_argsort():

@@ -1,0 +1,56 @@
+"""`StackLayers` and `UnstackLayers`: depths of towers, layer numbers, missing layers."""
+
+import numpy as np
+
+from orbax_t5x import transforms as tr
+from orbax_t5x.testing.transform_suite import assert_same, run
+from tests.support import transform_oracle as oracle
+from tests.support.transform_cases import AB, LAYERS, STACK, only_problem, problems
+
+
+def test_towers_may_differ_in_depth_but_layers_may_not_be_missing():
+    problem = only_problem(tr.StackLayers(*STACK), {n: v for n, v in LAYERS.items() if n != "enc/layers_1/b"})
+    assert (problem.kind, problem.leaf) == ("missing", "enc/layers/b") and "layer 1 of 3" in problem.message
+    # The last layer of one leaf only: no gap in its own numbers, but one in the tower.
+    problem = only_problem(tr.StackLayers(*STACK), {n: v for n, v in LAYERS.items() if n != "enc/layers_2/b"})
+    assert (problem.kind, problem.leaf) == ("missing", "enc/layers/b") and "layer 2 of 3" in problem.message
+    no_first = {n: v for n, v in LAYERS.items() if "enc/layers_0" not in n}
+    assert {p.leaf for p in problems(tr.StackLayers(*STACK), no_first)} == {"enc/layers/w", "enc/layers/b"}
+
+
+def test_the_layer_group_is_named_or_the_only_digits():
+    for pattern, into in (
+        (r"(enc|dec)/layers_(\d+)/(.*)", r"\1/layers/\3"),
+        (r"(enc|dec)/layers_([0-9]+)/(.*)", r"\1/layers/\3"),
+        (r"(enc|dec)/layers_([^/]*)/(.*)", r"\1/layers/\3"),  # told by the names
+        (r"(enc|dec)/layers_((?P<i>\d+))/(.*)", r"\1/layers/\4"),
+    ):
+        result, diagnostics = run(tr.StackLayers(pattern, into, 1), LAYERS)
+        assert diagnostics.problems == []
+        assert_same(result, oracle.stack_layers(LAYERS, *STACK))
+    digits_elsewhere = {"0/1": AB["a"], "1/1": AB["b"]}
+    (problem,) = problems(tr.StackLayers(r"(.*)/(.*)", r"x/\2", 0), digits_elsewhere)
+    assert problem.kind == "rule" and "?P<i>" in str(problem.fix)
+    result, _ = run(tr.StackLayers(r"(\d+)/(.*)", r"x/\2", 0), digits_elsewhere)
+    assert_same(result, {"x/1": np.stack([AB["a"], AB["b"]])})
+
+
+def test_layers_of_one_number_or_of_two_shapes_are_problems():
+    (problem,) = problems(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": AB["a"], "l00": AB["b"]})
+    assert problem.kind == "duplicate"
+    (problem,) = problems(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": AB["a"], "l1": AB["b"][:1]})
+    assert problem.kind == "shape" and "(1,)" in problem.message
+    (problem,) = problems(tr.StackLayers(r"l(\d+)", "l", 5), {"l0": AB["a"], "l1": AB["b"]})
+    assert problem.kind == "shape"
+
+
+def test_stacking_nones_gives_none():
+    result, diagnostics = run(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": None, "l1": None})
+    assert result == {"l": None} and not diagnostics.problems
+    assert problems(tr.StackLayers(r"l(\d+)", "l", 0), {"l0": None, "l1": AB["a"]})
+
+
+def test_unstacked_numbers_may_be_padded_and_are_no_group_references():
+    source = {"a1": np.arange(12.0).reshape(12)}
+    result, _ = run(tr.UnstackLayers(r"(a)1", r"\1{i}/{i:03d}", 0), source)
+    assert list(result)[:2] == ["a0/000", "a1/001"] and len(result) == 12
