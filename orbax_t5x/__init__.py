@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# What type checkers see; the alias says that a name is public.
+# For type checkers; the alias makes a name public.
 if TYPE_CHECKING:
     from orbax_t5x import adafactor as adafactor
     from orbax_t5x import checkpoint_importer as checkpoint_importer

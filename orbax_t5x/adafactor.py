@@ -87,7 +87,7 @@ class Adafactor(OptimizerDef):
       epsilon2: the least parameter scale.
       dtype_momentum: of `m`.
       factor_map: a rule for each parameter, by name (`HParamMap`, or a dict); one without a rule is factored by size.
-      logical_factor_rules: the part of each logical axis name (`standard_logical_factor_rules()`), from which
+      logical_factor_rules: the role of each logical axis name (`standard_logical_factor_rules()`), from which
         `set_param_axes` makes the factor map.
       weight_decay_rate_lr_exponent: the weight decay is multiplied by learning_rate to this power; a rate of None then
         counts as 1.
@@ -156,7 +156,7 @@ class Adafactor(OptimizerDef):
         return self.hyper_params == other.hyper_params and self.dtype_momentum == other.dtype_momentum
 
     def __hash__(self) -> int:
-        # Hyper-parameters may be arrays, and `set_param_axes` changes them: only equality tells definitions apart.
+        # Hyper-parameters may be arrays, and `set_param_axes` changes them: only equality distinguishes definitions.
         return hash((type(self), self.dtype_momentum))
 
     def set_param_axes(self, param_logical_axes: Any) -> None:
@@ -237,7 +237,7 @@ class Adafactor(OptimizerDef):
     _parse_rule = staticmethod(parse_rule)
 
     def _factored_dims(self, shape: Sequence[int]) -> FactoredPair | None:
-        """Returns the ROW and the COLUMN dimensions by size alone, or None for a shape that is not factored."""
+        """Returns the ROW and the COLUMN dimensions by size, or None for a shape that is not factored."""
         if not self.hyper_params.factored:
             return None
         dims = dims_by_size(shape, self.hyper_params.min_dim_size_to_factor)

@@ -141,7 +141,7 @@ def restore_from_t5_checkpoint(
         transforms.append(Drop((f"{_SLOTS}.*",)))
     try:
         target = _target(state, translated) if state else None
-        # No proposals: whoever calls this cannot pass transforms.
+        # No proposals: callers of this module cannot pass transforms.
         inputs = plan_inputs({"": checkpoint}, target, transforms, PlanOptions(strict=strict))
         plan = build_plan(inputs, Decision(False, ()), proposes=False)
     except RestorePlanError as error:

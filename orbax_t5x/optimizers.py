@@ -79,7 +79,7 @@ class OptaxStatePartitionRules:
     """Logical axes of Optax states, from those of the parameters.
 
     Axes are found for any Optax state. `OptaxStatePartitionRules._RULES[SparseState] = rule` gives those of a state of
-    one's own: wherever a `SparseState` stands, `rule(state, params_axes)` is asked and nothing else.
+    one's own: the axes of a `SparseState` are those that `rule(state, params_axes)` returns.
     """
 
     _RULES: ClassVar[dict[type, AxesRule]] = {}

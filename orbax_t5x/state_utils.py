@@ -61,7 +61,7 @@ def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False)
 
     Args:
       state_dict: nested.
-      keep_empty_nodes: whether empty mappings count as leaves: their names stand in their places. They go away
+      keep_empty_nodes: whether empty mappings count as leaves: their names are in their places. They are dropped
         otherwise.
     """
     return _name_tree(state_dict, "", keep_empty_nodes)
@@ -131,7 +131,7 @@ def apply_assignment_map(
       optimizer_state: nested; only its names count.
       assignment_map: pairs (regex, replacement or None).
       require_all_rules_match: whether a rule that decides nothing is an error.
-      is_resuming: whether the run goes on from its own checkpoint, which comes back unchanged.
+      is_resuming: whether the run goes on from its own checkpoint, which is returned unchanged.
 
     Raises:
       ValueError: a name that the checkpoint lacks, or unused patterns.

@@ -2,7 +2,7 @@
 
 Both kinds name their own leaves (`state_dict`) and take them back (`restore_state`), concrete or abstract (leaves
 `jax.ShapeDtypeStruct`, as `jax.eval_shape` makes them). Names are `target/…`, `state/step`, `state/param_states/…`
-and, where there are any, `flax_mutables/…`. Axes are metadata: they stand beside the arrays and in no state dict.
+and, where there are any, `flax_mutables/…`. Axes are metadata, in no state dict.
 What does not fit is a ValueError that names it; nothing is filled in or left out quietly.
 
 Example:
@@ -39,8 +39,8 @@ __all__ = ["EMPTY_DICT", "FlaxOptimTrainState", "InferenceState", "TrainState"]
 EMPTY_DICT: FrozenDict[str, Any] = FrozenDict({})
 
 
-class _LooksWithoutCalling(type(Protocol)):
-    """`isinstance` by the names of members: Python 3.11 would call properties, and one of `InferenceState`'s raises."""
+class _StaticInstanceCheck(type(Protocol)):
+    """Metaclass of an `isinstance` by names: Python 3.11 would call properties, one of which raises."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if cls is not TrainState:
@@ -50,7 +50,7 @@ class _LooksWithoutCalling(type(Protocol)):
 
 
 @runtime_checkable
-class TrainState(Protocol, metaclass=_LooksWithoutCalling):
+class TrainState(Protocol, metaclass=_StaticInstanceCheck):
     """Protocol of a state in training, evaluation and checkpointing."""
 
     @property
@@ -124,7 +124,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         """Makes a state at step 0.
 
         Args:
-          optimizer_def: an optimizer with `set_param_axes` is told the parameters' logical axes, in place.
+          optimizer_def: an optimizer with `set_param_axes` gets the parameters' logical axes, in place.
           model_variables: what `module.init` returns: `params`, `params_axes` where the model names axes, and mutable
             collections `x` with their axes `x_axes`.
 
@@ -168,7 +168,7 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         return _with_mutables(dict(self._optimizer.state_dict()), self.flax_mutables)
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
-        """This state with the values of a state dict.
+        """Returns this state with the values of a state dict.
 
         Raises:
           ValueError: entries are missing.
@@ -258,8 +258,9 @@ class InferenceState(flax.struct.PyTreeNode):
         return _with_mutables(state, self.flax_mutables)
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
-        """This state with the values of a state dict; that of a training state will do, its optimizer states are
-        ignored. The parameters are a `FrozenDict` then, as in T5X, whatever they were.
+        """Returns this state with the values of a state dict; optimizer states in it are ignored.
+
+        The parameters are a `FrozenDict` then, as in T5X, whatever they were.
 
         Raises:
           ValueError: entries are missing.

@@ -96,7 +96,7 @@ def rel_embeddings(
     del opts
     # The pattern takes every sublayer, and stays so: checkpoints record a digest of the patterns.
     if _NOT_FIRST_SUBLAYER.search(key):
-        raise ValueError("T5X has a relative_attention_bias in layer_000 of a block alone")
+        raise ValueError("T5X has a relative_attention_bias only in layer_000 of a block")
     return _place(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
 
 
@@ -183,9 +183,9 @@ _SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relp
 def place_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
     """Returns new names for relative biases that a whole tower shares.
 
-    Mesh TensorFlow keeps a shared bias in block 0. A bias in block 0 alone is taken as the tower's, unless the target
-    has biases in layers and none for the tower, and either they are in layer 0 alone or the file has a single block.
-    Several biases in the file never become one, and a shared one in the file never becomes several.
+    Mesh TensorFlow keeps a shared bias in block 0. A bias that only block 0 has is taken as the tower's, unless the
+    target has biases in layers and none for the tower, and either they are only in layer 0 or the file has a single
+    block. Several biases in the file never become one, and a shared one in the file never becomes several.
 
     Args:
       names: translated names, all of them.

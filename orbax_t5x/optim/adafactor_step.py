@@ -58,7 +58,7 @@ class AdafactorParamState(flax.struct.PyTreeNode):
 
 def init_slots(dims: FactorDims, param: Any, dtype_momentum: Any) -> AdafactorParamState:
     """Makes the slots of a parameter before the first step; `dtype_momentum` is None where no momentum is kept."""
-    # An array for each: a buffer that stands in several places cannot be donated to a step.
+    # An array for each: a buffer that a state has twice cannot be donated to a step.
     slots = AdafactorParamState(*(jnp.zeros((1,), jnp.float32) for _ in range(4)))
     if dims.factored:
         v_row, v_col = dims.slot_shapes(jnp.shape(param))

@@ -1,6 +1,6 @@
 """T5X's rules for how Adafactor factors the second moment of each parameter.
 
-A rule gives each dimension a part: ROW and COLUMN dimensions are reduced as two groups, BATCH dimensions separate
+A rule gives each dimension a role: ROW and COLUMN dimensions are reduced as two groups, BATCH dimensions separate
 independent matrices, NONE means that the second moment is kept whole. A rule comes from the parameter's name
 (`HParamMap`) or its logical axes (`rules_from_axes`); matrices without one are factored by size. What a rule means for
 a shape is in `factored_dims`.
@@ -19,7 +19,7 @@ from orbax_t5x.optim.optax_state import named_leaves
 
 
 class FactorDim(enum.Enum):
-    """The part of a dimension in the factored second moment."""
+    """Role of a dimension in the factored second moment."""
 
     NONE = None
     BATCH = 1
@@ -34,7 +34,7 @@ class HeuristicRule(enum.Enum):
 
 
 HEURISTIC_RULE = HeuristicRule.token
-"""The rule that factors by size alone; for parameters of rank 2 or less."""
+"""The rule that factors only by size; for parameters of rank 2 or less."""
 
 FactorRule = HeuristicRule | Sequence[FactorDim] | None
 LogicalFactorRules = Mapping[str, FactorDim]
@@ -79,7 +79,7 @@ STANDARD_LOGICAL_FACTOR_RULES: LogicalFactorRules = {
     "layer_norm_scale": FactorDim.NONE,
     "mlp_activations": FactorDim.COLUMN,
 }
-"""T5X's logical axis names and the part of each."""
+"""T5X's logical axis names and the role of each."""
 
 
 class HParamMap:
@@ -118,10 +118,10 @@ def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactor
 
     Args:
       param_logical_axes: a tree like the parameters whose leaves are `PartitionSpec`s of axis names.
-      logical_factor_rules: the part of each axis name.
+      logical_factor_rules: the role of each axis name.
 
     Raises:
-      ValueError: an axis name without a part; ROW and COLUMN together with NONE.
+      ValueError: an axis name without a role; ROW and COLUMN together with NONE.
     """
     names, axes, _ = named_leaves(param_logical_axes, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
     return {name: _rule_from_axes(name, spec, logical_factor_rules) for name, spec in zip(names, axes, strict=True)}
@@ -137,9 +137,9 @@ def _rule_from_axes(path: str, spec: Any, rules: LogicalFactorRules) -> FactorRu
     has_row, has_column = FactorDim.ROW in parts, FactorDim.COLUMN in parts
     if has_row and has_column and FactorDim.NONE in parts:
         error = ValueError(f"Incomplete adafactor spec {parts} for {path} with axes {tuple(spec)}!")
-        error.add_note("ROW and COLUMN cannot stand together with NONE; say BATCH, ROW or COLUMN for every axis.")
+        error.add_note("ROW and COLUMN cannot be combined with NONE; give BATCH, ROW or COLUMN for every axis.")
         raise error
     if has_row != has_column:
-        # With one group alone there is no matrix to factor.
+        # With only one group there is no matrix to factor.
         parts = tuple(FactorDim.NONE if part in (FactorDim.ROW, FactorDim.COLUMN) else part for part in parts)
     return parts

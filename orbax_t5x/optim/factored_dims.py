@@ -101,7 +101,7 @@ def parse_rule(
       in place of these `HEURISTIC_RULE`, or None where the second moment is not factored.
 
     Raises:
-      ValueError: the heuristic for a rank above 2; a rule of another rank, or with one of ROW and COLUMN alone.
+      ValueError: the heuristic for a rank above 2; a rule of another rank, or with only one of ROW and COLUMN.
     """
     rank = len(shape)
     every = tuple(range(rank))

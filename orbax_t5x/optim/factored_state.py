@@ -3,8 +3,8 @@
 Both keep running means of the squared gradient over one dimension of each matrix. Optax always takes the two largest
 dimensions: its v_row lacks the largest, its v_col the second largest. T5X does so for matrices by size; under logical
 axis rules it may exchange the two, or average over other dimensions or groups of them. So a slot is equal to the slot
-of the same name in the other library, or to the other one, or to none; then nothing is converted and the problem says
-why.
+of the same name in the other library, or to the other one, or to none; then nothing is converted and the problem has
+the reason.
 Names and shapes only: nothing here reads a value.
 """
 
@@ -28,13 +28,13 @@ _RESET = "start the optimizer anew: Drop the optimizer's leaves and give them by
 
 
 @dataclasses.dataclass
-class Conversion:
+class SlotConversion:
     """Sources of one library's state in the other's.
 
     Attributes:
       renames: for each leaf of the target's state, the source leaf with the same values.
       placeholders: leaves of the target that are zeros of shape (1,) and have no source.
-      unused: source leaves to drop: placeholders, and counters that the step of the other library stands for.
+      unused: source leaves to drop: placeholders, and counters that are the other library's step.
       problems: the leaves that cannot be converted exactly, and why.
     """
 
@@ -78,7 +78,7 @@ def match_slots(
     if answers == {"swapped"}:
         return {"v_row": "v_col", "v_col": "v_row", "v": "v"}
     if len(answers) > 1:
-        raise ValueError(f"the shapes do not tell which dimensions of {shape} T5X has averaged over; give its rule")
+        raise ValueError(f"the shapes leave open which dimensions of {shape} T5X has averaged over; give its rule")
     raise ValueError(
         f"T5X has averaged over other dimensions than the two largest of {shape}, {(*largest.row, *largest.column)}"
     )
@@ -86,7 +86,7 @@ def match_slots(
 
 def t5x_to_optax(
     source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
-) -> Conversion:
+) -> SlotConversion:
     """Fills a target that holds `optax.adafactor`'s state, anywhere in the tree, from a T5X Adafactor checkpoint.
 
     Args:
@@ -94,7 +94,7 @@ def t5x_to_optax(
       target: shapes by name.
       rules: T5X's rules by parameter name; see `match_slots`.
     """
-    result = Conversion()
+    result = SlotConversion()
     for prefix, params in _factored_states(target).items():
         pairing = _Pairing(result, source, target, prefix, _entries(target, prefix), rules or {}, to_optax=True)
         result.renames.update(dict.fromkeys(pairing.counters(), _step(source)))
@@ -105,9 +105,9 @@ def t5x_to_optax(
 
 def optax_to_t5x(
     source: Mapping[str, Shape], target: Mapping[str, Shape], rules: Mapping[str, Sequence[FactorDim]] | None = None
-) -> Conversion:
+) -> SlotConversion:
     """Fills a T5X Adafactor target from a checkpoint with `optax.adafactor`'s state; see `t5x_to_optax`."""
-    result = Conversion()
+    result = SlotConversion()
     for prefix, params in _factored_states(source).items():
         pairing = _Pairing(result, target, source, prefix, _entries(source, prefix), rules or {}, to_optax=False)
         counter, *others = pairing.counters()
@@ -130,12 +130,12 @@ class _Pairing:
       result: the conversion, to which leaves and problems are added.
       t5x, optax: shapes by name on each side.
       prefix: of the factored state's fields.
-      entries: the prefixes of all entries of the chain that it stands in, its own among them.
+      entries: the prefixes of all entries of its chain, its own among them.
       rules: T5X's rules by parameter name.
       to_optax: whether T5X's side is the source.
     """
 
-    result: Conversion
+    result: SlotConversion
     t5x: Mapping[str, Shape]
     optax: Mapping[str, Shape]
     prefix: str

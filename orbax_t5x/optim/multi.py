@@ -22,12 +22,12 @@ from orbax_t5x.optim.optax_state import to_state_dict
 _Path = tuple[str, ...]
 
 
-class _Picked:
-    """Stands where a traversal matched; no dict, so that flattening stops at it."""
+class _PickMark:
+    """Mark of a match of a traversal; no dict, so that flattening stops at it."""
 
 
 class MultiOptimizer(OptimizerDef):
-    """Applies each sub-optimizer to the leaves that its traversal picks.
+    """Optimizer definition that applies each sub-optimizer to the leaves that its traversal picks.
 
     Attributes:
       traversals: `flax.traverse_util.ModelParamTraversal`s, one per sub-optimizer.
@@ -89,7 +89,7 @@ class MultiOptimizer(OptimizerDef):
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
         """Returns the list of hyper-parameters: `hyper_params=[…]` replaces all; other overrides go to every
-        sub-optimizer.
+        sub-optimizer. sub-optimizer.
         """
         hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
         if len(hyper_params) != len(self.sub_optimizers):
@@ -126,7 +126,7 @@ class MultiOptimizer(OptimizerDef):
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns T5X's tree with None for untouched leaves; over Optax one entry per sub-optimizer, without empty
-        dicts.
+        dicts. dicts.
         """
         return {"target": to_state_dict(target), "state": to_state_dict(state, keep_empty=self.keeps_param_tree)}
 
@@ -134,8 +134,8 @@ class MultiOptimizer(OptimizerDef):
         """Lists the paths that each traversal picks."""
         parts = []
         for traversal in self.traversals:
-            flat = _flatten(traversal.update(lambda _: _Picked(), tree))
-            parts.append([path for path, value in flat.items() if isinstance(value, _Picked)])
+            flat = _flatten(traversal.update(lambda _: _PickMark(), tree))
+            parts.append([path for path, value in flat.items() if isinstance(value, _PickMark)])
         owners: dict[_Path, list[int]] = {}
         for index, part in enumerate(parts):
             for path in part:

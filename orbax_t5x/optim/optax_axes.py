@@ -1,7 +1,7 @@
 """Logical axes of any optimizer state, from those of the parameters.
 
 A state holds trees like the parameters (moments, averages, accumulators) among counters and hyper-parameters. Optax
-itself says where they are: an optimizer initialised with a placeholder for the parameters has it wherever such a tree
+itself can find them: an optimizer initialised with a placeholder for the parameters has it wherever such a tree
 belongs (`optax.tree_utils.tree_map_params`). Where an optimizer cannot be initialised so, or is not at hand, trees of
 the same structure are looked for. Each leaf of such a tree then takes its parameter's axes by shape: all of them, those
 of the dimensions that a factored moment kept, or those behind a leading history dimension. What stays ambiguous gets
@@ -36,7 +36,7 @@ class _StateLeaf:
 
 
 class _ParamTree:
-    """Marks a tree like the parameters within a state."""
+    """Mark of a tree like the parameters within a state."""
 
     def __init__(self, tree: Any):
         self.tree = tree
@@ -87,12 +87,12 @@ def apply_axes_rules(rules: Mapping[type, AxesRule], state: Any, params_axes: An
 def _ask_optax(initable: Any, slots: Any, params_axes: Any) -> Any:
     """Wraps every tree like the parameters in a `_ParamTree`; returns None where Optax cannot find them."""
     if initable is None or isinstance(params_axes, optax.LookaheadParams):
-        # A lookahead optimizer logs that it got no lookahead parameters when it meets the placeholder.
+        # A lookahead optimizer logs that it got no lookahead parameters when it gets the placeholder.
         return None
     try:
         return optax.tree_utils.tree_map_params(initable, _ParamTree, slots, is_leaf=lambda _: True)
     except Exception:
-        # The optimizer's own code has met a placeholder, so any exception may come.
+        # The optimizer's own code got a placeholder, so any exception may come.
         return None
 
 
@@ -114,7 +114,7 @@ def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
     found = [(axes, params)]
     if isinstance(axes, optax.LookaheadParams):
         found.append((axes.fast, params.fast if isinstance(params, optax.LookaheadParams) else params))
-    # Without leaves there is nothing that a copy could be told by.
+    # Without leaves a copy cannot be recognised.
     return [(tree, shapes) for tree, shapes in found if open_node(tree) is None or named_leaves(tree)[0]]
 
 

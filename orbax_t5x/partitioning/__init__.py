@@ -1,8 +1,8 @@
 """From the axes that a model names, or from names of leaves, to the abstract state with shardings that a restore wants.
 
-T5X's and linen's models name logical axes, NNX's variables those of the mesh or logical ones; `rules` says which mesh
-axis each is split over (`rules.py`), and `with_shardings` applies that to a whole state (`states.py`). The result has a
-`NamedSharding` on every leaf and no array.
+T5X's and linen's models name logical axes, NNX's variables those of the mesh or logical ones; `rules` decides which
+mesh axis each is split over (`rules.py`), and `with_shardings` applies that to a whole state (`states.py`). The result
+has a `NamedSharding` on every leaf and no array.
 """
 
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, LogicalAxisRules, MeshAxes

@@ -1,6 +1,6 @@
 """Whole states with shardings: T5X's train states, linen's with `nn.Partitioned`, NNX's, or any tree by leaf names.
 
-Where a leaf's axes come from is all that differs. A T5X train state has a state of axes beside it; linen and NNX keep
+They differ in the origin of a leaf's axes. A T5X train state has a separate state of axes; linen and NNX keep
 a leaf's axes in the box or the variable that holds it, also in the optimizer's state, which Optax makes of the same
 boxes.
 """
@@ -47,11 +47,11 @@ def with_shardings(
 
     Returns:
       A state of the same kind and structure (boxes and metadata included) whose leaves are `jax.ShapeDtypeStruct`s
-      with a `NamedSharding`. Leaves of which nothing says how to split them are not split. A regex that no leaf has
+      with a `NamedSharding`. Leaves without a rule are not split. A regex that no leaf has
       taken is a warning.
 
     Raises:
-      TypeError: nothing says how to split any leaf.
+      TypeError: no leaf has a rule.
       ValueError: the model named no axes, a leaf has another rank than its axes, or a dimension is not divided evenly;
         all such leaves at once.
 
@@ -64,7 +64,7 @@ def with_shardings(
     """
     loaded = sys.modules.get("flax.nnx")
     if loaded is not None and isinstance(train_state, loaded.Pytree) and not isinstance(train_state, loaded.State):
-        # Variables that stand in several places of a module are one in its state.
+        # A variable that a module has several times is one in its state.
         graph, state = loaded.split(train_state)
         return loaded.merge(graph, with_shardings(state, mesh, rules))
     axis_rules = AxisRules(rules, mesh)
@@ -101,7 +101,7 @@ def _shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(leaf.shape), leaf.dtype
 
 
-# -- states with a state of axes beside them
+# -- states with a separate state of axes
 
 
 def _with_logical_axes(train_state: Any, mesh: Mesh | AbstractMesh, rules: AxisRules) -> Any:
@@ -158,15 +158,15 @@ def _is_axes(node: Any) -> bool:
 
 
 def _with_metadata(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules) -> Any:
-    said = rules.has_patterns
+    has_axes = rules.has_patterns
 
     def shard(path: Sequence[Any], node: Any) -> Any:
-        nonlocal said
+        nonlocal has_axes
         is_box, is_variable = isinstance(node, Partitioned), _is_variable(node)
         value = node.value if is_box else node.get_value() if is_variable else node
         name = leaf_name(path)
         names, own_rules = _axes_of_box(node) if is_box else _axes_of_variable(node) if is_variable else (None, ())
-        said = said or names is not None
+        has_axes = has_axes or names is not None
         shape, _ = _shape_dtype(value)
         spec = rules.by_name(name, shape)
         if spec is None:
@@ -177,7 +177,7 @@ def _with_metadata(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules) -> An
     abstract = jax.tree_util.tree_map_with_path(
         shard, tree, is_leaf=lambda node: isinstance(node, Partitioned) or _is_variable(node)
     )
-    if not said:
+    if not has_axes:
         axes = isinstance(tree, Mapping) and "params_axes" in tree
         raise TypeError(
             "with_shardings takes a train state with logical axes (FlaxOptimTrainState, InferenceState), or a tree "

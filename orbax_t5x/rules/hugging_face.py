@@ -1,8 +1,8 @@
-r"""Between Hugging Face's T5 names and T5X's minimal T5, parameters alone.
+r"""Between Hugging Face's T5 names and T5X's minimal T5, only parameters.
 
 Kernels and relative biases are transposed (a Linear's weight is (out, in)), embeddings and norms are not. Only
-block 0 of a tower has a relative bias, which is the tower's; where every block has one (umT5) each goes to its
-layer. The output projection may be left out of a file, because it is the embedding: see `_TiedHead`.
+block 0 of a tower has a relative bias, which is the tower's; where every block has one (umT5) each is its
+layer's. The output projection may be left out of a file, because it is the embedding: see `_TiedHead`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orbax_t5x.trees.flat import FlatState
 _ANCHOR = "token_embedder/embedding"
 _HEAD = "decoder/logits_dense/kernel"
 _BIAS = "relpos_bias/rel_embedding"
-# What T5X's names may stand below on the way back.
+# Prefixes of T5X's names on the way back.
 _ROOT = r"(?:(?:params/)?params/|target/)?"
 _MODEL = r"(?:token_embedder|encoder|decoder)/.*"
 
@@ -170,7 +170,7 @@ class _TiedHead(Transform):
             diagnostics.problem(
                 "missing",
                 _HEAD,
-                "the checkpoint has no lm_head, although tie_word_embeddings=False says that it is not the embedding",
+                "the checkpoint has no lm_head, although tie_word_embeddings=False means that it is not the embedding",
                 Fix("pass tie_word_embeddings=None to the rule pack, or use a file that has it"),
             )
         gated = any("/mlp/wi_0/" in name for name in state)
@@ -187,7 +187,7 @@ def hf_t5_to_t5x(
 ) -> RulePack:
     """Maps Hugging Face's T5, T5.1.1, mT5 and umT5 names to T5X minimal T5.
 
-    The result stands below whatever the target has `encoder/…` and `decoder/…` below.
+    The result gets the prefix of the target's `encoder/…` and `decoder/…`.
 
     Args:
       tie_word_embeddings: as config.json has it; None: a file without `lm_head.weight` is tied.
@@ -201,30 +201,46 @@ def hf_t5_to_t5x(
       >>> jax.tree.map(np.shape, ot.rules.hf_t5_to_t5x()(state, {}))
       {'target': {'encoder': {'layers_0': {'attention': {'query': {'kernel': (16, 32)}}}}}}
     """
-    arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
-    shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
-    shown += [] if prefix == "target/" else [f"prefix={prefix!r}"]
     embeddings = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    # Written by old versions, read by none.
     unused_bias = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
-    steps = (
+    forwards = (
         FirstName(embeddings, "shared.weight"),
-        # Written by old versions, read by none.
         Drop((unused_bias,), require_match=False),
         Rename(_to_t5x(), require_match=False),
         Transpose(_TRANSPOSED, require_match=False),
-        _SettleBias(),
-        _TiedHead(tie_word_embeddings, scale_decoder_outputs),
-        PrefixAsTarget(_MODEL, prefix),
     )
-    back = (
-        # Hugging Face keeps no optimizer state; here it would only be left over.
-        Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False),
-        Transpose(_ROOT + _TRANSPOSED, require_match=False),
-        Rename(_from_t5x(), require_match=False),
-    )
+    back = (Transpose(_ROOT + _TRANSPOSED, require_match=False), Rename(_from_t5x(), require_match=False))
     example = "encoder.block.0.layer.0.SelfAttention.q.weight"
-    ours = "target/encoder/layers_0/attention/query/kernel"
-    return RulePack(steps, back, f"hf_t5_to_t5x({', '.join(shown)})", example, ours)
+    return _pack("hf_t5_to_t5x", forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix)
+
+
+def _pack(
+    function: str,
+    forwards: tuple[Transform, ...],
+    back: tuple[Transform, ...],
+    example: str,
+    tie_word_embeddings: bool | None,
+    scale_decoder_outputs: bool | None,
+    prefix: str,
+) -> RulePack:
+    """Makes the pack of a function: its own transforms, and those of both formats for biases, head and prefix."""
+    arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
+    shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
+    shown += [] if prefix == "target/" else [f"prefix={prefix!r}"]
+    return RulePack(
+        (
+            *forwards,
+            _SettleBias(),
+            _TiedHead(tie_word_embeddings, scale_decoder_outputs),
+            PrefixAsTarget(_MODEL, prefix),
+        ),
+        # Hugging Face keeps no optimizer state; here it would only be left over.
+        (Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False), *back),
+        f"{function}({', '.join(shown)})",
+        example,
+        "target/encoder/layers_0/attention/query/kernel",
+    )
 
 
 def t5x_to_hf_t5() -> RulePack:
@@ -246,15 +262,12 @@ def hf_flax_t5_to_t5x(
 ) -> RulePack:
     """Maps the names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1 and mT5 to T5X minimal T5.
 
-    As `hf_t5_to_t5x`, whose arguments it has; of the arrays, relative biases alone are transposed.
+    As `hf_t5_to_t5x`, whose arguments it has; of the arrays, only relative biases are transposed.
 
     Example:
       >>> ot.rules.hf_flax_t5_to_t5x()({"shared": {"embedding": 1}, "lm_head": {"kernel": 2}}, {})
       {'target': {'token_embedder': {'embedding': 1}, 'decoder': {'logits_dense': {'kernel': 2}}}}
     """
-    arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
-    shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
-    shown += [] if prefix == "target/" else [f"prefix={prefix!r}"]
     pairs = _names_of_flax([*_layer_names(), *_FIXED_NAMES])
     bias = "block/{}/layer/0/SelfAttention/relative_attention_bias/embedding"
     biases = rf"(?:encoder|decoder)/(?:layers_\d+/)?{_BIAS}"
@@ -267,18 +280,7 @@ def hf_flax_t5_to_t5x(
         (rf"{_ROOT}(encoder|decoder)/{_BIAS}", r"\1/" + bias.format("0")),
         (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{_BIAS}", r"\1/" + bias.format(r"\2")),
     )
-    steps = (
-        Rename(renamed, require_match=False),
-        Transpose(biases, require_match=False),
-        _SettleBias(),
-        _TiedHead(tie_word_embeddings, scale_decoder_outputs),
-        PrefixAsTarget(_MODEL, prefix),
-    )
-    back = (
-        Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False),
-        Transpose(_ROOT + biases, require_match=False),
-        Rename(renamed_back, require_match=False),
-    )
+    forwards = (Rename(renamed, require_match=False), Transpose(biases, require_match=False))
+    back = (Transpose(_ROOT + biases, require_match=False), Rename(renamed_back, require_match=False))
     example = "encoder/block/0/layer/0/SelfAttention/q/kernel"
-    ours = "target/encoder/layers_0/attention/query/kernel"
-    return RulePack(steps, back, f"hf_flax_t5_to_t5x({', '.join(shown)})", example, ours)
+    return _pack("hf_flax_t5_to_t5x", forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix)

@@ -35,9 +35,9 @@ _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target.
+    """Returns leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target.
 
-    An array that stands alone, as a checkpoint or as a target, has the name "".
+    An array that is the whole tree has the name "".
     """
     leaves = getattr(tree, "leaves", None)
     named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
@@ -106,11 +106,11 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
       target_leaves: whatever a restore takes as its target, or leaves by name.
 
     Returns:
-      A transform. `print(pack.name)` tells what it is, `pack.found` what was seen, and `pack.parts` are the transforms
-      that it stands for. It has no steps where the target's names are the checkpoint's.
+      A transform. `print(pack.name)` shows its name, `pack.found` the layouts found, and `pack.parts` are the
+      equivalent transforms. It has no steps where the target's names are the checkpoint's.
 
     Raises:
-      RestorePlanError: no pack leads from one to the other; the text says what both look like.
+      RestorePlanError: no pack leads from one to the other; the text describes both.
 
     Example:
       >>> state = {f"target/encoder/layers_{number}/attention/query/kernel": np.ones((16, 8)) for number in range(3)}

@@ -1,7 +1,7 @@
 """Finds the layout of a T5 model's layers in a tree, by names and shapes.
 
-The query kernels tell joined from split heads and scanned from unrolled layers; the layers' axis is the one that fits
-all leaves that both sides have.
+The query kernels distinguish joined from split heads and scanned from unrolled layers; the layers' axis is the one that
+fits all leaves that both sides have.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def layout_of(leaves: Mapping[str, Any]) -> Layout:
 
 def scan_axis(scanned: Layout, unrolled: Layout) -> int | None:
     """Finds the axis that, taken out of every leaf, gives the other side's (heads joined or not), with a size that is
-    the depth.
+    the the depth.
     """
 
     def fits(axis: int) -> bool:

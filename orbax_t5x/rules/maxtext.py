@@ -1,7 +1,7 @@
 """T5X's decoder-only model to MaxText's decoder names, where shapes agree.
 
 MaxText (Linen layout on disk) keeps parameters below `params/params/`, kernels as (E, H, D) and (H, D, E), layers
-scanned on an axis or as `layers_3`. The norm before the MLP is called after what stands before it. MaxText's models
+scanned on an axis or as `layers_3`. The norm before the MLP is named after the sublayer before it. MaxText's models
 have no encoder, and its decoder has no relative bias: a checkpoint with either is a problem, because what MaxText
 computes from the rest is not what the model computed.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.rules.pack import RulePack
-from orbax_t5x.rules.steps import HeadsFit
+from orbax_t5x.rules.steps import HeadsCheck
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
@@ -61,14 +61,14 @@ _WITHOUT_PLACE = (
     ),
     (
         r"(?:.*/)?(?:encoder/.*|decoder/layers_\d+/(?:encoder_decoder_attention|pre_cross_attention_layer_norm)/.*)",
-        "MaxText's models have no encoder: of an encoder-decoder model the decoder alone is no language model",
+        "MaxText's models have no encoder: the decoder of an encoder-decoder model is no language model",
     ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class _WhatMaxTextHas(Transform):
-    """Leaves that MaxText has no place for are a problem; they do not go on."""
+class _MaxTextCheck(Transform):
+    """Check for leaves that MaxText has no counterpart of: a problem, and they are left out."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
@@ -87,8 +87,8 @@ class _WhatMaxTextHas(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Below(Transform):
-    """The one model of a tree below the prefix that the pack's rules know.
+class _KnownPrefix(Transform):
+    """Move of the one model of a tree below the prefix that the pack's rules know.
 
     Attributes:
       known: the prefixes that they know; the first is the new one where the tree has another.
@@ -114,8 +114,8 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
     Args:
       num_heads: H.
       head_dim: D; T5X's kernels are (E, H*D).
-      scanned: whether MaxText's layers stand on one axis; otherwise as `layers_3`.
-      scan_axis: where that axis stands: MaxText's `param_scan_axis`.
+      scanned: whether MaxText's layers are stacked on one axis; otherwise as `layers_3`.
+      scan_axis: the position of that axis: MaxText's `param_scan_axis`.
 
     Example:
       >>> state = {"target": {"decoder": {"layers_0": {"mlp": {"wo": {"kernel": np.ones((32, 16))}}}}}}
@@ -148,6 +148,6 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
         f"t5x_decoder_to_maxtext(num_heads={heads}, head_dim={dim}{shown})",
         "target/decoder/layers_0/self_attention/query/kernel",
         f"{_MAXTEXT}decoder/layers/self_attention/query/kernel",
-        _before=(_WhatMaxTextHas(), _Below(("target/", "params/", "")), HeadsFit(ours, heads, dim)),
-        _before_back=(_Below((_MAXTEXT,)), HeadsFit(theirs, heads, dim, axis if scanned else None)),
+        _before=(_MaxTextCheck(), _KnownPrefix(("target/", "params/", "")), HeadsCheck(ours, heads, dim)),
+        _before_back=(_KnownPrefix((_MAXTEXT,)), HeadsCheck(theirs, heads, dim, axis if scanned else None)),
     )

@@ -18,16 +18,16 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RulePack(Chain):
-    """Maps one model's tree to another's. A step may match nothing; it is a problem if none of them matches anything.
+    """Transform of one model's tree to another's. A step may match nothing; it is a problem if none matches anything.
 
-    The result stands below whatever the target has the model's parameters below: `target/`, `params/`, or nothing.
+    The result gets the prefix of the target's parameters: `target/`, `params/`, or none.
 
     Attributes:
       steps: forwards.
       back: the steps backwards.
       name: the function that made it, with its arguments, as text.
       example: a name as the pack expects it.
-      found: what `infer` found in the checkpoint, as text; packs that differ in it alone are equal.
+      found: what `infer` found in the checkpoint, as text; packs that differ only in it are equal.
 
     Example:
       >>> pack = ot.rules.t5_minimal_to_unscanned(num_heads=2, head_dim=8)
@@ -86,7 +86,7 @@ class RulePack(Chain):
 
     @property
     def parts(self) -> tuple[Transform, ...]:
-        """The transforms that do the same one after the other, as somebody would write them out."""
+        """The equivalent list of transforms."""
         return self._joined or ((self,) if self.steps else ())
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Steps of rule packs that need to know more than one name at a time: how deep a tower is, what the target calls
-its leaves.
-"""
+"""Transforms of rule packs that depend on several names: the depth of a tower, the target's names."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
 from orbax_t5x.transforms.patterns.table import compile_pattern, new_name
 from orbax_t5x.transforms.prefix import model_prefix
-from orbax_t5x.transforms.state import NewState, view_of, views_of
+from orbax_t5x.transforms.state import NewState, combined, view_of
 from orbax_t5x.trees.flat import FlatState
 
 
@@ -60,7 +58,7 @@ class RepeatPerLayer(Transform):
             if view is None:
                 continue
             if not depth:
-                message = f"{name!r} is for every layer, and there are no layers beside it"
+                message = f"{name!r} is for every layer, and its tower has no layers"
                 diagnostics.problem("rule", name, message, Fix("restore all of the tower, or drop this leaf"))
             elif self.axis is None:
                 for new in numbered_names(match, self.into, depth, "per layer", diagnostics) or ():
@@ -101,31 +99,25 @@ class MergeEqualLayers(Transform):
                 towers.setdefault(new, []).append((int(match["i"]), name))
         for new, layers in towers.items():
             names = [name for _, name in sorted(layers)]
-            views = views_of([(name, state[name]) for name in names], diagnostics, becomes=new)
-            if views is None:
-                continue
             rule = f"one of {len(names)} layers' that must be equal"
-            try:
-                merged = all_equal(views) if len(names) > 1 else state[names[0]]
-            except ValueError as error:
-                diagnostics.problem("shape", new, f"{rule}: {error}")
-                continue
-            result.put(new, merged, names[0], rule)
+            merged = combined([(name, state[name]) for name in names], all_equal, diagnostics, becomes=new, rule=rule)
+            if merged is not None:
+                result.put(new, merged if len(names) > 1 else state[names[0]], names[0], rule)
         return result.finish()
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadsFit(Transform):
-    """Kernels of attention that are not of so many heads are a problem.
+class HeadsCheck(Transform):
+    """Check of attention kernels: another number of heads is a problem.
 
-    A reshape alone finds that only where it does not divide: (32, 48) becomes (16, 6, 16), too, which mixes the
+    A reshape finds that only where it does not divide: (32, 48) becomes (16, 6, 16), too, which mixes the
     embedding with the heads.
 
     Attributes:
-      attention: a regex of what stands before `query/kernel`, …, in whole names.
+      attention: a regex of the text before `query/kernel`, …, in whole names.
       num_heads: H.
       head_dim: D.
-      layers_axis: where the layers' axis stands, if there is one.
+      layers_axis: the position of the layers' axis, if there is one.
     """
 
     attention: str
@@ -159,14 +151,14 @@ class HeadsFit(Transform):
             f"its shape {shape} has {size} for the heads, and {self.num_heads} heads of {self.head_dim} are "
             f"{self.num_heads * self.head_dim}",
             Fix(
-                "give the pack the model's num_heads and head_dim, or ask ot.rules.infer(source_leaves, target_leaves)"
+                "give the pack the model's num_heads and head_dim, or use ot.rules.infer(source_leaves, target_leaves)"
             ),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstName(Transform):
-    """Of several names for one leaf, the first that is there, under the new name; the others are dropped.
+    """Choice among several names of one leaf: the first that exists gets the new name, the others are dropped.
 
     Attributes:
       names: in order.
@@ -190,7 +182,7 @@ class FirstName(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixAsTarget(Transform):
-    """Puts names below whatever the target has such names below.
+    """Prefix for matching names: the target's.
 
     Attributes:
       pattern: a regex of the names, without groups.

@@ -1,4 +1,4 @@
-r"""Between T5X's layouts of one T5: minimal, scalable (unscanned) and scanned. No transposes, C-order reshapes only.
+r"""Rule packs between T5X's layouts of one T5: minimal, scalable (unscanned) and scanned, by C-order reshapes.
 
 Minimal: `encoder/layers_3/attention/query/kernel` (E, H*D), one relative bias per tower. Scalable: (E, H, D), a bias
 in every layer. Scanned: `encoder/encoder/attention/query/kernel` (E, L, H, D), all layers on one axis. Encoder and
@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 
 from orbax_t5x.rules.pack import RulePack
-from orbax_t5x.rules.steps import HeadsFit, MergeEqualLayers, RepeatPerLayer
+from orbax_t5x.rules.steps import HeadsCheck, MergeEqualLayers, RepeatPerLayer
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
@@ -99,7 +99,7 @@ def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) 
     Args:
       num_heads: H.
       head_dim: D; kernels are (E, H*D) in the minimal layout.
-      scan_axis: where the layers' axis stands; T5X's `scan_axis`.
+      scan_axis: the position of the layers' axis; T5X's `scan_axis`.
 
     Example:
       >>> layer = {"attention": {"query": {"kernel": np.ones((16, 16))}}}
@@ -115,8 +115,8 @@ def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) 
         f"t5_minimal_to_scanned(num_heads={heads}, head_dim={dim}{_axis_text(axis)})",
         _MINIMAL_EXAMPLE,
         _SCANNED_EXAMPLE,
-        _before=(HeadsFit(_LAYER + _ATTENTION, heads, dim),),
-        _before_back=(HeadsFit(rf"{_ROOT}{_TOWER}/\2/{_ATTENTION}", heads, dim, axis),),
+        _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
+        _before_back=(HeadsCheck(rf"{_ROOT}{_TOWER}/\2/{_ATTENTION}", heads, dim, axis),),
     )
 
 
@@ -139,8 +139,8 @@ def t5_minimal_to_unscanned(num_heads: int, head_dim: int) -> RulePack:
         f"t5_minimal_to_unscanned(num_heads={heads}, head_dim={dim})",
         _MINIMAL_EXAMPLE,
         _MINIMAL_EXAMPLE,
-        _before=(HeadsFit(_LAYER + _ATTENTION, heads, dim),),
-        _before_back=(HeadsFit(_LAYER + _ATTENTION, heads, dim),),
+        _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
+        _before_back=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
     )
 
 
@@ -148,7 +148,7 @@ def t5_unscanned_to_scanned(*, scan_axis: int = 1) -> RulePack:
     """Maps unscanned scalable T5 of T5X to scanned: the layers stacked.
 
     Args:
-      scan_axis: where the layers' axis stands; T5X's `scan_axis`.
+      scan_axis: the position of the layers' axis; T5X's `scan_axis`.
 
     Example:
       >>> layer = {"mlp": {"wo": {"kernel": np.ones((8, 4))}}}

@@ -1,4 +1,4 @@
-"""A leaf over a NumPy array that records what is asked of it."""
+"""A leaf over a NumPy array that records its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orbax_t5x.lazy import Box, ChecksummedRange, Leaf, ReadStats, Request, box_
 
 
 class ArrayLeaf(Leaf):
-    """Serves boxes of an array after one turn of the event loop, and counts how often each element was read.
+    """Leaf over an array: serves boxes after one turn of the event loop, and counts how often each element was read.
 
     Attributes:
       array: what it serves.

@@ -1,6 +1,6 @@
 """Suite of tests for leaves of every kind: the promises that views, plans and the executor rely on.
 
-A subclass makes the leaf and says what it holds:
+A subclass makes the leaf and its expected values:
 
     class TestMyLeaf(LeafSuite):
         @pytest.fixture

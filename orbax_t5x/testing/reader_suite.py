@@ -72,7 +72,7 @@ Written = tuple[Path, Arrays]
 
 _BIG = "big/matrix"
 _BIG_BYTES = 1024 * 2048 * 4
-# What a process reads besides: small index files, and what the interpreter does meanwhile.
+# Other reads of the process: small index files, and the interpreter's own.
 _OPENING_BYTES = 1 << 20
 
 
@@ -95,7 +95,7 @@ class ReaderSuite:
 
     Attributes:
       dtypes: those that the format stores.
-      separator: what stands for '/' in the names of the opened checkpoint, in formats that have no '/'.
+      separator: the replacement of '/' in the names of the opened checkpoint, in formats that have no '/'.
     """
 
     dtypes: tuple[np.dtype, ...] = NUMBERS
@@ -174,7 +174,7 @@ class ReaderSuite:
         read(leaf, [Request(((0, 1), (0, 1)), np.empty((1, 1), np.float32))])  # files are open
         before = bytes_read_by_process()
         stats = read(leaf, [Request(rows, out), Request(rows, np.empty_like(out))])
-        assert stats.bytes_read == out.nbytes, "a box that is asked for twice is read once"
+        assert stats.bytes_read == out.nbytes, "a box that is requested twice is read once"
         assert stats.gap_bytes == 0
         unit = math.prod(leaf.chunks) * 4 if leaf.chunks is not None else 0
         assert bytes_read_by_process() - before < out.nbytes + 2 * unit + _OPENING_BYTES

@@ -10,10 +10,10 @@
             )
         }
 
-What must come out is computed by somebody else, by NumPy for example. The suite checks values bit for bit, for NumPy
+The expected result is computed independently, by NumPy for example. The suite checks values bit for bit, for NumPy
 and JAX arrays and both kinds of lazy arrays; that nothing is read and no argument changed; that the transform
 composes, is a frozen value, describes itself in a line, and has a digest that is the same in every process; and that
-it leaves the state alone when a run resumes.
+it does not change the state when a run resumes.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ KINDS: dict[str, Callable[[str, np.ndarray], Any]] = {
 }
 
 
-class _Unreadable(ArrayLeaf):
+class _RefusingLeaf(ArrayLeaf):
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
         raise AssertionError(f"{self.name} was read")
 
 
 class TransformSuite:
-    """Subclass it as `TestX` with a dict of `cases`."""
+    """Suite to subclass as `TestX` with a dict of `cases`."""
 
     cases: ClassVar[Mapping[str, Case]]
 
@@ -132,7 +132,7 @@ class TransformSuite:
         assert_same(source, values)
 
     def test_reads_nothing(self, case: Case) -> None:
-        source = {n: None if v is None else as_view(_Unreadable(v, n)) for n, v in case.source.items()}
+        source = {n: None if v is None else as_view(_RefusingLeaf(v, n)) for n, v in case.source.items()}
         result = case.make().apply(source, dict(case.target), Diagnostics())
         for name, value in case.result.items():
             if value is not None:
@@ -152,7 +152,7 @@ class TransformSuite:
         assert flat == dict(case.source) and all(flat[name] is case.source[name] for name in flat)
 
     def test_composes(self, case: Case) -> None:
-        alone, _ = run(case.make(), case.source, case.target)
+        single, _ = run(case.make(), case.source, case.target)
         diagnostics = Diagnostics()
         chained = run_transforms(
             (case.make(), lambda state, target: state, Keep((".*",))),
@@ -162,8 +162,8 @@ class TransformSuite:
             diagnostics=diagnostics,
         )
         assert diagnostics.problems == []
-        assert_same(chained, alone)
-        assert_same(run(Chain((case.make(),)), case.source, case.target)[0], alone)
+        assert_same(chained, single)
+        assert_same(run(Chain((case.make(),)), case.source, case.target)[0], single)
 
     def test_is_a_frozen_value(self, case: Case) -> None:
         transform, equal, other = case.make(), case.make(), case.other()

@@ -17,9 +17,9 @@ from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.low_rank import AddLowRank
 from orbax_t5x.transforms.names import Drop, Intersect, Keep, Merge, Rename
-from orbax_t5x.transforms.parts import Concat, Split
 from orbax_t5x.transforms.sizes import FALLBACK, Pad, Slice
 from orbax_t5x.transforms.sources import Average, Overlay
+from orbax_t5x.transforms.split_concat import Concat, Split
 from orbax_t5x.transforms.translate import Translate
 
 __all__ = [

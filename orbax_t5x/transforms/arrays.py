@@ -29,7 +29,7 @@ def as_dtype(dtype: Any) -> np.dtype:
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(InPlace):
-    """Gives leaves another shape, in C order.
+    """Reshape of leaves, in C order.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -55,7 +55,7 @@ class Reshape(InPlace):
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(InPlace):
-    """Reorders the dimensions of leaves.
+    """Reordering of the dimensions of leaves.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -80,7 +80,7 @@ class Transpose(InPlace):
 
 @dataclasses.dataclass(frozen=True)
 class Cast(InPlace):
-    """Gives leaves another dtype, as NumPy's `astype` does; values may be lost, since it was asked for.
+    """Cast of leaves to another dtype, as by NumPy's `astype`; values may be lost.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -111,12 +111,12 @@ class Cast(InPlace):
 
 @dataclasses.dataclass(frozen=True)
 class Repeat(InPlace):
-    """Repeats leaves along a new axis: one dense layer for every expert, one bias for every layer. Each is read once.
+    """Repetition of leaves along a new axis: one dense layer for every expert. Each is read once.
 
     Attributes:
       pattern: a regex that must match a whole name.
       times: the size of the new axis.
-      axis: where it stands in the result.
+      axis: its position in the result.
       require_match: whether it is an error that no name matches.
 
     Example:

@@ -1,4 +1,4 @@
-"""T5X's assignment map: rules on target names say which leaf of the checkpoint each gets."""
+"""T5X's assignment map: rules on target names give the checkpoint leaf of each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _MissingParameter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AssignmentMap(Transform):
-    r"""T5X's assignment map: for every target name the first rule that matches it says which checkpoint leaf it gets.
+    r"""T5X's assignment map: the first rule that matches a target name gives the checkpoint leaf for it.
 
     A rule is (pattern of target names, replacement). The replacement, with the groups of the match filled in, is
     the name in the state dict; None leaves the target leaf out. Target names without a rule keep the leaf of their

@@ -1,7 +1,7 @@
-"""The protocol of transforms.
+"""Protocol of transforms.
 
 A transform maps names and composes lazy views; nothing is read, and no argument is changed. Inside a restore
-transforms work on flat dicts, record what is wrong in `Diagnostics` and go on, so that one error can tell everything.
+transforms work on flat dicts, record what is wrong in `Diagnostics` and go on, so that one error has all problems.
 Called by hand, on nested dicts, a transform raises its first problem, as T5X's functions do.
 """
 
@@ -49,7 +49,7 @@ class Transform:
         Args:
           state_dict: nested; leaves may be lazy arrays, NumPy or JAX arrays, or anything where only names change.
           target_state_dict: nested; what the state is restored into.
-          is_resuming: whether the run goes on from its own checkpoint: the state comes back as it is.
+          is_resuming: whether the run goes on from its own checkpoint: the state is returned as it is.
 
         Raises:
           RestorePlanError: the first problem.
@@ -81,7 +81,7 @@ class Transform:
     def digest(self) -> str | None:
         """Returns 32 hexadecimal digits that are the same for equal transforms in every process.
 
-        None where the transform holds a lambda, a closure or another object of which nobody can tell what it does.
+        None where the transform holds a lambda, a closure or another object whose behaviour has no stable text.
         """
         return dataclass_digest(self)
 

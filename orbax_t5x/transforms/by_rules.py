@@ -20,7 +20,7 @@ Matches = Mapping[str, tuple[int, re.Match[str]]]
 
 
 class ByRules(Transform):
-    """Rules in order of precedence; a rule that matches no name is a problem unless `require_match` is False.
+    """Base of transforms with rules in order of precedence; one that matches no name is a problem if `require_match`.
 
     A subclass gives `_patterns` and either `_place`, which is called for each leaf that a rule matches, or `_build`
     where leaves depend on each other. Leaves that no rule matches stay.
@@ -55,7 +55,7 @@ class ByRules(Transform):
 
 
 class OnePattern(ByRules):
-    """Makes views of each leaf whose name matches one pattern; a leaf that is None stays."""
+    """Base of transforms that make views of each leaf whose name matches one pattern; a leaf that is None stays."""
 
     pattern: Pattern
 
@@ -71,6 +71,13 @@ class OnePattern(ByRules):
 
     def _patterns(self) -> tuple[Pattern, ...]:
         return (self.pattern,)
+
+    def _axis_of(self, view: View, axis: int, name: str, diagnostics: Diagnostics) -> int | None:
+        """Counts an axis of a leaf from 0; returns None, with a problem, where there is no such axis."""
+        if -view.ndim <= axis < view.ndim:
+            return axis % view.ndim
+        diagnostics.problem("shape", name, f"{self._rule()}: there is no axis {axis} in shape {view.shape}")
+        return None
 
     def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
         """Returns new names and views; None where a problem was recorded, and the leaf stays."""
@@ -88,7 +95,7 @@ class OnePattern(ByRules):
 
 
 class InPlace(OnePattern):
-    """Computes each leaf that matches and keeps its name."""
+    """Base of transforms that compute each matching leaf and keep its name."""
 
     def _compute(self, view: View) -> View:
         """Returns the new leaf.

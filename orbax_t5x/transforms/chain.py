@@ -13,7 +13,7 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Transform):
-    """Runs transforms in order, as one.
+    """Sequence of transforms, run in order as one.
 
     Attributes:
       steps: transforms, or plain functions of T5X's protocol.

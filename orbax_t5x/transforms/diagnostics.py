@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -23,8 +24,7 @@ class Diagnostics:
       fidelity: name -> "exact", "approximate" or "reset", for optimizer leaves that followed their parameter.
 
     For the traceback:
-      raised: what a caller's functions raised, in order; the error that tells of the problems has the first as its
-        cause.
+      raised: what a caller's functions raised, in order; the first becomes the cause of the error.
 
     For the check that the target is complete:
       explained: names of leaves whose absence a problem here already explains.
@@ -44,16 +44,7 @@ class Diagnostics:
 
     def copy(self) -> Diagnostics:
         """Copies what was recorded so far, so that two runs can go on from it independently."""
-        return Diagnostics(
-            list(self.problems),
-            list(self.warnings),
-            dict(self.rule_for),
-            dict(self.origin_of),
-            dict(self.fidelity),
-            set(self.explained),
-            self.warns_of_unused,
-            list(self.raised),
-        )
+        return Diagnostics(*(copy.copy(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
     def error(self, problems: Sequence[Problem] | None = None, *, path: str | None = None) -> RestorePlanError:
         """Returns the error to raise, with what a caller's function raised as its cause.

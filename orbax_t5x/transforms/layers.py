@@ -18,10 +18,10 @@ from orbax_t5x.lazy import View, stack
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, is_name, new_name, pattern_text
-from orbax_t5x.transforms.state import NewState, normal_axis, views_of
+from orbax_t5x.transforms.state import NewState, combined
 from orbax_t5x.trees.flat import FlatState
 
-# The beginning of a group whose text says that it matches digits alone, such as `(\d+)` or `(?P<n>[0-9]{2})`.
+# The beginning of a group that matches only digits, such as `(\d+)` or `(?P<n>[0-9]{2})`.
 _DIGITS_GROUP = re.compile(r"(?<!\\)\((?:\?P<(?P<name>\w+)>)?(?=(?:\\d|\[0-9\])(?:[+*?]|\{\d+(?:,\d*)?\})?\))")
 _LAYER_NUMBER = re.compile(r"\{i(?::(?P<format>[^{}]*))?\}")
 # More layers than any model has: a name may hold any number, and a shape without elements may claim any size.
@@ -35,7 +35,7 @@ def _written_layer_group(regex: re.Pattern[str]) -> int | None:
     """Finds the layer group in the pattern's text: named `i`, or the only one that matches only digits; or None.
 
     Raises:
-      ValueError: several groups are for digits alone.
+      ValueError: several groups match only digits.
     """
     if "i" in regex.groupindex:
         return regex.groupindex["i"]
@@ -48,7 +48,7 @@ def _written_layer_group(regex: re.Pattern[str]) -> int | None:
     numbers.discard(0)
     if len(numbers) > 1:
         raise ValueError(
-            f"StackLayers: several groups of {regex.pattern!r} match digits alone; name the layer number's (?P<i>...)"
+            f"StackLayers: several groups of {regex.pattern!r} match only digits; name the layer number's (?P<i>...)"
         )
     return numbers.pop() if numbers else None
 
@@ -65,7 +65,7 @@ def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagn
     diagnostics.problem(
         "rule",
         None,
-        f"StackLayers {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match digits alone, "
+        f"StackLayers {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match only digits, "
         "so it is not clear which is the layer number",
         Fix("name the layer number's group (?P<i>\\d+)"),
     )
@@ -74,13 +74,13 @@ def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagn
 
 @dataclasses.dataclass(frozen=True)
 class StackLayers(ByRules):
-    r"""Stacks the leaves of a tower's layers on a new axis.
+    r"""Stack of the leaves of a tower's layers on a new axis.
 
     Attributes:
       pattern: a regex that must match a whole name. One group is the layer number: the one named `i`, or else the
-        only one that matches digits alone.
+        only one that matches only digits.
       into: the new name; it may use the other groups by their own numbers.
-      axis: where the new axis stands in the result.
+      axis: the position of the new axis in the result.
       require_match: whether it is an error that no name matches.
 
     Example:
@@ -139,16 +139,16 @@ class StackLayers(ByRules):
                 continue
             if text is None or not text.isdecimal():
                 message = f"StackLayers: the layer number of {name!r} is {text!r}"
-                diagnostics.problem("rule", name, message, Fix("let the group match digits alone"))
+                diagnostics.problem("rule", name, message, Fix("let the group match only digits"))
                 continue
             if int(text) >= _MOST_LAYERS:
                 message = f"StackLayers: the layer number of {name!r} is beyond {_MOST_LAYERS} layers"
-                diagnostics.problem("rule", name, message, Fix("let the group match the layer number alone"))
+                diagnostics.problem("rule", name, message, Fix("let the group match only the layer number"))
                 continue
             other = stacks.setdefault(stacked, {}).setdefault(int(text), match)
             if other is not match:
                 message = f"StackLayers: {other.string!r} and {name!r} are both layer {int(text)} of {stacked!r}"
-                fix = "tell them apart by a group of the pattern that `into` uses"
+                fix = "distinguish them by a group of the pattern that `into` uses"
                 diagnostics.problem("duplicate", stacked, message, Fix(fix))
         return stacks
 
@@ -169,7 +169,7 @@ class StackLayers(ByRules):
             stacked,
             f"StackLayers: layer {shown} of {depth} is missing for {stacked!r}; it has {len(layers)}, such as "
             f"{example!r}",
-            Fix("leave these names out of the pattern where they do not stand in every layer"),
+            Fix("leave these names out of the pattern where not every layer has them"),
         )
         return False
 
@@ -178,17 +178,17 @@ class StackLayers(ByRules):
         if all(value is None for value in leaves.values()):
             new.put(stacked, None, first, self._rule())
             return
-        views = views_of(leaves.items(), diagnostics, becomes=stacked)
-        if views is None:
-            return
-        try:
-            value = stack(views, self.axis)
-        except ValueError as error:
-            message = f"{self._rule()}: {error}"
-            fix = "all layers need one shape and dtype, and the axis must exist"
-            diagnostics.problem("shape", stacked, message, Fix(fix))
-            return
-        new.put(stacked, value, first, self._rule())
+        advice = "all layers need one shape and dtype, and the axis must exist"
+        value = combined(
+            leaves.items(),
+            lambda views: stack(views, self.axis),
+            diagnostics,
+            becomes=stacked,
+            rule=self._rule(),
+            advice=advice,
+        )
+        if value is not None:
+            new.put(stacked, value, first, self._rule())
 
 
 def _tower(layers: Mapping[int, re.Match[str]], group: int) -> str:
@@ -208,7 +208,7 @@ def _depths(stacks: Iterable[Mapping[int, re.Match[str]]], group: int) -> dict[s
 
 @dataclasses.dataclass(frozen=True)
 class UnstackLayers(OnePattern):
-    r"""Takes leaves apart along an axis: one leaf per layer, without the axis.
+    r"""Split of leaves along an axis into one leaf per layer, without the axis.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -234,11 +234,8 @@ class UnstackLayers(OnePattern):
         self._set(axis=operator.index(self.axis))
 
     def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
-        axis = normal_axis(self.axis, view.ndim)
+        axis = self._axis_of(view, self.axis, match.string, diagnostics)
         if axis is None:
-            diagnostics.problem(
-                "shape", match.string, f"{self._rule()}: there is no axis {self.axis} in shape {view.shape}"
-            )
             return None
         names = numbered_names(match, self.into, view.shape[axis], self._rule(), diagnostics)
         if names is None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, add_low_rank
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
-from orbax_t5x.transforms.state import NewState, views_of
+from orbax_t5x.transforms.state import NewState, combined
 from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True)
 class AddLowRank(ByRules):
-    r"""Adds `scale * down @ up` to kernels, and takes the two factors out.
+    r"""Sum of kernels and `scale * down @ up`, in which the two factors are consumed.
 
     Sums are made in float32 (float64 where a leaf has 64 bits) and rounded to the kernel's dtype once; each shard reads
     its part of the kernel, the rows of `down` and the columns of `up` that belong to it. A kernel of more dimensions
@@ -83,24 +82,18 @@ class AddLowRank(ByRules):
         lacking = [factor for factor in factors if state.get(factor) is None]
         made: View | None = None
         if lacking:
-            message = f"{self._rule()}: {name!r} has one factor alone, there is no {lacking[0]!r}"
+            message = f"{self._rule()}: {name!r} has only one factor, there is no {lacking[0]!r}"
             diagnostics.problem("missing", name, message, Fix("give it both factors, or drop the other one"))
         else:
-            made = self._sum(name, [(one, state[one]) for one in (name, *factors)], diagnostics)
+            made = combined(
+                [(one, state[one]) for one in (name, *factors)],
+                lambda views: add_low_rank(views[0], views[1], views[2], self.scale),
+                diagnostics,
+                becomes=name,
+                rule=self._rule(),
+                advice="correct the names of the factors, or transpose or cast them first",
+            )
         if made is None:
             new.put(name, state[name], name)
         else:
             new.put(name, made, name, self._rule())
-
-    def _sum(self, name: str, leaves: list[tuple[str, Any]], diagnostics: Diagnostics) -> View | None:
-        views = views_of(leaves, diagnostics, becomes=name)
-        if views is None:
-            return None
-        kernel, down, up = views
-        try:
-            return add_low_rank(kernel, down, up, self.scale)
-        except (ValueError, TypeError) as error:
-            kind = "shape" if isinstance(error, ValueError) else "dtype"
-            fix = "correct the names of the factors, or transpose or cast them first"
-            diagnostics.problem(kind, name, f"{self._rule()}: {error}", Fix(fix))
-            return None

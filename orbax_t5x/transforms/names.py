@@ -1,4 +1,4 @@
-"""Transforms of names alone: which leaf stands where. Leaves are passed on as they are."""
+"""Transforms that change only names, or select leaves by them. Leaves are passed on as they are."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _leaf_above_leaf(flat: FlatState) -> tuple[str, str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Rename(ByRules):
-    r"""Renames leaves: for every name in the state dict the first rule that matches it gives the new name.
+    r"""Renaming of leaves: for every name in the state dict the first rule that matches it gives the new name.
 
     Names without a rule stay. All renames happen at once, so rules may swap names. Two leaves that land on one name
     are an error, and so is a new name with an empty part.
@@ -148,7 +148,7 @@ class Rename(ByRules):
 
 
 class _Select(ByRules):
-    """Takes leaves out by their names."""
+    """Base of transforms that select leaves by their names."""
 
     patterns: tuple[Pattern, ...]
 
@@ -166,7 +166,7 @@ class _Select(ByRules):
 
 @dataclasses.dataclass(frozen=True)
 class Drop(_Select):
-    """Takes out the leaves whose names match.
+    """Removal of the leaves whose names match.
 
     Attributes:
       patterns: one regex or several; each must match a whole name.
@@ -186,7 +186,7 @@ class Drop(_Select):
 
 @dataclasses.dataclass(frozen=True)
 class Keep(_Select):
-    """Takes out the leaves whose names do not match.
+    """Removal of the leaves whose names do not match.
 
     Attributes:
       patterns: one regex or several; each must match a whole name.

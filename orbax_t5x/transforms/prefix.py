@@ -1,6 +1,6 @@
-"""Below which names a tree keeps a T5 model's parameters, and the same names in a tree that keeps them elsewhere.
+"""Prefixes of a T5 model's parameters in a tree, and changes from one to another.
 
-T5X keeps parameters below `target/`, Flax below `params/`, a file with the parameters alone below nothing. Transforms
+T5X keeps parameters below `target/`, Flax below `params/`, a file with only the parameters below nothing. Transforms
 between layouts of the model leave the prefix as it is, and put their result below the target's at the end. Where the
 prefixes are those of train states the optimizer's leaves and the step go along: T5X wraps an Optax state whose names
 below `state/param_states/` are those below Flax's `opt_state/`.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
-from orbax_t5x.transforms.follow.slots import Names, SlotTree
+from orbax_t5x.transforms.follow.slots import SlotNames, SlotTree
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
@@ -44,7 +44,7 @@ _PARAMETER = re.compile(
     r"(?:layers_\d+|layers|encoder|decoder|relpos_bias|encoder_norm|decoder_norm|logits_dense|token_embedder)/.*)"
 )
 _NO_PARAMETER = re.compile(r"(?:.*/)?(?:state/param_states|opt_state|flax_mutables)/.*")
-# What lies below no prefix beside other things of a tree.
+# A model's names without a prefix, in a tree that has others too.
 _OF_A_MODEL = re.compile(r"(?:token_embedder|encoder|decoder)/.*")
 
 
@@ -70,7 +70,7 @@ def _split_root(prefix: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixChange:
-    """A model's parameters, and what goes along with them, below another prefix.
+    """Change of the prefix of a model's parameters and their optimizer state.
 
     Attributes:
       old: the prefix that the names have.
@@ -99,7 +99,7 @@ class PrefixChange:
 
     def slots(self, names: Iterable[str]) -> dict[str, str]:
         """Maps old names to new ones, for the slots of parameters in the optimizer."""
-        known = Names()
+        known = SlotNames()
         renames: dict[str, str] = {}
         for name, slot in known.slots(names).items():
             source, number = slot.tree.state

@@ -41,7 +41,7 @@ def _run_function(
         return state
     arguments = {"is_resuming": is_resuming} if keyword else {}
     name = qualified_name(function)
-    # Fresh nested dicts: what the function does to them reaches nobody.
+    # Fresh nested dicts: the function may change them.
     nested = unflatten(state, join_clashes=True), unflatten(target, join_clashes=True)
     try:
         result = function(*nested, **arguments)
@@ -70,7 +70,7 @@ def _run_function(
 
 
 def _record_raised(name: str, error: Exception, diagnostics: Diagnostics) -> None:
-    """Records what a caller's code raised; what only tells of the machine is raised again."""
+    """Records what a caller's code raised; errors of the machine are raised again."""
     if isinstance(error, OSError | MemoryError):
         raise error
     advice = "; ".join(getattr(error, "__notes__", ()))

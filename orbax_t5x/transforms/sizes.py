@@ -40,7 +40,7 @@ Example:
 
 @dataclasses.dataclass(frozen=True)
 class Pad(InPlace):
-    """Grows leaves at their ends: a vocabulary of 32,100 rows to 32,256.
+    """Padding of leaves at their ends: a vocabulary of 32,100 rows to 32,256.
 
     With `value=FALLBACK` the new elements are those at the same place of the leaf of `fallback=` that has the name of
     the target's leaf. Transforms after it may move and cast the leaf; what takes elements out of their order, or
@@ -135,13 +135,13 @@ def _fits(value: complex, dtype: np.dtype) -> bool:
             return kind == "complex"
 
 
-Part = int | EllipsisType | tuple[int | None, int | None, int | None] | None
+IndexItem = int | EllipsisType | tuple[int | None, int | None, int | None] | None
 """One part of an index; a slice is (start, stop, step)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice(InPlace):
-    """Takes a part of leaves, as NumPy's basic indexing does: `Slice(r".*/embedding", np.s_[:32000])`.
+    """Indexing of leaves, as NumPy's basic indexing: `Slice(r".*/embedding", np.s_[:32000])`.
 
     A slice that reaches beyond a leaf ends with it, as in NumPy; an integer beyond it is a problem.
 
@@ -157,16 +157,16 @@ class Slice(InPlace):
     """
 
     pattern: Pattern
-    index: tuple[Part, ...]
+    index: tuple[IndexItem, ...]
     require_match: bool = True
 
     def __post_init__(self) -> None:
         given: Any = self.index
-        self._set(index=tuple(_part(part) for part in (given if isinstance(given, tuple) else (given,))))
+        self._set(index=tuple(_index_item(part) for part in (given if isinstance(given, tuple) else (given,))))
 
     def describe(self) -> str:
         """Returns one line for people, with the index in Python's notation."""
-        parts = ", ".join(_part_text(part) for part in self.index)
+        parts = ", ".join(_index_item_text(part) for part in self.index)
         rest = "" if self.require_match else ", require_match=False"
         return f"Slice({pattern_text(self.pattern)!r}, [{parts}]{rest})"
 
@@ -174,7 +174,7 @@ class Slice(InPlace):
         return view[tuple(slice(*part) if isinstance(part, tuple) else part for part in self.index)]
 
 
-def _part(part: Any) -> Part:
+def _index_item(part: Any) -> IndexItem:
     """Converts one element of an index to a hashable form: Python 3.11 cannot hash slices.
 
     Raises:
@@ -196,7 +196,7 @@ def _part(part: Any) -> Part:
     return operator.index(part)
 
 
-def _part_text(part: Part) -> str:
+def _index_item_text(part: IndexItem) -> str:
     if not isinstance(part, tuple):
         return "..." if part is ... else str(part)
     start, stop, step = ("" if bound is None else str(bound) for bound in part)

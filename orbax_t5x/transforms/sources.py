@@ -16,7 +16,7 @@ from orbax_t5x.lazy import View, all_equal, average
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
-from orbax_t5x.transforms.state import NewState, views_of
+from orbax_t5x.transforms.state import NewState, combined
 from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.flat import FlatState
 
@@ -25,10 +25,10 @@ Weights = tuple[tuple[str, float], ...] | tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Average(Transform):
-    """The weighted average of named sources; the result stands under the name without the source's.
+    """The weighted average of named sources; the result has the name without the source's.
 
     Weights are divided by their sum. Results have the common dtype of the sources, by JAX's promotion. Integers are
-    rounded, and a warning says so; with negative weights, which could leave their range, they are a problem. Booleans
+    rounded, with a warning; with negative weights, which could leave their range, they are a problem. Booleans
     and strings must be equal in all sources. PRNG keys, and a leaf that a source lacks, are problems. Leaves that do
     not match keep their names.
 
@@ -131,19 +131,17 @@ class Average(Transform):
         if all(value is None for value in leaves.values()):
             new.put(result, None, first, "Average")
             return
-        views = views_of(leaves.items(), diagnostics, becomes=result)
-        if views is None:
-            return
-        try:
-            value = _average(views, list(weights.values()), result, diagnostics)
-        except (ValueError, TypeError) as error:
-            message = f"Average: {error}"
-            diagnostics.problem("shape", result, message, Fix("only arrays of numbers of one shape have an average"))
-            return
-        if value is None:
-            return
-        shown = ", ".join(f"{weight:g} {name}" for name, weight in weights.items())
-        new.put(result, value, first, f"Average of {shown}")
+        value = combined(
+            leaves.items(),
+            lambda views: _average(views, list(weights.values()), result, diagnostics),
+            diagnostics,
+            becomes=result,
+            rule="Average",
+            advice="leave it out of the pattern: only arrays of numbers of one shape have an average",
+        )
+        if value is not None:
+            shown = ", ".join(f"{weight:g} {name}" for name, weight in weights.items())
+            new.put(result, value, first, f"Average of {shown}")
 
 
 def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View | None:
@@ -175,7 +173,7 @@ def _average(views: list[View], weights: list[float], name: str, diagnostics: Di
 class Overlay(Transform):
     """Combination of named sources by precedence: each leaf comes from the first source that has it.
 
-    Leaves stand under their names without the source's; those of later sources that an earlier one has, too, are
+    Leaves get their names without the source's; those of later sources that an earlier one has, too, are
     dropped.
 
     Attributes:

@@ -13,13 +13,13 @@ from orbax_t5x.lazy import View, concatenate
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, new_name, pattern_text, pattern_tuple
-from orbax_t5x.transforms.state import NewState, normal_axis, views_of
+from orbax_t5x.transforms.state import NewState, combined
 from orbax_t5x.trees.flat import FlatState
 
 
 @dataclasses.dataclass(frozen=True)
 class Split(OnePattern):
-    r"""Cuts leaves into several along an axis.
+    r"""Split of leaves into several along an axis.
 
     Attributes:
       pattern: a regex that must match a whole name.
@@ -51,9 +51,8 @@ class Split(OnePattern):
 
     def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:
         name = match.string
-        axis = normal_axis(self.axis, view.ndim)
+        axis = self._axis_of(view, self.axis, name, diagnostics)
         if axis is None:
-            diagnostics.problem("shape", name, f"{self._rule()}: there is no axis {self.axis} in shape {view.shape}")
             return None
         size, count = view.shape[axis], len(self.into)
         sizes = self.sizes if self.sizes is not None else (size // count,) * count
@@ -79,7 +78,7 @@ class Split(OnePattern):
 
 @dataclasses.dataclass(frozen=True)
 class Concat(ByRules):
-    r"""Joins leaves along an axis, in the order of the patterns.
+    r"""Concatenation of leaves along an axis, in the order of the patterns.
 
     Attributes:
       patterns: one regex per part, in order; each must match a whole name.
@@ -120,7 +119,7 @@ class Concat(ByRules):
             other = groups.setdefault(joined, {}).setdefault(index, name)
             if other != name:
                 message = f"Concat: {other!r} and {name!r} are both part {index} of {joined!r}"
-                fix = "tell them apart by a group of the pattern that `into` uses"
+                fix = "distinguish them by a group of the pattern that `into` uses"
                 diagnostics.problem("duplicate", joined, message, Fix(fix))
         for joined, parts in groups.items():
             value = self._join(joined, [(i, parts[i], state[parts[i]]) for i in sorted(parts)], diagnostics)
@@ -135,11 +134,11 @@ class Concat(ByRules):
             message = f"Concat: nothing matches {lacking} for {joined!r}, which has {[name for _, name, _ in parts]}"
             diagnostics.problem("missing", joined, message, Fix("give it all its parts, or narrow the patterns"))
             return None
-        views = views_of(((name, value) for _, name, value in parts), diagnostics, becomes=joined)
-        if views is None:
-            return None
-        try:
-            return concatenate(views, self.axis)
-        except ValueError as error:
-            diagnostics.problem("shape", joined, f"Concat: {error}", Fix("cast or reshape the parts first"))
-            return None
+        return combined(
+            ((name, value) for _, name, value in parts),
+            lambda views: concatenate(views, self.axis),
+            diagnostics,
+            becomes=joined,
+            rule="Concat",
+            advice="cast or reshape the inputs first",
+        )

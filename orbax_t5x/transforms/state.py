@@ -5,7 +5,7 @@ Two leaves that land on one name are a problem, never the loss of one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from orbax_t5x.errors import Fix
@@ -14,7 +14,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 
 
 class NewState:
-    """Collects results under new names and records clashes.
+    """Collector of results under new names; records clashes.
 
     Attributes:
       flat: the new state dict.
@@ -72,13 +72,29 @@ def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | N
         return None
 
 
-def normal_axis(axis: int, rank: int) -> int | None:
-    """Counts an axis from 0; returns None where there is no such axis."""
-    return axis % rank if -rank <= axis < rank else None
-
-
 def views_of(leaves: Iterable[tuple[str, Any]], diagnostics: Diagnostics, *, becomes: str) -> list[View] | None:
     """Returns several leaves as views, by `view_of`; None where one is no array."""
     views = [view_of(name, value, diagnostics, becomes=becomes) for name, value in leaves]
     arrays = [view for view in views if view is not None]
     return arrays if len(arrays) == len(views) else None
+
+
+def combined(
+    leaves: Iterable[tuple[str, Any]],
+    combine: Callable[[list[View]], View | None],
+    diagnostics: Diagnostics,
+    *,
+    becomes: str,
+    rule: str,
+    advice: str | None = None,
+) -> View | None:
+    """Combines leaves into one view; returns None where a problem was recorded: an error of `combine` is one."""
+    views = views_of(leaves, diagnostics, becomes=becomes)
+    if views is None:
+        return None
+    try:
+        return combine(views)
+    except (ValueError, TypeError) as error:
+        kind = "shape" if isinstance(error, ValueError) else "dtype"
+        diagnostics.problem(kind, becomes, f"{rule}: {error}", None if advice is None else Fix(advice))
+        return None

@@ -1,4 +1,4 @@
-"""A bundle's names become the target's: the rule table of `orbax_t5x.mesh_tf`, or the caller's own, as a transform.
+"""Transform of a bundle's names to the target's, by the rule table of `orbax_t5x.mesh_tf` or the caller's own.
 
 Names are translated and views passed on; nothing is read. Names that no rule knows are one problem that lists them,
 since a bundle from another model has them by the hundred.
@@ -28,13 +28,13 @@ _PARAMETERS = "target/"
 
 @dataclasses.dataclass(frozen=True)
 class Translate(Transform):
-    """Translates the names of a Mesh TensorFlow T5 bundle into T5X's.
+    """Translation of the names of a Mesh TensorFlow T5 bundle into T5X's.
 
-    Parameters stand below whatever the target has a model's parameters below, without a target below `target/`. A
-    relative bias becomes the tower's or a layer's as the target names it, and the (1,) zeros of T5X's Adafactor appear
-    where the target has them; without a target, a bias in block 0 alone is the tower's. Every parameter with slots gets
-    all four of them without a target, and where the target has Adafactor's slots and not this parameter: a later
-    transform gives it the target's name.
+    Parameters get the prefix of the target's parameters, without a target `target/`. A relative bias becomes the
+    tower's or a layer's as the target names it, and the (1,) zeros of T5X's Adafactor appear where the target has them;
+    without a target, a bias that only block 0 has is the tower's. Every parameter with slots gets all four of them
+    without a target, and where the target has Adafactor's slots and not this parameter: a later transform gives it the
+    target's name.
 
     Attributes:
       translator: a `CheckpointTranslator` (or anything with its `apply`); None for T5's own rules. With one of the

@@ -20,7 +20,7 @@ _SPEC_KEYS = frozenset(("driver", "kvstore", "metadata"))
 
 
 class NameClashError(ValueError):
-    """Two leaves of a tree have one name, or a leaf stands where another's name needs a subtree."""
+    """Error: two leaves of a tree have one name, or the name of one is the path of another."""
 
     def __init__(self, first: str, second: str):
         self.names: tuple[str, str] = (first, second)
@@ -77,7 +77,7 @@ def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
 
     Args:
       flat: leaves by '/'-joined name.
-      join_clashes: where a leaf stands in the way of another (`a` and `a/b`), keep the longer name's rest joined as
+      join_clashes: where a leaf's name is the path of another (`a` and `a/b`), keep the longer name's rest joined as
         one key instead of raising; `flatten` undoes that, too.
 
     Raises:

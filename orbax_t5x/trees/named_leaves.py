@@ -1,6 +1,6 @@
-"""The leaves of any tree by the names that a restore gives them.
+"""Leaves of any tree by the names that a restore gives them.
 
-T5X's train states and `flax.nnx` states and modules name their own leaves, wherever in the tree they stand; all others
+T5X's train states and `flax.nnx` states and modules name their own leaves, anywhere in the tree; all others
 have the names of `flax.serialization.to_state_dict`.
 """
 

@@ -11,7 +11,7 @@ import numpy as np
 from orbax_t5x.errors import Fix
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import Shape
-from orbax_t5x.optim.factored_state import STEPS, Conversion, optax_to_t5x, t5x_to_optax
+from orbax_t5x.optim.factored_state import STEPS, SlotConversion, optax_to_t5x, t5x_to_optax
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
@@ -19,11 +19,11 @@ from orbax_t5x.trees.flat import FlatState
 
 @dataclasses.dataclass(frozen=True)
 class AdafactorSlots(Transform):
-    """Gives T5X's Adafactor slots to `optax.adafactor`'s factored state, or the other way round.
+    """Conversion of T5X's Adafactor slots to `optax.adafactor`'s factored state, or back.
 
     The target decides the direction; the factored state may be anywhere in it. Counters come from the step. Where the
     two libraries have averaged over different dimensions, or only one has factored or keeps momentum, nothing is
-    converted and the problem says why. The step stays. Run it before transforms that rename parameters.
+    converted and the problem has the reason. The step stays. Run it before transforms that rename parameters.
 
     Attributes:
       rules: pairs (parameter name, T5X's rule for it as FactorDims) for parameters of rank 3 and more whose shapes do
@@ -67,7 +67,7 @@ class AdafactorSlots(Transform):
         return self._renamed(state, target, found, diagnostics)
 
     def _renamed(
-        self, state: FlatState, target: FlatState, found: Conversion, diagnostics: Diagnostics
+        self, state: FlatState, target: FlatState, found: SlotConversion, diagnostics: Diagnostics
     ) -> dict[str, Any]:
         # The step is also the train state's: it stays, and the caller's other transforms decide about it.
         leaving = (*found.renames.values(), *found.unused)

@@ -17,7 +17,7 @@ from typing import Any
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.optim.factor_rules import FactorDim
 from orbax_t5x.optim.factored_dims import FactorDims, Shape, possible_dims
-from orbax_t5x.transforms.follow.trace import CannotFollowError, Kept, Replay, Symbol, is_symbol, symbols_of
+from orbax_t5x.transforms.follow.trace import CannotFollowError, KeptDims, Replay, Symbol, is_symbol, symbols_of
 
 _FACTORED = ("v_row", "v_col")
 _SECOND_MOMENT = (*_FACTORED, "v")
@@ -28,7 +28,7 @@ RuleOf = Callable[[str, int], tuple[FactorDim, ...] | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class NewParameter:
     """A new parameter, the old ones that it is made of, and the leaves of one optimizer for them.
 
     Attributes:
@@ -85,21 +85,21 @@ def is_placeholder_for(leaf: Any, shape: Shape | None) -> bool:
     return shape is not None and _shape(leaf) == _PLACEHOLDER != shape
 
 
-def move_leaves(move: Move, rule_of: RuleOf) -> MovedLeaves:
+def move_leaves(param: NewParameter, rule_of: RuleOf) -> MovedLeaves:
     """Moves all leaves of one optimizer for one new parameter."""
     moved = MovedLeaves()
-    if is_symbol(move.view) and all(
-        move.wanted_shape(kind) in (None, _shape(move.all_of(kind)[0])) for kind in move.kinds
+    if is_symbol(param.view) and all(
+        param.wanted_shape(kind) in (None, _shape(param.all_of(kind)[0])) for kind in param.kinds
     ):
-        moved.leaves.update(next(iter(move.leaves.values())))
-        moved.approximate.update(kind for _, kind in move.approximate)
+        moved.leaves.update(next(iter(param.leaves.values())))
+        moved.approximate.update(kind for _, kind in param.approximate)
         return moved
-    adafactor = all(kind in move.kinds for kind in _FACTORED)
-    for kind in move.kinds:
+    adafactor = all(kind in param.kinds for kind in _FACTORED)
+    for kind in param.kinds:
         if not adafactor or kind not in _SECOND_MOMENT:
-            _move_one(move, kind, moved)
+            _move_one(param, kind, moved)
     if adafactor:
-        _move_second_moment(move, rule_of, moved)
+        _move_second_moment(param, rule_of, moved)
     return moved
 
 
@@ -108,60 +108,60 @@ def _shape(value: Any) -> Shape | None:
     return None if shape is None else tuple(shape)
 
 
-def _move_one(move: Move, kind: str, moved: MovedLeaves) -> None:
+def _move_one(param: NewParameter, kind: str, moved: MovedLeaves) -> None:
     """Moves leaves that have their parameters' shapes, that are all None, or that are all placeholders."""
-    leaves = move.all_of(kind)
-    shapes = {symbol.name: symbol.shape for symbol in symbols_of(move.view)}
+    leaves = param.all_of(kind)
+    shapes = {symbol.name: symbol.shape for symbol in symbols_of(param.view)}
     if all(leaf is None for leaf in leaves):
         moved.leaves[kind] = None
         return
-    like_parameter = all(_shape(found[kind]) == shapes[name] for name, found in move.leaves.items())
-    if like_parameter and not _is_placeholder(move, kind):
-        _replay(move, kind, moved)
-    elif {_shape(leaf) for leaf in leaves} == {_PLACEHOLDER} and move.wanted_shape(kind) in (None, _PLACEHOLDER):
+    like_parameter = all(_shape(found[kind]) == shapes[name] for name, found in param.leaves.items())
+    if like_parameter and not _is_placeholder(param, kind):
+        _replay(param, kind, moved)
+    elif {_shape(leaf) for leaf in leaves} == {_PLACEHOLDER} and param.wanted_shape(kind) in (None, _PLACEHOLDER):
         moved.leaves[kind] = leaves[0]
     else:
         moved.reset[kind] = "its shape is not its parameter's"
 
 
-def _is_placeholder(move: Move, kind: str) -> bool:
+def _is_placeholder(param: NewParameter, kind: str) -> bool:
     """Reports whether leaves that have the shape of their parameters, (1,), are placeholders all the same."""
-    if {_shape(leaf) for leaf in move.all_of(kind)} != {_PLACEHOLDER} or kind in _SECOND_MOMENT:
+    if {_shape(leaf) for leaf in param.all_of(kind)} != {_PLACEHOLDER} or kind in _SECOND_MOMENT:
         return False
-    wanted = move.wanted_shape(kind)
-    return kind in move.not_in_use if wanted is None else wanted == _PLACEHOLDER != tuple(move.view.shape)
+    wanted = param.wanted_shape(kind)
+    return kind in param.not_in_use if wanted is None else wanted == _PLACEHOLDER != tuple(param.view.shape)
 
 
-def _replay(move: Move, kind: str, moved: MovedLeaves) -> None:
-    def leaf(symbol: Symbol, kept: Kept) -> View:
-        return as_view(move.leaves[symbol.name][kind], name=symbol.name)
+def _replay(param: NewParameter, kind: str, moved: MovedLeaves) -> None:
+    def leaf(symbol: Symbol, kept: KeptDims) -> View:
+        return as_view(param.leaves[symbol.name][kind], name=symbol.name)
 
     replay = Replay(leaf, of_parameters=False)
     try:
-        moved.leaves[kind] = replay.build(move.view, frozenset(range(move.view.ndim)))
+        moved.leaves[kind] = replay.build(param.view, frozenset(range(param.view.ndim)))
     except ValueError as error:
         moved.reset[kind] = str(error)
         return
-    if not replay.is_exact or any((name, kind) in move.approximate for name in move.leaves):
+    if not replay.is_exact or any((name, kind) in param.approximate for name in param.leaves):
         moved.approximate.add(kind)
 
 
-def _move_second_moment(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None:
+def _move_second_moment(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> None:
     """Moves v_row and v_col where the second moment is factored, v where it is not; the others are placeholders."""
-    before = {_is_factored(leaves) for leaves in move.leaves.values()}
-    after = _becomes_factored(move, any(before))
+    before = {_is_factored(leaves) for leaves in param.leaves.values()}
+    after = _becomes_factored(param, any(before))
     live = _FACTORED if after else ("v",)
     if before != {after}:
         reason = "factored on one side only" if len(before) == 1 else "factored for some of its layers only"
-        moved.reset.update((kind, reason) for kind in live if kind in move.kinds)
+        moved.reset.update((kind, reason) for kind in live if kind in param.kinds)
     elif after:
-        _move_factored(move, rule_of, moved)
-    elif "v" in move.kinds:
-        _move_one(move, "v", moved)
-    placeholders = (leaf for kind in _SECOND_MOMENT if kind in move.kinds for leaf in move.all_of(kind))
+        _move_factored(param, rule_of, moved)
+    elif "v" in param.kinds:
+        _move_one(param, "v", moved)
+    placeholders = (leaf for kind in _SECOND_MOMENT if kind in param.kinds for leaf in param.all_of(kind))
     placeholder = next((leaf for leaf in placeholders if _shape(leaf) == _PLACEHOLDER), None)
     for kind in _SECOND_MOMENT:
-        if kind in move.kinds and kind not in live and placeholder is not None:
+        if kind in param.kinds and kind not in live and placeholder is not None:
             moved.leaves[kind] = placeholder
 
 
@@ -171,22 +171,22 @@ def _is_factored(leaves: Mapping[str, Any]) -> bool:
     return any(_shape(leaves[kind]) != _PLACEHOLDER for kind in _FACTORED)
 
 
-def _becomes_factored(move: Move, was: bool) -> bool:
+def _becomes_factored(param: NewParameter, was: bool) -> bool:
     """Reports whether the target's second moment is factored; without a target, whether it was before."""
-    if "v_row" not in move.wanted:
+    if "v_row" not in param.wanted:
         return was
-    if all(move.wanted_shape(kind) == _PLACEHOLDER for kind in _FACTORED):
+    if all(param.wanted_shape(kind) == _PLACEHOLDER for kind in _FACTORED):
         return False
-    return "v" not in move.wanted or move.wanted_shape("v") != tuple(move.view.shape)
+    return "v" not in param.wanted or param.wanted_shape("v") != tuple(param.view.shape)
 
 
-def _move_factored(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None:
+def _move_factored(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> None:
     """Moves v_row and v_col if exactly one choice of averaged dimensions, before and after, fits all the shapes."""
-    shape = tuple(move.view.shape)
-    v_row, v_col = (move.wanted_shape(kind) for kind in _FACTORED)
-    rule = rule_of(move.path, len(shape))
-    after = possible_dims(shape, v_row, v_col, rule, always_by_size=move.always_by_size)
-    tried = (_solve(move, old, new) for old in _dims_before(move, rule_of) for new in after)
+    shape = tuple(param.view.shape)
+    v_row, v_col = (param.wanted_shape(kind) for kind in _FACTORED)
+    rule = rule_of(param.path, len(shape))
+    after = possible_dims(shape, v_row, v_col, rule, always_by_size=param.always_by_size)
+    tried = (_solve(param, old, new) for old in _dims_before(param, rule_of) for new in after)
     solutions = [solution for solution in tried if solution is not None]
     if len(solutions) == 1:
         leaves, approximate = solutions[0]
@@ -195,25 +195,27 @@ def _move_factored(move: Move, rule_of: RuleOf, moved: MovedLeaves) -> None:
         return
     reason = "its rows and columns are not those of the new parameter"
     if solutions:
-        reason = "shapes do not tell rows from columns: give FollowOptimizer(…, factors=[(pattern, dimensions)])"
+        reason = "rows and columns have ambiguous shapes: give FollowOptimizer(…, factors=[(pattern, dimensions)])"
     moved.reset.update(dict.fromkeys(_FACTORED, reason))
 
 
-def _dims_before(move: Move, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]:
+def _dims_before(param: NewParameter, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]:
     """Yields every choice of averaged dimensions for the old parameters, by name; the same for parameters that are
-    alike.
+    alike. alike.
     """
     groups: dict[Any, list[str]] = collections.defaultdict(list)
-    for symbol in symbols_of(move.view):
-        v_row, v_col = (_shape(move.leaves[symbol.name][kind]) for kind in _FACTORED)
-        rule = rule_of(move.paths[symbol.name], len(symbol.shape))
+    for symbol in symbols_of(param.view):
+        v_row, v_col = (_shape(param.leaves[symbol.name][kind]) for kind in _FACTORED)
+        rule = rule_of(param.paths[symbol.name], len(symbol.shape))
         groups[symbol.shape, v_row, v_col, rule].append(symbol.name)
-    options = (possible_dims(*group, always_by_size=move.always_by_size) for group in groups)
+    options = (possible_dims(*group, always_by_size=param.always_by_size) for group in groups)
     for chosen in itertools.product(*options):
         yield {name: dims for dims, members in zip(chosen, groups.values(), strict=True) for name in members}
 
 
-def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> tuple[dict[str, Any], set[str]] | None:
+def _solve(
+    param: NewParameter, before: Mapping[str, FactorDims], after: FactorDims
+) -> tuple[dict[str, Any], set[str]] | None:
     """Computes v_row and v_col for one choice of averaged dimensions, and which of them are approximate.
 
     Returns:
@@ -221,28 +223,28 @@ def _solve(move: Move, before: Mapping[str, FactorDims], after: FactorDims) -> t
     """
     used: set[tuple[str, str]] = set()
 
-    def leaf(symbol: Symbol, kept: Kept) -> View:
+    def leaf(symbol: Symbol, kept: KeptDims) -> View:
         for kind, keeps in zip(_FACTORED, before[symbol.name].kept(len(symbol.shape)), strict=True):
             if _large(keeps, symbol.shape) == _large(kept, symbol.shape):
                 sizes = tuple(symbol.shape[dim] for dim in sorted(kept))
                 used.add((symbol.name, kind))
-                return as_view(move.leaves[symbol.name][kind], name=symbol.name).reshape(sizes)
+                return as_view(param.leaves[symbol.name][kind], name=symbol.name).reshape(sizes)
         raise CannotFollowError("no slot keeps these dimensions")
 
     leaves: dict[str, Any] = {}
     approximate: set[str] = set()
-    for kind, kept in zip(_FACTORED, after.kept(move.view.ndim), strict=True):
+    for kind, kept in zip(_FACTORED, after.kept(param.view.ndim), strict=True):
         replay = Replay(leaf, of_parameters=False)
         used.clear()
         try:
-            leaves[kind] = replay.build(move.view, kept)
+            leaves[kind] = replay.build(param.view, kept)
         except ValueError:
             return None
-        if not replay.is_exact or not used.isdisjoint(move.approximate):
+        if not replay.is_exact or not used.isdisjoint(param.approximate):
             approximate.add(kind)
     return leaves, approximate
 
 
-def _large(kept: Iterable[int], shape: Sequence[int]) -> Kept:
+def _large(kept: Iterable[int], shape: Sequence[int]) -> KeptDims:
     """Returns the kept dimensions with more than one element; the others make no difference."""
     return frozenset(dim for dim in kept if shape[dim] != 1)

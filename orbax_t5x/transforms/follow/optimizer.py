@@ -20,18 +20,18 @@ from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.follow.move import Move, MovedLeaves, is_placeholder_for, move_leaves
+from orbax_t5x.transforms.follow.move import MovedLeaves, NewParameter, is_placeholder_for, move_leaves
 from orbax_t5x.transforms.follow.slots import (
     STANDARD_ROOTS,
-    Names,
     Roots,
     Slot,
+    SlotNames,
     SlotTree,
     StateRoot,
     by_tree,
     checked_roots,
 )
-from orbax_t5x.transforms.follow.trace import Kept, Replay, Symbol, is_symbol, symbol_for, symbols_of
+from orbax_t5x.transforms.follow.trace import KeptDims, Replay, Symbol, is_symbol, symbol_for, symbols_of
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, rule_table
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import FlatState
@@ -45,12 +45,12 @@ _RESET = "reset: "
 
 @dataclasses.dataclass(frozen=True)
 class FollowOptimizer(Transform):
-    """Runs a transform, and does to the optimizer's leaves what it does to their parameters.
+    """Transform of parameters that also changes the optimizer's leaves in the same way.
 
     The transform gets parameters, step and counts, not the leaves that belong to parameters; its patterns are for
     the parameters. The fidelity of each leaf that follows is recorded: "exact"; "approximate" (averaged, repeated, or
     a part of a mean over more); "reset" (left out, because it has no counterpart). In a chain of several the worst
-    counts. Casts are for parameters alone.
+    counts. Casts apply only to parameters.
 
     Attributes:
       transform: any transform, or a plain function that renames or composes.
@@ -84,7 +84,7 @@ class FollowOptimizer(Transform):
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
-        names = Names(self.roots)
+        names = SlotNames(self.roots)
         # A leaf that an earlier FollowOptimizer reset still counts as a slot: under its new name it is reset, too.
         lost = [name for name, fidelity in diagnostics.fidelity.items() if fidelity == "reset" and name not in state]
         slots, target_slots = names.slots([*state, *lost]), names.slots(target)
@@ -95,7 +95,7 @@ class FollowOptimizer(Transform):
                 symbols[name] = value if symbol is None else symbol
         inner_target = {name: value for name, value in target.items() if name not in target_slots}
         moved = run_transforms((self.transform,), symbols, inner_target, is_resuming=False, diagnostics=diagnostics)
-        following = _Following(self, names, state, slots, target, moved, diagnostics)
+        following = _OptimizerMover(self, names, state, slots, target, moved, diagnostics)
         result = {name: following.parameter(value) for name, value in moved.items()}
         for name, value in moved.items():
             result.update(following.slots_of(name, value))
@@ -122,13 +122,13 @@ def _checked_spec(spec: Sequence[Any]) -> Spec:
     return parts
 
 
-class _Following:
+class _OptimizerMover:
     """Mover of the optimizer's leaves in one run of `FollowOptimizer`; records their fidelity."""
 
     def __init__(
         self,
         owner: FollowOptimizer,
-        names: Names,
+        names: SlotNames,
         state: FlatState,
         slots: Mapping[str, Slot],
         target: FlatState,
@@ -174,7 +174,7 @@ class _Following:
         if not any(True for _ in symbols_of(value)):
             return value
 
-        def real(symbol: Symbol, kept: Kept) -> View:
+        def real(symbol: Symbol, kept: KeptDims) -> View:
             return as_view(self._state[symbol.name], name=symbol.name)
 
         return Replay(real, of_parameters=True).build(value, frozenset(range(value.ndim)))
@@ -195,7 +195,7 @@ class _Following:
             new = {kind: self._names.slot_name(Slot(tree, kind, found[1])) for kind in kinds}
             if all(set(having.get(old_name, ())) == set(kinds) for old_name in old):
                 lost = self._lost_kinds(having)
-                move = Move(
+                new_param = NewParameter(
                     value,
                     found[1],
                     {old_name: key[1] for old_name, key in old.items() if key is not None},
@@ -213,7 +213,7 @@ class _Following:
                         if slot in self._approximate
                     ),
                 )
-                moved = move_leaves(move, self._owner.rule_of)
+                moved = move_leaves(new_param, self._owner.rule_of)
                 if is_symbol(value) and self._copies[value.leaf.name] > 1:
                     moved.approximate.update(moved.leaves)
                 moved.reset.update(lost)

@@ -1,6 +1,6 @@
-"""Optimizer state by parameter: which leaf of an optimizer's tree belongs to which parameter, and what it is called.
+"""Assignment of an optimizer's leaves to parameters, by their names.
 
-Found by names alone. Parameters are below `target/` and their optimizer's state below `state/param_states/` (T5X), or
+Parameters are below `target/` and their optimizer's state below `state/param_states/` (T5X), or
 below `params/` and `opt_state/` (Flax, Optax); with several sources both are below a source's name. A leaf of the
 optimizer belongs to the parameter whose path its own path ends with, or ends with but for one more part: `0/mu/<path>`,
 `inner_states/a/inner_state/0/trace/<path>`, `<path>/v_row`.
@@ -24,7 +24,7 @@ class StateRoot(NamedTuple):
 
     Attributes:
       source: the name of a source with '/', or ''.
-      number: the index of the pair in `Names.roots`.
+      number: the index of the pair in `SlotNames.roots`.
     """
 
     source: str
@@ -55,8 +55,8 @@ class Slot(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
-    """Finds parameters and slots among names, and gives the names of slots.
+class SlotNames:
+    """Finder of parameters and slots among names, and of the names of slots.
 
     Attributes:
       roots: pairs (root of parameters, root of the optimizer's state).

@@ -42,7 +42,7 @@ from orbax_t5x.lazy import (
     stack,
 )
 
-Kept = frozenset[int]
+KeptDims = frozenset[int]
 """The dimensions of an array that were not averaged away."""
 
 
@@ -94,25 +94,25 @@ def is_symbol(value: Any) -> bool:
 
 @dataclasses.dataclass
 class Replay:
-    """Builds a graph of views again over other leaves.
+    """Builder of a recorded graph of views over other leaves.
 
     Attributes:
-      leaf: returns the array for a symbol, with the kept dimensions alone; it may raise `CannotFollowError`.
+      leaf: returns the array for a symbol, with only the kept dimensions; it may raise `CannotFollowError`.
       of_parameters: whether the arrays are the parameters themselves. Else they belong to an optimizer: casts are left
         out, elements that are new are zero, and a sum with a low-rank product cannot be followed.
       is_exact: whether all that was built so far is exact. Slicing or repeating a dimension that was averaged away is
         not, nor is padding one or averaging.
     """
 
-    leaf: Callable[[Symbol, Kept], View]
+    leaf: Callable[[Symbol, KeptDims], View]
     of_parameters: bool
     is_exact: bool = True
 
-    def build(self, view: View, kept: Kept) -> View:
+    def build(self, view: View, kept: KeptDims) -> View:
         """Builds the view over the other leaves; its dimensions are the kept ones of `view`, in order."""
         return self._build(view.node, kept)
 
-    def _build(self, node: Node, kept: Kept) -> View:
+    def _build(self, node: Node, kept: KeptDims) -> View:
         match node:
             case LeafNode():
                 return self._leaf(node, kept)
@@ -143,7 +143,7 @@ class Replay:
                 raise CannotFollowError("a low-rank product was added to its parameter")
         raise CannotFollowError(f"{type(node).__name__} is not known")
 
-    def _leaf(self, node: LeafNode, kept: Kept) -> View:
+    def _leaf(self, node: LeafNode, kept: KeptDims) -> View:
         if isinstance(node.leaf, Symbol):
             return self.leaf(node.leaf, kept)
         if len(kept) == len(node.shape):
@@ -151,7 +151,7 @@ class Replay:
             return as_view(node.leaf)
         raise CannotFollowError("a constant has no optimizer state")
 
-    def _index_map(self, node: StridedNode, kept: Kept) -> View:
+    def _index_map(self, node: StridedNode, kept: KeptDims) -> View:
         index_map = node.index_map
         axis_of = {dim: axis for axis, (dim, _) in enumerate(index_map.maps) if dim >= 0}
         inner: list[int] = []
@@ -182,7 +182,7 @@ class Replay:
                 position += 1
         return built
 
-    def _join(self, node: JoinNode, kept: Kept) -> View:
+    def _join(self, node: JoinNode, kept: KeptDims) -> View:
         inner: list[int] = []
         at = 0
         for axis, sizes in enumerate(node.groups):
@@ -191,7 +191,7 @@ class Replay:
             at += len(sizes)
         return self._build(node.input, frozenset(inner)).reshape(_sizes(node, kept))
 
-    def _split(self, node: SplitNode, kept: Kept) -> View:
+    def _split(self, node: SplitNode, kept: KeptDims) -> View:
         inner: list[int] = []
         at = 0
         for dim, sizes in enumerate(node.groups):
@@ -204,7 +204,7 @@ class Replay:
                 inner.append(dim)
         return self._build(node.input, frozenset(inner)).reshape(_sizes(node, kept))
 
-    def _stack(self, node: StackNode, kept: Kept) -> View:
+    def _stack(self, node: StackNode, kept: KeptDims) -> View:
         axis = node.axis
         inner = frozenset(dim - (dim > axis) for dim in kept if dim != axis)
         built = [self._build(item, inner) for item in node.inputs]
@@ -213,7 +213,7 @@ class Replay:
         self.is_exact = False
         return average(built, [1.0] * len(built))
 
-    def _pad(self, node: PadNode, kept: Kept) -> View:
+    def _pad(self, node: PadNode, kept: KeptDims) -> View:
         built = self._build(node.input, kept)
         if self.of_parameters:
             return pad(built, self._build(node.filler, kept), node.filling)
@@ -223,7 +223,7 @@ class Replay:
             self.is_exact = False
         return pad(built, broadcast_to(np.zeros((), built.dtype), _sizes(node, kept)), "0")
 
-    def _concat(self, node: ConcatNode, kept: Kept) -> View:
+    def _concat(self, node: ConcatNode, kept: KeptDims) -> View:
         axis = node.axis
         built = [self._build(item, kept) for item in node.inputs]
         if axis in kept:
@@ -232,5 +232,5 @@ class Replay:
         return average(built, [float(item.shape[axis]) for item in node.inputs])
 
 
-def _sizes(node: Node, kept: Kept) -> tuple[int, ...]:
+def _sizes(node: Node, kept: KeptDims) -> tuple[int, ...]:
     return tuple(size for axis, size in enumerate(node.shape) if axis in kept)

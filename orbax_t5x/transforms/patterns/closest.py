@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 # difflib compares this many at most; more have never changed the best three, and cost linearly.
 _COMPARED = 32
-# Names looked at for shared parts; beyond it the first ones stand for all.
+# Names looked at for shared parts; beyond it only the first ones count.
 _LOOKED_AT = 20_000
 _CUTOFF = 0.5
 
@@ -42,7 +42,7 @@ class ClosestNames:
           name: what is missing; it may also be a pattern.
           count: how many at most.
         """
-        # A pattern's escapes and quantifiers are no part of a name; \d+ stands for some number.
+        # A pattern's escapes and quantifiers are no part of a name; \d+ is some number.
         plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
         plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)
         wanted = _parts(plain)

@@ -1,6 +1,6 @@
-"""Rules as a table: which of many patterns is the first to match a whole name.
+"""A table of rules that finds the first of many patterns that matches a whole name.
 
-A restore asks this for every leaf and every rule. Patterns of plain text are looked up in a dict. A pattern with a
+A restore looks up every leaf. Patterns of plain text are looked up in a dict. A pattern with a
 part of plain text between slashes (`target/(.*)`, `(enc|dec)/layers_0/.*`) is tried only for names that have that
 part: with 100 rules that match late or never this takes a tenth of the time of trying all of them, or less
 (`benchmarks/run.py rules`).
@@ -47,7 +47,7 @@ def compile_pattern(pattern: Pattern, owner: str) -> re.Pattern[str]:
 
 
 def check_pattern(pattern: Pattern, owner: str) -> None:
-    """As `compile_pattern`, without the cost for what cannot be wrong."""
+    """Checks a pattern as `compile_pattern` does, without the cost for plain text."""
     if not isinstance(pattern, str) or not _LITERAL.fullmatch(pattern):
         compile_pattern(pattern, owner)
 
@@ -61,7 +61,7 @@ def pattern_tuple(patterns: Pattern | Iterable[Pattern], owner: str) -> tuple[Pa
 
 
 def rule_tuple(rules: Iterable[Sequence[Any]], owner: str) -> tuple[Rule, ...]:
-    """Pairs as rules, each valid."""
+    """Returns pairs as rules, each valid."""
     checked: list[Rule] = []
     for rule in rules:
         if isinstance(rule, (str, re.Pattern)) or len(rule) != 2:
@@ -85,7 +85,7 @@ def rule_text(owner: str, rule: Rule) -> str:
 
 
 class RuleTable:
-    """Patterns in order of precedence; the first that matches a whole name decides."""
+    """Table of patterns in order of precedence; the first that matches a whole name decides."""
 
     def __init__(self, patterns: Sequence[Pattern]):
         self.patterns: tuple[Pattern, ...] = tuple(patterns)
@@ -135,7 +135,7 @@ class RuleTable:
 
 
 _ANYTHING = re.compile(".*", re.DOTALL)
-# What stands for other text than itself, in the order in which it is taken out: escapes, classes, groups from the
+# Syntax that matches other text than itself, in the order in which it is removed: escapes, classes, groups from the
 # innermost. A group with '?' after '(' may be a lookaround or flags, except for the two plain kinds.
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _CLASS = re.compile(r"\[\^?\]?[^\]]*\]")
@@ -143,9 +143,9 @@ _GROUP = re.compile(r"\((?:\?:|\?P<\w+>|(?!\?))[^()]*\)")
 
 
 def plain_parts(pattern: Pattern) -> set[str]:
-    """Parts between slashes that every name has that the pattern matches; empty where that is not plain to see.
+    """Returns parts between slashes that every matching name has; empty where that is not evident.
 
-    Only what stands outside groups and classes counts, and only without flags and alternatives.
+    Only text outside groups and classes counts, and only without flags and alternatives.
     """
     if isinstance(pattern, re.Pattern) and pattern.flags != re.UNICODE:
         return set()

@@ -43,7 +43,7 @@ def expand_match(match: re.Match[str], template: str) -> str:
                 for part in parts
             )
     except IndexError:
-        pass  # the engine's own text says more
+        pass  # the engine's own text has more detail
     try:
         return match.expand(template)
     except (re.error, IndexError) as error:

@@ -1,4 +1,4 @@
-"""Rules that matched nothing, or came too late: what to say of them."""
+"""Problems and warnings for rules that matched nothing or were shadowed."""
 
 from __future__ import annotations
 
