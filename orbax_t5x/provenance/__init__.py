@@ -1,1 +1,1 @@
-"""What was applied to a state before, as checkpoints record it."""
+"""Records in checkpoints of the transforms that were applied to a state."""

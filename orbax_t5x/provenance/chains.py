@@ -1,6 +1,6 @@
-"""A chain of transforms as a record needs it: its digest, its rules as text, and whether it can change a value.
+"""Describes a chain of transforms for a record: its digest, its rules as text, and whether it can change a value.
 
-Nothing here knows a class of transform: a transform that has `digest()`, `describe()` or `only_selects` is asked.
+No class of transform is known here, only its methods `digest()` and `describe()` and its attribute `only_selects`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from orbax_t5x.provenance.digests import chain_digest, digests_of_version_0_1, qualified_name
+from orbax_t5x.provenance.digests import chain_digest, qualified_name
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
 # A record is stored with every step: longer rules, and more of them, are cut. The digest counts all.
@@ -22,30 +22,25 @@ _RECORDED_RULES = 500
 
 @dataclasses.dataclass(frozen=True)
 class ChainRecord:
-    """What is recorded of a chain of transforms.
+    """Record of a chain of transforms.
 
     Attributes:
       rules: one text per rule, in order; empty for a chain of no transforms.
-      digest: `sha256:…`, or None where what a transform does cannot be told from outside.
-      digest_of_version_0_1: what version 0.1 recorded for this chain; None also where it could mean another chain.
+      digest: `sha256:…`, or None where a transform has no digest.
       only_selects: whether no transform changes the value of a leaf that it keeps, nor which leaf it is.
     """
 
     rules: tuple[str, ...] = ()
     digest: str | None = None
-    digest_of_version_0_1: str | None = None
     only_selects: bool = False
 
     @classmethod
     def of(cls, transforms: Sequence[Callable[..., Any]]) -> ChainRecord:
-        """The record of some transforms, in order."""
+        """Makes the record of some transforms, in order."""
         chain = tuple(transforms)
-        with digests_of_version_0_1():
-            old = chain_digest(chain)
         return cls(
             rules=tuple(_cut(rule) for transform in chain for rule in _rules(transform)),
             digest=chain_digest(chain),
-            digest_of_version_0_1=old,
             only_selects=bool(chain) and all(getattr(one, "only_selects", False) is True for one in chain),
         )
 
@@ -53,13 +48,13 @@ class ChainRecord:
         return bool(self.rules)
 
     def recorded_rules(self) -> list[str]:
-        """The rules as a record holds them."""
+        """Returns the rules as a record holds them: the first 500, and how many more there are."""
         more = len(self.rules) - _RECORDED_RULES
         return [*self.rules[:_RECORDED_RULES], f"… and {more} more"] if more > 0 else list(self.rules)
 
 
 def _rules(transform: Any) -> list[str]:
-    """The rules of one transform as texts: one per element of its longest sequence of rules, else one in all."""
+    """Returns the rules of one transform as texts: one per element of its longest sequence of rules, else one."""
     if isinstance(transform, functools.partial):
         partial = cast("functools.partial[Any]", transform)
         name, arguments = qualified_name(partial), _arguments(partial)
@@ -76,7 +71,7 @@ def _rules(transform: Any) -> list[str]:
 
 
 def _are_rules(value: Any) -> bool:
-    """Whether this is a sequence of patterns, of tuples that begin with one, or of transforms; a shape is none."""
+    """Tests whether this is a sequence of patterns, of tuples that begin with one, or of transforms; no shape is."""
     return is_list_or_tuple(value) and len(value) > 1 and all(map(_is_rule, value))
 
 
@@ -97,7 +92,7 @@ def _shown_fields(transform: Any) -> dict[str, Any]:
 
 
 def _arguments(partial: functools.partial[Any]) -> dict[str, Any]:
-    """The bound arguments by the names of the function's parameters."""
+    """Returns the bound arguments by the names of the function's parameters."""
     try:
         return dict(inspect.signature(partial.func).bind_partial(*partial.args, **partial.keywords).arguments)
     except (TypeError, ValueError):  # some builtins have no signature
@@ -109,7 +104,7 @@ def _arguments_text(arguments: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value on one line, without the contents of arrays."""
+    """Formats a value on one line, without the contents of arrays."""
     if is_list_or_tuple(value):
         return f"({', '.join(map(_text, value))})"
     if is_mapping(value):
@@ -122,7 +117,7 @@ def _text(value: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """What an object's `describe()` returns; empty where it has none."""
+    """Calls the `describe()` of an object; empty where it has none."""
     describe = None if isinstance(value, type) else getattr(value, "describe", None)
     return str(describe()) if callable(describe) else ""
 

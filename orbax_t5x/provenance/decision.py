@@ -50,7 +50,7 @@ _NEW_OR_SAME_RUN = "pass is_resuming=False (a new run: apply them now) or is_res
 
 @dataclasses.dataclass(frozen=True)
 class ResumeContext:
-    """The facts of a restore that a decision depends on, beside the record.
+    """Facts of a restore that a decision depends on, in addition to the record.
 
     Attributes:
       chain: the transforms that are given.
@@ -71,7 +71,7 @@ class ResumeContext:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The outcome for the transforms.
+    """Outcome of a decision.
 
     Attributes:
       is_resuming: whether they were applied already.
@@ -130,10 +130,10 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
 
 
 def _answered(lineage: Lineage, context: ResumeContext) -> Decision:
-    """The caller's own word, which the next save records."""
+    """Follows the caller's `is_resuming`, which the next save records."""
     known = any(has_same_digest(entry, context.chain) for entry in lineage)
     if context.is_resuming:
-        # Without a digest nobody could find the entry again.
+        # Without a digest the entry could not be found again.
         remembered = known or context.chain.digest is None
         return Decision(True, lineage if remembered else (*lineage, _entry(context)))
     if known and context.caller == "own step":
@@ -143,7 +143,7 @@ def _answered(lineage: Lineage, context: ResumeContext) -> Decision:
 
 
 def _resumed(lineage: Lineage, context: ResumeContext) -> Decision:
-    """A run that goes on: nothing is applied and nobody is asked; other rules than its own are told and recorded."""
+    """Resumes a run: nothing is applied, nothing is asked; other rules than recorded are a warning and are recorded."""
     decision = _answered(lineage, dataclasses.replace(context, is_resuming=True))
     applied = [entry for entry in lineage if applied_rules(entry)]
     if decision.lineage == lineage or not applied or not all(map(has_digest, applied)):
@@ -162,11 +162,11 @@ def _entry(context: ResumeContext) -> Entry:
 
 
 def _undecided(lineage: Lineage, context: ResumeContext, what: str, fix: str) -> Decision:
-    """A row that asks: a problem, but for `convert`, and for what changes no value."""
+    """Decides a row that asks: a problem, but not for `convert`, nor for transforms that change no value."""
     if context.caller == "convert":
         return dataclasses.replace(_apply(lineage, context), warning=f"{what}; the transforms are applied")
     if _changes_no_value(context):
-        # Not recorded: it says nothing about the given transforms.
+        # Not recorded: it does not concern the given transforms.
         return Decision(False, lineage)
     return Decision(False, lineage, problem=(what, fix))
 
@@ -193,7 +193,7 @@ def _already_applied(entry: Entry) -> str:
 
 
 def _differences(entry: Entry, chain: ChainRecord) -> str:
-    """What differs, rule by rule."""
+    """Lists the differences, rule by rule."""
     recorded, given = list(applied_rules(entry)), chain.recorded_rules()
     lines = [
         f"{'recorded' if line[0] == '-' else 'given'} {line[2:]}"
@@ -209,7 +209,7 @@ def _differences(entry: Entry, chain: ChainRecord) -> str:
 
 
 def combine(decisions: Mapping[str, Decision]) -> Decision:
-    """One decision for a restore of several items, each of which has its own record.
+    """Combines the decisions for several items, each of which has its own record.
 
     Args:
       decisions: by the item's name.
@@ -235,7 +235,7 @@ def _answer_text(decision: Decision) -> str:
 
 
 def _union(lineages: Sequence[Lineage]) -> Lineage:
-    """All entries, each once, in the order of the items."""
+    """Returns all entries, each once, in the order of the items."""
     entries: list[Entry] = []
     for lineage in lineages:
         entries.extend(entry for entry in lineage if entry not in entries)

@@ -1,28 +1,22 @@
-"""Digests of transforms: equal for equal rules in every process, different for other rules, or honestly none.
+"""Digests of transforms: equal for equal rules in every process, different for other rules, or None.
 
 A dataclass counts by its fields, a `functools.partial` by its function and arguments, a module-level function by its
 qualified name, an object with a `digest()` method by what that returns, a NumPy array of at most 1 MiB by its contents,
 any other array by its shape and dtype. What a lambda, a closure or another callable object does cannot be told from
 outside, so it has no digest, and neither has anything that holds one.
-
-Version 0.1 counted every array by shape and dtype, and every function by its name. Its digests are made here too, so
-that its records can be compared with the chain that is given now.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import enum
 import functools
 import hashlib
-import inspect
 import json
 import re
 import sys
 import types
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -33,29 +27,14 @@ from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 _CONTENT_LIMIT_BYTES = 1 << 20
 # Hexadecimal digits of a transform's own digest.
 _TRANSFORM_DIGITS = 32
-# T5X's protocol: the state dict, the target's, and the keyword `is_resuming`.
-_PROTOCOL_ARGUMENTS = 2
-
-# A transform's `digest()` takes no arguments and may be a user's, so the version is handed past it.
-_as_version_0_1: contextvars.ContextVar[bool] = contextvars.ContextVar("as_version_0_1", default=False)
 
 
 class NoDigestError(Exception):
-    """What a value does cannot be told from outside."""
-
-
-@contextlib.contextmanager
-def digests_of_version_0_1() -> Generator[None, None, None]:
-    """Inside, digests are those of version 0.1, for chains that it told apart; others have none."""
-    token = _as_version_0_1.set(True)
-    try:
-        yield
-    finally:
-        _as_version_0_1.reset(token)
+    """Error for a value without a digest: what it does cannot be told from outside."""
 
 
 def chain_digest(chain: Sequence[Any]) -> str | None:
-    """The digest of a chain of transforms.
+    """Computes the digest of a chain of transforms.
 
     Args:
       chain: transforms in order.
@@ -68,7 +47,7 @@ def chain_digest(chain: Sequence[Any]) -> str | None:
     digest = hashlib.sha256()
     try:
         for transform in chain:
-            digest.update(_part(transform).encode())
+            digest.update(_transform_text(transform).encode())
             digest.update(b"\0")
     except NoDigestError:
         return None
@@ -76,7 +55,7 @@ def chain_digest(chain: Sequence[Any]) -> str | None:
 
 
 def dataclass_digest(value: Any) -> str | None:
-    """The digest of a dataclass by its fields, 32 hexadecimal digits; None where a field has none."""
+    """Computes the digest of a dataclass by its fields, 32 hexadecimal digits; None where a field has none."""
     try:
         return _hashed(_fields(value))[:_TRANSFORM_DIGITS]
     except NoDigestError:
@@ -84,7 +63,7 @@ def dataclass_digest(value: Any) -> str | None:
 
 
 def qualified_name(function: Any) -> str:
-    """How a function is called in plans and records; a partial is called as its function."""
+    """Returns the name of a function in plans and records; a partial has the name of its function."""
     while isinstance(function, functools.partial):
         function = function.func
     named = cast(Any, function if hasattr(function, "__qualname__") else type(function))
@@ -92,33 +71,33 @@ def qualified_name(function: Any) -> str:
 
 
 def is_module_level(function: Any) -> bool:
-    """Whether the qualified name of a callable says what it does: a function or class of a module, no closure."""
+    """Tests whether the qualified name of a callable identifies it: a function or class of a module, no closure."""
     name, module = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
         return False
     found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    for component in name.split("."):
+        found = getattr(found, component, None)
     if found is function or (isinstance(function, types.MethodType) and found == function):
         return True
     # The name may have been taken since by another function, as `_` is in a table of rules.
     return isinstance(function, types.FunctionType) and function.__closure__ is None
 
 
-def _part(transform: Any) -> str:
-    """What one transform of a chain contributes to the chain's digest."""
+def _transform_text(transform: Any) -> str:
+    """Returns what one transform of a chain contributes to the chain's digest."""
     digest = _own_digest(transform)
     if digest is not None:
         return digest
     if dataclasses.is_dataclass(transform) and not isinstance(transform, type):
         return f"dataclass:{_hashed(_fields(transform))}"
-    if isinstance(transform, functools.partial) and not _as_version_0_1.get():
+    if isinstance(transform, functools.partial):
         return f"partial:{_hashed(_encoded(transform))}"
     return f"function:{_function(transform)}"
 
 
 def _own_digest(value: Any) -> str | None:
-    """What a `digest()` method returns; None where there is no such method."""
+    """Calls the `digest()` method of a value; None where it has none."""
     if isinstance(value, type) or not callable(getattr(value, "digest", None)):
         return None
     digest = value.digest()
@@ -132,7 +111,7 @@ def _hashed(encoded: Any) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """A dataclass as JSON. A field with a leading underscore is worked out from the others."""
+    """Encodes a dataclass as JSON. A field with a leading underscore is worked out from the others."""
     names = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
     kind, name = (
         ("transform", type(value).__name__) if hasattr(value, "digest") else ("dataclass", _function(type(value)))
@@ -141,10 +120,10 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """A value as JSON.
+    """Encodes a value as JSON.
 
     Raises:
-      NoDigestError: nothing says what the value is.
+      NoDigestError: nothing identifies the value.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -173,7 +152,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _encoded_other(value: Any) -> Any:
-    if isinstance(value, functools.partial) and not _as_version_0_1.get():
+    if isinstance(value, functools.partial):
         return {
             "partial": _encoded(value.func),
             "arguments": [_encoded(item) for item in value.args],
@@ -185,14 +164,14 @@ def _encoded_other(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, slice | range):
         bounds = cast("slice[Any, Any, Any]", value)
-        return {type(bounds).__name__: [_encoded(part) for part in (bounds.start, bounds.stop, bounds.step)]}
-    digest = None if _as_version_0_1.get() else _own_digest(value)
+        return {type(bounds).__name__: [_encoded(bound) for bound in (bounds.start, bounds.stop, bounds.step)]}
+    digest = _own_digest(value)
     return {"digest": digest} if digest is not None else {"function": _function(value)}
 
 
 def _array(value: Any) -> dict[str, Any]:
     encoded: dict[str, Any] = {"array": [int(size) for size in value.shape], "dtype": str(value.dtype)}
-    if _as_version_0_1.get() or not _is_on_host(value) or value.nbytes > _CONTENT_LIMIT_BYTES:
+    if not _is_on_host(value) or value.nbytes > _CONTENT_LIMIT_BYTES:
         return encoded
     if value.dtype.hasobject:
         # Bytes of an array of objects are addresses.
@@ -207,23 +186,7 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _function(value: Any) -> str:
-    """The name of a function, where that says what it does."""
+    """Returns the name of a function, where that identifies what it does."""
     if not is_module_level(value):
-        if _as_version_0_1.get() and not callable(value):
-            return qualified_name(value)
-        raise NoDigestError
-    if _as_version_0_1.get() and not isinstance(value, type) and not _takes_the_protocol_alone(value):
-        # It was given as a partial, with arguments that version 0.1 did not count.
         raise NoDigestError
     return qualified_name(value)
-
-
-def _takes_the_protocol_alone(function: Callable[..., Any]) -> bool:
-    """Whether a function has no parameters to bind beside those of a transform."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some builtins have no signature
-        return False
-    own = [parameter for parameter in parameters if parameter.name != "is_resuming"]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len(own) == _PROTOCOL_ARGUMENTS and all(parameter.kind in positional for parameter in own)

@@ -1,19 +1,18 @@
-"""The lineage of a state, as an Orbax item carries it in the `custom_metadata` of its `_METADATA` under one key:
+"""Records of the lineage of a state, under one key in the `custom_metadata` of an Orbax item's `_METADATA`:
 
     {"orbax_t5x": {
-        "provenance": [                                    # oldest first; [] says that nothing was ever applied
+        "provenance": [                                    # oldest first; [] means that nothing was ever applied
             {"unrecorded": true},                          # saved by someone who did not know what had been applied
             {"source": "/data/model.ckpt-1000000",         # or {"name": path} for several sources
              "format": "tf_bundle",                        # or {"name": format}
              "transforms": ["Translate()"],                # the rules, for people; null: nothing was applied
-             "digest": "sha256:…",                         # of the chain; null: what it does cannot be told
-             "is_resuming": true}],                        # where the caller said so: they had been applied already
+             "digest": "sha256:…",                         # of the chain; null where it has none
+             "is_resuming": true}],                        # where the caller passed it: applied already
         "skipped": {                                       # leaves that Orbax cannot store, left out on request
             "a/b": {"shape": [0, 4], "dtype": "float32"}}}}
 
-Version 0.1 wrote `"transforms": digest-or-null` and `"names": [text, …]` instead of the last three; such entries are
-read, and passed on, as they are. What is read back was written by others: a record that does not have one of these
-forms is an error that names the file, never a guess, because guessing wrong applies a transform twice.
+What is read back was written by others: a record that does not have this form is an error that names the file, never a
+guess, because guessing wrong applies a transform twice.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ Entry = Mapping[str, Any]
 """One entry of a lineage."""
 
 Lineage = tuple[Entry, ...]
-"""What happened to a state, oldest first; where there is no record at all, None stands in its place."""
+"""Entries of what was applied to a state, oldest first; without any record it is None."""
 
 Records = dict[str, Lineage | None]
-"""What each item of a source records, by the item's name."""
+"""The lineage that each item of a source records, by the item's name."""
 
 UNRECORDED: Entry = {"unrecorded": True}
 """The entry of a save that knew nothing of what had been applied."""
@@ -49,7 +48,7 @@ def make_entry(
     *,
     is_resuming: bool | None = None,
 ) -> Entry:
-    """The entry for one initialisation, or for one explicit answer.
+    """Makes the entry for one initialisation, or for one explicit answer.
 
     Args:
       source: the path that was opened, or name -> path for several sources.
@@ -68,55 +67,39 @@ def make_entry(
 
 
 def extended(known: Lineage | None, given: Lineage | None) -> Lineage:
-    """The lineage that a save records.
+    """Returns the lineage that a save records.
 
     Args:
-      known: of the run so far; None where nobody knows.
-      given: what the caller says. Where it is how the known one begins, the caller repeats what was said at an earlier
-        save, and what has been added since stays.
+      known: of the run so far; None where it is not known.
+      given: as the caller passed it. Where the known one begins with it, the caller repeats what was passed at an
+        earlier save, and what has been added since stays.
     """
     if given is None:
         return (UNRECORDED,) if known is None else known
     return known if given and known is not None and known[: len(given)] == given else given
 
 
-# -- what an entry says
+# -- single entries
 
 
 def is_unrecorded(entry: Entry) -> bool:
-    """Whether the entry says that nobody knows what was applied."""
+    """Tests whether the entry is of a save that did not know what was applied."""
     return entry.get("unrecorded") is True
 
 
 def applied_rules(entry: Entry) -> tuple[str, ...]:
-    """The rules of an entry as text; empty where nothing was applied."""
-    if entry.get("transforms") is None:
-        return ()
-    return tuple(entry["transforms"] if "digest" in entry else entry["names"])
+    """Returns the rules of an entry as text; empty where nothing was applied."""
+    return tuple(entry.get("transforms") or ())
 
 
 def has_digest(entry: Entry) -> bool:
-    """Whether an entry of applied transforms can be told apart from other chains."""
-    if "digest" in entry:
-        return entry["digest"] is not None
-    return not any(_held_a_function(name) for name in entry["names"])
+    """Tests whether an entry of applied transforms can be compared with other chains."""
+    return entry["digest"] is not None
 
 
 def has_same_digest(entry: Entry, chain: ChainRecord) -> bool:
-    """Whether an entry of applied transforms is one of this chain."""
-    if "digest" in entry:
-        return chain.digest is not None and entry["digest"] == chain.digest
-    return chain.digest_of_version_0_1 is not None and entry.get("transforms") == chain.digest_of_version_0_1
-
-
-def _held_a_function(name: str) -> bool:
-    """Whether a transform that version 0.1 recorded by this name may have held a function, whose arguments it lost.
-
-    Names of functions have no parentheses; those of rule packs have none either. A chain in a chain is not taken apart.
-    """
-    if name.startswith("Chain(") or "(opaque)" in name or "<l" in name:
-        return True
-    return "(" not in name and not name.startswith(("rules.", "rules: "))
+    """Tests whether an entry of applied transforms is one of this chain."""
+    return chain.digest is not None and entry.get("digest") == chain.digest
 
 
 # -- reading and writing
@@ -125,7 +108,7 @@ def _held_a_function(name: str) -> bool:
 def to_metadata(
     lineage: Sequence[Mapping[str, Any]] | None, skipped: Mapping[str, tuple[Sequence[int], str]] | None = None
 ) -> dict[str, Any]:
-    """The `custom_metadata` entry for an item; empty when there is nothing to say.
+    """Makes the `custom_metadata` entry for an item; empty when there is nothing to record.
 
     Args:
       lineage: oldest first; None: nothing is recorded.
@@ -140,7 +123,7 @@ def to_metadata(
 
 
 def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None) -> Lineage | None:
-    """The lineage in a checkpoint's metadata, or None where none is recorded.
+    """Returns the lineage in a checkpoint's metadata, or None where none is recorded.
 
     Args:
       metadata: `Checkpoint.metadata`, or the `custom_metadata` of an Orbax item.
@@ -154,7 +137,7 @@ def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike
 
 
 def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None) -> Lineage:
-    """Entries that somebody else made, if they have the form that this package writes.
+    """Returns entries that were read or passed, if they have the form that this package writes.
 
     Raises:
       CorruptCheckpointError: they do not.
@@ -168,7 +151,7 @@ def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None)
 
 
 def given_lineage(entries: Any) -> Lineage:
-    """The `provenance=` of a save.
+    """Checks the `provenance=` of a save.
 
     Raises:
       ValueError: it is no lineage.
@@ -191,11 +174,9 @@ def _is_entry_form(entry: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(entry.get("is_resuming"), bool | None):
         return False
-    if "digest" in entry:
-        return isinstance(entry["digest"], str | None) and (
-            entry["transforms"] is None or _is_list_of_texts(entry["transforms"])
-        )
-    return isinstance(entry["transforms"], str | None) and _is_list_of_texts(entry.get("names"))
+    if "digest" not in entry or not isinstance(entry["digest"], str | None):
+        return False
+    return entry["transforms"] is None or _is_list_of_texts(entry["transforms"])
 
 
 def _is_list_of_texts(value: Any) -> bool:
@@ -204,12 +185,12 @@ def _is_list_of_texts(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) or (
-        is_mapping(value) and all(isinstance(part, str) for pair in value.items() for part in pair)
+        is_mapping(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
     )
 
 
 def _recorded(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] | None) -> Mapping[str, Any]:
-    """Our entry in the metadata of a checkpoint or in the `custom_metadata` of an item."""
+    """Returns our entry in the metadata of a checkpoint or in the `custom_metadata` of an item."""
     found: Any = metadata or {}
     if KEY not in found and isinstance(found.get("custom_metadata"), Mapping):
         found = found["custom_metadata"]
@@ -224,7 +205,7 @@ def _recorded(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] |
 def skipped_from_metadata(
     metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype name) of the leaves that were left out when the item was written.
+    """Returns name -> (shape, dtype name) of the leaves that were left out when the item was written.
 
     Raises:
       CorruptCheckpointError: the record does not have the form that this package writes.

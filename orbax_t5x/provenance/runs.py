@@ -1,4 +1,4 @@
-"""What this process knows of the runs that it saves and restores: one lineage per root and item.
+"""Table of the runs that this process saves and restores: one lineage per root and item.
 
 The lineage belongs to the directory, not to an object: any number of managers and handlers that work on one root and
 item share it.
@@ -15,7 +15,7 @@ EVERY_ITEM = ""
 
 
 class RunKey(NamedTuple):
-    """Whose lineage it is.
+    """Key of a run.
 
     Attributes:
       root: the resolved root directory, or its URL.
@@ -31,7 +31,7 @@ _lineages: dict[RunKey, Lineage] = {}
 
 
 def known_lineage(run: RunKey) -> Lineage | None:
-    """The lineage of a run's state; None where this process has neither restored, saved nor read a step of it."""
+    """Returns the lineage of a run's state; None where this process knows no step of it."""
     with _lock:
         return _lineages.get(run, _lineages.get(RunKey(run.root, EVERY_ITEM)))
 
@@ -43,7 +43,7 @@ def remember(run: RunKey, lineage: Lineage) -> None:
 
 
 def begin(run: RunKey, lineage: Lineage) -> None:
-    """Sets the lineage of a run that begins: what this process knows of an earlier one at the same place is over."""
+    """Sets the lineage of a run that begins, and forgets that of an earlier one at the same path."""
     with _lock:
         for known in [known for known in _lineages if known.root == run.root and run.item in (EVERY_ITEM, known.item)]:
             del _lineages[known]

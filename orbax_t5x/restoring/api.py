@@ -127,7 +127,7 @@ def restore(
 def open_plan(
     source: AnySource, target: Any, transforms: Transforms, options: PlanOptions, caller: Caller = ANY_RESTORE
 ) -> contextlib.AbstractContextManager[RestorePlan]:
-    """The plan of a restore, made at once; the end of the context closes the checkpoints that were opened for it."""
+    """Makes the plan of a restore at once; the end of the context closes the checkpoints that were opened for it."""
     # Outside a generator, which would turn a StopIteration of a caller's transform into a RuntimeError.
     with contextlib.ExitStack() as stack:
         plan = _plan(source, target, transforms, options, stack, caller)

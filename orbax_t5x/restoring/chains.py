@@ -1,7 +1,7 @@
-"""The transforms of a restore as one chain: those of each source first, and what `"auto"` stands for written out.
+"""Makes one chain of the transforms of a restore: those of each source first, and the rules that `"auto"` finds.
 
-Provenance records the chain, so it has to say all that is applied: `"auto"` is replaced by what is found before anyone
-asks whether the transforms were applied already, and the transforms of a source are part of the chain.
+Provenance records the chain, so it has to hold all that is applied: `"auto"` is replaced by the rules that it finds
+before it is decided whether the transforms were applied already, and the transforms of a source are in the chain.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKS: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class FoundRules(Transform):
-    """Stands for what `orbax_t5x.rules.infer` finds, until `written_out` replaces it."""
+    """Placeholder for the rules that `orbax_t5x.rules.infer` finds, until `written_out` replaces it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +58,24 @@ class OneSource(Transform):
         """See `Transform.only_selects`."""
         return all(getattr(step, "only_selects", False) is True for step in self.steps)
 
-    def _place(self, name: str) -> str:
-        """The name of one of its leaves among those of all sources."""
+    def _joined_name(self, name: str) -> str:
+        """Returns the name of one of its leaves among those of all sources."""
         return prefixed(self.source, name)
 
     def own(self, state: FlatState) -> dict[str, Any]:
-        """The source's leaves, by its own names."""
-        names = {self._place(name): name for name in self._names}
+        """Returns the source's leaves, by its own names."""
+        names = {self._joined_name(name): name for name in self._names}
         return {names[name]: value for name, value in state.items() if name in names}
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         """See `Transform.apply`."""
         own = self.own(state)
-        taken = {self._place(name) for name in own}
+        taken = {self._joined_name(name) for name in own}
         found = Diagnostics(warns_of_unused=diagnostics.warns_of_unused)
         transformed = run_transforms(self.steps, own, target, is_resuming=False, diagnostics=found)
         result = NewState(diagnostics)
-        # In the place of the source's first leaf: the order of leaves is that of the sources.
-        pending = {self._place(name): value for name, value in transformed.items()}
+        # Where the source's first leaf was: the order of leaves is that of the sources.
+        pending = {self._joined_name(name): value for name, value in transformed.items()}
         for name, value in state.items():
             if name in taken:
                 for new, leaf in pending.items():
@@ -85,18 +85,18 @@ class OneSource(Transform):
                 result.put(name, value, name)
         for new, leaf in pending.items():
             result.put(new, leaf, new)
-        diagnostics.rule_for.update({self._place(name): rule for name, rule in found.rule_for.items()})
+        diagnostics.rule_for.update({self._joined_name(name): rule for name, rule in found.rule_for.items()})
         diagnostics.origin_of.update(
-            {self._place(name): self._place(origin) for name, origin in found.origin_of.items()}
+            {self._joined_name(name): self._joined_name(origin) for name, origin in found.origin_of.items()}
         )
-        diagnostics.fidelity.update({self._place(name): fidelity for name, fidelity in found.fidelity.items()})
-        diagnostics.explained.update(map(self._place, found.explained))
+        diagnostics.fidelity.update({self._joined_name(name): fidelity for name, fidelity in found.fidelity.items()})
+        diagnostics.explained.update(map(self._joined_name, found.explained))
         diagnostics.raised.extend(found.raised)
         diagnostics.warnings.extend(f"source {self.source!r}: {warning}" for warning in found.warnings)
         diagnostics.problems.extend(
             dataclasses.replace(
                 problem,
-                leaf=None if problem.leaf is None else self._place(problem.leaf),
+                leaf=None if problem.leaf is None else self._joined_name(problem.leaf),
                 message=f"source {self.source!r}: {problem.message}",
             )
             for problem in found.problems
@@ -105,7 +105,7 @@ class OneSource(Transform):
 
 
 def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callable[..., Any], ...]:
-    """The transforms as a tuple.
+    """Returns the transforms as a tuple.
 
     Args:
       transforms: as a user gives them.
@@ -122,7 +122,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
         instead = _call_of(transforms) or f"{auto}transforms of ot.transforms, or functions"
         raise TypeError(f"transforms={transforms!r} is text; pass {instead}")
     chain = (transforms,) if callable(transforms) else () if transforms is None else transforms
-    if not is_sequence(chain):  # nor what can be gone through but once
+    if not is_sequence(chain):  # nor a generator
         raise TypeError(f"transforms is {_of_type(chain)}; pass a list of transforms of ot.transforms, or functions")
     for transform in chain:
         if isinstance(transform, type) and issubclass(transform, Transform):
@@ -136,7 +136,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """The transforms of a save as a tuple: what a save has is no target, so that no rules can be found.
+    """Returns the transforms of a save as a tuple: a save has no target, so that no rules can be found.
 
     Raises:
       TypeError: as `chain_of`.
@@ -150,13 +150,13 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
 
 
 def _of_type(something: object) -> str:
-    """`a generator`, `an int`."""
+    """Returns `a generator`, `an int`."""
     name = type(something).__name__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _instead_of(something: object) -> str:
-    """What to pass instead of something in a list of transforms."""
+    """Returns what to pass instead of something in a list of transforms."""
     if something == AUTO:
         return (
             f"{AUTO!r} stands alone, or is a source's: restore from ot.Source(path, {AUTO!r}) with the other transforms"
@@ -166,7 +166,7 @@ def _instead_of(something: object) -> str:
 
 
 def _call_of(name: str) -> str | None:
-    """The call that makes the transform or the rule pack of this name; None where there is neither."""
+    """Returns the call that makes the transform or the rule pack of this name; None where there is neither."""
     if name in _PACKS:
         parameters = inspect.signature(_PACKS[name]).parameters.values()
         wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
@@ -177,7 +177,7 @@ def _call_of(name: str) -> str | None:
 def written_out(
     transforms: Iterable[AnyTransform], source: FlatState, target: Mapping[str, Any], path: str | None
 ) -> tuple[AnyTransform, ...]:
-    """The chain with what `"auto"` stands for.
+    """Returns the chain with the rules that `"auto"` finds.
 
     Args:
       transforms: in order.

@@ -1,4 +1,4 @@
-"""The lineage of what a restore takes from: as its checkpoint records it, and as the run's older steps complete it.
+"""Lineage of the source of a restore: as its checkpoint records it, and as the run's older steps complete it.
 
 `orbax_t5x.provenance.decision` decides from it whether transforms apply; here the decision is raised and logged.
 """
@@ -29,7 +29,7 @@ def _unchanged(records: Records) -> Records:
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """The caller of a restore.
+    """Caller of a restore.
 
     Attributes:
       kind: see `orbax_t5x.provenance.decision`.

@@ -1,4 +1,4 @@
-"""What a restore takes from: one checkpoint or several by name, each with transforms of its own."""
+"""Sources of a restore: one checkpoint or several by name, each with transforms of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Path = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint that a restore takes from, with transforms of its own.
+    """Checkpoint that a restore takes from, with transforms of its own.
 
     Give it wherever a path of a checkpoint can be given, also as a value of a mapping of several sources.
 
@@ -46,7 +46,7 @@ class Source:
         chain_of(self.transforms)
 
     def opened(self, options: PlanOptions, stack: contextlib.ExitStack) -> Source:
-        """The same with an open checkpoint; the stack closes it if it was opened here."""
+        """Returns the same with an open checkpoint; the stack closes it if it was opened here."""
         if isinstance(self.path, Checkpoint):
             return self
         item = options.item if self.item is None else self.item
@@ -60,11 +60,11 @@ AnySource = OneOrPath | Mapping[str, OneOrPath]
 
 
 def open_sources(source: AnySource, options: PlanOptions, stack: contextlib.ExitStack) -> dict[str, Source]:
-    """The sources by name, with open checkpoints; a single one is under "".
+    """Opens the sources; returns them by name, a single one under "".
 
     Args:
       source: as `orbax_t5x.restore` takes it.
-      options: `item` and `limits` are for sources that do not say theirs.
+      options: `item` and `limits` are for sources without their own.
       stack: closes those that were opened here.
     """
     if not isinstance(source, Mapping):
@@ -82,12 +82,12 @@ def _as_source(one: OneOrPath) -> Source:
 
 
 def checkpoints_of(sources: Mapping[str, Source]) -> dict[str, Checkpoint]:
-    """The open checkpoints by name."""
+    """Returns the open checkpoints by name."""
     return {name: source.path for name, source in sources.items() if isinstance(source.path, Checkpoint)}
 
 
 def own_chain(sources: Mapping[str, Source]) -> tuple[Callable[..., Any], ...]:
-    """What the sources' own transforms are in the chain of the restore: they come first."""
+    """Returns the sources' own transforms as they begin the chain of the restore."""
     chain: list[Callable[..., Any]] = []
     for name, checkpoint in checkpoints_of(sources).items():
         steps = chain_of(sources[name].transforms)
@@ -100,7 +100,7 @@ def own_chain(sources: Mapping[str, Source]) -> tuple[Callable[..., Any], ...]:
 
 
 def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """The chain of a restore whose sources are not opened: it has the digest of the real one, and is not applied.
+    """Returns the chain of a restore whose sources are not opened: it has the right digest, and is not applied.
 
     Empty where `"auto"` stands in it: what that found at the time is not known without the source.
 

@@ -42,8 +42,8 @@ class RulePack(Chain):
     example: str = ""
     back_example: str = ""
     found: str = dataclasses.field(default="", compare=False)
-    # Digests leave out what follows, so that packs keep those of version 0.1. Steps that run before the others, each
-    # way; and, where several transforms were joined, the transforms themselves.
+    # Digests leave out what follows, which the other fields decide. Steps that run before the others, each way; and,
+    # where several transforms were joined, the transforms themselves.
     _before: tuple[Transform, ...] = ()
     _before_back: tuple[Transform, ...] = ()
     _joined: tuple[Transform, ...] = ()

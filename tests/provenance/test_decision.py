@@ -74,8 +74,6 @@ MINE, THEIRS = ChainRecord.of([SWAP]), ChainRecord.of([OTHER])
 WITHOUT_DIGEST = ChainRecord.of([OPAQUE])
 SELECTS = ChainRecord.of([T.Keep("x")])
 NOTHING = ChainRecord()
-OF_0_1 = {"source": "/a", "format": "orbax", "transforms": MINE.digest, "names": ["Rename(…)"]}
-OF_0_1_PARTIAL = {"source": "/a", "format": "orbax", "transforms": "sha256:0", "names": ["module.function"]}
 
 
 def made(chain, **answer):
@@ -92,13 +90,10 @@ TABLE = {
     "the same digest": ((made(MINE),), MINE, "once once! once!"),
     "an older entry has the same": ((made(MINE), made(THEIRS)), MINE, "once once! once!"),
     "an answer on top of what nobody recorded": ((UNRECORDED, made(MINE)), MINE, "once once! once!"),
-    "the same digest in version 0.1": ((OF_0_1,), MINE, "once once! once!"),
     "given without a digest": ((made(MINE),), WITHOUT_DIGEST, "ask ask apply!"),
     "recorded without a digest": ((made(WITHOUT_DIGEST),), MINE, "ask ask apply!"),
     "neither has a digest": ((made(WITHOUT_DIGEST),), WITHOUT_DIGEST, "ask ask apply!"),
-    "a partial in version 0.1": ((OF_0_1_PARTIAL,), MINE, "ask ask apply!"),
     "other digests": ((made(THEIRS),), MINE, "problem apply+ apply+"),
-    "other digests in version 0.1": ((OF_0_1,), THEIRS, "problem apply+ apply+"),
     "selecting, unrecorded": ((UNRECORDED,), SELECTS, "apply apply apply!"),
     "selecting, other digests": ((made(MINE),), SELECTS, "apply apply+ apply+"),
     "selecting, without a digest": ((made(WITHOUT_DIGEST),), SELECTS, "apply apply apply!"),
