@@ -153,7 +153,6 @@ class OptaxWrapper(OptimizerDef):
         return {"target": to_state_dict(target), "state": to_state_dict(state, keep_empty=False)}
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
-        """See the base class; works for any Optax state."""
         states = optimizer.state.param_states
         axes = state_axes(states, param_logical_axes, optimizer.target, self.optax_optimizer)
         param_states = apply_axes_rules(OptaxStatePartitionRules._RULES, states, param_logical_axes, axes)

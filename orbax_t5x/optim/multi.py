@@ -110,7 +110,6 @@ class MultiOptimizer(OptimizerDef):
         self.hyper_params = [optimizer.hyper_params for optimizer in self.sub_optimizers]
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
-        """See the base class; parameters that no sub-optimizer owns have no state and so no axes for one."""
         params = optimizer.target
         target = align_axes(params, param_logical_axes)
         parts = self._parts(params)

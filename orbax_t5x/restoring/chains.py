@@ -55,7 +55,6 @@ class OneSource(Transform):
 
     @property
     def only_selects(self) -> bool:
-        """See `Transform.only_selects`."""
         return all(getattr(step, "only_selects", False) is True for step in self.steps)
 
     def _joined_name(self, name: str) -> str:
@@ -68,7 +67,6 @@ class OneSource(Transform):
         return {names[name]: value for name, value in state.items() if name in names}
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         own = self.own(state)
         taken = {self._joined_name(name) for name in own}
         found = Diagnostics(warns_of_unused=diagnostics.warns_of_unused)

@@ -111,7 +111,6 @@ class _SettleBias(Transform):
     """The bias of layer 0, where no other layer has one, is the tower's, unless the target has one per layer."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         renamed = {
             f"{tower}/layers_0/{_BIAS}": f"{tower}/{_BIAS}"
             for tower in _SUBLAYERS
@@ -139,7 +138,6 @@ class _TiedHead(Transform):
     scale_decoder_outputs: bool | None
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         wanted = target_prefix(target, "") + _HEAD in target
         if _HEAD in state and self.tie_word_embeddings and target and not wanted:
             return {name: value for name, value in state.items() if name != _HEAD}

@@ -71,7 +71,6 @@ class _MaxTextCheck(Transform):
     """Check for leaves that MaxText has no counterpart of: a problem, and they are left out."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         result = dict(state)
         for pattern, reason in _WITHOUT_PLACE:
             found = [name for name in result if re.fullmatch(pattern, name)]
@@ -97,7 +96,6 @@ class _KnownPrefix(Transform):
     known: tuple[str, ...]
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         found = parameter_prefixes(state)
         if len(found) != 1 or found[0] in self.known:
             return dict(state)

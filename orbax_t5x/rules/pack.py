@@ -90,7 +90,6 @@ class RulePack(Chain):
         return self._joined or ((self,) if self.steps else ())
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         if self._joined:
             return run_transforms(self._joined, state, target, is_resuming=False, diagnostics=diagnostics)
         before = len(diagnostics.problems)

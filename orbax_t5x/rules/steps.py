@@ -45,7 +45,6 @@ class RepeatPerLayer(Transform):
     unless_target: str | None = None
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         regex = compile_pattern(self.pattern, "rules")
         result = NewState(diagnostics)
         for name, value in state.items():
@@ -85,7 +84,6 @@ class MergeEqualLayers(Transform):
     unless_target: str | None = None
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         regex = compile_pattern(self.pattern, "rules")
         result = NewState(diagnostics)
         towers: dict[str, list[tuple[int, str]]] = {}
@@ -126,7 +124,6 @@ class HeadsCheck(Transform):
     layers_axis: int | None = None
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         regex = compile_pattern(rf"(?:{self.attention})/(?P<which>query|key|value|out)/kernel", "rules")
         heads, joined = (self.num_heads, self.head_dim), self.num_heads * self.head_dim
         for name, value in state.items():
@@ -169,7 +166,6 @@ class FirstName(Transform):
     into: str
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         there = [name for name in self.names if name in state]
         result = NewState(diagnostics)
         for name, value in state.items():
@@ -193,7 +189,6 @@ class PrefixAsTarget(Transform):
     default: str
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         prefix = target_prefix(target, self.default)
         regex = compile_pattern(self.pattern, "rules")
         result = NewState(diagnostics)

@@ -112,17 +112,20 @@ class ReaderSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def written(cls, tmp_path_factory: pytest.TempPathFactory) -> Written:
+        """Writes the arrays once; returns the path, and the arrays by the names of their leaves."""
         arrays = sample_arrays(cls.dtypes)
         path = cls().write(tmp_path_factory.mktemp("suite"), arrays)
         return path, {name.replace("/", cls.separator): value for name, value in arrays.items()}
 
     @pytest.fixture
     def opened(self, written: Written) -> Iterator[Checkpoint]:
+        """Opens the checkpoint."""
         with self.open(written[0]) as checkpoint:
             yield checkpoint
 
     @pytest.fixture
     def arrays(self, written: Written) -> Arrays:
+        """Returns the arrays by the names of their leaves."""
         return written[1]
 
     def test_names_are_sorted_and_complete(self, opened: Checkpoint, arrays: Arrays) -> None:

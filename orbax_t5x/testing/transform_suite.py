@@ -106,6 +106,7 @@ class TransformSuite:
     cases: ClassVar[Mapping[str, Case]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Runs each test with each case."""
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", self.cases.values(), ids=self.cases.keys())
 

@@ -102,7 +102,6 @@ class Cast(InPlace):
 
     @property
     def only_selects(self) -> bool:
-        """See `Transform.only_selects`."""
         return True
 
     def _compute(self, view: View) -> View:

@@ -61,7 +61,6 @@ class AssignmentMap(Transform):
         object.__setattr__(self, "rules", rule_tuple(self.rules, "AssignmentMap"))
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         return self._assign(state, target, diagnostics, rules_win=True)
 
     def _by_hand(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class ByRules(Transform):
                 new.put(name, value, name)
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         table = rule_table(self._patterns())
         matches = {name: found for name in state if (found := table.first(name)) is not None}
         new = NewState(diagnostics)

@@ -31,9 +31,7 @@ class Chain(Transform):
 
     @property
     def only_selects(self) -> bool:
-        """See `Transform.only_selects`."""
         return all(getattr(step, "only_selects", False) for step in self.steps)
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         return run_transforms(self.steps, state, target, is_resuming=False, diagnostics=diagnostics)

@@ -29,11 +29,9 @@ class Intersect(Transform):
 
     @property
     def only_selects(self) -> bool:
-        """See `Transform.only_selects`."""
         return True
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         return {name: value for name, value in state.items() if name in target}
 
 
@@ -73,7 +71,6 @@ class Merge(Transform):
         return hash((self.overwrite, frozenset(self._flat)))
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         added = {name: value for name, value in self._flat.items() if self.overwrite or name not in state}
         flat = {**state, **added}
         diagnostics.rule_for.update(dict.fromkeys(added, "Merge"))
@@ -157,7 +154,6 @@ class _Select(ByRules):
 
     @property
     def only_selects(self) -> bool:
-        """See `Transform.only_selects`."""
         return True
 
     def _patterns(self) -> tuple[Pattern, ...]:

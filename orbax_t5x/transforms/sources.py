@@ -59,7 +59,6 @@ class Average(Transform):
         object.__setattr__(self, "weights", tuple(sorted(fixed)) if isinstance(weights, Mapping) else fixed)
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         sources = list(dict.fromkeys(name.split("/", 1)[0] for name in state if "/" in name))
         weights = self._weights_of(sources, diagnostics)
         if weights is None:
@@ -192,7 +191,6 @@ class Overlay(Transform):
         object.__setattr__(self, "sources", tuple(map(str, self.sources)))
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         by_source: dict[str, list[tuple[str, str]]] = {name: [] for name in self.sources}
         new = NewState(diagnostics)
         for name, value in state.items():

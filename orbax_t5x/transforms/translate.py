@@ -48,7 +48,6 @@ class Translate(Transform):
     translator: Any = None
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         translation = _translate(t5_importer if self.translator is None else self.translator, state, diagnostics)
         _note_failures(translation, len(state), diagnostics)
         values = translation.values

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import importlib
 import inspect
 import types
 from collections.abc import Iterator
@@ -99,6 +100,30 @@ def test_everything_public_has_an_example(owner):
         shown = lines + sum(len(example.want.splitlines()) for example in examples)
         if not examples or not 2 <= shown <= 9 or lines > 6:
             lacking.append(f"{name}: {lines} lines")
+    assert not lacking
+
+
+def public_methods(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the public methods of a module's public classes, but for the tests of a suite."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                    if not method.name.startswith(("_", "test_")):
+                        yield node.name, method.name
+
+
+def test_public_methods_have_a_docstring_or_inherit_one():
+    lacking = []
+    for path in PACKAGE.rglob("*.py"):
+        methods = list(public_methods(path))
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        module = importlib.import_module(name) if methods else None
+        lacking += [
+            f"{name}.{owner}.{method}"
+            for owner, method in methods
+            if not inspect.getdoc(getattr(getattr(module, owner), method))
+        ]
     assert not lacking
 
 

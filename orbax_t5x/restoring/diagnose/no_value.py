@@ -18,7 +18,6 @@ class NoValue(Hypothesis):
     """A leaf that the checkpoint knows and has no value of."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`."""
         for one in unmatched.missing:
             if one.is_none:
                 fix = Fix("put None in the target there, or give fallback= values")

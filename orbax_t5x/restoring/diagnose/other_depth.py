@@ -19,7 +19,6 @@ class OtherDepth(Hypothesis):
     """Numbered layers of which the checkpoint has the first ones only."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`."""
         depths, wanted = _depths(unmatched.stored), _depths(unmatched.target.leaves)
         for name in unmatched.wanted:
             layer = _LAYER.fullmatch(name)

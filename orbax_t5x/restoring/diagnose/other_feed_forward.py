@@ -19,7 +19,6 @@ class OtherFeedForward(Hypothesis):
     """T5X's `mlp/wi` against `mlp/wi_0` and `mlp/wi_1`, layer by layer."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`."""
         matches = filter(None, map(_FEED_FORWARD.fullmatch, unmatched.stored))
         gated = {match["layer"]: bool(match["gate"]) for match in matches}
         for name in unmatched.wanted:

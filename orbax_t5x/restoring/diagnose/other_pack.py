@@ -21,7 +21,6 @@ class OtherPack(Hypothesis):
     """A pack that `orbax_t5x.rules.infer` finds; `Translate` for a target too small a part of a model for that."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        """See `Hypothesis.remedies`."""
         try:
             pack = infer(unmatched.stored, unmatched.target.original)
         except RestorePlanError:
@@ -36,7 +35,6 @@ class OtherPack(Hypothesis):
             yield Remedy((Translate(),), _MESH_TF)
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`; with `Translate` the others may fit, so that it explains none away."""
         if unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
             message = (
                 f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"

@@ -25,7 +25,6 @@ class OtherPrefix(Hypothesis):
     """Leaves below one prefix of the checkpoint that have the names and shapes of most missing ones below another."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        """See `Hypothesis.remedies`; none where several prefixes do equally well."""
         free, unfilled = unmatched.free_shapes, unmatched.unfilled_shapes
         counts = {pair: _filled(pair, free, unfilled) for pair in _likely_prefixes(free, list(unfilled))}
         most = max(counts.values(), default=0)

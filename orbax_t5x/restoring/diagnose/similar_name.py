@@ -36,7 +36,6 @@ class SimilarName(Hypothesis):
     """A rule for each of the first missing leaves that one free leaf alone can mean."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`."""
         if not unmatched.takes_rules:
             return
         names = SimilarNames({name: one.leaf for name, one in unmatched.wanted.items()}, unmatched.free)

@@ -19,7 +19,6 @@ class SingleArray(Hypothesis):
     """An array without a container, as the target or as the checkpoint."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`."""
         if "" not in unmatched.wanted and (not unmatched.wanted or list(unmatched.arrays) != [""]):
             return
         arrays = [(name, tuple(array.shape), str(array.dtype)) for name, array in unmatched.arrays.items()]

@@ -21,7 +21,6 @@ class TiedLogits(Hypothesis):
     """A leftover output projection: without it the target's model would compute other logits."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`."""
         head = [name for name in unmatched.leftovers if _HEAD.fullmatch(name)]
         target, unfilled = unmatched.target.leaves, set(unmatched.unfilled)
         if not head or any(_HEAD.fullmatch(name) for name in target):

@@ -25,7 +25,6 @@ class Unexplained(Hypothesis):
     """Leaves that one side simply lacks; the closest names are listed for the first few."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        """See `Hypothesis.explanations`."""
         closest = ClosestNames(list(unmatched.free) or list(unmatched.stored))
         for place, name in enumerate(unmatched.wanted):
             near = closest.to(name, _CLOSEST) if place < _LOOKUPS else []

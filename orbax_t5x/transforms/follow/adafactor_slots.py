@@ -46,7 +46,6 @@ class AdafactorSlots(Transform):
         object.__setattr__(self, "rules", tuple((str(name), tuple(map(FactorDim, rule))) for name, rule in pairs))
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         have, want = _shapes(state), _shapes(target)
         rules: dict[str, Sequence[FactorDim]] = dict(self.rules)
         found = t5x_to_optax(have, want, rules)

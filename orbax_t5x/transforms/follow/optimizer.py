@@ -83,7 +83,6 @@ class FollowOptimizer(Transform):
         return f"FollowOptimizer({describe_transform(self.transform)})"
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        """See `Transform.apply`."""
         names = SlotNames(self.roots)
         # A leaf that an earlier FollowOptimizer reset still counts as a slot: under its new name it is reset, too.
         lost = [name for name, fidelity in diagnostics.fidelity.items() if fidelity == "reset" and name not in state]
