@@ -47,7 +47,7 @@ def test_an_ordinary_linen_model_runs_on_what_the_example_restored():
     assert axis_type == jax.sharding.AxisType.Auto and "`Auto`" in README
 
 
-def test_ten_lines_are_about_ten():
+def test_the_example_is_short():
     (example,) = blocks("python")
     assert len([line for line in example.splitlines() if line.strip()]) <= 14
 
