@@ -13,7 +13,7 @@ SECONDS ?= 600
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: check lint test test-lowest fuzz demo bench clean
+.PHONY: check lint test test-fast test-lowest fuzz demo bench clean
 
 # The gate, locally and in CI.
 check: lint test
@@ -27,7 +27,11 @@ lint: $(VENV)/.lint-installed
 test: $(VENV)/.tests-installed
 	$(PYTEST)
 
-# The same with the lowest version of each package that pyproject.toml names; of others, what those allow.
+# One case of each test that starts no process and takes no seconds: for whoever changes one thing, before the whole.
+test-fast: $(VENV)/.tests-installed
+	$(PYTEST) --fast
+
+# The same as `test` with the lowest version of each package that pyproject.toml names; of others, what those allow.
 test-lowest: $(LOWEST)/.tests-installed
 	$(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile
 

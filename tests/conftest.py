@@ -2,6 +2,7 @@
 prints its stacks."""
 
 import os
+import sys
 
 # Before JAX is imported anywhere: the device count is read once. Processes that tests start inherit all of it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -35,7 +36,45 @@ _EXACT = hypothesis.settings(
 )
 hypothesis.settings.register_profile("repo", _EXACT, derandomize=True, database=None)
 hypothesis.settings.register_profile("fuzz", _EXACT, derandomize=False, max_examples=1000)
+hypothesis.settings.register_profile("fast", _EXACT, derandomize=True, database=None, max_examples=20)
 hypothesis.settings.load_profile("repo")
+
+_STARTS_OF_PROCESSES = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+
+# Suites are for packages without such a marker, too.
+_SLOW_IN_SUITES = frozenset({"test_digests_are_the_same_in_every_process"})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="the first case of each test that is not marked `slow`")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("fast"):
+        hypothesis.settings.load_profile("fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("fast"):
+        return
+    quick = [item for item in items if not item.get_closest_marker("slow") and item.name not in _SLOW_IN_SUITES]
+    kept = set({item.nodeid.partition("[")[0]: item for item in reversed(quick)}.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_processes_in_fast_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    running = request.config.getoption("fast")
+
+    def refuse(event: str, arguments: object) -> None:
+        if running and event in _STARTS_OF_PROCESSES:
+            pytest.fail("A test that starts a process is marked `slow`.")
+
+    if running:
+        sys.addaudithook(refuse)
+    yield
+    running = False
 
 
 def pytest_collection() -> None:

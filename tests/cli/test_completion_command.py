@@ -7,6 +7,8 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.cli.main import main, make_parser
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def script(capsys):

@@ -11,6 +11,7 @@ from orbax_t5x.cli.demo import job
 from orbax_t5x.cli.main import main
 
 
+@pytest.mark.slow
 def test_the_demo(tmp_path, capfd):
     kept = tmp_path / "kept"
     assert main(["demo", "--keep", str(kept)]) == 0

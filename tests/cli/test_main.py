@@ -133,6 +133,7 @@ def test_a_leaf_that_is_also_a_branch_is_shown_as_both(tmp_path, run):
     assert names == ["a", "a/", "b", "c"]
 
 
+@pytest.mark.slow
 def test_inspect_waits_for_no_jax():
     code = (
         "import sys; from orbax_t5x.cli.main import main; "
@@ -312,6 +313,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path):
     source = tmp_path / "large.safetensors"
     header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 30], "data_offsets": [0, 1 << 32]}}).encode()
@@ -371,6 +373,7 @@ def test_damage_is_one_line(run, tmp_path):
     assert code == 1 and str(index) in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_it_quietly(layers):
     read, write = os.pipe()
     os.close(read)
@@ -384,6 +387,7 @@ def test_a_closed_pipe_ends_it_quietly(layers):
     assert finished.returncode == 141 and finished.stderr == b""
 
 
+@pytest.mark.slow
 def test_an_output_that_lacks_a_sign_still_gets_the_text(layers):
     finished = process("inspect", layers, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert finished.returncode == 0 and "layers_{0\\u20262}/" in finished.stdout

@@ -202,6 +202,7 @@ def test_packs_follow_one_another(run, tmp_path):
     assert_equals(arrays_of(tmp_path / "out"), arrays_of(tmp_path / "expected"))
 
 
+@pytest.mark.slow
 def test_a_bundle_is_not_translated_twice(run, tmp_path):
     assert run("convert", BUNDLE, tmp_path / "a")[0] == 0
     code, out, _ = run("convert", BUNDLE, tmp_path / "b", "--rules", "mesh_tf_to_t5x", "--json")

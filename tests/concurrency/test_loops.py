@@ -172,6 +172,7 @@ def test_an_ended_read_thread_is_replaced():
     assert len(set(done)) == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_caller_waits_until_the_coroutine_has_ended():
     # In a process of its own, whose main thread sends itself the signal.
     code = """

@@ -69,6 +69,7 @@ def _assert_state(optimizer, golden, step):
         np.testing.assert_allclose(actual[name], value, rtol=1e-6, atol=_ATOL, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "container"), [*((case, "dict") for case in _CASES), ("nan", "frozen")])
 def test_eager_numbers_are_t5xs(goldens, case, container):
     """T5X wrote them eagerly. A compiled step rounds otherwise: test_adafactor_bits.py."""
@@ -125,6 +126,7 @@ def _shardings(definition, mesh):
     )
 
 
+@pytest.mark.slow
 def test_sharded_step_compiles_once_moves_nothing_and_equals_one_device():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     definition = _logical_definition(beta1=0.9)
@@ -154,6 +156,7 @@ def test_sharded_step_compiles_once_moves_nothing_and_equals_one_device():
         np.testing.assert_allclose(value, expected, rtol=2e-6, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_step_without_given_output_shardings_compiles_once():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     definition = _logical_definition()
@@ -406,6 +409,7 @@ class Halved(Adafactor):
         return (param + new_param) / 2, new_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
 def test_subclasses_say_what_happens_to_a_parameter(wrap):
     params = {"a": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}, "kernel": jnp.ones((3, 4))}

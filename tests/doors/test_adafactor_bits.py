@@ -15,6 +15,8 @@ from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support import adafactor_oracle as oracle
 from tests.support import t5_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 # Matrices by size, with the larger dimension first and last; a whole moment; a rule with BATCH and groups.
 SHAPES = {"encoder/embedding": (40, 16), "encoder/wi": (16, 48), "encoder/bias": (7,), "decoder/scanned": (16, 3, 4, 8)}

@@ -18,6 +18,8 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 
+pytestmark = pytest.mark.slow
+
 MODES = ocp.options.AtomicityMode.ATOMIC_RENAME, ocp.options.AtomicityMode.COMMIT_FILE
 SAVE = ot.args.TrainStateSave
 

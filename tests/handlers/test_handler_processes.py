@@ -3,9 +3,12 @@
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 import orbax_t5x as ot
 from tests.support.jax_job import run_script
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
     import orbax.checkpoint as ocp

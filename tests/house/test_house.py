@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -221,3 +222,11 @@ def test_names_of_classes_are_unique():
             if isinstance(node, ast.ClassDef):
                 modules[node.name.lstrip("_")].append(module)
     assert {name: found for name, found in modules.items() if len(found) > 1} == {}
+
+
+def test_strictly_checked_paths_exist():
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["pyright"]
+    strict = settings["strict"]
+    assert [path for path in strict if not (PACKAGE.parent / path).exists()] == []
+    inside = [path for path in strict for other in strict if path.startswith(f"{other}/")]
+    assert inside == [], "named by its directory, too"

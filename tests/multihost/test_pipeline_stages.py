@@ -3,10 +3,13 @@
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import safetensors.numpy
 
 from orbax_t5x.trees.flat import unflatten
 from tests.support.jax_job import run_script
+
+pytestmark = pytest.mark.slow
 
 _ROWS, _NEW_ROWS = 8, 4
 _STAGES = ("first", "second", "both")

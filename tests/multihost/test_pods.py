@@ -16,6 +16,8 @@ from tests.multihost.jobs.pod_jobs import abstract, own_bytes, state_of
 from tests.support.jax_job import run_job
 from tests.support.t5x_goldens import golden
 
+pytestmark = pytest.mark.slow
+
 # Nodes of a database, which each process reads.
 _DATABASE_BYTES = 20_000
 

@@ -11,6 +11,8 @@ import pytest
 import orbax_t5x as ot
 from tests.support.jax_job import run_job
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bundle(goldens):

@@ -16,6 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 import orbax_t5x as ot
 from tests.support import training
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 FIRST_STEP = 1_000_000
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.jax_job import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import orbax.checkpoint as ocp
 import orbax_t5x as ot

@@ -12,12 +12,10 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
-from tests.readers.flax_msgpack import test_flax_msgpack
-from tests.readers.orbax import test_open as test_orbax_reader
-from tests.readers.safetensors import test_safetensors
-from tests.readers.t5x import test_t5x as test_t5x_native
-from tests.readers.tf_bundle import test_tf_bundle
+from tests.support import format_suites as suites
 from tests.support.http_store import serving
+
+pytestmark = pytest.mark.slow
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -42,39 +40,43 @@ class OverHttp:
         return ot.open_checkpoint(f"{self.store.url}/{path.relative_to(prefix)}")
 
 
-class TestBundle(OverHttp, test_tf_bundle.TestSeveralShards):
+class TestBundle(OverHttp, suites.BundleSuite):
+    shards = 3
     dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.bool_))
 
 
-class TestSafetensors(OverHttp, test_safetensors.TestOneFile):
+class TestSafetensors(OverHttp, suites.SafetensorsSuite):
     pass
 
 
-class TestSafetensorsWithIndex(OverHttp, test_safetensors.TestDirectoryWithIndex):
+class TestSafetensorsWithIndex(OverHttp, suites.SafetensorsIndexSuite):
     dtypes = (np.dtype(np.float32), np.dtype(np.int8))
 
 
-class TestFlaxMsgpack(OverHttp, test_flax_msgpack.TestFile):
+class TestFlaxMsgpack(OverHttp, suites.FlaxMsgpackSuite):
     dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 
 
-class TestT5xGzip(OverHttp, test_t5x_native.TestGzip):
+class TestT5xGzip(OverHttp, suites.T5xGzipSuite):
     pass
 
 
-class TestT5xSingleFile(OverHttp, test_t5x_native.TestSingleFile):
+class TestT5xSingleFile(OverHttp, suites.T5xSingleFileSuite):
     dtypes = (np.dtype(np.float32), np.dtype(np.int64))
 
 
-class TestOrbaxOcdbt(OverHttp, test_orbax_reader.TestOcdbt):
+class TestOrbaxOcdbt(OverHttp, suites.OrbaxSuite):
     pass
 
 
-class TestOrbaxDirectories(OverHttp, test_orbax_reader.TestDirectories):
+class TestOrbaxDirectories(OverHttp, suites.OrbaxSuite):
+    ocdbt = False
     dtypes = (np.dtype(np.float32), np.dtype(jnp.int4))
 
 
-class TestOrbaxZarr3(OverHttp, test_orbax_reader.TestDirectoriesZarr3):
+class TestOrbaxZarr3(OverHttp, suites.OrbaxSuite):
+    ocdbt = False
+    zarr3 = True
     dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 
 

@@ -73,6 +73,7 @@ def arrays_of(directory: Path, columns: int, *, compressed: bool) -> Path:
 
 
 # A limit of one chunk, and the default of a lazy array, which is four of them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "chunks", "compressed"),
     [("restore", 1, True), ("restore", 1, False), ("convert", 1, False), ("get", 4, False)],

@@ -89,6 +89,7 @@ def test_no_conversion_writes_into_the_root_that_it_reads(root):
     assert opened(root) == before and sorted(os.listdir(root)) == names
 
 
+@pytest.mark.slow
 def test_a_conversion_of_a_step_writes_beside_it_and_not_into_it(root):
     before, names = opened(root), sorted(os.listdir(root))
     step = root / {3: "checkpoint_3", 7: "7", 10: "checkpoint_10"}[before[2]]

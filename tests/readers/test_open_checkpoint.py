@@ -277,6 +277,7 @@ def test_a_directory_that_may_not_be_listed(tmp_path, monkeypatch):
     assert (caught.value.errno, caught.value.path) == (errno.EACCES, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_opening_imports_no_framework(orbax_item):
     """Readers need neither TensorFlow nor Orbax nor Flax."""
     code = (

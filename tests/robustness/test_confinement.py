@@ -23,6 +23,8 @@ from tests.support import t5x_steps as t5x
 from tests.support.bundle_writer import bundle_of
 from tests.support.orbax_metadata import entry, with_tree
 
+pytestmark = pytest.mark.slow
+
 VALUE = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 

@@ -18,6 +18,8 @@ import pytest
 from tests.support.bundle_writer import bundle_of, entry
 from tests.support.hostile_files import huge_chunk, repeated, safetensors_of
 
+pytestmark = pytest.mark.slow
+
 _MIB = 1 << 20
 GOOD = np.arange(6, dtype=np.float32)
 _MOST_SECONDS = 10

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 KILLS = 25
 # Twenty times what it takes on a machine with nothing else to do.
 _TIMEOUT_SECS = 800

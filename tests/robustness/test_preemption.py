@@ -16,6 +16,8 @@ import pytest
 
 from tests.robustness import preempted_training
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 KILLS = 3
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # A process imports JAX and runs every exception; a hang lasts for ever.
 _WATCHDOG_SECS = 700
 

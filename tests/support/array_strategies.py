@@ -1,4 +1,4 @@
-"""Dtypes, guarded buffers, and Hypothesis strategies of boxes."""
+"""Dtypes, arrays of random bits, guarded buffers, and Hypothesis strategies of boxes."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from orbax_t5x.lazy import Box
+from orbax_t5x.readers.ranges.scatter import LOW_BITS
 
 # Those of the newest version of ml_dtypes, as far as this one has them.
 _ALL_ML_DTYPES = (
@@ -47,3 +48,12 @@ def boxes(draw, shape: Sequence[int]) -> Box:
         first = draw(st.integers(0, size))
         box.append((first, draw(st.integers(first, size))) if draw(st.booleans()) else (0, size))
     return tuple(box)
+
+
+def random_bits(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Every bit pattern that the dtype stores, at random."""
+    if dtype.kind == "b":
+        return np.random.default_rng(1).integers(0, 2, shape).astype(bool)
+    bits = np.random.default_rng(1).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    bits &= LOW_BITS.get(dtype, 0xFF)
+    return bits.reshape(-1).view(dtype).reshape(shape)

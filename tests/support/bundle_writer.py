@@ -284,3 +284,10 @@ def bundle_of(arrays: Mapping[str, np.ndarray], num_shards: int = 1, *, big_endi
     for name, array in arrays.items():
         bundle.add(name, array)
     return bundle
+
+
+def partitions(rows: int, columns: int) -> list[list[Extent]]:
+    """Uneven slices of a (7, 6) variable; a dimension that is not cut has length -1, as TensorFlow says it."""
+    row_cuts = [Extent(0, -1)] if rows == 1 else [Extent(0, 3), Extent(3, 2), Extent(5, 2)]
+    column_cuts = [Extent(0, -1)] if columns == 1 else [Extent(0, 2), Extent(2, 4)]
+    return [[row, column] for row in row_cuts for column in column_cuts]

@@ -54,6 +54,7 @@ FALLBACKS = {
 GROW = tr.Pad(".*/emb", (NEW, None), tr.FALLBACK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FALLBACKS)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y"), P()], ids=str)
 def test_new_rows_come_from_the_fallback(checkpoint, name, spec):

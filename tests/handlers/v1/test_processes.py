@@ -4,9 +4,12 @@ import json
 
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
+import pytest
 
 import orbax_t5x as ot
 from tests.support.jax_job import run_script
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
     import orbax.checkpoint.experimental.v1 as ocp

@@ -14,6 +14,8 @@ from tests.robustness.killed_conversions import arrays
 from tests.support.bundle_writer import bundle_of
 from tests.support.jax_job import run_processes
 
+pytestmark = pytest.mark.slow
+
 COUNT = 2
 
 

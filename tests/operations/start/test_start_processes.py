@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.support.jax_job import run_script
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import orbax.checkpoint as ocp

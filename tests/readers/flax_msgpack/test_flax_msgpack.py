@@ -23,19 +23,15 @@ from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
-from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
+from orbax_t5x.testing.reader_suite import ReaderSuite
 from orbax_t5x.trees.flat import unflatten
+from tests.support.format_suites import FlaxMsgpackSuite
 
 MIB = 1 << 20
 
 
-class TestFile(ReaderSuite):
-    dtypes = (*NUMBERS, np.dtype(ml_dtypes.int4), np.dtype(np.complex128))
-
-    def write(self, directory, arrays):
-        path = directory / "checkpoint_3"
-        path.write_bytes(flax.serialization.msgpack_serialize(unflatten(dict(arrays))))
-        return path
+class TestFile(FlaxMsgpackSuite):
+    pass
 
 
 class TestChunkedArrays(ReaderSuite):
@@ -172,6 +168,7 @@ def test_a_long_text_is_read_when_it_is_wanted(tmp_path):
         checkpoint.leaves["b"].get()
 
 
+@pytest.mark.slow
 def test_a_linear_number_of_bytes_is_read_to_open(tmp_path):
     """Small values follow each other in few, growing pieces, none of them twice."""
     for count in (1000, 10_000, 100_000):
@@ -262,6 +259,7 @@ CHILD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_file_of_3_gib_opens_and_reads_in_little_memory(tmp_path):
     path = tmp_path / "checkpoint_1"

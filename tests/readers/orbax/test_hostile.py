@@ -564,6 +564,7 @@ def test_chunks_of_another_size(item, compressor, size):
     assert right_or((CorruptCheckpointError,), outcome(path)) == {"a"}
 
 
+@pytest.mark.slow
 def test_what_the_operating_system_refuses(item):
     """Out of descriptors is no damage: a typed OSError with its number, naming the leaf."""
     path = item(ocdbt=False)

@@ -17,7 +17,7 @@ import orbax_t5x as ot
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read
-from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
+from tests.support.format_suites import OrbaxSuite, nest, save_orbax
 
 LAYOUTS = [(ocdbt, zarr3) for ocdbt in (True, False) for zarr3 in (False, True)]
 Pair = collections.namedtuple("Pair", "mu nu")
@@ -29,37 +29,10 @@ def quiet():
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def nest(flat):
-    """A nested dict of '/'-joined names."""
-    root = {}
-    for name, value in flat.items():
-        node = root
-        *parents, last = name.split("/")
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return root
-
-
-def save(path, tree, *, ocdbt=True, zarr3=False, **args):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, **args))
-    return path
-
-
 def rows_and_columns(array):
     """An array over eight devices, two by four."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")))
-
-
-class OrbaxSuite(ReaderSuite):
-    dtypes = (*NUMBERS, np.dtype(jnp.int4))
-    ocdbt = True
-    zarr3 = False
-
-    def write(self, directory, arrays):
-        return save(directory / "item", nest(arrays), ocdbt=self.ocdbt, zarr3=self.zarr3)
 
 
 class TestOcdbt(OrbaxSuite):
@@ -88,7 +61,7 @@ class TestSharded(OrbaxSuite):
         sharded = {
             name: rows_and_columns(array) if array.shape == (1024, 2048) else array for name, array in arrays.items()
         }
-        return save(directory / "item", nest(sharded))
+        return save_orbax(directory / "item", nest(sharded))
 
     def test_chunks_are_shards(self, opened):
         assert leaf_of(opened, "big/matrix").chunks == (512, 512)
@@ -128,7 +101,7 @@ TREE = {
 
 @pytest.mark.parametrize(("ocdbt", "zarr3"), LAYOUTS)
 def test_kinds_of_nodes(tmp_path, ocdbt, zarr3):
-    path = save(tmp_path / "item", TREE, ocdbt=ocdbt, zarr3=zarr3, custom_metadata={"by": ["us"]})
+    path = save_orbax(tmp_path / "item", TREE, ocdbt=ocdbt, zarr3=zarr3, custom_metadata={"by": ["us"]})
     stock = ocp.PyTreeCheckpointer().restore(path)
     with ot.open_checkpoint(path) as checkpoint:
         assert checkpoint.format == "orbax"
@@ -185,7 +158,7 @@ def test_typed_keys(tmp_path, ocdbt):
         "many": {"k": jax.random.split(jax.random.key(5, impl="rbg"), (2, 3))},
         "w": jnp.ones(3),
     }
-    path = save(tmp_path / "item", keys, ocdbt=ocdbt)
+    path = save_orbax(tmp_path / "item", keys, ocdbt=ocdbt)
     with ot.open_checkpoint(path) as checkpoint:
         assert checkpoint.metadata["items"][""]["prng_impls"] == {"one": "threefry2x32", "many/k": "rbg"}
         for name, key in {"one": keys["one"], "many/k": keys["many"]["k"]}.items():
@@ -197,13 +170,13 @@ def test_typed_keys(tmp_path, ocdbt):
 
 def test_a_tree_that_is_one_array(tmp_path):
     for ocdbt in (True, False):
-        path = save(tmp_path / f"{ocdbt}", np.arange(3), ocdbt=ocdbt)
+        path = save_orbax(tmp_path / f"{ocdbt}", np.arange(3), ocdbt=ocdbt)
         with ot.open_checkpoint(path) as checkpoint:
             np.testing.assert_array_equal(checkpoint.leaves[""].get(), np.arange(3))
 
 
 def test_a_list_of_arrays(tmp_path):
-    path = save(tmp_path / "item", [np.ones(1), np.zeros(2)])
+    path = save_orbax(tmp_path / "item", [np.ones(1), np.zeros(2)])
     with ot.open_checkpoint(path) as checkpoint:
         assert {name: view.shape for name, view in checkpoint.leaves.items()} == {"0": (1,), "1": (2,)}
 
@@ -291,7 +264,7 @@ def test_orbax_v1(tmp_path):
 
 def test_a_partial_save_over_an_empty_container(tmp_path):
     """The container stands in `_METADATA` beside what was put into it later."""
-    path = save(tmp_path / "item", {"a": {"w": np.ones(2)}, "b": {}})
+    path = save_orbax(tmp_path / "item", {"a": {"w": np.ones(2)}, "b": {}})
     metadata = json.loads((path / "_METADATA").read_text())
     metadata["tree_metadata"]["('a',)"] = {
         "key_metadata": [{"key": "a", "key_type": 2}],
@@ -342,7 +315,7 @@ def test_a_multi_optimizers_none_leaves(tmp_path):
 @pytest.mark.parametrize(("ocdbt", "zarr3"), LAYOUTS)
 def test_our_spec_is_orbaxs(tmp_path, ocdbt, zarr3):
     """Driver, place and name of each array, as Orbax's own (deprecated) function gives them."""
-    path = save(tmp_path / "item", {"a": {"w": np.ones((2, 3))}}, ocdbt=ocdbt, zarr3=zarr3)
+    path = save_orbax(tmp_path / "item", {"a": {"w": np.ones((2, 3))}}, ocdbt=ocdbt, zarr3=zarr3)
     info = type_handlers.ParamInfo(
         name="a.w",
         path=path / "a.w",
@@ -366,7 +339,7 @@ def test_our_spec_is_orbaxs(tmp_path, ocdbt, zarr3):
 
 def test_absent_chunks_of_an_early_zarr3_writer_are_the_fill_value(tmp_path):
     """Early writers left out zarr v3 chunks of zeros; their metadata does not say that every chunk is stored."""
-    path = save(tmp_path / "item", {"w": rows_and_columns(jnp.ones((8, 8)))}, ocdbt=False, zarr3=True)
+    path = save_orbax(tmp_path / "item", {"w": rows_and_columns(jnp.ones((8, 8)))}, ocdbt=False, zarr3=True)
     (path / "w" / "c" / "1" / "2").unlink()
     with ot.open_checkpoint(path) as checkpoint, pytest.raises(ot.errors.CorruptCheckpointError, match="missing"):
         checkpoint.leaves["w"].get()
@@ -382,7 +355,7 @@ def test_absent_chunks_of_an_early_zarr3_writer_are_the_fill_value(tmp_path):
 def test_many_boxes_of_one_chunk(tmp_path):
     """Columns of an array that is one chunk, all in one call."""
     array = np.random.default_rng(0).random((64, 256), np.float32)
-    path = save(tmp_path / "item", {"w": array})
+    path = save_orbax(tmp_path / "item", {"w": array})
     with ot.open_checkpoint(path) as checkpoint:
         whole = np.empty_like(array)
         requests = [Request(((0, 64), (k, k + 1)), whole[:, k : k + 1]) for k in range(256)]
@@ -393,7 +366,7 @@ def test_many_boxes_of_one_chunk(tmp_path):
 
 def test_hundreds_of_leaves(tmp_path):
     tree = {f"layer_{k}": {"kernel": np.full((2, 2), k, np.float32), "bias": np.float32(k)} for k in range(150)}
-    path = save(tmp_path / "item", tree)
+    path = save_orbax(tmp_path / "item", tree)
     with ot.open_checkpoint(path) as checkpoint:
         assert len(checkpoint.leaves) == 300
         for k in (0, 17, 149):
@@ -448,7 +421,7 @@ def test_latest_step_agrees_with_orbax(several_items, tmp_path):
 
 def test_validated_skips_what_does_not_open(tmp_path):
     for step in (1, 2, 3, 4):
-        save(tmp_path / f"{step}" / "state", {"w": np.ones(2), "v": np.ones(2)}, ocdbt=False)
+        save_orbax(tmp_path / f"{step}" / "state", {"w": np.ones(2), "v": np.ones(2)}, ocdbt=False)
     (tmp_path / "4" / "state" / "_METADATA").write_text("{")
     (tmp_path / "3" / "state" / "w" / ".zarray").unlink()
     assert ot.latest_step(tmp_path) == 4

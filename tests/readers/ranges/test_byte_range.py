@@ -21,7 +21,6 @@ from orbax_t5x.lazy.box import Box, box_shape, box_slices, full_box
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges import byte_range as _byte_range
-from orbax_t5x.readers.ranges import scatter as _scatter
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, byte_strides, locate_box, split_ends, union_runs
 from orbax_t5x.readers.ranges.coverage import cover, fold_columns, uncovered
@@ -30,6 +29,7 @@ from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.paths import Root
 from orbax_t5x.testing.leaf_reads import read_boxes, same_bits
+from tests.support.array_strategies import random_bits
 from tests.support.bundle_writer import DTYPES, np_dtype
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -273,15 +273,6 @@ def stored(
     return ByteRangeLeaf("leaf", ByteRange(file, OFFSET, array.shape, array.dtype, swap), crc)
 
 
-def values(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Every bit pattern that the dtype stores, at random."""
-    if dtype.kind == "b":
-        return np.random.default_rng(1).integers(0, 2, shape).astype(bool)
-    bits = np.random.default_rng(1).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    bits &= _scatter.LOW_BITS.get(dtype, 0xFF)
-    return bits.reshape(-1).view(dtype).reshape(shape)
-
-
 def buffer_for(box: Box, dtype: np.dtype, kind: str) -> np.ndarray:
     shape = box_shape(box)
     if kind == "transposed":
@@ -293,6 +284,7 @@ def buffer_for(box: Box, dtype: np.dtype, kind: str) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
+@pytest.mark.slow
 @given(
     shapes_and_boxes(),
     st.sampled_from(sorted(DTYPES)),
@@ -303,7 +295,7 @@ def buffer_for(box: Box, dtype: np.dtype, kind: str) -> np.ndarray:
 @settings(max_examples=300)
 def test_reads_equal_numpy(tmp_path_factory, case, dtype_name, kinds, swap, verify) -> None:
     shape, boxes = case
-    array = values(shape, np_dtype(dtype_name))
+    array = random_bits(shape, np_dtype(dtype_name))
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         leaf = stored(tmp_path_factory.mktemp("leaf"), array, swap=swap)
@@ -341,11 +333,12 @@ def meshes(draw) -> tuple[tuple[int, ...], list[list[Box]]]:
     return shape, [sorted(set(pick(p))) for p in range(processes)]
 
 
+@pytest.mark.slow
 @given(meshes(), st.booleans(), st.sampled_from([0, 16, 200]))
 @settings(max_examples=300)
 def test_processes_verify_together_what_each_read_in_part(tmp_path_factory, mesh, damage: bool, max_gap: int) -> None:
     shape, processes = mesh
-    array = values(shape, np.dtype(np.float32))
+    array = random_bits(shape, np.dtype(np.float32))
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         patch.setattr(_byte_range, "MAX_GAP_BYTES", max_gap)
@@ -371,7 +364,7 @@ def read_boxes_only(leaf: ByteRangeLeaf, boxes: list[Box]) -> ReadStats:
 
 def test_columns_over_processes_make_few_parts(tmp_path: Path) -> None:
     """Rows shorter than a gap are read as they lie; what each process records does not grow with the rows."""
-    array = values((20_000, 64), np.dtype(np.float32))
+    array = random_bits((20_000, 64), np.dtype(np.float32))
     leaf = stored(tmp_path, array)
     parts = []
     for column in range(0, 64, 16):
@@ -383,7 +376,7 @@ def test_columns_over_processes_make_few_parts(tmp_path: Path) -> None:
 
 
 def test_wide_columns_are_read_without_the_others(tmp_path: Path) -> None:
-    array = values((40, 4096), np.dtype(np.float32))
+    array = random_bits((40, 4096), np.dtype(np.float32))
     leaf = stored(tmp_path, array)
     reading = read_boxes(leaf, [((0, 40), (1024, 2048))])
     assert same_bits(reading.arrays[0], array[:, 1024:2048].copy())
@@ -396,7 +389,7 @@ def test_wide_columns_are_read_without_the_others(tmp_path: Path) -> None:
 
 
 def test_gaps_below_the_limit_are_read_over_and_counted_apart(tmp_path: Path) -> None:
-    array = values((20_000,), np.dtype(np.uint8))
+    array = random_bits((20_000,), np.dtype(np.uint8))
     leaf = stored(tmp_path, array)
     near = read_boxes(leaf, [((0, 10),), ((4105, 4110),)])
     assert (near.stats.bytes_read, near.stats.gap_bytes) == (15, 4095)
@@ -405,7 +398,7 @@ def test_gaps_below_the_limit_are_read_over_and_counted_apart(tmp_path: Path) ->
 
 
 def test_full_reads_what_is_missing_once(tmp_path: Path) -> None:
-    array = values((1000, 50), np.dtype(np.float32))
+    array = random_bits((1000, 50), np.dtype(np.float32))
     leaf = stored(tmp_path, array)
     reading = read_boxes(leaf, [((100, 200), (0, 50))], "full")
     assert reading.verified is True and reading.stats.bytes_read == array.nbytes
@@ -417,14 +410,14 @@ def test_full_reads_what_is_missing_once(tmp_path: Path) -> None:
 
 
 def test_no_checksum_is_said_to_be_none(tmp_path: Path) -> None:
-    leaf = stored(tmp_path, values((4, 4), np.dtype(np.float32)), verify=False)
+    leaf = stored(tmp_path, random_bits((4, 4), np.dtype(np.float32)), verify=False)
     for verify in ("touched", "full", "off"):
         assert read_boxes(leaf, verify=verify).verified is None
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)])
 def test_scalars_and_empties(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    array = values(shape, np.dtype(np.int64))
+    array = random_bits(shape, np.dtype(np.int64))
     reading = read_boxes(stored(tmp_path, array))
     assert same_bits(reading.arrays[0], array) and reading.verified is True
 
@@ -447,7 +440,7 @@ def test_bits_above_an_int4_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    leaf = stored(tmp_path, values((4, 4), np.dtype(np.float32)))
+    leaf = stored(tmp_path, random_bits((4, 4), np.dtype(np.float32)))
     for box, out in (
         (((0, 4), (0, 4)), np.zeros((4, 4), np.float64)),
         (((0, 4), (0, 4)), np.zeros((4, 3), np.float32)),
@@ -461,7 +454,7 @@ def test_a_buffer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_short_reads_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_windows) -> None:
-    array = values((60, 7), np.dtype(np.float32))
+    array = random_bits((60, 7), np.dtype(np.float32))
     leaf = stored(tmp_path, array)
     real = os.preadv
 
@@ -482,7 +475,7 @@ def test_short_reads_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("boxes", [None, [((0, 60), (1, 3))]])
 def test_an_io_error_names_file_and_leaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boxes, small_windows) -> None:
-    leaf = stored(tmp_path, values((60, 7), np.dtype(np.float32)))
+    leaf = stored(tmp_path, random_bits((60, 7), np.dtype(np.float32)))
     calls = itertools.count()
     real = os.preadv
 
@@ -501,7 +494,7 @@ def test_an_io_error_names_file_and_leaf(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_stale_handle_is_a_vanished_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaf = stored(tmp_path, values((6, 7), np.dtype(np.float32)))
+    leaf = stored(tmp_path, random_bits((6, 7), np.dtype(np.float32)))
 
     def fail(fd, buffers, offset):
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -512,7 +505,7 @@ def test_a_stale_handle_is_a_vanished_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_file_cut_after_opening_is_gone(tmp_path: Path) -> None:
-    leaf = stored(tmp_path, values((60, 7), np.dtype(np.float32)))
+    leaf = stored(tmp_path, random_bits((60, 7), np.dtype(np.float32)))
     assert read_boxes(leaf).verified
     os.truncate(tmp_path / "file", 100)
     with pytest.raises(CheckpointGoneError, match="changed after the checkpoint was opened"):
@@ -531,14 +524,14 @@ def replace_with(data: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize("longer", [b"", b"more"])
 def test_a_file_replaced_before_the_first_read_is_gone(tmp_path: Path, longer: bytes) -> None:
-    leaf = stored(tmp_path, values((60, 7), np.dtype(np.float32)))
+    leaf = stored(tmp_path, random_bits((60, 7), np.dtype(np.float32)))
     replace_with(lambda data: data + longer)(tmp_path / "file")
     with pytest.raises(CheckpointGoneError, match="was replaced"):
         read_boxes(leaf)
 
 
 def test_a_file_replaced_between_reads_is_read_as_it_was(tmp_path: Path) -> None:
-    array = values((60, 7), np.dtype(np.float32))
+    array = random_bits((60, 7), np.dtype(np.float32))
     leaf = stored(tmp_path, array)
     read_boxes(leaf)
     replace_with(lambda data: bytes(len(data)))(tmp_path / "file")
@@ -546,14 +539,14 @@ def test_a_file_replaced_between_reads_is_read_as_it_was(tmp_path: Path) -> None
 
 
 def test_a_file_gone_before_the_first_read(tmp_path: Path) -> None:
-    leaf = stored(tmp_path, values((6, 7), np.dtype(np.float32)))
+    leaf = stored(tmp_path, random_bits((6, 7), np.dtype(np.float32)))
     (tmp_path / "file").unlink()
     with pytest.raises(CheckpointGoneError, match="vanished"):
         read_boxes(leaf)
 
 
 def test_reading_after_close_is_a_value_error(tmp_path: Path) -> None:
-    leaf = stored(tmp_path, values((6, 7), np.dtype(np.float32)))
+    leaf = stored(tmp_path, random_bits((6, 7), np.dtype(np.float32)))
     files = leaf.range.file._files
     read_boxes(leaf)
     files.close()
@@ -614,7 +607,7 @@ def test_many_threads_share_few_descriptors_and_a_close_ends_them(
 ) -> None:
     """Right values or, once closed, a ValueError; no descriptor is left or closed twice."""
     files = FileSet(Root(tmp_path), max_open=2)
-    array = values((40, 9), np.dtype(np.float32))
+    array = random_bits((40, 9), np.dtype(np.float32))
     leaves = []
     for number in range(6):
         (tmp_path / f"{number}").write_bytes(array.tobytes())

@@ -1,7 +1,6 @@
 """Safetensors checkpoints, written by the format's own library and by Transformers (goldens)."""
 
 import json
-from pathlib import Path
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -15,49 +14,22 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.testing.leaf_reads import assert_same, bytes_read_by_process, leaf_of, read
-from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
+from orbax_t5x.testing.reader_suite import ReaderSuite
+from tests.support.format_suites import SafetensorsIndexSuite, SafetensorsSuite, save_safetensors
 
 
-def save(path: Path, arrays, metadata=None) -> None:
-    """Writes with the library's own serializer, which knows dtypes that its NumPy layer refuses."""
-    kept = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    safetensors.serialize_file(
-        {
-            name: safetensors.TensorSpec(
-                dtype=array.dtype.name, shape=arrays[name].shape, data_ptr=array.ctypes.data, data_len=array.nbytes
-            )
-            for name, array in kept.items()
-        },
-        path,
-        metadata,
-    )
+class TestOneFile(SafetensorsSuite):
+    pass
 
 
-class TestOneFile(ReaderSuite):
-    dtypes = NUMBERS
-
-    def write(self, directory, arrays):
-        path = directory / "model.safetensors"
-        save(path, arrays)
-        return path
-
-
-class TestDirectoryWithIndex(ReaderSuite):
-    def write(self, directory, arrays):
-        weight_map = {}
-        for k in range(3):
-            file = f"model-0000{k + 1}-of-00003.safetensors"
-            part = dict(list(arrays.items())[k::3])
-            save(directory / file, part)
-            weight_map |= dict.fromkeys(part, file)
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-        return directory
+class TestDirectoryWithIndex(SafetensorsIndexSuite):
+    pass
 
 
 class TestFilesWithoutIndex(ReaderSuite):
     def write(self, directory, arrays):
         for k in range(2):
-            save(directory / f"part{k}.safetensors", dict(list(arrays.items())[k::2]))
+            save_safetensors(directory / f"part{k}.safetensors", dict(list(arrays.items())[k::2]))
         return directory
 
 
@@ -138,7 +110,7 @@ def test_float8(tmp_path, dtype, ml_dtype):
 
 def test_only_the_asked_ranges_are_read(tmp_path):
     array = np.random.default_rng(0).random((1 << 12, 1 << 10), np.float32)
-    save(tmp_path / "model.safetensors", {"w": array, "other": array})
+    save_safetensors(tmp_path / "model.safetensors", {"w": array, "other": array})
     with ot.open_checkpoint(tmp_path) as checkpoint:
         leaf = leaf_of(checkpoint, "w")
         out = np.empty((8, 1 << 10), np.float32)
@@ -150,7 +122,7 @@ def test_only_the_asked_ranges_are_read(tmp_path):
 
 
 def test_a_single_model_file_goes_before_an_index(tmp_path):
-    save(tmp_path / "model.safetensors", {"a": np.ones(2, np.float32)})
+    save_safetensors(tmp_path / "model.safetensors", {"a": np.ones(2, np.float32)})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "other.safetensors"}}))
     with ot.open_checkpoint(tmp_path) as checkpoint:
         assert list(checkpoint.leaves) == ["a"]
@@ -159,7 +131,7 @@ def test_a_single_model_file_goes_before_an_index(tmp_path):
 def test_the_trainers_step(tmp_path):
     directory = tmp_path / "checkpoint-500"
     directory.mkdir()
-    save(directory / "model.safetensors", {"a": np.ones(2, np.float32)})
+    save_safetensors(directory / "model.safetensors", {"a": np.ones(2, np.float32)})
     with ot.open_checkpoint(directory) as checkpoint:
         assert checkpoint.step == 500
 
@@ -171,7 +143,7 @@ def test_a_snapshot_of_the_hub_cache(tmp_path):
     snapshot.mkdir(parents=True)
     (model / "blobs").mkdir()
     blob = "a" * 64
-    save(model / "blobs" / blob, {"w": np.arange(3, dtype=np.float32)})
+    save_safetensors(model / "blobs" / blob, {"w": np.arange(3, dtype=np.float32)})
     (snapshot / "model.safetensors").symlink_to(f"../../blobs/{blob}")
     (model / "blobs" / ("b" * 40)).write_text('{"tie_word_embeddings": false}')
     (snapshot / "config.json").symlink_to(f"../../blobs/{'b' * 40}")
@@ -182,7 +154,7 @@ def test_a_snapshot_of_the_hub_cache(tmp_path):
 
 
 def test_a_file_behind_a_link_that_the_caller_named(tmp_path):
-    save(tmp_path / "real.safetensors", {"w": np.arange(3, dtype=np.float32)})
+    save_safetensors(tmp_path / "real.safetensors", {"w": np.arange(3, dtype=np.float32)})
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "model.safetensors"
     link.symlink_to(tmp_path / "real.safetensors")
@@ -193,7 +165,7 @@ def test_a_file_behind_a_link_that_the_caller_named(tmp_path):
 
 
 def test_a_config_that_cannot_be_read_does_not_hide_the_tensors(tmp_path):
-    save(tmp_path / "model.safetensors", {"w": np.arange(3, dtype=np.float32)})
+    save_safetensors(tmp_path / "model.safetensors", {"w": np.arange(3, dtype=np.float32)})
     (tmp_path / "config.json").write_text("{")
     with ot.open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.metadata["config"] is None

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,43 +22,16 @@ from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
 from orbax_t5x.train_state import FlaxOptimTrainState, InferenceState
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support import t5_model
+from tests.support.format_suites import STORED_BY_T5X, T5xGzipSuite, T5xSingleFileSuite, write_t5x
 from tests.support.t5x_goldens import NATIVE, VARIANTS, golden, single_file
 
 
-def write_t5x(directory, arrays, *, version=3, compressor=None, chunks=lambda shape: shape, inline=(), **metadata):
-    """Writes arrays as T5X does: zarr by TensorStore, the tree by Flax."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tree = {}
-    for name, array in arrays.items():
-        if name in inline:
-            tree[name] = array
-            continue
-        said = {"shape": list(array.shape), "chunks": list(chunks(array.shape)), "compressor": compressor, **metadata}
-        place = f"{name.replace('/', '.')}/"
-        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{directory}/{place}"}, "metadata": said}
-        store = ts.open({**spec, "dtype": array.dtype.name}, create=True).result()
-        store.write(np.ascontiguousarray(array).reshape(array.shape)).result()
-        kvstore = {"driver": "file", "path": place}
-        tree[name] = {"driver": "zarr", "dtype": array.dtype.name, "kvstore": kvstore, "metadata": said}
-    nested = unflatten(tree)
-    top = {"version": version, "optimizer": nested} if version else nested
-    (directory / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(top))
-    return directory
-
-
-# T5X stores no uint16: up to version 2 that is bfloat16.
-STORED = tuple(dtype for dtype in NUMBERS if dtype != np.uint16)
-
-
-class TestGzip(ReaderSuite):
-    dtypes = STORED
-
-    def write(self, directory, arrays):
-        return write_t5x(directory / "checkpoint_3", arrays, compressor={"id": "gzip", "level": 1})
+class TestGzip(T5xGzipSuite):
+    pass
 
 
 class TestZstdInChunks(ReaderSuite):
-    dtypes = STORED
+    dtypes = STORED_BY_T5X
 
     def write(self, directory, arrays):
         def chunks(shape):
@@ -78,7 +50,7 @@ class TestRawWithSmallLeavesInline(ReaderSuite):
 
 
 class TestChunksInDirectories(ReaderSuite):
-    dtypes = STORED
+    dtypes = STORED_BY_T5X
 
     def write(self, directory, arrays):
         def chunks(shape):
@@ -87,12 +59,8 @@ class TestChunksInDirectories(ReaderSuite):
         return write_t5x(directory / "checkpoint_3", arrays, chunks=chunks, dimension_separator="/")
 
 
-class TestSingleFile(ReaderSuite):
-    def write(self, directory, arrays):
-        return write_t5x(directory / "step", arrays, inline=list(arrays)) / "checkpoint"
-
-    def test_the_format(self, opened):
-        assert opened.format == "t5x"
+class TestSingleFile(T5xSingleFileSuite):
+    pass
 
 
 @pytest.mark.parametrize("name", [*NATIVE, *VARIANTS])
@@ -274,6 +242,7 @@ def test_stacked_layers():
     assert_same(np.asarray(restored), wanted)
 
 
+@pytest.mark.slow
 def test_a_scanned_model():
     config = t5_model.T5Config(scan_layers=True)
     unrolled = ot.restore(golden("d1_adafactor").root, states("d1_inference_params_only"))
@@ -301,6 +270,7 @@ def test_converted_and_read_by_plain_orbax(tmp_path):
     assert {leaf for leaf, value in found.items() if value is None} == set(empties)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path):
     root = golden("d1_adafactor").root
     for command in (["inspect", root], ["plan", root], ["convert", root, tmp_path / "out"]):

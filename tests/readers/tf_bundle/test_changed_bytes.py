@@ -12,6 +12,8 @@ from orbax_t5x.readers.tf_bundle.sstable import read_varint
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
 from tests.support.bundle_writer import block, bundle_of, sealed
 
+pytestmark = pytest.mark.slow
+
 ARRAYS = {
     "a/b": np.arange(4, dtype=np.float32),
     "empty": np.empty((0, 2), np.int16),

@@ -15,6 +15,8 @@ import pytest
 from tests.support.bundle_writer import np_dtype
 from tests.support.sparse_checkpoints import t5_xxl, write_bundle
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

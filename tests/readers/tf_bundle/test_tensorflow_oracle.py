@@ -24,10 +24,11 @@ from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, parse_header
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
-from tests.readers.ranges.test_byte_range import values
-from tests.readers.tf_bundle.test_hostile import sealed_mutation, values_of
-from tests.readers.tf_bundle.test_tf_bundle import partitions
-from tests.support.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype
+from tests.support.array_strategies import random_bits
+from tests.support.bundle_mutations import sealed_mutation, values_of
+from tests.support.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype, partitions
+
+pytestmark = pytest.mark.slow
 
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
 
@@ -47,7 +48,7 @@ def arrays(draw) -> np.ndarray:
     dtype = draw(st.sampled_from([*sorted(DTYPES), "string"]))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     if dtype != "string":
-        return values(shape, np_dtype(dtype))
+        return random_bits(shape, np_dtype(dtype))
     count = int(np.prod(shape, dtype=int))
     array = np.empty(shape, object)
     array.reshape(-1)[:] = draw(st.lists(st.binary(max_size=200), min_size=count, max_size=count))
@@ -110,7 +111,7 @@ def test_partitioned_variables_of_tensorflow(tf, tmp_path_factory, dtype: str, c
     if dtype == "string":
         whole = np.array([b"%d" % n for n in range(42)], object).reshape(7, 6)
     else:
-        whole = values((7, 6), np_dtype(dtype))
+        whole = random_bits((7, 6), np_dtype(dtype))
     saved = []
     for extents in partitions(*cuts):
         told = ":".join("-" if length == -1 else f"{start},{length}" for start, length in extents)

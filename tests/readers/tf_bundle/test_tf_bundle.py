@@ -22,8 +22,8 @@ from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
-from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
-from tests.support.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype, shard_path
+from tests.support.bundle_writer import Bundle, bundle_of, np_dtype, partitions, shard_path
+from tests.support.format_suites import BundleSuite
 
 BUNDLES = [
     "dtype_zoo",
@@ -36,31 +36,20 @@ BUNDLES = [
 ]
 
 
-# Those of the format besides what every format stores.
-BUNDLE_DTYPES = NUMBERS + tuple(np_dtype(name) for name in DTYPES if np_dtype(name) not in NUMBERS)
+class TestOneShard(BundleSuite):
+    pass
 
 
-class TestOneShard(ReaderSuite):
-    """Written by hand; TensorFlow reads such bundles (`test_tf_bundle_oracle.py`)."""
-
-    dtypes = BUNDLE_DTYPES
-    shards = 1
-    big_endian = False
-
-    def write(self, directory, arrays):
-        return bundle_of(arrays, self.shards, big_endian=self.big_endian).write(directory)
-
-
-class TestSeveralShards(TestOneShard):
+class TestSeveralShards(BundleSuite):
     shards = 3
 
 
-class TestBigEndian(TestOneShard):
+class TestBigEndian(BundleSuite):
     shards = 2
     big_endian = True
 
 
-class TestPartitionedVariables(TestOneShard):
+class TestPartitionedVariables(BundleSuite):
     """Every array of at least one dimension lies in two slices along its first one."""
 
     def write(self, directory, arrays):
@@ -368,13 +357,6 @@ def test_a_string_read_in_part_is_verified_whole(tmp_path: Path) -> None:
 
 
 # -- partitioned variables
-
-
-def partitions(rows: int, columns: int) -> list[list[Extent]]:
-    """Uneven slices of a (7, 6) variable; a dimension that is not cut has length -1, as TensorFlow says it."""
-    row_cuts = [Extent(0, -1)] if rows == 1 else [Extent(0, 3), Extent(3, 2), Extent(5, 2)]
-    column_cuts = [Extent(0, -1)] if columns == 1 else [Extent(0, 2), Extent(2, 4)]
-    return [[row, column] for row in row_cuts for column in column_cuts]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 1), (1, 2), (3, 2)])

@@ -52,6 +52,7 @@ def saved(optimizer):
 TO_PARAMS = [T.AdafactorSlots(), T.Rename([("target/(.*)", r"params/\1")]), T.Drop(["state/step"])]
 
 
+@pytest.mark.slow
 def test_t5x_slots_go_on_in_optax():
     optimizer = t5x_optimizer(3)
     target = jax.eval_shape(lambda: {"params": params(), "opt_state": TX.init(params())})

@@ -24,6 +24,8 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.slots import SlotNames
 from orbax_t5x.trees.flat import flatten, unflatten
 
+pytestmark = pytest.mark.slow
+
 HEADS = 4
 # embed > joined, embed = joined (Base, large, xl, xxl), embed < joined
 SIZES = {"E>J": (24, 4), "E=J": (16, 4), "E<J": (16, 8)}
