@@ -13,7 +13,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax.linen.partitioning import AxisMetadata
-from jax.sharding import Mesh
 
 import orbax_t5x as ot
 from orbax_t5x.adafactor import Adafactor
@@ -24,34 +23,14 @@ from orbax_t5x.transforms import Translate
 from orbax_t5x.trees.flat import flatten
 from tests.support import t5_model
 from tests.support.memory_checkpoint import checkpoint
+from tests.support.train_states import DEFAULT, factored, inference_state, sharded, training_state
 
-DEFAULT = t5_model.T5Config()
 CONFIGS = {
     "t5_1_1_f32": DEFAULT,
     "t5_1_1_bf16_snappy": DEFAULT,
     "t5_1_0_bf16": t5_model.T5Config(gated=False, tied=True),
     "t5_1_1_perlayer_rel": t5_model.T5Config(per_layer_bias=True),
 }
-
-
-def mesh():
-    return Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
-
-
-def factored():
-    return Adafactor(0.1, min_dim_size_to_factor=8)
-
-
-def training_state(config=DEFAULT):
-    return FlaxOptimTrainState.create(factored(), t5_model.init(config)[1])
-
-
-def inference_state(config=DEFAULT):
-    return InferenceState.create(t5_model.init(config)[1])
-
-
-def sharded(state):
-    return ot.with_shardings(jax.eval_shape(lambda: state), mesh())
 
 
 def assert_values(state, expected, *, optimizer=True):

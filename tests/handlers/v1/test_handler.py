@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, RestorePlanError
 from orbax_t5x.restoring.plan import RestorePlan
-from tests.restoring.test_train_state_targets import inference_state, sharded, training_state
+from tests.support.train_states import inference_state, sharded, training_state
 
 # Stock Orbax, where it loads without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
