@@ -1,9 +1,9 @@
-"""Values for what a checkpoint lacks: a tree of them, or a function of no arguments that returns one.
+"""Values for leaves that a checkpoint lacks: a tree of them, or a function of no arguments that returns one.
 
 A function is called under JAX's tracing. What it computes with JAX is an array without values until a plan is
 executed, and then only the missing ones are computed, under `jax.jit`, straight into their shardings. All else that it
 returns (NumPy arrays, Python scalars, arrays that it has from outside) are values, which are taken as those of a tree
-are: JAX would narrow them to 32 bits and to its own types before anybody could look at them.
+are: JAX would narrow them to 32 bits and to its own types first.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class ComputedLeaf(BlockingLeaf):
         self.dtype: np.dtype = np.dtype(np.uint32 if is_key else array.dtype)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """None: no byte of a checkpoint is read."""
+        """Returns 0: no byte of a checkpoint is read."""
         return 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Refuses."""
+        """Raises, as `read_blocking` does."""
         self.read_blocking(requests, stats)
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Refuses: an execution reads from the array that it has computed instead."""
+        """Raises: an execution reads from the array that it has computed instead."""
         raise ValueError(f"{self.name}: what a fallback function returns is computed when a plan is executed")
 
 
@@ -79,7 +79,7 @@ class Fallback:
 
 
 class Computation:
-    """What a fallback function computes with JAX.
+    """Computation of leaves by a fallback function with JAX.
 
     Args:
       function: the caller's.
@@ -91,7 +91,7 @@ class Computation:
         self._arrays = arrays
 
     def __call__(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
-        """The named leaves of what the function returns, each computed straight into its place.
+        """Computes the named leaves of what the function returns, each straight into its sharding.
 
         Returns:
           A `jax.Array` for every leaf, in its dtype.
@@ -108,7 +108,7 @@ class Computation:
         return values
 
     def _compute_together(self, names: Sequence[str], leaves: Mapping[str, TargetLeaf]) -> tuple[Any, ...]:
-        """The named leaves, under one `jax.jit`: the function runs once, and what nobody wants of it does not."""
+        """Computes the named leaves under one `jax.jit`, which leaves out what is not needed."""
 
         def missing() -> tuple[Any, ...]:
             given = _leaves_of(self._function())
@@ -121,12 +121,14 @@ class Computation:
         return jax.jit(missing, out_shardings=placings)()
 
     def _check_planned(self, names: Sequence[str], given: Mapping[str, Any]) -> None:
-        """Holds what the function gives now against the plan, which decided by shape and dtype what may be done."""
+        """Compares shapes and dtypes with those that the plan was made for."""
         problems: list[Problem] = []
         for name in names:
             value, planned = given.get(name), self._arrays[name]
             if _described(value) != _described(planned):
-                message = f"the fallback gives {_described(value)}, the plan says {_described(planned)}"
+                message = (
+                    f"the fallback gives {_described(value)}, and gave {_described(planned)} when the plan was made"
+                )
                 fix = "plan and execute under the same JAX settings, with a function that gives the same each time"
                 problems.append(Problem("fallback", name, message, Fix(fix)))
         if problems:
@@ -134,7 +136,7 @@ class Computation:
 
 
 def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | None:
-    """The caller's fallback; None, and a problem, where it cannot be used.
+    """Opens the caller's fallback; None, and a problem, where it cannot be used.
 
     Args:
       fallback: a tree, a function, or None.
@@ -145,13 +147,13 @@ def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | 
     try:
         return Fallback(fallback)
     except Exception as error:  # whatever the caller's function raises under tracing
-        message = f"the function given as fallback can not be traced: {type(error).__name__}: {error}"
+        message = f"the function given as fallback cannot be traced: {type(error).__name__}: {error}"
         note(Problem("fallback", None, message, Fix("pass the tree itself: fallback=init_fn()")))
         return None
 
 
 def abstract_tree(fallback: Any) -> Any:
-    """What a fallback gives, to be a target: a tree as it is, a function's with what it computes as abstract arrays."""
+    """Makes a target of a fallback: a tree as it is, a function's with what it computes as abstract arrays."""
     if not _is_function(fallback):
         return fallback
     values: list[Any] = []
@@ -191,7 +193,7 @@ def _in_dtype(value: Any, leaf: TargetLeaf) -> Any:
 
 
 def _devices(leaf: TargetLeaf) -> Hashable:
-    """What leaves have in common that one `jax.jit` may compute: the same devices in the same order, or none."""
+    """Returns a key that is equal for leaves that one `jax.jit` may compute: the devices in order, or None."""
     if leaf.sharding is None:
         return None
     if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh):

@@ -1,4 +1,4 @@
-"""Whether a value fits a leaf of the target, and which conversion that takes.
+"""Decides if a value fits a leaf of the target, and which conversion that takes.
 
 The same rules hold for what a checkpoint has, what a transform put into the state dict, and what a fallback gives, as a
 tree or by a function: shapes are equal, a lossless conversion is done, a lossy one has to be asked for, and float to
@@ -32,7 +32,7 @@ _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
 
 
 class Fitting:
-    """The rules of one plan.
+    """Rules by which one plan converts values.
 
     Args:
       options: of the plan.
@@ -46,7 +46,7 @@ class Fitting:
         self._note = note
 
     def view(self, name: str, leaf: TargetLeaf, value: Any, origin: Origin, label: str | None = None) -> View | None:
-        """A value as a view of the target's shape and dtype.
+        """Returns a value as a view of the target's shape and dtype.
 
         Args:
           name: of the leaf in the target.
@@ -103,7 +103,7 @@ class Fitting:
     def _conversion(
         self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin
     ) -> Literal["none", "cast", "checked"]:
-        """What to do about the dtype; "none" after a problem."""
+        """Chooses the conversion of the dtype; "none" after a problem."""
         change = conversion(source, leaf.dtype)
         if change == "same":
             return "none"
@@ -160,7 +160,7 @@ class Fitting:
         )
 
     def _text_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin) -> None:
-        """Of text against numbers, which nothing here turns into one another, Cast included."""
+        """Notes text in place of numbers or the reverse, which nothing converts, `Cast` included."""
         have = "text" if kind_of(source) == "object" else f"dtype {source.name}"
         wanted = "text" if kind_of(leaf.dtype) == "object" else f"dtype {leaf.dtype.name}"
         fix = f"give the target {have} there"
@@ -171,7 +171,7 @@ class Fitting:
         self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", Fix(fix))
 
     def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
-        """A Python scalar in the target's dtype where JAX would take it so, else as NumPy takes it; None: a problem."""
+        """Converts a Python scalar as JAX does: weakly typed where the kinds allow; None after a problem."""
         if leaf.kind == "key" or not _is_weakly_convertible(np.asarray(value).dtype, leaf.dtype):
             return value
         if isinstance(value, int) and kind_of(leaf.dtype) == "int":
@@ -185,7 +185,7 @@ class Fitting:
     # -- typed keys
 
     def _key_fits(self, name: str, leaf: TargetLeaf, dtype: Any, origin: Origin) -> bool:
-        """Whether typed keys may fill the leaf; otherwise a problem is noted."""
+        """Returns True if typed keys may fill the leaf; otherwise notes a problem."""
         if leaf.kind != "key":
             message = f"{origin} has typed PRNG keys ({dtype}), the target {leaf.dtype.name}"
             fix = "give the target typed keys, or pass jax.random.key_data(keys)"
@@ -208,7 +208,7 @@ class Fitting:
         self._problem("dtype", name, message, Fix(fix))
 
     def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
-        """Whether key data are of the leaf's implementation, as far as that is recorded; otherwise a problem is noted.
+        """Returns True unless key data are recorded to be of another implementation; then notes a problem.
 
         Key data of one implementation are no key of another, though their shapes may be equal; nor is a part of them.
         """
@@ -227,7 +227,7 @@ class Fitting:
 
 
 def _stored_impls(view: View) -> list[str]:
-    """The implementations of the typed PRNG keys whose data a view is made of, where the format records them."""
+    """Returns the implementations of the typed PRNG keys that a view is made of, where the format records them."""
     return sorted({leaf.prng_impl for leaf in view.leaves() if leaf.prng_impl is not None})
 
 
@@ -236,7 +236,7 @@ def _key_text(impl: str) -> str:
 
 
 def _key_width_fix(impls: list[str]) -> str:
-    """What to do about key data that no key of the target's implementation has; `impls` have such data."""
+    """Returns the fix for key data that no key of the target's implementation has; `impls` have such data."""
     if not impls:
         return "map a leaf to this name whose last dimension is that of such key data"
     names = " or ".join(map(repr, impls))
@@ -244,7 +244,7 @@ def _key_width_fix(impls: list[str]) -> str:
 
 
 def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> str:
-    """What gives a leaf the target's shape: padding where the target is larger throughout, a part where smaller."""
+    """Returns the fix for a shape: `Pad` where the target is larger throughout, `Slice` where it is smaller."""
     pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
     if pairs and all(have <= want for have, want in pairs):
         grown = ", ".join("None" if have == want else str(want) for have, want in pairs) + ("," * (len(pairs) == 1))
@@ -266,7 +266,7 @@ def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is
 
 
 def _key_dtype_of(value: Any) -> Any:
-    """The dtype of typed PRNG keys; None for all else."""
+    """Returns the dtype of typed PRNG keys; None for all else."""
     if isinstance(value, ComputedLeaf):
         return value.key_dtype
     dtype = getattr(value, "dtype", None)
@@ -283,7 +283,7 @@ def _is_weakly_convertible(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _described_source(name: str, view: View) -> str:
-    """Where a view is from, in brackets; nothing where names are equal, so that like problems have one text."""
+    """Names the sources of a view in brackets; empty where names are equal, so that like problems have one text."""
     names = list(dict.fromkeys(leaf.name for leaf in view.leaves()))
     if names == [name]:
         return ""
@@ -291,6 +291,6 @@ def _described_source(name: str, view: View) -> str:
 
 
 def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
-    """The one problem that a plan cannot see: the value of a step that is stored in a wider dtype than the target's."""
+    """Makes the error for a step's value that the target's narrower dtype cannot hold; a plan does not see values."""
     problem = Problem("dtype", leaf.name, message, Fix("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)

@@ -1,4 +1,4 @@
-"""The leaves of a transformed state dict and the places of a target: which goes where, and why one can not.
+"""Matches the leaves of a transformed state dict with those of a target by name, shape and dtype.
 
 Pure, and linear in the number of leaves.
 """
@@ -29,19 +29,19 @@ _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 class Matcher:
-    """Puts the leaves of the transformed state dict into the places of the target.
+    """Matcher of the leaves of a transformed state dict with those of a target.
 
     Args:
       target: what is to be filled.
       options: of the plan.
-      fallback: for what there is not.
-      stored_names: what the checkpoint, with its prefix, calls each leaf.
-      state: what there is, by name.
+      fallback: values for missing leaves.
+      stored_names: the name of each stored leaf in the checkpoint, with its prefix.
+      state: leaves by name.
       diagnostics: of the transforms that made `state`; only read.
 
     Attributes:
       target, state, diagnostics: as given.
-      problems: what keeps a leaf of the target from its value, other than that there is none.
+      problems: of target leaves for which there is a value that cannot be used.
       missing: the leaves of the target that nothing fills, in order.
       unfilled: names of the target's leaves for which the state dict has nothing of their shape, in order; some of
         them the fallback may fill.
@@ -66,7 +66,7 @@ class Matcher:
         self._options = options
         self._fallback = fallback
         self._stored_names = stored_names
-        # A leaf of the target that has a problem of its own leaves nothing over.
+        # The leaf of a checkpoint under the name of a faulty target leaf is not left over.
         self._taken = {problem.leaf for problem in target.problems if problem.leaf is not None}
         self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.dtype(np.int64)
         self._one_process = jax.process_count() == 1
@@ -78,12 +78,12 @@ class Matcher:
     # -- the target's side
 
     def entries(self) -> list[PlanEntry]:
-        """One entry per target leaf; what is wrong goes to `problems` and `missing`."""
+        """Returns one entry per target leaf; what is wrong is in `problems` and `missing`."""
         entries = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
         return [entry for entry in entries if entry is not None]
 
     def leftovers(self) -> list[str]:
-        """Names of the state dict without a place in the target; known when `entries` was called."""
+        """Names of the state dict that no target leaf takes; valid after `entries` was called."""
         target = self.target
         if target.kind == "everything":
             return []
@@ -100,20 +100,20 @@ class Matcher:
         return [name for name, value in self.state.items() if is_left(name, value)]
 
     def leftover_sources(self) -> list[str]:
-        """Names of checkpoint leaves behind the leftovers of the state dict."""
+        """Returns the names of the checkpoint leaves that the leftovers of the state dict are made of."""
         values = (self.state[name] for name in self.leftovers())
         views = (as_view(value) for value in values if isinstance(value, LazyArray))
         return list(dict.fromkeys(name for view in views for name in self._source_names(view.leaves())))
 
     def _source_names(self, leaves: Sequence[Leaf]) -> tuple[str, ...]:
-        """Names of stored leaves as the checkpoint (with its prefix) has them."""
+        """Returns the names of stored leaves in the checkpoint, with its prefix."""
         names = self._stored_names
         if len(leaves) == 1:
             return (names.get(leaves[0], leaves[0].name),)
         return tuple(dict.fromkeys(names.get(leaf, leaf.name) for leaf in leaves))
 
     def _everything(self) -> dict[str, TargetLeaf]:
-        """A place for all that the state dict has, as NumPy."""
+        """Makes a NumPy target leaf for every leaf of the state dict."""
         leaves: dict[str, TargetLeaf] = {}
         for name, value in self.state.items():
             if value is not None:
@@ -130,7 +130,7 @@ class Matcher:
         return leaves
 
     def _narrowed(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, TargetLeaf]:
-        """The leaves that `dtype=` concerns, in that dtype."""
+        """Returns the leaves that `dtype=` concerns, in that dtype."""
         if self._options.dtype is None:
             return {}
         wanted = np.dtype(self._options.dtype)
@@ -166,7 +166,7 @@ class Matcher:
         return self._entry(name, leaf, source_name, value)
 
     def _entry(self, name: str, leaf: TargetLeaf, source_name: str, value: Any) -> PlanEntry | None:
-        """What the state dict has for a leaf, as an entry; one that does not fit stays as it is."""
+        """Makes the entry of a leaf from a value of the state dict; one that does not fit stays as it is."""
         origin = "the checkpoint" if isinstance(value, LazyArray) else "the state dict"
         if isinstance(value, LazyArray) and not isinstance(value, View):
             # Two leaves may have one array: its function is called once for both.
@@ -199,7 +199,7 @@ class Matcher:
         )
 
     def _filled(self, name: str, leaf: TargetLeaf, view: View) -> View | None:
-        """A view with the elements that the fallback gives; None where there is a problem."""
+        """Fills a padded view with the elements that the fallback gives; None where there is a problem."""
         value = None if self._fallback is None else self._fallback.leaves.get(name)
         if self._fallback is None or value is None:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
@@ -228,7 +228,10 @@ class Matcher:
         if leaf.sharding is None:
             if not self._one_process:
                 self._problem(
-                    "sharding", name, "the target has no sharding, and there are several processes", Fix("give it one")
+                    "sharding",
+                    name,
+                    "the target leaf has no sharding, and there are several processes",
+                    Fix("give the leaf a sharding"),
                 )
             return
         clash, fix = _placing_clash(leaf.sharding, leaf.shape)
@@ -268,7 +271,7 @@ class Matcher:
 
 
 def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
-    """Whether JAX computes an array in the leaf's dtype, straight into its place.
+    """Returns True if JAX computes an array in the leaf's dtype, straight into its sharding.
 
     What stays on the host is cast there, because JAX may not have its dtype, and so is what has its values checked.
     """
@@ -279,7 +282,7 @@ def _is_left_to_jax(leaf: TargetLeaf, view: View) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _placing_clash(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Why a sharding does not fit a shape, in JAX's words, and what to do; empty where it does."""
+    """Returns JAX's reason why a sharding does not fit a shape, and the fix; both empty where it does."""
     try:
         sharding.shard_shape(shape)
     except (ValueError, IndexError) as error:  # JAX raises IndexError for a spec longer than the rank
@@ -295,7 +298,7 @@ def _placing_clash(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> t
 
 
 def _not_indexed(error: Exception) -> tuple[str, str]:
-    # Behind its first sentence JAX asks for a report of the error, which is none of JAX.
-    said = " ".join(str(error).split()).partition(". Please ")[0]
-    clash = f"does not say which part of the array each device has: {type(error).__name__}: {said}".rstrip(": ")
+    # After its first sentence JAX asks for a report of the error, which is not JAX's.
+    reason = " ".join(str(error).split()).partition(". Please ")[0]
+    clash = f"does not determine the index box of each device: {type(error).__name__}: {reason}".rstrip(": ")
     return clash, "choose a PartitionSpec without unreduced axes, over axes of a mesh that are Auto or Explicit"

@@ -1,4 +1,4 @@
-"""The keywords of a restore, defined once: what decides the plan, and what decides how it is read.
+"""Keywords of a restore, defined once: those that decide the plan, and those that decide how it is read.
 
 `restore`, `plan_restore`, `RestorePlan.execute`, `TrainStateRestore` and `convert` spell these keywords in their
 signatures, for `help()` and for editors; each takes its defaults from the fields here (`strict: bool =
@@ -28,23 +28,23 @@ class _FromKeywords:
 
     @classmethod
     def of(cls, keywords: Any) -> Self:
-        """The options that an object (`TrainStateRestore`) has as attributes of the same names."""
+        """Takes the options from an object (`TrainStateRestore`) with attributes of the same names."""
         return cls(**{field.name: getattr(keywords, field.name) for field in dataclasses.fields(cls)})
 
 
 # Not compared by value: a fallback may hold arrays.
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanOptions(_FromKeywords):
-    """What decides which bytes become which leaf; nothing here needs an array byte.
+    """Keywords that decide which bytes become which leaf.
 
     Attributes:
       item: which item of an Orbax step.
       fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a
         function that returns one, under the same rules. What it computes with JAX is computed under `jax.jit`, and only
         what is missing; NumPy arrays and Python scalars that it returns are taken as they are.
-      is_resuming: whether the transforms were applied already; None decides by the record in the checkpoint.
-      strict: whether a leaf of the checkpoint without a place in the target is a problem.
-      dtype: replaces the target's dtype for floating-point model parameters alone.
+      is_resuming: the transforms were applied already; None decides by the record in the checkpoint.
+      strict: a leaf of the checkpoint without a counterpart in the target is a problem.
+      dtype: replaces the target's dtype only for floating-point model parameters.
       allow_lossy_cast: permits conversions that may lose values.
       limits: what a file's headers may claim; None: `Limits()`.
 
@@ -71,13 +71,13 @@ class PlanOptions(_FromKeywords):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReadOptions(_FromKeywords):
-    """How a plan is carried out; nothing here changes a value.
+    """Keywords that decide how a plan is executed; none of them changes a value.
 
     Attributes:
       verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read, once;
         "off".
-      memory_limit_bytes: host buffers in flight, None for `MEMORY_LIMIT_BYTES`; an item larger than that goes alone.
-        Chunks that are decoded beside them have as much memory of their own.
+      memory_limit_bytes: host buffers in flight, None for `MEMORY_LIMIT_BYTES`; a larger item is read by itself.
+        Chunks that are decoded meanwhile have as much memory of their own.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.
       broadcast: with several processes, each stored byte is read by one of them and sent to those that need it; every
@@ -101,7 +101,7 @@ class ReadOptions(_FromKeywords):
         check_flag("broadcast", self.broadcast)
 
     def within(self, limit: int | None) -> Self:
-        """The same with `memory_limit_bytes` at most `limit`, and `limit` itself where it is not given."""
+        """Returns the options with `memory_limit_bytes` at most `limit`, and `limit` itself where it is not given."""
         if limit is None:
             return self
         given = limit if self.memory_limit_bytes is None else self.memory_limit_bytes

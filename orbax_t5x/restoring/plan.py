@@ -1,4 +1,4 @@
-"""A restore plan as its users have it: data, printed by `show`, carried out by `execute`."""
+"""Restore plan for users: data that `show` prints and `execute` runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RestorePlan(PlanData):
-    """What a restore will do; made by `orbax_t5x.plan_restore`, run by `execute`.
+    """Plan of a restore; made by `orbax_t5x.plan_restore`, run by `execute`.
 
     Attributes:
       entries: one per leaf of the target, in its order.
@@ -50,7 +50,7 @@ class RestorePlan(PlanData):
         return self.run(ReadOptions(verify, memory_limit_bytes, progress, broadcast))
 
     def run(self, options: ReadOptions) -> Any:
-        """`execute`, with its keywords as one record."""
+        """Runs `execute` with its keywords as one object."""
         # The lines count through the whole plan.
         is_logged = _logger.isEnabledFor(logging.INFO)
         if is_logged:
@@ -64,7 +64,7 @@ class RestorePlan(PlanData):
         return restored
 
     def explain(self, leaf: str) -> str:
-        """Where one leaf of the target comes from, or what becomes of one leaf of the checkpoint.
+        """Explains the source of one target leaf, or the use of one leaf of the checkpoint.
 
         Raises:
           KeyError: neither the target nor the checkpoint has the name; the text gives the closest ones.
@@ -72,11 +72,11 @@ class RestorePlan(PlanData):
         return explain(self, leaf)
 
     def diff(self, other: RestorePlan) -> str:
-        """The leaves that two plans treat differently, as text; empty when there are none."""
+        """Compares two plans; returns the leaves that they treat differently as text, empty when there are none."""
         return diff(self, other)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as data that `json.dumps` takes."""
+        """Returns the plan as data that `json.dumps` takes."""
         return to_json(self)
 
     def __str__(self) -> str:

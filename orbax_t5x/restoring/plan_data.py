@@ -1,7 +1,7 @@
-"""A restore plan as data: for each leaf of the target, what is read from where, decided before an array byte is read.
+"""Restore plan as data: the reads of each target leaf, decided before an array byte is read.
 
 Views say what to read, target leaves what to make. Nothing here reads, prints or opens anything: `show` turns a plan
-into text, `execute` carries it out, and `RestorePlan` (`plan.py`) puts the three together.
+into text, `execute` runs it, and `RestorePlan` (`plan.py`) combines the three.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PlanEntry:
     leaves: tuple[Leaf, ...] = dataclasses.field(default=(), repr=False)
 
     def boxes(self) -> tuple[Box, ...]:
-        """The unique index boxes that this process needs, in device order."""
+        """Returns the unique index boxes that this process needs, in device order."""
         if self.leaf is None or self.view is None:
             return ()
         return addressable_boxes(self.leaf.sharding, self.leaf.shape)
@@ -89,7 +89,7 @@ class PlanEntry:
 
 
 def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
-    """The boxes of each leaf that reading boxes of views takes, each once."""
+    """Returns the boxes of each leaf that reading boxes of views takes, each once."""
     found: dict[Leaf, dict[Box, None]] = {}
     for view, box in items:
         for leaf, wanted in view.requests(box):
@@ -98,7 +98,7 @@ def boxes_by_leaf(items: Iterable[tuple[View, Box]]) -> tuple[tuple[Leaf, tuple[
 
 
 def addressable_boxes(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """The unique index boxes of the shards that this process holds; the whole array without a sharding."""
+    """Returns the unique index boxes of this process's shards; the whole array without a sharding."""
     return (full_box(shape),) if sharding is None else _boxes_of(sharding, shape)
 
 
@@ -108,22 +108,23 @@ def _boxes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[
 
 
 def shard_indices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Iterable[Sequence[slice] | None]:
-    """The index of each shard that this process holds, in device order, as JAX gives it."""
+    """Returns the index of each shard that this process holds, in device order, as JAX gives it."""
     untyped: Any = sharding
     return untyped.addressable_devices_indices_map(shape).values()
 
 
 def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """A shard's index, as JAX gives it, as a box."""
+    """Converts a shard's index, as JAX gives it, to a box."""
     bounds = [
-        (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=False)
+        (index_slice.start or 0, size if index_slice.stop is None else index_slice.stop)
+        for index_slice, size in zip(index, shape, strict=False)
     ]
     return (*bounds, *((0, size) for size in shape[len(bounds) :]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RestoreReport:
-    """What one execution read and checked; printed, names of repeated layers are one line.
+    """Report on one execution; printed, names of repeated layers are one line.
 
     Attributes:
       bytes_read: bytes of array data read by this process: of the elements that its shards need, decoded, each
@@ -189,7 +190,7 @@ Compute = Callable[[Mapping[str, TargetLeaf]], dict[str, Any]]
 
 
 class PlanData:
-    """What a plan knows.
+    """Data of a plan.
 
     Attributes:
       entries: one per leaf of the target, in its order.
@@ -230,7 +231,7 @@ class PlanData:
 
     @functools.cached_property
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
-        """What was applied to this state, oldest first, to pass on with what is saved of it.
+        """The transforms that were applied to this state, oldest first, to record with what is saved of it.
 
         Of a plan without transforms, of a step that records nothing, the run's older steps are read for it.
         """

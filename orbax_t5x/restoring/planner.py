@@ -105,7 +105,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     match = functools.partial(Matcher, flattened, options, fallback, stored_names)
     matcher = match(state, diagnostics)
     entries = matcher.entries()
-    # Before the problems: nobody knows the shape of a broken leaf, so it clashes with any target.
+    # Before the problems: the shape of a broken leaf is unknown, so it clashes with any target.
     _raise_broken(entries)
     if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers()):
         from orbax_t5x.restoring.diagnose.explain import MatchFailure, explain  # noqa: PLC0415  (a failure only)
@@ -137,11 +137,11 @@ def _paths(checkpoints: Mapping[str, Checkpoint]) -> str | None:
 
 
 def _without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str, Any]:
-    """Names of a train state that stock Orbax saved whole (`_optimizer/target/…`), as its own state dict has them.
+    """Renames the leaves of a train state that stock Orbax saved whole (`_optimizer/target/…`) as its state dict does.
 
     Args:
       source: by name.
-      start: where the train state stands, with a trailing '/'; empty for the whole.
+      start: the name of the train state, with a trailing '/'; empty for the whole.
     """
     saved_whole = start + _SAVED_WHOLE
     if not any(name.startswith(saved_whole) for name in source):
@@ -155,17 +155,17 @@ def _without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str,
 
 
 def _raise_broken(entries: Iterable[PlanEntry]) -> None:
-    """A leaf that its reader could not make sense of fails a plan that needs it, with the reader's own error."""
+    """Raises the reader's own error for a leaf that is needed and could not be understood."""
     for entry in entries:
         for leaf in entry.leaves:
             if leaf.error is not None:
                 leaf.raise_error()
 
 
-def _still_there(empties: Mapping[str, Any], leaves: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The empty containers that have a place in a transformed state dict, which knows leaves and None alone.
+def _remaining_empties(empties: Mapping[str, Any], leaves: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the empty containers that stay in a transformed state dict, which holds only leaves and None.
 
-    They stay where they were as long as the leaves that lie beside them are not all gone, and nothing has their name.
+    They stay as long as the leaves in the same container are not all gone and nothing else has their name.
 
     Args:
       empties: of a checkpoint.
@@ -174,11 +174,11 @@ def _still_there(empties: Mapping[str, Any], leaves: Iterable[str], state: Mappi
     """
     before, after = _containers(leaves), _containers(state)
 
-    def has_place(name: str) -> bool:
+    def remains(name: str) -> bool:
         beside = next((parent for parent in _parents(name) if parent in before), "")
         return beside in after and name not in after and name not in state
 
-    return {name: empty for name, empty in empties.items() if empty is not None and has_place(name)}
+    return {name: empty for name, empty in empties.items() if empty is not None and remains(name)}
 
 
 def _containers(names: Iterable[str]) -> set[str]:
@@ -186,7 +186,7 @@ def _containers(names: Iterable[str]) -> set[str]:
 
 
 def _parents(name: str) -> Iterator[str]:
-    """The containers of a name, innermost first; the root, which has the empty name, is the last."""
+    """Yields the containers of a name, innermost first; the root, which has the empty name, is the last."""
     while name:
         name = name.rpartition("/")[0]
         yield name
@@ -198,12 +198,12 @@ def _everything(
     entries: Sequence[PlanEntry],
     transforms: Sequence[Any],
 ) -> Target:
-    """The target of a restore without one: all leaves as NumPy; None, empty containers and `...` in their places."""
+    """Makes the target of a restore without one: all leaves as NumPy, with None, empty containers and `...`."""
     empties: dict[str, Any] = {name: None for name, value in state.items() if value is None}
     for prefix, checkpoint in checkpoints.items():
         found = {prefixed(prefix, name): empty for name, empty in checkpoint.empties.items()}
         stored = [prefixed(prefix, name) for name in checkpoint.leaves]
-        empties |= _still_there(found, stored, state) if transforms else found
+        empties |= _remaining_empties(found, stored, state) if transforms else found
     base = flatten_target(None)
     leaves = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
 

@@ -1,4 +1,4 @@
-"""What the checkpoints of a restore hold, under one name for each leaf, before any transform."""
+"""Leaves of the checkpoints of a restore, under one name each, before any transform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax_t5x.trees.flat import prefixed
 
 
 def source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostics) -> dict[str, Any]:
-    """All leaves by name, and None where a checkpoint says None; several sources are told apart by a prefix."""
+    """Returns all leaves by name, and None where a checkpoint has None; those of several sources have prefixes."""
     if len(checkpoints) == 1 and "" in checkpoints:
         return _leaves_of(checkpoints[""])
     source: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What one leaf of a target must become: shape, dtype, place and type, read off the leaf that stands there.
+"""Describes one leaf of a target: shape, dtype, sharding and type of the value that is to replace it.
 
 A leaf that nothing can be restored into is a problem, never an exception. Nothing here touches array bytes.
 """
@@ -24,7 +24,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TargetLeaf:
-    """What one leaf of the target must become.
+    """Description of one leaf of the target.
 
     Attributes:
       kind: "jax" (a `jax.Array`), "key" (a typed PRNG key), "numpy", "scalar" (of `scalar_type`), "keep" (a
@@ -50,12 +50,12 @@ class TargetLeaf:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether it becomes a NumPy array or a scalar."""
+        """True for a NumPy array or a scalar."""
         return self.kind in ("numpy", "scalar")
 
     @property
     def placing(self) -> Any:
-        """What JAX is asked for: the layout where there is a special one, the sharding, or None for one device."""
+        """Argument for JAX: the layout where there is a special one, the sharding, or None for one device."""
         return self.layout if self.layout is not None else self.sharding
 
 
@@ -66,8 +66,8 @@ class MissingLeaf:
     Attributes:
       name: in the target.
       leaf: what the target wants.
-      is_none: whether the checkpoint has None under the name.
-      is_reset: whether a transform says that there is no counterpart of it.
+      is_none: the checkpoint has None under the name.
+      is_reset: a transform found that it has no counterpart.
     """
 
     name: str
@@ -77,7 +77,7 @@ class MissingLeaf:
 
 
 def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: bool = False) -> TargetLeaf | Problem:
-    """What a leaf of the target must become, or the problem with it."""
+    """Describes a leaf of the target, or returns the problem with it."""
     if leaf is Ellipsis:
         return TargetLeaf("keep")
     if leaf is None:
@@ -139,22 +139,22 @@ def _describe_key(
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    """Whether this is the dtype of typed PRNG keys."""
+    """Returns True for the dtype of typed PRNG keys."""
     return not isinstance(dtype, np.dtype) and bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def key_impl_of(dtype: Any) -> str | None:
-    """The implementation's name of a typed key's dtype, or None for one that is not JAX's own."""
+    """Returns the implementation's name of a typed key's dtype, or None for one that is not JAX's own."""
     return next((name for name in _KEY_IMPLEMENTATIONS if _key_dtype(name) == dtype), None)
 
 
 def key_data_shape(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
-    """The shape of the uint32 data of typed keys."""
+    """Returns the shape of the uint32 data of typed keys."""
     return tuple(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype)).shape)
 
 
 def impls_of_data(shape: tuple[int, ...]) -> list[str]:
-    """The implementations of which one typed key has data of this shape."""
+    """Returns the implementations of which one typed key has data of this shape."""
     return [impl for impl in _KEY_IMPLEMENTATIONS if key_data_shape((), _key_dtype(impl)) == shape]
 
 
@@ -167,7 +167,7 @@ def _key_dtype(impl: str) -> Any:
 
 
 def _on_mesh_in_use(sharding: NamedSharding) -> NamedSharding | None:
-    """A sharding over an abstract mesh, over the devices of the mesh in use where that has the same axes."""
+    """Moves a sharding from an abstract mesh to the mesh in use; None where that has other axes."""
     mesh = jax.sharding.get_mesh()
     if dict(mesh.shape) != dict(sharding.mesh.shape):
         return None
@@ -184,7 +184,7 @@ def _abstract_mesh(name: str, leaf: Any) -> Problem:
 
 
 def _special_layout(leaf: Any, sharding: jax.sharding.Sharding | None) -> Format | None:
-    """The leaf's Format where its layout is not row-major, else None: passing on the default would cost more."""
+    """Returns the leaf's Format where its layout is not row-major, else None: passing the default costs more."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         layout = getattr(getattr(leaf, "format", None), "layout", None)
         order = getattr(layout, "major_to_minor", None)

@@ -1,4 +1,4 @@
-"""A target, flattened: what each leaf must become, under which name, and how the whole is put together again.
+"""Flattens targets: the name and description of each leaf, and the function that rebuilds the whole.
 
 Any pytree is a target. T5X's train states and `nnx` states and modules name their own leaves, alone or inside other
 containers. Nothing here touches array bytes, and nothing imports Flax: a train state is known by its methods, and
@@ -24,7 +24,7 @@ from orbax_t5x.trees.pytree_names import leaf_name
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
 MODEL_PARAMETERS = ("target/", "params/")
-"""Where the parameters of a model lie in a train state: `dtype=` concerns what is below."""
+"""Names of a model's parameters in a train state begin with one of these; `dtype=` applies to them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Target:
       rebuild: puts values by name into the target's structure.
       kind: "tree", or "everything" for a target of None.
       problems: names that collide and leaves of unknown type.
-      train_states: the names under which T5X train states stand, "" for the target itself.
+      train_states: the names of T5X train states, "" for the target itself.
       inference_states: the same of those without an optimizer (`InferenceState`).
     """
 
@@ -51,11 +51,11 @@ class Target:
 
     @functools.cached_property
     def kept(self) -> frozenset[str]:
-        """Names of the placeholders, each of which covers all that lies below it."""
+        """Names of the placeholders, each of which covers all that is below it."""
         return frozenset(name for name, leaf in self.leaves.items() if leaf.kind == "keep")
 
     def is_kept(self, name: str) -> bool:
-        """Whether a placeholder stands at this name or above it."""
+        """Returns True if this name or one of its containers is a placeholder."""
         parts = name.split("/")
         return "" in self.kept or any("/".join(parts[:end]) in self.kept for end in range(1, len(parts) + 1))
 
@@ -77,7 +77,7 @@ def _has_optimizer(train_state: Any) -> bool:
 
 
 def _in_structure_of(target: Any, restored: Any) -> Any:
-    """A restored train state in the target's own containers: T5X's `InferenceState.restore_state` freezes its dicts."""
+    """Returns a restored train state in the target's containers: `InferenceState.restore_state` freezes its dicts."""
     treedef = jax.tree_util.tree_structure(target)
     leaves = jax.tree_util.tree_leaves(restored)
     # A target without parameters takes any.
@@ -93,7 +93,7 @@ class _OwnLeaf(NamedTuple):
 
 
 class _Flattening:
-    """One target on its way to a `Target`."""
+    """Builder of one `Target`."""
 
     def __init__(self) -> None:
         self._leaves: dict[str, TargetLeaf] = {}
@@ -103,7 +103,7 @@ class _Flattening:
         self._inference_states: list[str] = []
 
     def flatten(self, target: Any) -> Target:
-        """The target with all that it holds."""
+        """Flattens a target."""
         rebuild = self._add_node("", target)
         return Target(
             self._leaves,
@@ -115,21 +115,21 @@ class _Flattening:
         )
 
     def _add_node(self, name: str, node: Any) -> Rebuild:
-        """Adds the leaves of any pytree; returns what puts values in their places."""
+        """Adds the leaves of any pytree; returns the function that rebuilds the pytree from values by name."""
         paths, treedef = _open_pytree(node)
         start = f"{name}/" if name else ""
         names: list[str] = []
         own: dict[int, Rebuild] = {}
-        for place, (path, leaf) in enumerate(paths):
+        for position, (path, leaf) in enumerate(paths):
             leaf_path = start + leaf_name(path) if path else name
             names.append(leaf_path)
             if type(leaf) is dict or names_itself(leaf):
-                own[place] = self._add_own(leaf_path, leaf)
+                own[position] = self._add_own(leaf_path, leaf)
             else:
                 self._add_leaf(leaf_path, leaf, leaf_path.startswith(MODEL_PARAMETERS) or leaf_path == "params")
 
         def rebuild(values: Mapping[str, Any]) -> Any:
-            made = [own[place](values) if place in own else values[leaf] for place, leaf in enumerate(names)]
+            made = [own[at](values) if at in own else values[leaf] for at, leaf in enumerate(names)]
             return jax.tree_util.tree_unflatten(treedef, made)
 
         return rebuild

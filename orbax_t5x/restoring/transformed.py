@@ -1,7 +1,6 @@
-"""The leaves of a source after transforms, as views: what a restore would match with a target, for who has none.
+"""Leaves of a source after transforms, as views, for callers without a target.
 
-A comparison takes them, for example: names and shapes that differ are what it looks for, where a plan would have
-problems.
+A comparison of checkpoints uses them: it looks for names and shapes that differ, which are problems of a plan.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from orbax_t5x.transforms.run import run_transforms
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransformedLeaves:
-    """What a source holds after transforms.
+    """Leaves of a source after transforms.
 
     Attributes:
       path: of the source; of several, all of them.
       views: the leaves by name; None, which has no values, is not among them.
       rules: the transforms that were applied, as text.
-      warnings: what the transforms, and the record of those that were applied before, warn of.
+      warnings: of the transforms, and of the record of those that were applied before.
     """
 
     path: str
@@ -82,7 +81,7 @@ def open_transformed(
 
 
 def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View]:
-    """The leaves as views; what is no array, and what only a restore can fill, are problems."""
+    """Returns the leaves as views; what is no array, and what only a restore can fill, are problems."""
     views: dict[str, View] = {}
     # Two leaves may have one array behind a function: it is called once for both.
     functions: dict[LazyArray, View] = {}
@@ -98,7 +97,7 @@ def _views(state: Mapping[str, Any], diagnostics: Diagnostics) -> dict[str, View
             diagnostics.problems.append(Problem("transform", name, f"not an array: {error}"))
             continue
         if has_unfilled(view.leaves()):
-            message = "Pad takes new elements from the fallback of a restore, and there is none here"
+            message = "Pad takes new elements from the fallback of a restore, and this call has none"
             diagnostics.problems.append(Problem("fallback", name, message, Fix("pad with a number")))
             continue
         views[name] = view

@@ -1,4 +1,4 @@
-"""A plan as data for programs; everything is there, nothing is folded."""
+"""Plans as data for programs: complete, with nothing folded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax_t5x.trees.narrow import is_tuple
 
 
 def to_json(plan: PlanData) -> dict[str, Any]:
-    """The plan as data that `json.dumps` takes; bytes are those of this process."""
+    """Returns the plan as data that `json.dumps` takes; bytes are those of this process."""
     return {
         "sources": {
             name: {"path": checkpoint.path, "format": checkpoint.format, "step": checkpoint.step}

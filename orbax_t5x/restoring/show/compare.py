@@ -1,4 +1,4 @@
-"""Two plans compared: what the second does otherwise than the first."""
+"""Compares two plans leaf by leaf."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPARED: tuple[tuple[str, Callable[[PlanEntry], str]], ...] = (
 
 
 def diff(plan: PlanData, other: PlanData) -> str:
-    """What the second plan does otherwise than the first, leaf by leaf; empty when nothing."""
+    """Returns the differences of the second plan from the first, leaf by leaf; empty when there are none."""
     first, second = ({entry.name: entry for entry in one.entries} for one in (plan, other))
     lines = [f"- {name}" for name in _folded(name for name in first if name not in second)]
     lines += [f"+ {name}" for name in _folded(name for name in second if name not in first)]

@@ -1,4 +1,4 @@
-"""What a plan says about one of its entries: the array, where it comes from, what is read for it."""
+"""Describes one entry of a plan: the array, its source, and what is read for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ACTION_WORDS = {"read": "read", "value": "constant", "fallback": "fallback", "ke
 
 
 def entry_reads(entry: PlanEntry) -> list[tuple[str, Box, int]]:
-    """Stored leaf, box and bytes of what this process reads for one leaf, each once."""
+    """Returns stored leaf, box and bytes of what this process reads for one leaf, each once."""
     return [
         (leaf.name, box, leaf.bytes_of((box,))) for leaf, boxes in entry.reads if not leaf.is_value for box in boxes
     ]
 
 
 def entry_array(entry: PlanEntry) -> str:
-    """Dtype and shape; what is no array says so."""
+    """Returns dtype and shape, or None or `...` for an entry without an array."""
     if entry.dtype is None:
         return "None" if entry.leaf is not None and entry.leaf.kind == "none" else "..."
     key = " key" if entry.leaf is not None and entry.leaf.kind == "key" else ""
@@ -28,7 +28,7 @@ def entry_array(entry: PlanEntry) -> str:
 
 
 def entry_sharding(entry: PlanEntry) -> str:
-    """The sharding, or where the leaf lives without one."""
+    """Returns the sharding; for a leaf without one, one device or the host."""
     if entry.sharding is not None:
         return sharding_text(entry.sharding)
     kind = "" if entry.leaf is None else entry.leaf.kind
@@ -36,7 +36,7 @@ def entry_sharding(entry: PlanEntry) -> str:
 
 
 def entry_source(entry: PlanEntry) -> str:
-    """The names of the stored leaves, folded; what is not read says what it is."""
+    """Returns the names of the stored leaves, folded; for what is not read the kind of entry."""
     if entry.action != "read":
         return ACTION_WORDS[entry.action]
     if len(entry.sources) == 1:
@@ -45,7 +45,7 @@ def entry_source(entry: PlanEntry) -> str:
 
 
 def entry_how(entry: PlanEntry) -> str:
-    """What happens on the way, casts to the target's dtype and approximations included."""
+    """Returns the operations between stored leaf and target, with casts and approximations."""
     # What followed exactly is as it should be; a table full of "exact" would hide the others.
     fidelity = entry.fidelity if entry.fidelity in ("approximate", "reset") else ""
     return ", ".join(text for text in (entry.how, fidelity) if text)

@@ -1,4 +1,4 @@
-"""One leaf of a plan, explained: where it comes from, what is read for it, what becomes of it."""
+"""Explains one leaf of a plan: its source, the boxes that are read, the operations on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONVERSIONS = {
 
 
 def explain(plan: PlanData, leaf: str) -> str:
-    """Where one target leaf comes from and what this process reads for it; what becomes of a leaf of the checkpoint.
+    """Explains the source of one target leaf and the reads of this process, or the use of a leaf of the checkpoint.
 
     Raises:
       KeyError: neither has the name; the text gives the closest ones.
@@ -109,7 +109,7 @@ def _box_text(box: Box) -> str:
 
 
 def _stored(plan: PlanData) -> dict[str, Any]:
-    """All leaves of the checkpoints by the names that the plan uses."""
+    """Returns all leaves of the checkpoints by the names that the plan uses."""
     return {
         prefixed(prefix, name): view
         for prefix, checkpoint in plan.checkpoints.items()
@@ -136,7 +136,7 @@ def _explain_stored(plan: PlanData, leaf: str) -> list[list[str]]:
         how = f" ({entry_how(entry)})" if entry_how(entry) else ""
         lines.append(_line("goes to", entry.name + how))
     if leaf in plan.unused:
-        lines.append(_line("unused", "no place in the target; it is left unread"))
+        lines.append(_line("unused", "no counterpart in the target; it is left unread"))
     if leaf in plan.dropped:
         lines.append(_line("dropped", "taken out by a transform, a `...` in the target or an InferenceState; not read"))
     return [lines]

@@ -1,4 +1,4 @@
-"""What a restore says of itself in the log: one line before it reads, one when it is done."""
+"""Log lines of a restore: one before it reads, one when it is done."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from orbax_t5x.text.wording import leaves_text, plain, size_text
 
 
 def about_to_restore(plan: PlanData) -> str:
-    """What will be read from where."""
+    """Describes what will be read."""
     return f"restoring {_counts(plan)} from {_sources(plan)}: {size_text(plan.bytes_to_read)} to read here"
 
 
 def has_restored(plan: PlanData, report: RestoreReport) -> str:
-    """What was read and verified, and how long it took."""
+    """Describes what was read and verified, and the time it took."""
     return f"restored {leaves_text(len(plan.entries))} from {_sources(plan)}: {report.summary()}"
 
 
@@ -26,6 +26,6 @@ def _counts(plan: PlanData) -> str:
 
 
 def _sources(plan: PlanData) -> str:
-    """The paths, with their formats; a path could hold what moves a terminal's cursor."""
+    """Lists the paths with their formats, without control characters for a terminal."""
     paths = [f"{plain(checkpoint.path)} ({checkpoint.format})" for checkpoint in plan.checkpoints.values()]
     return ", ".join(paths) or "no checkpoint"

@@ -1,4 +1,4 @@
-"""The parts of a plan that its table and its HTML both show, with repeated layers as one row.
+"""Rows and sections that the table and the HTML of a plan share, with repeated layers as one row.
 
 Linear in the leaves; the bytes of a leaf are computed only for rows that are shown, since that asks every view for its
 boxes.
@@ -31,7 +31,7 @@ _PLACES = {"host": "stay on the host as NumPy", "1 device": "go to one device"}
 
 
 def plan_rows(plan: PlanData) -> tuple[list[TableRow], str]:
-    """The rows to show, and a sentence for the leaves that are not among them; constants have their own section."""
+    """Returns the rows to show, and a sentence for leaves left out; constants have their own section."""
     entries = [entry for entry in plan.entries if entry.action != "value"]
     if plan.target.kind == "everything":
         # Without a target leaves come in the checkpoint's order, which scatters what belongs together.
@@ -62,7 +62,7 @@ def without_common_sharding(rows: list[TableRow]) -> tuple[list[TableRow], str]:
 
 
 def heading(plan: PlanData) -> list[str]:
-    """What the plan is, in three lines."""
+    """Summarizes the plan in three lines."""
     sources = [
         (f"{name}: " if name else "")
         + f"{plain(checkpoint.path)} ({checkpoint.format}"
@@ -92,7 +92,7 @@ def _reads_text(plan: PlanData) -> str:
 
 
 def outcome(plan: PlanData) -> str:
-    """What the last execution read and checked; empty before one."""
+    """Summarizes the last execution; empty before one."""
     return "" if plan.report is None else f"Executed: {plan.report.summary()}."
 
 
@@ -101,14 +101,18 @@ def name_sections(plan: PlanData) -> list[tuple[str, list[str]]]:
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
     sections = [
         ("Constants: put there by a transform, not read", constants, "plan.entries"),
-        ("Unused: in the checkpoint, without a place in the target", dict.fromkeys(plan.unused, ""), "plan.unused"),
+        (
+            "Unused: in the checkpoint, without a counterpart in the target",
+            dict.fromkeys(plan.unused, ""),
+            "plan.unused",
+        ),
         ("Dropped: taken out on purpose", dict.fromkeys(plan.dropped, ""), "plan.dropped"),
     ]
     return [(f"{title} ({len(names):,})", _shown_names(names, where)) for title, names, where in sections if names]
 
 
 def _shown_names(remarks: Mapping[str, str], where: str) -> list[str]:
-    """Folded names, each with its remark, and a sentence for those that are not shown."""
+    """Folds names, each with its remark, and adds a sentence for those that are not shown."""
     texts = list(remarks.values())
     folded = fold([(name,) for name in remarks], texts)
     shown = [plain(f"{row.label}  {texts[row.members[0]]}".rstrip()) for row in folded[:_SHOWN_NAMES]]

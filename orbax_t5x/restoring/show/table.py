@@ -1,4 +1,4 @@
-"""A plan as a table for terminals and as HTML for notebooks; both show the same rows."""
+"""Plans as tables for terminals and as HTML for notebooks; both show the same rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orbax_t5x.text.wording import plain
 
 
 def table(plan: PlanData) -> str:
-    """The plan for people, as wide as the terminal."""
+    """Returns the plan as a table as wide as the terminal."""
     width = terminal_width()
     every_row, left_out = plan_rows(plan)
     rows, placed = without_common_sharding(every_row)
@@ -36,7 +36,7 @@ def table(plan: PlanData) -> str:
 
 
 def html(plan: PlanData) -> str:
-    """The plan as an HTML fragment."""
+    """Returns the plan as an HTML fragment."""
     every_row, left_out = plan_rows(plan)
     rows, placed = without_common_sharding(every_row)
     title, counts, reads = heading(plan)

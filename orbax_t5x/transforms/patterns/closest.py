@@ -1,4 +1,4 @@
-"""Names that are close to one that is missing, at a bounded cost.
+"""Finds names that are close to a missing one, at a bounded cost.
 
 Comparing text is slow (difflib needs milliseconds for a few dozen names), so only names that share most parts of
 their path are compared.
@@ -26,7 +26,7 @@ def _parts(name: str) -> frozenset[str]:
 
 
 class ClosestNames:
-    """Looks up close names among many; what is shared between look-ups is worked out at the first one."""
+    """Look-up of close names among many; what look-ups share is computed at the first one."""
 
     def __init__(self, names: Iterable[str]):
         self._names = names

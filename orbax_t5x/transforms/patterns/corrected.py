@@ -1,4 +1,4 @@
-"""A replacement with one word mended, where that names leaves that exist."""
+"""Corrects one word of a replacement where that names leaves that exist."""
 
 from __future__ import annotations
 
