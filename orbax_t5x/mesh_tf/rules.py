@@ -53,7 +53,7 @@ def _layer(mesh_tf_tower: str, block: str) -> str:
     return f"{_tower(mesh_tf_tower)}/layers_{int(block)}"
 
 
-def _place(name: str, slot: str | None) -> str:
+def _t5x_name(name: str, slot: str | None) -> str:
     """Returns the location of a parameter, or of one of its slots, in T5X's state dict."""
     return f"state/param_states/{name}/{SLOT_MAP[slot]}" if slot else f"target/{name}"
 
@@ -61,7 +61,6 @@ def _place(name: str, slot: str | None) -> str:
 @t5_importer.add(r"global_step")
 def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
     """Translates the step: int64 in Mesh TensorFlow, int32 in T5X; one that does not fit is an error when read."""
-    del opts, key
     if hasattr(val, "cast_checked"):  # a view of a stored leaf
         return "state/step", val.cast_checked(np.int32)
     if not hasattr(val, "astype"):
@@ -75,8 +74,7 @@ def global_step(opts: Mapping[str, Any], key: str, val: Any) -> tuple[str, Any]:
 @t5_importer.add(rf"shared/embedding{_SLOT}")
 def shared_embeddings(opts: Mapping[str, Any], key: str, val: Any, slot: str | None = None) -> tuple[str, Any]:
     """Translates one embedding for all towers (V,E)."""
-    del opts, key
-    return _place("token_embedder/embedding", slot), val
+    return _t5x_name("token_embedder/embedding", slot), val
 
 
 @t5_importer.add(rf"{_TOWER}/embedding{_SLOT}")
@@ -84,8 +82,7 @@ def separate_embeddings(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, slot: str | None = None
 ) -> tuple[str, Any]:
     """Translates an embedding of one tower (V,E)."""
-    del opts, key
-    return _place(f"{_tower(encdec)}/token_embedder/embedding", slot), val
+    return _t5x_name(f"{_tower(encdec)}/token_embedder/embedding", slot), val
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/SelfAttention/relative_attention_bias{_SLOT}")
@@ -93,11 +90,10 @@ def rel_embeddings(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, slot: str | None = None
 ) -> tuple[str, Any]:
     """Translates a relative-position bias (H,B), named as if every layer had one: see `place_relative_bias`."""
-    del opts
     # The pattern takes every sublayer, and stays so: checkpoints record a digest of the patterns.
     if _NOT_FIRST_SUBLAYER.search(key):
         raise ValueError("T5X has a relative_attention_bias only in layer_000 of a block")
-    return _place(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
+    return _t5x_name(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/(SelfAttention|EncDecAttention)/([qkvo]){_SLOT}")
@@ -112,11 +108,10 @@ def attention_layers(
     slot: str | None = None,
 ) -> tuple[str, Any]:
     """Translates attention projections: (E,J), and (J,E) for the output."""
-    del opts, key
     if (encdec, attntype) not in _ATTENTION:
         raise ValueError(f"T5X's {_tower(encdec)} has no {attntype} where the bundle's tower is {encdec!r}")
     attention = _ATTENTION[encdec, attntype]
-    return _place(f"{_layer(encdec, blocknum)}/{attention}/{_PROJECTIONS[qkvo]}/kernel", slot), val
+    return _t5x_name(f"{_layer(encdec, blocknum)}/{attention}/{_PROJECTIONS[qkvo]}/kernel", slot), val
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/DenseReluDense/(wi|wo)(?:_([01]))?/kernel{_SLOT}")
@@ -131,11 +126,10 @@ def mlpblock(
     slot: str | None = None,
 ) -> tuple[str, Any]:
     """Translates MLP kernels: wi, or the gated wi_0 and wi_1 (E,F); wo (F,E)."""
-    del opts
     if io_name == "wo" and io_num is not None:
         raise ValueError(f"there is no gated output projection, so {key!r} has no place in T5X")
     kernel = io_name if io_num is None else f"{io_name}_{io_num}"
-    return _place(f"{_layer(encdec, blocknum)}/mlp/{kernel}/kernel", slot), val
+    return _t5x_name(f"{_layer(encdec, blocknum)}/mlp/{kernel}/kernel", slot), val
 
 
 @t5_importer.add(rf"{_BLOCK}/layer_([0-9]+)/(?:layer|rms)_norm/scale{_SLOT}")
@@ -143,11 +137,10 @@ def layernorms(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, lyrnum: str, slot: str | None = None
 ) -> tuple[str, Any]:
     """Translates the norm before a sublayer (E,), which its number identifies."""
-    del opts, key
     norms = _LAYER_NORMS[encdec]
     if int(lyrnum) >= len(norms):
         raise ValueError(f"a block of {encdec!r} has {len(norms)} sublayers, so there is no norm {int(lyrnum)}")
-    return _place(f"{_layer(encdec, blocknum)}/{norms[int(lyrnum)]}/scale", slot), val
+    return _t5x_name(f"{_layer(encdec, blocknum)}/{norms[int(lyrnum)]}/scale", slot), val
 
 
 @t5_importer.add(rf"{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}")
@@ -155,16 +148,14 @@ def final_layernorms(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, slot: str | None = None
 ) -> tuple[str, Any]:
     """Translates the norm after a tower (E,)."""
-    del opts, key
     tower = _tower(encdec)
-    return _place(f"{tower}/{tower}_norm/scale", slot), val
+    return _t5x_name(f"{tower}/{tower}_norm/scale", slot), val
 
 
 @t5_importer.add(rf"(?:decoder|transformer)/logits/kernel{_SLOT}")
 def final_logits(opts: Mapping[str, Any], key: str, val: Any, slot: str | None = None) -> tuple[str, Any]:
     """Translates the output projection (E,V)."""
-    del opts, key
-    return _place("decoder/logits_dense/kernel", slot), val
+    return _t5x_name("decoder/logits_dense/kernel", slot), val
 
 
 # --- What a single name does not decide.

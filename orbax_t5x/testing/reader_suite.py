@@ -41,27 +41,9 @@ from orbax_t5x.testing.leaf_reads import (
     read,
 )
 
-NUMBERS = tuple(
-    np.dtype(dtype)
-    for dtype in (
-        np.bool_,
-        np.int8,
-        np.int16,
-        np.int32,
-        np.int64,
-        np.uint8,
-        np.uint16,
-        np.uint32,
-        np.uint64,
-        np.float16,
-        np.float32,
-        np.float64,
-        np.complex64,
-        ml_dtypes.bfloat16,
-        ml_dtypes.float8_e4m3fn,
-        ml_dtypes.float8_e5m2,
-    )
-)
+_NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64".split()
+_ML_DTYPES = (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+NUMBERS: tuple[np.dtype, ...] = tuple(np.dtype(dtype) for dtype in (*_NAMES, *_ML_DTYPES))
 """The dtypes that every format stores."""
 
 Arrays = dict[str, np.ndarray]
