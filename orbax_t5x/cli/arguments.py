@@ -1,4 +1,4 @@
-"""What commands share in reading their arguments; a `UsageError` is exit code 2."""
+"""Arguments that several commands read; a `UsageError` is exit code 2."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def size_argument(text: str) -> int:
 
 
 def tolerance_argument(text: str) -> float:
-    """A number from 0 on, such as `1e-6`.
+    """Parses a number from 0 on, such as `1e-6`.
 
     Raises:
       argparse.ArgumentTypeError: argparse reports it.
@@ -49,12 +49,12 @@ def tolerance_argument(text: str) -> float:
 
 
 def resuming_argument(text: str | None) -> bool | None:
-    """What `--resuming yes|no` means as `is_resuming`."""
+    """Converts `--resuming yes|no` to `is_resuming`."""
     return None if text is None else text == "yes"
 
 
 def read_rules(path: str) -> list[tuple[str, str | None]]:
-    """Assignment rules from a JSON file: a list of [pattern, replacement], null for a leaf that is left out.
+    """Reads assignment rules from a JSON file: a list of [pattern, replacement], null for a leaf that is left out.
 
     Raises:
       UsageError: the file cannot be read, or does not hold such a list.
@@ -68,7 +68,7 @@ def read_rules(path: str) -> list[tuple[str, str | None]]:
 
 
 def read_json_object(path: str, option: str) -> bytes:
-    """The bytes of a file that holds one JSON object.
+    """Reads the bytes of a file that holds one JSON object.
 
     Raises:
       UsageError: the file cannot be read, or holds something else.

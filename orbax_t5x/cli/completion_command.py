@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def script() -> str:
-    """The script for bash."""
+    """Returns the script for bash."""
     parser = make_parser()
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     cases = [_command(name, command) for name, command in commands.choices.items()]
@@ -68,7 +68,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterable[str]:
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """The words that an argument takes; empty where it takes any, such as a file's name."""
+    """Returns the words that an argument takes; empty where it takes any, such as a file's name."""
     if "--rules" in action.option_strings:
         return [AUTO, *pack_names()]
     return [str(choice) for choice in action.choices or ()]

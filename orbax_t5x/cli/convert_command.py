@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOptions) -> list[str]:
-    """What became of the names, and what is needed where they are Hugging Face's."""
+    """Describes the result's names, and what is needed where they are Hugging Face's."""
     lines = [f"mapped by {', '.join(rules)}" if rules else "names, shapes and dtypes are the source's"]
     with open_checkpoint(report.destination) as written:
         layout = layout_of(written.leaves).kind
@@ -75,7 +75,7 @@ def _config(options: argparse.Namespace) -> bytes | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax logs the traceback of what it also raises, and of threads whose directory an interrupt took away."""
+    """Silences Orbax's log of tracebacks that it also raises, and of threads whose directory an interrupt removed."""
 
     def has_no_traceback(record: logging.LogRecord) -> bool:
         return record.exc_info is None

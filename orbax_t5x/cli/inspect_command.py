@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything that is known of a checkpoint without reading arrays; strings have null bytes."""
+    """Returns all that is known of a checkpoint without reading arrays; strings have null bytes."""
     leaves = [
         {
             "name": name,
@@ -56,7 +56,7 @@ def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def as_text(checkpoint: Checkpoint, width: int, *, folded: bool = True) -> list[str]:
-    """The tree for people."""
+    """Returns the tree for people."""
     step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
     lines = [f"{plain(checkpoint.path)}: {checkpoint.format}{step}"]
     leaves = {name: _Line(array_text(view.dtype, view.shape), _size(view)) for name, view in checkpoint.leaves.items()}
@@ -69,7 +69,7 @@ def as_text(checkpoint: Checkpoint, width: int, *, folded: bool = True) -> list[
 
 @dataclasses.dataclass(slots=True)
 class _Line:
-    """What stands to the right of a name: a leaf's array (with how many there are) and bytes, or a branch's bytes."""
+    """Text to the right of a name: a leaf's array (with how many there are) and bytes, or a branch's bytes."""
 
     array: str
     size: int

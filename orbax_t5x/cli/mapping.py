@@ -1,4 +1,4 @@
-"""What `plan`, `convert` and `diff` share: what `--translate`, `--rules` and `--map` stand for, and the target."""
+"""Options that `plan`, `convert` and `diff` share: `--translate`, `--rules`, `--map` and the target."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RuleOptions:
     def transforms(
         self, source: Checkpoint, target: Mapping[str, Any] | None, *, is_bundle: bool = False
     ) -> list[Transform]:
-        """The transforms in order: the translation, rule packs, the file's rules.
+        """Returns the transforms in order: the translation, rule packs, the file's rules.
 
         Args:
           source: whose names are mapped.
@@ -81,7 +81,7 @@ class MappingOptions(RuleOptions):
         super().__init__(options)
 
     def target(self) -> dict[str, Any] | None:
-        """The target's names, shapes and dtypes as NumPy arrays that take no memory; None where there is none."""
+        """Returns the target's names, shapes and dtypes as NumPy arrays without memory; None where there is none."""
         if self._target_path is None:
             return None
         with open_checkpoint(self._target_path, item=self._target_item) as checkpoint:
@@ -90,7 +90,7 @@ class MappingOptions(RuleOptions):
 
 
 def plan_options(options: argparse.Namespace) -> PlanOptions:
-    """The keywords of a plan that both commands have."""
+    """Returns the keywords of a plan that both commands have."""
     return PlanOptions(
         item=options.item,
         is_resuming=resuming_argument(options.resuming),

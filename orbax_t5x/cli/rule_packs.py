@@ -19,12 +19,12 @@ _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def pack_names() -> list[str]:
-    """The packs that can be asked for by name."""
+    """Lists the packs that can be given by name."""
     return sorted(set(rules.__all__) - {"RulePack", "infer"})
 
 
 def pack_argument(text: str) -> RulePack:
-    """The pack that `NAME`, `NAME:12,64`, `NAME:num_heads=12,head_dim=64` or any of these with `:inverse` stand for.
+    """Makes the pack of `NAME`, `NAME:12,64`, `NAME:num_heads=12,head_dim=64` or any of these with `:inverse`.
 
     Raises:
       UsageError: there is no such pack, it takes other dimensions, or it has no way back.
@@ -61,7 +61,7 @@ def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> R
 
 
 def _value(text: str, annotation: str) -> Any:
-    """A value of the annotated type.
+    """Parses a value of the annotated type.
 
     Raises:
       ValueError: the text is none.

@@ -1,1 +1,1 @@
-"""How names, sizes and tables are written for people."""
+"""Names, sizes and tables as text for people."""

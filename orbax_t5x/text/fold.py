@@ -23,7 +23,7 @@ _LEAST_FURTHER = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Folded:
-    """One row that stands for several.
+    """Row for several similar ones.
 
     Attributes:
       texts: the parallel texts, numbers that vary in braces.
@@ -40,7 +40,7 @@ class Folded:
 
 
 def times_text(count: int) -> str:
-    """A multiplication sign and the count; empty for one."""
+    """Returns a multiplication sign and the count; empty for one."""
     return f" ×{count}" if count > 1 else ""
 
 
@@ -104,7 +104,7 @@ def runs(numbers: Sequence[str]) -> str | None:
 
 
 def _follows(numbers: Sequence[str], values: Sequence[int], at: int, step: int) -> bool:
-    """Whether a number goes on from the one before by a step, padded with zeros alike."""
+    """Reports whether a number continues the one before by a step, padded with zeros alike."""
     if values[at] - values[at - 1] != step:
         return False
     before, number = numbers[at - 1], numbers[at]
@@ -142,7 +142,7 @@ def _fold_group(group: list[_Item], least: int) -> list[_Item]:
 
 
 def _merge(bucket: list[_Item], place: int) -> _Item | None:
-    """One row for all of a bucket, or None where a number in it follows no order that can be written shortly."""
+    """Merges a bucket into one row; returns None where a number in it follows no order that can be written shortly."""
     first = bucket[0]
     merged: list[list[str]] = []
     for text, tokens in enumerate(first.tokens):

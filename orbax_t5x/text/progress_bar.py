@@ -82,7 +82,7 @@ def check_progress(progress: Progress | None) -> None:
 
 @contextlib.contextmanager
 def shown_progress(progress: Progress | None, verb: str) -> Generator[OnProgress | None, None, None]:
-    """The function to call as bytes arrive; for "bar", a bar is shown until the end of the context."""
+    """Returns the function to call as bytes arrive; for "bar", a bar is shown until the end of the context."""
     check_progress(progress)
     if progress != "bar":
         yield progress

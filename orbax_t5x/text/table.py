@@ -41,7 +41,7 @@ def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> li
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableRow:
-    """What one row of a table shows; any text but the label may be empty.
+    """Row of a table; any text but the label may be empty.
 
     Attributes:
       label: the leaf's name, with how many leaves the row stands for.
@@ -63,7 +63,7 @@ class TableRow:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, and how."""
+        """The source of the row's leaf, and the operations on it."""
         return " · ".join(part for part in (self.source, self.how) if part)
 
 
@@ -77,7 +77,7 @@ class _Columns:
         self.width = sum(self._widths) + len(_GAP) * len(self._widths)
 
     def text(self, row: TableRow) -> str:
-        """The cells of a row, with a gap before each."""
+        """Returns the cells of a row, with a gap before each."""
         cells = [
             getattr(row, name).rjust(width) if name == "size" else getattr(row, name).ljust(width)
             for name, width in zip(self._names, self._widths, strict=True)
@@ -86,7 +86,7 @@ class _Columns:
 
 
 def table_lines(rows: Sequence[TableRow], width: int, heads: TableRow | None = None) -> list[str]:
-    """The lines of a table.
+    """Returns the lines of a table.
 
     Args:
       rows: in their order.
@@ -99,7 +99,7 @@ def table_lines(rows: Sequence[TableRow], width: int, heads: TableRow | None = N
 
 
 def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None) -> list[str]:
-    """One line a row, an origin below its row where it is too long; empty where that is so for too many rows."""
+    """Formats one line a row, an origin below its row where it is too long; empty where too many rows are too long."""
     columns = _Columns(rows, ("array", "placing", "size"), heads)
     left = max(len(row.label) for row in rows)
     room = width - left - columns.width - len(_GAP)
@@ -115,7 +115,7 @@ def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None)
 
 
 def _stacked(rows: Sequence[TableRow], width: int) -> list[str]:
-    """A name, its cells to the right, its origin below; cells that do not fit beside a name stand below, too."""
+    """Formats a name with its cells to the right, or below where they do not fit, and its origin below."""
     columns = _Columns(rows, ("array", "size"))
     blocks: list[list[str]] = []
     most = width - columns.width

@@ -157,7 +157,9 @@ class _DemoJob:
     # -- parts
 
     def _abstract_state(self, everything: RestorePlan) -> dict[str, Any]:
-        """A state dict of `jax.ShapeDtypeStruct`: kernels in parts on all eight devices, the rest as it divides."""
+        """Returns a state dict of `jax.ShapeDtypeStruct`: kernels in parts on all eight devices, the rest as it
+        divides.
+        """
         leaves = {}
         for entry in everything.entries:
             dtype = np.int32 if entry.dtype == np.int64 else entry.dtype
@@ -185,7 +187,7 @@ def _spec(shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def _same(mine: Any, other: Any) -> bool:
-    """Equal in shape, dtype and every bit."""
+    """Reports equality in shape, dtype and every bit."""
     mine, other = np.asarray(mine), np.asarray(other)
     return mine.shape == other.shape and mine.dtype == other.dtype and mine.tobytes() == other.tobytes()
 
