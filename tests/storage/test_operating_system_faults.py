@@ -1,4 +1,4 @@
-"""Faults that seldom come: no descriptors left, files that cannot be looked at, a NUL in a name, raising callbacks."""
+"""Faults of the operating system: no descriptors left, stats that fail, a NUL in a path; and callbacks that raise."""
 
 import errno
 import os

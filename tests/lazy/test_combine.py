@@ -1,0 +1,142 @@
+"""Averages, and arrays that must be equal."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.lazy import all_equal, as_view, average
+from orbax_t5x.testing.array_leaf import ArrayLeaf
+from orbax_t5x.trees.dtypes import kind_of
+from tests.support.array_strategies import DTYPES
+from tests.support.lazy_views import view_of
+
+
+def _jax_promotion(dtypes):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(*dtypes))
+
+
+def _numbers(rng, shape, dtype, bound):
+    if kind_of(dtype) == "int":
+        info = ml_dtypes.iinfo(dtype)
+        low, high = max(int(info.min), -bound), min(int(info.max), bound)
+        return rng.integers(low, high + 1, shape).astype(dtype)
+    return rng.normal(size=shape).astype(dtype)
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_average_is_numpys_in_float64_rounded_to_jaxs_common_dtype(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    names = data.draw(st.sampled_from([
+        ["float32", "float64", "bfloat16", "float16", "complex64", "int8", "int32", "uint16", "int64", "complex128"],
+        ["int4"], ["uint4"], ["int2"], ["uint2"], ["float8_e4m3fn", "int16"], ["bfloat16", "float16"], ["int64"],
+    ]))  # fmt: skip
+    dtypes = [
+        np.dtype(getattr(ml_dtypes, name, name)) for name in data.draw(st.lists(st.sampled_from(names), min_size=1))
+    ][:5]
+    # Beside floats, numbers that the smallest of them holds.
+    bound = 2**40 if all(kind_of(dtype) == "int" for dtype in dtypes) else 100
+    arrays = [_numbers(rng, shape, dtype, bound) for dtype in dtypes]
+    weights = [data.draw(st.floats(0.25, 4)) for _ in arrays]
+    mean = average([as_view(array) for array in arrays], weights)
+    wide = np.stack([array.astype("complex128") for array in arrays])
+    expected = np.average(wide, axis=0, weights=weights)
+    assert mean.dtype == _jax_promotion(dtypes) and mean.shape == shape
+    got = mean.get()
+    if kind_of(mean.dtype) == "int":
+        # Sums of floats differ in their last bit by their order: both neighbours of a half are right.
+        assert (np.abs(got.astype("float64") - expected.real) <= 0.5 + 1e-9 * np.abs(expected.real)).all()
+    else:
+        tolerance = {2: 1e-2, 1: 0.1}.get(mean.dtype.itemsize, 1e-6)
+        np.testing.assert_allclose(got.astype("complex128"), expected, rtol=tolerance, atol=tolerance)
+    if mean.ndim:
+        np.testing.assert_array_equal(mean[::-2].T.get(), mean.get()[::-2].T)
+
+
+@pytest.mark.parametrize("name", ["int2", "int4", "uint2", "uint4", "int8", "uint8", "int32", "int64"])
+def test_average_of_integers_rounds_to_the_nearest_even(name):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    info = ml_dtypes.iinfo(dtype)
+    values = np.arange(max(int(info.min), -8), min(int(info.max), 7) + 1)
+    left, right = (part.reshape(-1) for part in np.meshgrid(values, values))
+    got = average([as_view(left.astype(dtype)), as_view(right.astype(dtype))], [1, 1])
+    expected = np.rint(np.average(np.stack([left, right]).astype("float64"), axis=0))
+    assert got.dtype == dtype and got.get().astype("int64").tolist() == expected.tolist()
+
+
+def test_average_never_wraps_an_integer_around():
+    for name, high in [("int8", 100), ("int4", 7), ("uint8", 200), ("int64", 2**62)]:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        views = [as_view(ArrayLeaf(np.array([value]).astype(dtype), "w")) for value in (high, 0)]
+        assert average(views, [1, 1]).get().astype("int64") == high // 2 + (high // 2) % 2 * (high % 2)
+        with pytest.raises(LeafMismatchError, match=rf"the average .* does not fit {name}") as caught:
+            average(views, [4, -2]).get()
+        assert caught.value.leaf == "w"
+        if name.startswith("u"):
+            with pytest.raises(LeafMismatchError, match="does not fit"):
+                average(views, [-1, 2]).get()
+
+
+def test_average_sums_in_more_than_the_stored_precision():
+    small = np.full(4, 1.0, "bfloat16")
+    tiny = np.full(4, 2.0**-9, "bfloat16")
+    # Summed in bfloat16, 256 times 2^-9 beside 1 would be lost.
+    got = average([as_view(small)] + [as_view(tiny)] * 256, [1] + [1] * 256).astype("float32").get() * 257
+    np.testing.assert_allclose(got, 1.5, rtol=1e-2)
+    doubles = average([as_view(np.array([1.0, 1e-12])), as_view(np.array([1.0, 3e-12]))], [1, 1])
+    np.testing.assert_allclose(doubles.get(), [1.0, 2e-12], rtol=1e-15)
+    steps = average([as_view(np.int64(2**40 + 1)), as_view(np.int64(2**40 + 4))], [1, 1])
+    assert steps.get() == 2**40 + 2  # halves to even
+    # The narrower input does not decide: this loses nothing of the float32.
+    mixed = average(
+        [as_view(np.array([1.0, 3.0]).astype("bfloat16")), as_view(np.float32([1.0009765625, 3.25]))], [1, 1]
+    )
+    assert mixed.dtype == np.float32 and mixed.get().tolist() == [1.00048828125, 3.125]
+
+
+def test_average_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"different shapes: .*\(2,\).*\(3,\)"):
+        average([view_of((2,)), view_of((3,))], [1, 1])
+    with pytest.raises(ValueError, match="2 arrays with 1 weights"):
+        average([view_of((2,)), view_of((2,))], [1])
+    with pytest.raises(ValueError, match="sum must be finite and not zero"):
+        average([view_of((2,)), view_of((2,))], [1, -1])
+    with pytest.raises(TypeError, match="bool"):
+        average([view_of((2,), "bool")], [1])
+    with pytest.raises(ValueError, match="float8_e4m3fn, float32: JAX has no common dtype"):
+        average([view_of((2,), ml_dtypes.float8_e4m3fn), view_of((2,))], [1, 1])
+    with pytest.raises(ValueError, match="at least one"):
+        average([], [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_equal_compares_bits(dtype):
+    array = np.array([[0, 1], [1, 0]]).astype(dtype)
+    leaves = [ArrayLeaf(array.copy(), f"layer{i}") for i in range(3)]
+    equal = all_equal([as_view(leaf) for leaf in leaves])
+    assert equal.T.get().tobytes() == array.T.tobytes()
+    leaves[2].array[1, 1] = np.ones((), dtype)
+    with pytest.raises(LeafMismatchError, match=r"leaf 'layer2'.*must equal 'layer0'.*\(1, 1\)"):
+        equal[1].get()
+    # A box without the difference reads.
+    assert equal[:, 0].get().tobytes() == array[:, 0].tobytes()
+
+
+def test_all_equal_takes_nan_for_equal_and_zeros_of_two_signs_for_different():
+    nan = np.array([np.nan, 1.0])
+    np.testing.assert_array_equal(all_equal([as_view(nan), as_view(nan.copy())]).get(), nan)
+    with pytest.raises(LeafMismatchError):
+        all_equal([as_view(np.array([0.0])), as_view(np.array([-0.0]))]).get()
+    with pytest.raises(LeafMismatchError):
+        all_equal([as_view(np.array([0j])), as_view(np.array([complex(0.0, -0.0)]))]).get()
+    with pytest.raises(LeafMismatchError, match="b'y'"):
+        all_equal([as_view(np.array([b"x"], object)), as_view(np.array([b"y"], object))]).get()
+    with pytest.raises(ValueError, match=r"different dtypes: .*float32.*float64"):
+        all_equal([view_of((2,)), view_of((2,), "float64")])

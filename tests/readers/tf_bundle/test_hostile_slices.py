@@ -1,0 +1,94 @@
+"""Slices of partitioned variables that do not tile them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orbax_t5x.errors import (
+    CorruptCheckpointError,
+)
+from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
+from orbax_t5x.readers.tf_bundle.proto import Extent, slice_key
+from orbax_t5x.testing.leaf_reads import leaf_of, read_whole, same_bits
+from tests.support.bundle_damage import GOOD, costs_one_leaf
+from tests.support.bundle_writer import (
+    Bundle,
+    bundle_of,
+    entry,
+)
+
+W = np.arange(40, dtype=np.float32).reshape(8, 5)
+
+
+ROWS = [[Extent(0, 3), Extent(0, -1)], [Extent(3, 5), Extent(0, -1)]]
+
+
+def sliced(directory: Path, edit: Callable[[Bundle, dict[str, int]], None]) -> Path:
+    """`good`, and `bad` in two slices, edited; the place is that of a 3 x 5 array."""
+    bundle = bundle_of({"good": GOOD})
+    bundle.add_sliced("bad", W, ROWS)
+    edit(bundle, bundle.store(W[:3]))
+    return bundle.write(directory)
+
+
+def say(*slices: list[Extent], shape: tuple[int, ...] = W.shape) -> Callable[[Bundle, dict[str, int]], None]:
+    def edit(bundle: Bundle, where: dict[str, int]) -> None:
+        bundle.entries[b"bad"] = entry("float32", shape, slices=slices)
+
+    return edit
+
+
+def lose(bundle: Bundle, where: dict[str, int]) -> None:
+    del bundle.entries[slice_key(b"bad", tuple(ROWS[0]))]
+
+
+def first_slice(dtype: str, shape: list[int], **options) -> Callable[[Bundle, dict[str, int]], None]:
+    def edit(bundle: Bundle, where: dict[str, int]) -> None:
+        bundle.entries[slice_key(b"bad", tuple(ROWS[0]))] = entry(dtype, shape, **{**where, **options})
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lose, r"the slice \[0:3, 0:5\] has no entry"),
+        (say(ROWS[1]), r"\[0:3, 0:5\] of the shape \(8, 5\) is in none of its slices"),
+        (say(ROWS[0], [Extent(4, 4), Extent(0, -1)]), r"\[3:4, 0:5\] .* is in none"),
+        (say(ROWS[0], [Extent(2, 6), Extent(0, -1)]), r"\[2:3, 0:5\] .* is in 2 of its slices"),
+        (say(ROWS[0], *ROWS), "is in 2 of its slices"),
+        (say(ROWS[0], [Extent(3, 6), Extent(0, -1)]), "a slice of 6 from 3 in a dimension of 8"),
+        (say(ROWS[0], [Extent(-3, 11), Extent(0, -1)]), "a slice of 11 from -3"),
+        (say(ROWS[0], [Extent(3, -7), Extent(0, -1)]), "a slice of -7 from 3"),
+        (say(ROWS[0], [Extent(3, 1 << 62), Extent(0, -1)]), "a slice of 4611686018427387904"),
+        (say([Extent(0, -1)]), "a slice of 1 dimensions"),
+        (say([Extent(0, -1)] * 40), "40 dimensions"),
+        (say(*ROWS, shape=(1 << 30, 5)), "is in none"),
+        (first_slice("int32", [3, 5]), r"the slice \[0:3, 0:5\] has dtype 3, the variable 1"),
+        (first_slice("float32", [5, 3]), r"the slice \[0:3, 0:5\] has the shape \(5, 3\)"),
+        (first_slice("float32", [3, 5], offset=1 << 30), "of a shard of"),
+        (first_slice("float32", [3, 5], size=10), "10 bytes, but"),
+        (first_slice("float32", [3, 5], crc=7), "crc32c"),
+        (first_slice("float32", [3, 5], slices=ROWS), "has dtype"),
+    ],
+)
+def test_slices(tmp_path: Path, edit: Callable[[Bundle, dict[str, int]], None], text: str) -> None:
+    costs_one_leaf(sliced(tmp_path, edit), CorruptCheckpointError, text)
+
+
+def test_sound_slices_are_read(tmp_path: Path) -> None:
+    with open_tf_bundle(sliced(tmp_path, lambda bundle, where: None)) as checkpoint:
+        assert same_bits(read_whole(leaf_of(checkpoint, "bad")), W)
+
+
+def test_very_many_slices_are_checked_quickly_or_refused(tmp_path: Path) -> None:
+    regular = [[Extent(n, 1)] for n in range(3000)]
+    crosses = [[Extent(n, 1), Extent(3000 - n, 1)] for n in range(3000)]
+    for slices, shape, text in ((regular, (3001,), "is in none"), (crosses, (3001, 3001), "too many to check")):
+        bundle = bundle_of({"good": GOOD})
+        bundle.entries[b"bad"] = entry("float32", shape, slices=slices)
+        for extents in slices:
+            bundle.entries[slice_key(b"bad", tuple(extents))] = b""
+        costs_one_leaf(bundle.write(tmp_path), CorruptCheckpointError, text)
