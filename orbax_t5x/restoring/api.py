@@ -151,18 +151,23 @@ def _plan(
     announce_exit()
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
-    inputs = plan_inputs(checkpoints_of(sources), target, (*own_chain(sources), *chain), options)
-    checkpoints = inputs.checkpoints
+    checkpoints = checkpoints_of(sources)
+    chain = (*own_chain(sources), *chain)
+    inputs = plan_inputs(checkpoints, target, chain, options)
     needs_history = bool(inputs.transforms) or caller.keeps_lineage
 
     def decided(records: Records) -> Decision:
         return decide_resuming(records, checkpoints, inputs.transforms, options, caller.kind)
 
-    records = recorded_lineages(checkpoints)
-    if needs_history:
-        records = with_history(records, checkpoints)  # the only reads between opening the sources and reading arrays
+    recorded = recorded_lineages(checkpoints)
+
+    def with_older_steps() -> Records:
+        return with_history(recorded, checkpoints)
+
+    # The only reads between opening the sources and reading arrays.
+    records = with_older_steps() if needs_history else recorded
     # Before the plan: transforms that were applied already fail in ways that would only hide why.
     plan = build_plan(inputs, decided(caller.agree(records)), proposes=caller.proposes)
     if not needs_history:
-        plan.defer_provenance(lambda: decided(with_history(records, checkpoints)).lineage)
+        plan.defer_provenance(lambda: decided(with_older_steps()).lineage)
     return plan

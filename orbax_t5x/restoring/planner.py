@@ -20,22 +20,20 @@ from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
-from orbax_t5x.restoring.source_leaves import source_leaves
+from orbax_t5x.restoring.sources import source_leaves, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import prefixed
 
-_SAVED_WHOLE = "_optimizer/"
-_AXES = ("params_axes/", "flax_mutables_axes/")
-
 
 @dataclasses.dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan: open checkpoints, a flattened target, and the transforms between them.
+    """Inputs of a plan: open checkpoints, a flattened target, and the transforms between them.
 
     Attributes:
       checkpoints: by the prefix of their leaf names; one checkpoint under "" has no prefix.
+      path: of the checkpoints, for errors.
       target: what is to be filled.
       stored: the leaves of the checkpoints by name.
       source: the same under the names that transforms get.
@@ -46,6 +44,7 @@ class PlanInputs:
     """
 
     checkpoints: Mapping[str, Checkpoint]
+    path: str | None
     target: Target
     stored: dict[str, Any]
     source: dict[str, Any]
@@ -72,14 +71,15 @@ def plan_inputs(
     Raises:
       RestorePlanError: `"auto"` finds no rules.
     """
+    path = ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
     flattened = flatten_target(target)
     diagnostics = Diagnostics()
     stored = source = source_leaves(checkpoints, diagnostics)
     for name in (*flattened.train_states, *flattened.inference_states):
-        source = _without_saved_whole_prefix(source, f"{name}/" if name else "")
+        source = without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
-    written = written_out(transforms, source, flattened.original, _paths(checkpoints))
-    return PlanInputs(checkpoints, flattened, stored, source, transforms, written, options, diagnostics)
+    written = written_out(transforms, source, flattened.original, path)
+    return PlanInputs(checkpoints, path, flattened, stored, source, transforms, written, options, diagnostics)
 
 
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
@@ -114,7 +114,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         failure = MatchFailure(
             matcher, match, source, before, inputs.given, transforms, proposes, options.strict, takes_rules
         )
-        raise diagnostics.error(explain(failure), path=_paths(checkpoints))
+        raise diagnostics.error(explain(failure), path=inputs.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
@@ -130,28 +130,6 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         provenance=decision.lineage,
         fallback=None if fallback is None else fallback.compute,
     )
-
-
-def _paths(checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    return ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
-
-
-def _without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str, Any]:
-    """Renames the leaves of a train state that stock Orbax saved whole (`_optimizer/target/…`) as its state dict does.
-
-    Args:
-      source: by name.
-      start: the name of the train state, with a trailing '/'; empty for the whole.
-    """
-    saved_whole = start + _SAVED_WHOLE
-    if not any(name.startswith(saved_whole) for name in source):
-        return source
-    axes = tuple(start + name for name in _AXES)
-    return {
-        start + name.removeprefix(saved_whole) if name.startswith(saved_whole) else name: value
-        for name, value in source.items()
-        if not name.startswith(axes)
-    }
 
 
 def _raise_broken(entries: Iterable[PlanEntry]) -> None:

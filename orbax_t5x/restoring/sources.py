@@ -1,4 +1,4 @@
-"""Sources of a restore: one checkpoint or several by name, each with transforms of its own."""
+"""Sources of a restore: one checkpoint or several by name, each with transforms of its own, and their leaves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orbax_t5x.errors import Fix
 from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.trees.flat import prefixed
 
 Path = str | os.PathLike[str]
+
+_SAVED_WHOLE = "_optimizer/"
+_AXES = ("params_axes/", "flax_mutables_axes/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,3 +125,48 @@ def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Ca
         for step in (transform.steps if isinstance(transform, OneSource) else (transform,))
     )
     return tuple(chain) if is_known else ()
+
+
+def source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostics) -> dict[str, Any]:
+    """Returns all leaves by name, and None where a checkpoint has None; several sources are told apart by a prefix."""
+    if len(checkpoints) == 1 and "" in checkpoints:
+        return _leaves_of(checkpoints[""])
+    source: dict[str, Any] = {}
+    prefix_of: dict[str, str] = {}
+    for prefix, checkpoint in checkpoints.items():
+        for short, value in _leaves_of(checkpoint).items():
+            name = prefixed(prefix, short)
+            if name in source:
+                diagnostics.problem(
+                    "duplicate",
+                    name,
+                    f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name",
+                    Fix("give one of the sources another name"),
+                )
+            source[name] = value
+            prefix_of[name] = prefix
+    return source
+
+
+def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    leaves: dict[str, Any] = dict(checkpoint.leaves)
+    leaves.update((name, None) for name, empty in checkpoint.empties.items() if empty is None)
+    return leaves
+
+
+def without_saved_whole_prefix(source: dict[str, Any], start: str) -> dict[str, Any]:
+    """Renames the leaves of a train state that stock Orbax saved whole (`_optimizer/target/…`) as its state dict does.
+
+    Args:
+      source: by name.
+      start: the name of the train state, with a trailing '/'; empty for the whole.
+    """
+    saved_whole = start + _SAVED_WHOLE
+    if not any(name.startswith(saved_whole) for name in source):
+        return source
+    axes = tuple(start + name for name in _AXES)
+    return {
+        start + name.removeprefix(saved_whole) if name.startswith(saved_whole) else name: value
+        for name, value in source.items()
+        if not name.startswith(axes)
+    }

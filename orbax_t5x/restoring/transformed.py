@@ -15,8 +15,7 @@ from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
 from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
 from orbax_t5x.restoring.lineage import decide_resuming, recorded_lineages, with_history
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.restoring.source_leaves import source_leaves
-from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
+from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain, source_leaves
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms

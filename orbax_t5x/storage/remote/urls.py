@@ -71,7 +71,7 @@ def parse_url(url: str) -> StoreUrl:
       UnsupportedCheckpointError: another scheme, no host or bucket, or a password in it.
     """
     scheme = url_scheme(url)
-    if not is_remote(url):
+    if scheme not in (*_HTTP, *_BUCKETS):
         raise UnsupportedCheckpointError(
             f"{scheme}:// paths are not read; http, https, s3, gs, hf and local paths are", path=url
         )
