@@ -82,6 +82,7 @@ class Matcher:
         entries = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
         return [entry for entry in entries if entry is not None]
 
+    @functools.cached_property
     def leftovers(self) -> list[str]:
         """Names of the state dict that no target leaf takes; valid after `entries` was called."""
         target = self.target
@@ -89,19 +90,14 @@ class Matcher:
             return []
         slots = tuple((f"{name}/state/" if name else "state/") for name in target.inference_states)
         steps = {f"{prefix}step" for prefix in slots}
-
-        def is_left(name: str, value: Any) -> bool:
-            if value is None or name in self._taken:
-                return False
-            if slots and name.startswith(slots) and name not in steps:
-                return False
-            return not (target.kept and target.is_kept(name))
-
-        return [name for name, value in self.state.items() if is_left(name, value)]
+        left = [name for name, value in self.state.items() if value is not None and name not in self._taken]
+        if slots:
+            left = [name for name in left if name in steps or not name.startswith(slots)]
+        return [name for name in left if not target.is_kept(name)] if target.kept else left
 
     def leftover_sources(self) -> list[str]:
         """Returns the names of the checkpoint leaves that the leftovers of the state dict are made of."""
-        values = (self.state[name] for name in self.leftovers())
+        values = (self.state[name] for name in self.leftovers)
         views = (as_view(value) for value in values if isinstance(value, LazyArray))
         return list(dict.fromkeys(name for view in views for name in self._source_names(view.leaves())))
 

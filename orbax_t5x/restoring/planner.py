@@ -107,7 +107,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     entries = matcher.entries()
     # Before the problems: the shape of a broken leaf is unknown, so it clashes with any target.
     _raise_broken(entries)
-    if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers()):
+    if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers):
         from orbax_t5x.restoring.diagnose.explain import MatchFailure, explain  # noqa: PLC0415  (a failure only)
 
         takes_rules, proposes = not resuming, proposes and not resuming

@@ -37,7 +37,7 @@ def unmatched_of(state, target, *, transforms=(), takes_rules=True):
         matcher.target,
         matcher.unfilled,
         tuple(matcher.missing),
-        tuple(matcher.leftovers()),
+        tuple(matcher.leftovers),
         transforms,
         takes_rules,
     )

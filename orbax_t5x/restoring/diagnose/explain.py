@@ -158,7 +158,7 @@ def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
         target=matcher.target,
         unfilled=matcher.unfilled,
         missing=tuple(matcher.missing),
-        leftovers=tuple(matcher.leftovers()) if failure.strict else (),
+        leftovers=tuple(matcher.leftovers) if failure.strict else (),
         transforms=failure.transforms,
         takes_rules=failure.takes_rules,
     )
