@@ -3,65 +3,26 @@
 Memory is what `tracemalloc` sees; steps are counted. No test takes the time.
 """
 
-import gc
-import itertools
 import json
 import os
 import struct
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, RestorePlanError
 from orbax_t5x.readers.tf_bundle import leaves as bundle_leaves
 from orbax_t5x.readers.tf_bundle.proto import Extent
-from orbax_t5x.readers.tiling import MAX_TILING_STEPS, check_tiling
-from orbax_t5x.storage.strict_json import parse_object, parsed_bytes
+from orbax_t5x.readers.tiling import check_tiling
+from orbax_t5x.storage.strict_json import parsed_bytes
 from tests.support.bundle_writer import bundle_of, entry
 from tests.support.hostile_files import repeated
+from tests.support.traced_memory import peak_of
 
 _MIB = 1 << 20
 GOOD = np.arange(6, dtype=np.float32)
-
-
-def peak_of(call: Callable[[], Any]) -> int:
-    """The most memory that a call had at a time, beyond what there was."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("item", [b"{}", b"[]", b"[0]", b'{"a":0}', b"[{}]", b'{"a":{}}'])
-def test_json_of_many_small_parts_is_refused_before_it_is_parsed(item):
-    data = repeated(item, 12 * _MIB)
-
-    def parse():
-        with pytest.raises(LimitExceededError, match="bytes of JSON would take") as caught:
-            parse_object(data, "/the/file")
-        assert caught.value.path == "/the/file"
-
-    assert peak_of(parse) < _MIB
-
-
-@pytest.mark.parametrize(
-    "item", [b"{}", b"[]", b"[0]", b'{"a":0}', b'{"a":{}}', b"1", b"999", b"1.5", b'""', b'"ab"', b'"\\u20ac"']
-)
-def test_the_estimate_of_what_parsing_takes_is_one(item):
-    data = repeated(item, 400_000)
-    estimate = parsed_bytes(data)
-    peak = peak_of(lambda: parse_object(data, "/the/file"))
-    assert peak <= max(estimate, 15 * len(data))
 
 
 def safetensors_file(path: Path, header: bytes) -> Path:
@@ -124,31 +85,6 @@ def test_slices_listed_by_entries_that_have_none_of_their_own_are_not_looked_at(
         with pytest.raises(CorruptCheckpointError, match="it lists 200 slices, and the index has far fewer") as caught:
             checkpoint.leaves["zz7"].get()
     assert caught.value.leaf == "zz7"
-
-
-def brute_force(shape: tuple[int, ...], boxes) -> bool:
-    held = np.zeros(shape, int)
-    for box in boxes:
-        held[tuple(slice(low, high) for low, high in box)] += 1
-    return bool((held == 1).all())
-
-
-@st.composite
-def boxes_in(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    cuts = [sorted({0, size, *draw(st.sets(st.integers(0, size), max_size=3))}) for size in shape]
-    boxes = [tuple(cell) for cell in itertools.product(*(list(itertools.pairwise(marks)) for marks in cuts))]
-    for _ in range(draw(st.integers(0, 2))):
-        at = draw(st.integers(0, len(boxes) - 1))
-        low_high = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-        boxes[at] = tuple((low, high) for low, high in low_high)
-    return shape, boxes
-
-
-@given(boxes_in())
-def test_a_tiling_is_what_fills_every_element_once(case):
-    shape, boxes = case
-    assert (check_tiling(shape, boxes, MAX_TILING_STEPS).problem is None) == brute_force(shape, boxes)
 
 
 def test_irregular_slices_share_one_budget_and_even_ones_need_none(tmp_path, monkeypatch):
