@@ -18,15 +18,17 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.handlers import failed_saves as _failed_saves
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType
 from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, restore_whole, types_of_users, value_types
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
+from orbax_t5x.handlers.save import cleanup
+from orbax_t5x.handlers.save.commit import GuardedCommit, check_merged, sync_tree
 from orbax_t5x.handlers.save.prepare import Prepared, prepare
 from orbax_t5x.handlers.save.type_table import WithStreamedLeaves
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SaveSums, merge_parts
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
+from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.api import open_plan
@@ -107,15 +109,15 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
           UnsupportedCheckpointError: leaves that Orbax cannot store; nothing is left of the save.
           RestorePlanError: transforms or `dtype` do not fit the tree, or it could not be opened with its names.
         """
-        self._begin(directory)
+        self._begin(directory, in_background=True)
         try:
             with self._registry.remembering(), self._summing(directory, later=True) as sums:
                 prepared = self._prepare(directory, args, sums, deferred=False)
                 futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
-            self._discard(directory)
+            self._clean_up(directory)
             raise
-        commit = _failed_saves.GuardedCommit(futures or (), directory, self._is_primary())
+        commit = GuardedCommit(futures or (), directory, self._is_primary())
         if sums is not None:
             commit.meanwhile, commit.finish = sums.sum_kept, partial(sums.write, directory)
         return [commit]
@@ -125,12 +127,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
         An interrupt stops it and leaves nothing behind.
         """
-        self._begin(directory)
+        self._begin(directory, in_background=False)
         with self._summing(directory, later=False) as sums:
             try:
                 prepared = self._prepare(directory, args, sums, deferred=True)
             except BaseException:
-                self._discard(directory)
+                self._clean_up(directory)
                 raise
             self._save(directory, args, prepared, sums)
 
@@ -141,21 +143,21 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             if sums is not None:
                 sums.write(directory)
         except BaseException as error:
-            self._discard(directory)
-            _failed_saves.raise_as_checkpoint_error(error, directory)
+            self._clean_up(directory)
+            raise_as_checkpoint_error(error, directory)
 
     def finalize(self, directory: epath.Path) -> None:
         """Merges what the processes wrote and makes it durable; Orbax calls it on one process."""
         try:
             self._orbax.finalize(directory)
-            _failed_saves.check_merged(directory)
+            check_merged(directory)
             if self._saves is not None:
                 merge_parts(directory)
-            _failed_saves.sync_tree(directory)
-            _failed_saves.end(directory)
+            sync_tree(directory)
+            cleanup.end(directory)
         except BaseException as error:
-            self._discard(directory, saved=True)
-            _failed_saves.raise_as_checkpoint_error(error, directory)
+            self._clean_up(directory)
+            raise_as_checkpoint_error(error, directory)
 
     def _summing(self, directory: epath.Path, *, later: bool) -> contextlib.AbstractContextManager[SaveSums | None]:
         return contextlib.nullcontext() if self._saves is None else self._saves.of(directory, later=later)
@@ -178,13 +180,13 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         recorded.remember()
         return prepared
 
-    def _begin(self, directory: epath.Path) -> None:
+    def _begin(self, directory: epath.Path, *, in_background: bool) -> None:
         if self._is_primary():
-            _failed_saves.begin(directory)
+            cleanup.begin(directory, in_background=in_background)
 
-    def _discard(self, directory: epath.Path, *, saved: bool = False) -> None:
+    def _clean_up(self, directory: epath.Path) -> None:
         if self._is_primary():
-            _failed_saves.discard(directory, saved=saved)
+            cleanup.remove_failed_once_made(directory)
 
     def _is_primary(self) -> bool:
         return self._primary_host is None or ocp.multihost.process_index() == self._primary_host

@@ -29,6 +29,12 @@ _IO_STATUSES = frozenset(
 )
 
 
+def os_error_number(error: BaseException) -> int | None:
+    """Returns the operating system's error number that TensorStore recorded in an error, or None."""
+    found = _OS_ERROR.search(str(error))
+    return None if found is None else int(found["errno"])
+
+
 def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
     """Types a failure inside TensorStore.
 
@@ -46,8 +52,7 @@ def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str
         return _typed_remote(error, status, message, path, leaf)
     if not os.path.isdir(path):
         return CheckpointGoneError(f"the directory vanished ({message})", path=path, leaf=leaf)
-    if found := _OS_ERROR.search(str(error)):
-        number = int(found["errno"])
+    if (number := os_error_number(error)) is not None:
         if number not in _DAMAGE_ERRNOS:
             return CheckpointIOError(message, path=path, leaf=leaf, errno=number)
     elif status in _IO_STATUSES:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from orbax_t5x.handlers.failed_saves import removed_on_interrupt
+from orbax_t5x.handlers.save.cleanup import removed_on_interrupt
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SummedHandler, summed_types
 from orbax_t5x.handlers.type_handlers.lazy_array import LazyArrayHandler, StreamedLeaf
 from orbax_t5x.handlers.type_handlers.numpy_or_lazy import stock_handler

@@ -18,8 +18,8 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, LoopThread, await_to_end, call_carried, reader_pool, run_in_pool, wait_all
-from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
+from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.chunks import ChunkPreferences, choose_chunk, grid_boxes

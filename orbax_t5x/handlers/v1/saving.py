@@ -21,8 +21,9 @@ import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
 from orbax_t5x.concurrency import first_failure
-from orbax_t5x.handlers.failed_saves import discard, raise_as_checkpoint_error, remove_temporary, sync_tree
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK
+from orbax_t5x.handlers.save.cleanup import remove_failed, remove_failed_once_made
+from orbax_t5x.handlers.save.commit import sync_tree
 from orbax_t5x.handlers.save.key_checks import storage_key
 from orbax_t5x.handlers.type_handlers.checksums import (
     CopiedArray,
@@ -34,6 +35,7 @@ from orbax_t5x.handlers.type_handlers.checksums import (
     sum_held,
 )
 from orbax_t5x.handlers.v1.orbax_v1_names import goes_through_pinned_memory, stored_dtype, transfer_limit
+from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 
 
@@ -120,7 +122,7 @@ async def finish(
     except BaseException as error:
         await asyncio.to_thread(_end, written)
         if primary:
-            await asyncio.to_thread(remove_temporary, path)
+            await asyncio.to_thread(remove_failed, path)
         raise_as_checkpoint_error(first_failure(error), path)
 
 
@@ -137,7 +139,7 @@ def discard_refused(directory: epath.Path) -> None:
     A `Checkpointer` has its directories made meanwhile; the free functions make none before all is accepted.
     """
     if TEMPORARY_MARK in directory.name:
-        discard(directory)
+        remove_failed_once_made(directory)
 
 
 def _write_sums(directory: epath.Path, held: list[Held]) -> None:

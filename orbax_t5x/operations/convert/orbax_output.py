@@ -21,8 +21,8 @@ from etils import epath
 from orbax_t5x.concurrency import Budget, LoopThread, reader_pool, run_in_pool, wait_all
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
-from orbax_t5x.handlers.failed_saves import check_merged, sync_directory, sync_tree
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
+from orbax_t5x.handlers.save.commit import check_merged, sync_tree
 from orbax_t5x.handlers.save.prepare import Prepared, prepare
 from orbax_t5x.handlers.save.type_table import WithStreamedLeaves
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, merge_parts
@@ -40,6 +40,7 @@ from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.storage.durability import sync_directory
 from orbax_t5x.trees.flat import tree_of, unflatten
 from orbax_t5x.trees.pytree_names import leaf_name
 

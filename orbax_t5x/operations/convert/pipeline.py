@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from orbax_t5x.concurrency import Budget, LoopThread, call_carried, reader_pool, run_in_pool, wait_all
-from orbax_t5x.handlers.failed_saves import raise_as_checkpoint_error
 from orbax_t5x.handlers.type_handlers.stream import PIECE_COPIES, PIECES_IN_FLIGHT, Output
+from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Leaf, ReadStats
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.lazy.read import group_reads

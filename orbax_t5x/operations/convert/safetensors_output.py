@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
-from orbax_t5x.handlers.failed_saves import sync, sync_directory
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.chunks import ChunkPreferences
@@ -31,6 +30,7 @@ from orbax_t5x.operations.convert.safetensors_layout import (
 from orbax_t5x.operations.convert.writing import WriteOptions, Written, nothing_to_write
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.storage.durability import sync_directory, sync_path
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import kind_of
 
@@ -123,7 +123,7 @@ class _Files:
     def sync(self, arrays: Sequence[PlannedArray]) -> None:
         """See `PieceStore.sync`."""
         for file in {self._starts[array.key][0] for array in arrays}:
-            sync(self._directory / file)
+            sync_path(self._directory / file)
 
 
 def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -19,8 +19,8 @@ import shutil
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.handlers.failed_saves import remove_tree, sync
 from orbax_t5x.operations.convert.journal import is_being_written, journals
+from orbax_t5x.storage.durability import sync_path
 
 _SUFFIX = ".orbax-t5x-convert"
 _REPLACED = "replaced"
@@ -77,14 +77,14 @@ class WorkDirectory:
             os.rename(written, self._target)
         elif not exchange(written, self._target):
             _rename_twice(written, self._target, self.path / _REPLACED)
-        sync(self._target.parent)
+        sync_path(self._target.parent)
 
     def __enter__(self) -> WorkDirectory:
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not self.is_kept:
-            remove_tree(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 

@@ -446,13 +446,16 @@ def test_a_disk_that_is_full_is_one_typed_error_and_leaves_room(tmp_path, monkey
                 manager.wait_until_finished()
             except CheckpointIOError as error:
                 print("errno", errno.errorcode[error.errno])
-            print(sorted(os.listdir(root)))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            manager.save(1, args=ot.args.TrainStateSave({{"a": big}}))
+            print([name for folder, _, names in os.walk(root) if ".orbax-checkpoint-tmp" in folder for name in names])
+            manager.save(2, args=ot.args.TrainStateSave({{"a": np.ones(3)}}))
             manager.wait_until_finished()
-            print(manager.all_steps(), (manager.restore(1)["a"] == big).all())
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            manager.save(3, args=ot.args.TrainStateSave({{"a": big}}))
+            manager.wait_until_finished()
+            print(manager.all_steps(), (manager.restore(3)["a"] == big).all())
     """
-    assert run(code) == ["errno EFBIG", "['0']", "[0, 1] True"]
+    assert run(code) == ["errno EFBIG", "['_CHECKPOINT_METADATA']", "[0, 2, 3] True"]
+    assert sorted(os.listdir(tmp_path)) == ["0", "2", "3"]
 
 
 def test_a_failing_finalize_leaves_nothing(tmp_path, monkeypatch):

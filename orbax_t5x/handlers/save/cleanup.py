@@ -1,0 +1,125 @@
+"""Removes what failed and interrupted saves have written.
+
+Orbax makes its temporary directories before it calls a handler, and leaves them when the handler fails, so that a full
+disk stays full. Here a failed save removes what it wrote at once, and its directories too, unless Orbax may still write
+metadata into them in the background. Those stay, empty, until the next save of that step replaces them or the process
+exits; an interrupted save is removed at exit as well. Only directories that Orbax has marked as unfinished are touched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE
+from orbax_t5x.storage.paths import url_scheme
+
+# Orbax's own files in a step, of version 0 or 1.
+_STEP_FILES = frozenset({STEP_METADATA_FILE, "orbax.checkpoint"})
+_COMMIT_TIME = "commit_timestamp_nsecs"
+# Orbax makes directories in the background, in milliseconds; after this long they are not coming.
+_CREATION_TIMEOUT_SECS = 20
+
+# Saves that have begun and not succeeded, by directory.
+_unfinished: dict[str, _UnfinishedSave] = {}
+
+
+class _UnfinishedSave(NamedTuple):
+    """A save that has begun and not succeeded.
+
+    Attributes:
+      process: that saves; a fork leaves its parent's saves alone.
+      in_background: whether Orbax may write metadata at any time, and raises an error where it cannot.
+    """
+
+    process: int
+    in_background: bool
+
+
+def begin(directory: Any, *, in_background: bool) -> None:
+    """Notes that a save into a directory has begun: unless it succeeds, it is removed when the process exits."""
+    atexit.unregister(_remove_all)
+    atexit.register(_remove_all)
+    _unfinished[os.fspath(directory)] = _UnfinishedSave(os.getpid(), in_background)
+
+
+def end(directory: Any) -> None:
+    """Notes that a save has succeeded."""
+    _unfinished.pop(os.fspath(directory), None)
+
+
+def _remove_all() -> None:
+    for directory in [one for one, save in _unfinished.items() if save.process == os.getpid()]:
+        _remove(directory, with_directories=True)
+
+
+@contextlib.contextmanager
+def removed_on_interrupt(directory: Any) -> Iterator[None]:
+    """Removes what a save has written where an interrupt ends the `with` block.
+
+    Orbax hands over leaves in asyncio tasks. An interrupt in one of them stops the event loop, and `async_save` does
+    not learn of it. Orbax's threads that wait for the directory would then keep the process alive for minutes if it
+    exited before the directory is made.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        save = _unfinished.get(os.fspath(directory))
+        if save is not None and save.process == os.getpid():
+            remove_failed_once_made(directory)
+        raise
+
+
+def remove_failed_once_made(directory: Any) -> None:
+    """Waits until Orbax has made the directory of a failed save, and calls `remove_failed`."""
+
+    async def removal() -> None:
+        remove_failed(directory)
+
+    # Orbax replaces what could not be removed; the error of the save matters more.
+    with contextlib.suppress(Exception):
+        CommitFuture(removal(), name="orbax_t5x_cleanup").result(timeout=_CREATION_TIMEOUT_SECS)
+
+
+def remove_failed(directory: Any) -> None:
+    """Removes what a failed save has written into its local directory, and the directory unless Orbax still uses it."""
+    save = _unfinished.get(os.fspath(directory))
+    _remove(directory, with_directories=save is None or not save.in_background)
+
+
+def _remove(directory: Any, *, with_directories: bool) -> None:
+    text = os.fspath(directory)
+    path = Path(text)
+    if url_scheme(text) is not None or not path.is_dir() or not _is_unfinished(path):
+        return
+    with contextlib.suppress(OSError):
+        for entry in [one for one in path.iterdir() if one.name not in _STEP_FILES]:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        for folder in (path, path.parent) if with_directories else ():
+            if _is_unfinished(folder) and {entry.name for entry in folder.iterdir()} <= _STEP_FILES:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Returns True for Orbax's temporary directories, and for steps that Orbax writes in place, with their items."""
+    if TEMPORARY_MARK in path.name + path.parent.name:
+        return True
+    return not (path / COMMIT_FILE).exists() and any(map(_lacks_commit_time, (path, path.parent)))
+
+
+def _lacks_commit_time(step: Path) -> bool:
+    try:
+        metadata = json.loads((step / STEP_METADATA_FILE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(metadata, dict) and metadata.get(_COMMIT_TIME) is None and not (step / COMMIT_FILE).exists()

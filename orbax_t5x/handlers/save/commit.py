@@ -1,0 +1,104 @@
+"""The end of a save: Orbax's commit futures, the check that Orbax merged what it wrote, and syncing it to disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from etils import epath
+
+from orbax_t5x.concurrency import first_failure, run_jobs
+from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.handlers.save.cleanup import remove_failed
+from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
+from orbax_t5x.readers.orbax.steps import MANIFEST_FILE
+from orbax_t5x.storage.durability import sync_path
+from orbax_t5x.storage.paths import url_scheme
+
+# Leaves the interpreter for this long to Orbax, which opens its arrays then, and to the caller, whom `save` returns to.
+_HEAD_START_SECS = 0.2
+# The beginning of the names of the directories in which processes write.
+_DATABASE_PREFIX = "ocdbt.process_"
+
+
+class GuardedCommit:
+    """A future for Orbax's commit futures that, where one fails, removes what was written and raises a typed error.
+
+    Attributes:
+      meanwhile: called by the thread that waits, while the futures run.
+      finish: called once all have succeeded.
+    """
+
+    def __init__(self, futures: Sequence[Any], directory: epath.Path, remove: bool):
+        """Args: `remove`: whether this process removes what was written."""
+        self.meanwhile: Callable[[], None] | None = None
+        self.finish: Callable[[], None] | None = None
+        self._futures = tuple(futures)
+        self._directory = directory
+        self._remove = remove
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for the commit; see `ocp.future.Future`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            if self.meanwhile is not None:
+                with contextlib.suppress(TimeoutError):
+                    self._wait(time.monotonic() + _HEAD_START_SECS)
+                self.meanwhile()
+            self._wait(deadline)
+            if self.finish is not None:
+                self.finish()
+        except TimeoutError:
+            raise
+        except BaseException as error:
+            self.cancel()
+            # Files that a writer of Orbax makes after the removal would stay.
+            for future in self._futures:
+                with contextlib.suppress(BaseException):
+                    future.result()
+            if self._remove:
+                remove_failed(self._directory)
+            raise_as_checkpoint_error(first_failure(error), self._directory)
+
+    def _wait(self, deadline: float | None) -> None:
+        for future in self._futures:
+            future.result(timeout=None if deadline is None else max(0.001, deadline - time.monotonic()))
+
+    def cancel(self) -> None:
+        """Cancels what still runs."""
+        for future in self._futures:
+            with contextlib.suppress(Exception):
+                future.cancel()
+
+
+def check_merged(directory: epath.Path) -> None:
+    """Raises if Orbax left what the processes wrote without an index.
+
+    Orbax finds their directories by a glob pattern that begins with the item's own path, in which `[` is special: the
+    save would end without an error and could not be read.
+    """
+    if "[" not in os.fspath(directory) or (directory / MANIFEST_FILE).exists():
+        return
+    if any(entry.name.startswith(_DATABASE_PREFIX) for entry in directory.iterdir()):
+        message = (
+            "Orbax cannot save below a directory whose name holds '[': it does not find its own files again; choose "
+            "another path, or pass use_ocdbt=False to the handler"
+        )
+        raise UnsupportedCheckpointError(message, path=os.fspath(directory))
+
+
+def sync_tree(directory: Any) -> None:
+    """Makes everything below a local directory durable.
+
+    TensorStore syncs its own files; nothing else syncs Orbax's metadata files and the entries of directories.
+    """
+    root = os.fspath(directory)
+    if url_scheme(root) is not None:
+        return
+    paths = [path for folder, _, names in os.walk(root) for path in (*(os.path.join(folder, n) for n in names), folder)]
+    # Each sync waits for the device, 2 ms even where nothing is left to write; together most wait for the same flush.
+    run_jobs(partial(sync_path, path) for path in paths)

@@ -1,0 +1,30 @@
+"""Turns what a failed write raises into one typed error that names the path and the leaf."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, NoReturn
+
+from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.readers.tensorstore_errors import os_error_number
+
+# TensorStore's statuses for a store that failed, which no change of the arguments would mend.
+_STORE_FAILURE = re.compile(
+    "UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DATA_LOSS|ABORTED|CANCELLED|DEADLINE_EXCEEDED"
+    "|NOT_FOUND|FAILED_PRECONDITION|OUT_OF_RANGE|INTERNAL|UNKNOWN"
+)
+
+
+def raise_as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str | None = None) -> NoReturn:
+    """Raises a failure to write as `CheckpointIOError` with its `errno`, and every other error as it is."""
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        raise error
+    text = " ".join(str(error).split()) or type(error).__name__
+    number = error.errno if isinstance(error, OSError) else os_error_number(error)
+    if number is None and not isinstance(error, OSError) and not _STORE_FAILURE.match(text):
+        if leaf is not None:
+            error.add_note(f"while the leaf {leaf!r} was written to {os.fspath(directory)}")
+        raise error
+    message = f"could not be written: {text}"
+    raise CheckpointIOError(message, path=os.fspath(directory), leaf=leaf, errno=number) from error
