@@ -14,8 +14,8 @@ from orbax_t5x.cli.arguments import UsageError, read_json_object
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.operations.convert.convert import convert_for
+from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
-from orbax_t5x.operations.convert.writing import WriteOptions
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.rules.inference import layout_of
 from orbax_t5x.text.wording import array_text, plain

@@ -36,7 +36,7 @@ MISSING = _Missing.MISSING
 # Neither compared nor shown by value: either would read whole states to the host.
 @dataclasses.dataclass(eq=False)
 class TrainStateSave(ocp.args.CheckpointArgs):
-    """What to save.
+    """The arguments of a save.
 
     Attributes:
       item: any pytree. A T5X train state (it has `state_dict()` and `restore_state()`) is written by its state dict, in
@@ -77,7 +77,7 @@ class TrainStateSave(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass(eq=False)
 class TrainStateRestore(ocp.args.CheckpointArgs):
-    """What to restore: the keywords of `orbax_t5x.restore`, which says what they mean.
+    """The arguments of a restore: the keywords of `orbax_t5x.restore`.
 
     Without a target, stock Orbax restores; `target=None`, given, is everything as NumPy.
 
@@ -105,7 +105,7 @@ class TrainStateRestore(ocp.args.CheckpointArgs):
     broadcast: bool = ReadOptions.broadcast
 
     def given(self) -> list[str]:
-        """The names of the keywords that are not at their defaults."""
+        """Returns the names of the keywords that are not at their defaults."""
         changed: list[str] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

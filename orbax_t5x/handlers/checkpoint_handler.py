@@ -24,8 +24,8 @@ from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, resto
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
 from orbax_t5x.handlers.save import cleanup
 from orbax_t5x.handlers.save.commit import GuardedCommit, check_merged, sync_tree
-from orbax_t5x.handlers.save.prepare import Prepared, prepare
-from orbax_t5x.handlers.save.type_table import WithStreamedLeaves
+from orbax_t5x.handlers.save.prepare import PreparedSave, prepare
+from orbax_t5x.handlers.save.type_table import StreamingTypeTable
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SaveSums, merge_parts
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
@@ -84,7 +84,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         self._active_processes = processes.active_processes
         self._given_registry = type_handler_registry
         self._saves = RunningSaves() if checksums else None
-        self._registry = WithStreamedLeaves(type_handler_registry or GlobalTypeHandlers(), self._saves)
+        self._registry = StreamingTypeTable(type_handler_registry or GlobalTypeHandlers(), self._saves)
         self._orbax = ocp.PyTreeCheckpointHandler(
             use_ocdbt=use_ocdbt,
             use_zarr3=use_zarr3,
@@ -136,7 +136,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 raise
             self._save(directory, args, prepared, sums)
 
-    def _save(self, directory: epath.Path, args: TrainStateSave, prepared: Prepared, sums: SaveSums | None) -> None:
+    def _save(self, directory: epath.Path, args: TrainStateSave, prepared: PreparedSave, sums: SaveSums | None) -> None:
         try:
             self._orbax.save(directory, args=_orbax_args(args, prepared))
             prepared.writer.run_deferred()
@@ -164,7 +164,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     def _prepare(
         self, directory: epath.Path, args: TrainStateSave, sums: SaveSums | None, *, deferred: bool
-    ) -> Prepared:
+    ) -> PreparedSave:
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
         recorded = SavedLineage(directory, args.provenance, primary=self._is_primary())
@@ -195,7 +195,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     @property
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
-        """What was applied to the state that this handler restored last, to pass as `provenance=`.
+        """The record of the state that this handler restored last, to pass as `provenance=`.
 
         Saves do not use it by themselves: what was restored may be another model, from another run.
         """
@@ -232,7 +232,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         return restored
 
     def _types_of_users(self, directory: epath.Path) -> dict[str, str]:
-        """The recorded types of an item's leaves, by name, that handlers of the given table stored."""
+        """Returns the recorded types, by name, of the item's leaves that handlers of the given table stored."""
         if self._given_registry is None:
             return {}
         return types_of_users(value_types(read_metadata(directory)), self._given_registry)
@@ -257,7 +257,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
     # -- the rest
 
     def metadata(self, directory: epath.Path) -> Any:
-        """Orbax's metadata of the item."""
+        """Returns Orbax's metadata of the item."""
         return self._orbax.metadata(directory)
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         self._orbax.close()
 
 
-def _orbax_args(args: TrainStateSave, prepared: Prepared) -> ocp.args.PyTreeSave:
+def _orbax_args(args: TrainStateSave, prepared: PreparedSave) -> ocp.args.PyTreeSave:
     return ocp.args.PyTreeSave(
         item=prepared.tree,
         save_args=prepared.save_args,

@@ -1,4 +1,4 @@
-"""What is used of Orbax beyond its documented interface, all in one place.
+"""Everything used of Orbax beyond its documented interface, in one place.
 
 Orbax has no public function for these, so any of them may move in a later version;
 `tests/handlers/test_orbax_names.py` says which one has. The room `type_handlers` uses the table of type handlers and
@@ -28,7 +28,7 @@ TEMPORARY_MARK: str = ocp.path.atomicity_types.TMP_DIR_SUFFIX
 def write_spec(
     info: Any, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype, database: int | None = None
 ) -> dict[str, Any]:
-    """The TensorStore spec of an array as Orbax would write it, in chunks of another shape.
+    """Returns the TensorStore spec of an array as Orbax would write it, in chunks of another shape.
 
     The layout is Orbax's own. Its source says that this function will be replaced, by one that no public module exports
     yet; nothing else here or elsewhere calls it.
@@ -52,7 +52,7 @@ def write_spec(
 
 
 def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
-    """Where a manager has one of its steps, by the names that it was told to give them.
+    """Returns the directory of one of a manager's steps, by the manager's own naming of steps.
 
     A manager tells its root and the numbers of its steps. What makes names of numbers are its options, as users passed
     them; only the manager itself has what these come to.
@@ -61,7 +61,7 @@ def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
 
 
 class RecordedType:
-    """What Orbax records about an item, so that a restore without arguments finds a handler.
+    """Descriptor of the type that Orbax records about an item, by which a restore without arguments finds a handler.
 
     Orbax asks a handler for `typestr()`. The class answers with its own name, under which Orbax's table of handlers has
     it; an instance with the name of Orbax's handler, whose layout it writes: anyone restores the item, with this

@@ -1,4 +1,4 @@
-"""What Orbax restores by itself: a whole item without a target, and leaves of types that only a type handler knows.
+"""Restores by Orbax itself: whole items without a target, and leaves of types that only a type handler knows.
 
 The handler that saves does it, with all its options. Stock `PyTreeRestore` alone would warn that it must look up the
 shardings in the item, and `StandardRestore` makes a handler that knows no other type handlers than Orbax's; so the
@@ -32,7 +32,7 @@ _PLACEHOLDER = "placeholder"
 
 
 def read_metadata(directory: epath.Path) -> Mapping[str, Any]:
-    """The contents of an item's metadata file; empty for items of early versions, which have none."""
+    """Reads an item's metadata file; returns an empty mapping for items of early versions, which have none."""
     file = directory / METADATA_FILE
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -66,7 +66,7 @@ def restore_whole(handler: ocp.PyTreeCheckpointHandler, directory: epath.Path, m
 
 
 def value_types(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The recorded type of each leaf by name."""
+    """Returns the recorded type of each leaf by name."""
     return {
         "/".join(key["key"] for key in entry["key_metadata"]): entry["value_metadata"]["value_type"]
         for entry in metadata.get("tree_metadata", {}).values()
@@ -166,7 +166,7 @@ class HandledLeaves:
             raise RestorePlanError(problems, path=directory)
 
     def put_into(self, restored: Any, values: Mapping[int, Any]) -> Any:
-        """The restored target with the values, by index, in place of the placeholders."""
+        """Puts the values, by index, in place of the placeholders of the restored target."""
         if not values:
             return restored
         leaves, treedef = jax.tree_util.tree_flatten(restored)
@@ -174,7 +174,7 @@ class HandledLeaves:
 
 
 def types_of_users(types: Mapping[str, str], registry: Any) -> dict[str, str]:
-    """Of recorded types by name, those whose handler in a user's table is not one of Orbax's own."""
+    """Selects the recorded types whose handler in a user's table is not one of Orbax's own."""
     return {name: recorded for name, recorded in types.items() if _is_of_user(recorded, registry)}
 
 
@@ -183,7 +183,7 @@ def _is_of_user(recorded: str, registry: Any) -> bool:
 
 
 def _args_for(leaf: Any) -> Any:
-    """How Orbax restores into a leaf of a target; the recorded type decides where no array is wanted."""
+    """Returns Orbax's arguments for restoring a leaf; the recorded type decides if the target's leaf is no array."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray | bool | int | float | str):
         return ocp.checkpoint_utils.construct_restore_args(leaf)
     return ocp.RestoreArgs()

@@ -34,7 +34,7 @@ class GuardedCommit:
     """
 
     def __init__(self, futures: Sequence[Any], directory: epath.Path, remove: bool):
-        """Args: `remove`: whether this process removes what was written."""
+        """Initializes a commit; `remove`: whether this process removes what was written."""
         self.meanwhile: Callable[[], None] | None = None
         self.finish: Callable[[], None] | None = None
         self._futures = tuple(futures)

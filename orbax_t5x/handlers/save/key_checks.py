@@ -66,7 +66,7 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
 
 
 def storage_key(path: Sequence[Any]) -> str:
-    """The name under which Orbax stores a leaf: its keys, joined with dots."""
+    """Returns the name under which Orbax stores a leaf: its keys, joined with dots."""
     return ".".join([key_text(key) for key in path])
 
 
@@ -75,7 +75,7 @@ def _is_empty(node: Any) -> bool:
 
 
 def _fault(key: str) -> str | None:
-    """Why a tree with this key could not be opened; None where it could."""
+    """Returns the reason why a tree with this key could not be opened, or None if it could."""
     if key_leads_out(key):
         return "leads out of the checkpoint, taken for a path"
     try:
@@ -86,7 +86,7 @@ def _fault(key: str) -> str | None:
 
 
 def _is_directory(place: str) -> bool:
-    """Whether an item can have a directory of this path for an array; that of a tree that is one array is the item."""
+    """Returns True if an item can have an array's directory of this path (for a tree that is one array: its own)."""
     if not place:
         return True
     try:

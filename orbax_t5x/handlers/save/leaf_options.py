@@ -1,4 +1,4 @@
-"""How single leaves are to be stored, in Orbax's form: a tree of `ocp.SaveArgs` like the tree that is saved."""
+"""Options of single leaves in Orbax's form: a tree of `ocp.SaveArgs` like the tree that is saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_NAMES = 10
 
 
 def save_options(given: Any, names: Sequence[str], casts: Mapping[str, np.dtype]) -> list[ocp.SaveArgs]:
-    """The options of each leaf that is saved.
+    """Returns the options of each leaf that is saved.
 
     Args:
       given: a tree of `ocp.SaveArgs`, with None where a leaf needs none; or None.

@@ -1,4 +1,4 @@
-"""From what a caller wants saved to what Orbax is given: names, dtypes, and all that cannot be stored, beforehand.
+"""Prepares a tree for Orbax: names, dtypes, and an error for everything that cannot be stored, beforehand.
 
 Orbax finds out while it writes that it cannot store a leaf, and lets one leaf overwrite another whose dots and
 slashes join to the same name. Here every leaf is looked at first, all problems are raised together, and what is
@@ -22,7 +22,7 @@ from orbax_t5x.handlers.save.key_checks import check_names
 from orbax_t5x.handlers.save.leaf_options import save_options
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.handlers.type_handlers.lazy_array import StreamedLeaf
-from orbax_t5x.handlers.type_handlers.snapshot_leaf import hold_values
+from orbax_t5x.handlers.type_handlers.snapshot_leaf import snapshot_values
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers.unsupported import check_leaves, storable
 from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
@@ -42,7 +42,7 @@ _SKIPPED = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedSave:
     """A tree that Orbax can write.
 
     Attributes:
@@ -67,7 +67,7 @@ def prepare(
     sums: SaveSums | None = None,
     processes: Collection[int] | None = None,
     in_directories: bool = False,
-) -> Prepared:
+) -> PreparedSave:
     """Checks what is to be saved and makes it ready for Orbax; writes nothing.
 
     Args:
@@ -108,7 +108,7 @@ def prepare(
         for leaf, option in zip(ready, options, strict=True)
     ]
     metadata = {**(args.custom_metadata or {}), **provenance.to_metadata([dict(record) for record in records], skipped)}
-    return Prepared(
+    return PreparedSave(
         _put_together(treedef, ready, ready),
         _put_together(treedef, save_args, ready),
         metadata or None,
@@ -117,9 +117,9 @@ def prepare(
 
 
 def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
-    """The tree to save: the item, a T5X train state's state dict, or what transforms make of either.
+    """Returns the tree to save: the item, a T5X train state's state dict, or the transforms' result for either.
 
-    Beside it stand the names in it of all that is, or is made from, an `nnx.Param`.
+    The second value has the names of its leaves that are, or are made from, an `nnx.Param`.
     """
     item = args.item
     transforms = saved_chain(args.transforms)
@@ -141,7 +141,7 @@ def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
 def _casts(
     dtype: Any, nnx_parameters: Collection[str], names: Sequence[str], leaves: Sequence[Any]
 ) -> dict[str, np.dtype]:
-    """The dtype to write for each floating-point model parameter that has another."""
+    """Returns the dtype to write for each floating-point model parameter that has another."""
     if dtype is None:
         return {}
     wanted = np.dtype(dtype)
@@ -192,7 +192,7 @@ def _nnx_parameters(tree: Any) -> set[str]:
 
 
 def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> Any:
-    """A leaf as Orbax, or our handler for streamed leaves, takes it."""
+    """Converts a leaf to one that Orbax, or our handler for streamed leaves, takes."""
     if not isinstance(leaf, LazyArray):
         return leaf
     view = as_view(leaf, name=name)
@@ -207,7 +207,7 @@ def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> A
         # What is in memory may differ between processes, and then the primary one's counts.
         return np.asarray(view.value)
     if not writer.deferred:
-        hold_values(view, writer.held)
+        snapshot_values(view, writer.held)
     wishes = ChunkPreferences(option.chunk_byte_size, tuple(option.shard_axes))
     return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
 
@@ -218,7 +218,7 @@ def _spans_processes(leaf: Leaf) -> bool:
 
 
 def _put_together(treedef: Any, leaves: Sequence[Any], ready: Sequence[Any]) -> Any:
-    """The tree of `leaves` without those that are skipped; below anything but plain dicts, None stands for them."""
+    """Builds the tree of `leaves` without the skipped ones, which are None below anything but plain dicts."""
     is_skipped = [leaf is _SKIPPED for leaf in ready]
     if not any(is_skipped):
         return jax.tree_util.tree_unflatten(treedef, leaves)

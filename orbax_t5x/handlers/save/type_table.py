@@ -31,11 +31,11 @@ class _InterruptibleHandler:
             return await self._handler.serialize(values, infos, args)
 
 
-class WithStreamedLeaves:
+class StreamingTypeTable:
     """A table of type handlers with one more: what it does not know is looked up in the table below, each time anew."""
 
     def __init__(self, below: Any, saves: RunningSaves | None = None):
-        """Args: the table below; `saves`: where checksums of what is written go, or None."""
+        """Initializes a table above another; `saves` takes the checksums of what is written, if given."""
         self._below = below
         self._saves = saves
         self._streamed = LazyArrayHandler()
@@ -55,7 +55,7 @@ class WithStreamedLeaves:
             self._found = None
 
     def get(self, ty: Any) -> Any:
-        """The handler for a type, or for the text that stands for one on disk."""
+        """Returns the handler for a type, or for the text by which a type is recorded."""
         found = self._found
         if found is None:
             return self._get(ty)
@@ -77,7 +77,7 @@ class WithStreamedLeaves:
         return self._wrapped[handler]
 
     def has(self, ty: Any) -> bool:
-        """Whether there is a handler."""
+        """Returns True if there is a handler for a type."""
         return ty is StreamedLeaf or self._below.has(ty)
 
     def add(self, *args: Any, **kwargs: Any) -> None:

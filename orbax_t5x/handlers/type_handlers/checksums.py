@@ -47,18 +47,18 @@ class SaveSums:
 
     def __init__(self, *, later: bool) -> None:
         self.later: bool = later
-        self._kept: list[Held] = []
+        self._kept: list[HostCopy] = []
         self._lock = threading.Lock()
         self._arrays: dict[str, tuple[tuple[int, ...], str]] = {}
         self._boxes: dict[str, dict[Box, int]] = {}
 
-    def keep(self, held: Iterable[Held]) -> None:
+    def keep(self, held: Iterable[HostCopy]) -> None:
         """Keeps what is to be summed."""
         self._kept.extend(held)
 
     def sum_kept(self) -> None:
         """Sums what was kept, and lets go of it."""
-        sum_held(self._kept, self)
+        sum_copies(self._kept, self)
 
     def add(self, key: str, shape: Sequence[int], dtype: str, box: Box, crc: int) -> None:
         """Notes the checksum of one box of an array, by the key under which Orbax stores it."""
@@ -110,7 +110,7 @@ class RunningSaves:
 
     @contextlib.contextmanager
     def of(self, directory: epath.Path, *, later: bool) -> Iterator[SaveSums]:
-        """A new save into a directory, while Orbax hands over its leaves; `later`: see `SaveSums`."""
+        """Registers a save into a directory while Orbax hands over its leaves; `later`: see `SaveSums`."""
         sums = self._saves[str(directory)] = SaveSums(later=later)
         try:
             yield sums
@@ -118,12 +118,12 @@ class RunningSaves:
             del self._saves[str(directory)]
 
     def find(self, infos: Sequence[Any]) -> SaveSums | None:
-        """The save that leaves belong to."""
+        """Returns the save that leaves belong to."""
         return self._saves.get(str(infos[0].parent_dir)) if infos else None
 
 
-class Held(NamedTuple):
-    """What will be summed: boxes of an array, the bytes that Orbax writes, and the dtype in which they are stored.
+class HostCopy(NamedTuple):
+    """Copy on the host of the boxes of an array that Orbax writes, to compute their checksums from.
 
     Attributes:
       parts: the elements of each box, on the host or on their way there; a text has itself as its one part.
@@ -156,7 +156,7 @@ class SummedHandler:
         values = [CopiedArray.of(value) if isinstance(value, np.ndarray) else value for value in values]
         # Before Orbax's threads begin to write: they would take the interpreter from the caller, who waits.
         start_transfers(values, infos)
-        held = [one for leaf in zip(values, infos, args, strict=True) for one in hold(*leaf)]
+        held = [one for leaf in zip(values, infos, args, strict=True) for one in copies_to_host(*leaf)]
         futures = await self._handler.serialize(values, infos, args)
         if sums.later:
             sums.keep(held)
@@ -169,7 +169,7 @@ class CopiedArray(np.ndarray):
 
     @classmethod
     def of(cls, value: np.ndarray) -> CopiedArray:
-        """A copy of an array, in row-major order."""
+        """Copies an array, in row-major order."""
         return np.array(value, order="C").view(cls)
 
     def __deepcopy__(self, memo: Any) -> np.ndarray:
@@ -178,14 +178,14 @@ class CopiedArray(np.ndarray):
 
 @functools.cache
 def summed_types() -> frozenset[type]:
-    """The type handlers of which it is known what they write."""
+    """Returns the types of Orbax's handlers whose written bytes are known."""
     known = ocp.type_handlers
     arrays = known.ArrayHandler, known.SingleReplicaArrayHandler
     return frozenset((*arrays, known.NumpyHandler, known.ScalarHandler, known.StringHandler))
 
 
-def hold(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[Held]:
-    """What this process writes of a leaf, kept as it is now.
+def copies_to_host(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HostCopy]:
+    """Yields copies of the boxes of a leaf that this process writes.
 
     Args:
       value: the leaf; a NumPy array is one that nobody writes over (`CopiedArray`).
@@ -200,20 +200,20 @@ def hold(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[Held]:
         shards = [shard for shard in array.addressable_shards if shard.device in devices]
         boxes = [devices[shard.device] for shard in shards]
         parts = map(_to_host(devices, info), [shard.data for shard in shards])
-        yield Held(info.name, array.shape, boxes, list(parts), dtype)
+        yield HostCopy(info.name, array.shape, boxes, list(parts), dtype)
     elif jax.process_index() == 0:
         if isinstance(value, str):
-            yield Held(info.name, (), [()], [value], np.dtype(object))
+            yield HostCopy(info.name, (), [()], [value], np.dtype(object))
         elif isinstance(value, np.ndarray | np.generic | bool | int | float):
             array = np.asarray(value).view(np.ndarray)
             array = array.astype(array.dtype.newbyteorder("="), copy=False)
             dtype = np.dtype(array.dtype if arg.dtype is None else arg.dtype)
-            yield Held(info.name, array.shape, [full_box(array.shape)], [array], dtype.newbyteorder("="))
+            yield HostCopy(info.name, array.shape, [full_box(array.shape)], [array], dtype.newbyteorder("="))
 
 
 @functools.lru_cache(maxsize=4096)  # as many layouts of arrays as Orbax remembers
 def written_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """What is written of an array, by device: each box once, by the first device that has it (its replica 0)."""
+    """Returns the boxes of an array that are written, by device: each once, by the first device with it (replica 0)."""
     first: dict[Box, Any] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = tuple(side.indices(size)[:2] for side, size in zip(index or (), shape, strict=True))
@@ -233,7 +233,7 @@ def start_transfers(values: Sequence[Any], infos: Sequence[Any]) -> None:
 
 
 def _to_host(devices: Iterable[Any], info: Any) -> Callable[[jax.Array], Any]:
-    """What makes of a shard on one of these devices something that stays when the caller gives the shard away.
+    """Returns the function that copies a shard on one of these devices, so that the caller may donate the shard.
 
     `np.asarray` gives the very copy that Orbax writes from, on CPU the shard's own memory: JAX keeps one for each
     shard. Orbax's copy in pinned memory cannot be had, so that is made once more, while the caller goes on. Where Orbax
@@ -257,11 +257,11 @@ def _to_pinned_host(data: jax.Array) -> jax.Array:
     return jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host"))
 
 
-async def _sum_soon(held: list[Held], sums: SaveSums) -> None:
-    sum_held(held, sums)
+async def _sum_soon(held: list[HostCopy], sums: SaveSums) -> None:
+    sum_copies(held, sums)
 
 
-def sum_held(held: list[Held], sums: SaveSums) -> None:
+def sum_copies(held: list[HostCopy], sums: SaveSums) -> None:
     """Sums what is held, and lets go of it, one array after the other."""
     held.reverse()
     while held:
@@ -274,7 +274,7 @@ def sum_held(held: list[Held], sums: SaveSums) -> None:
 
 
 def _stored_crc(array: np.ndarray, dtype: np.dtype) -> int:
-    """The checksum of an array as it is stored."""
+    """Computes the checksum of an array as it is stored."""
     if array.dtype == dtype:
         return array_crc(array)
     crc = 0

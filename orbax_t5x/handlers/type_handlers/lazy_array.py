@@ -1,4 +1,4 @@
-"""How Orbax writes a lazy array: as the NumPy array that it stands for, so that anyone restores it, but chunk by chunk.
+"""Type handler that writes a lazy array chunk by chunk, as the NumPy array of its values, which anyone restores.
 
 The layout of what is written is Orbax's own, from its function for it; only the shape of the chunks is chosen here.
 """
@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from orbax_t5x.handlers.orbax_names import CommitFuture, write_spec
-from orbax_t5x.handlers.type_handlers.stream import ChunkWriter, Job, TensorStoreArray
+from orbax_t5x.handlers.type_handlers.stream import ChunkWriter, TensorStoreArray, WriteJob
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.chunks import ChunkPreferences
 
@@ -30,7 +30,7 @@ class StreamedLeaf:
 
     @property
     def nbytes(self) -> int:
-        """What Orbax's metrics ask for."""
+        """Number of bytes, for Orbax's metrics."""
         return self.view.nbytes
 
 
@@ -41,7 +41,7 @@ class LazyArrayHandler(ocp.type_handlers.TypeHandler):
         self._numpy = ocp.type_handlers.NumpyHandler()
 
     def typestr(self) -> str:
-        """The type that is recorded."""
+        """Returns the recorded type."""
         return self._numpy.typestr()
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
@@ -55,7 +55,7 @@ class LazyArrayHandler(ocp.type_handlers.TypeHandler):
     async def serialize(
         self, values: Sequence[StreamedLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """Starts, or defers, writing; see `ocp.type_handlers.TypeHandler`."""
+        """Starts or defers writing; see `ocp.type_handlers.TypeHandler`."""
         writer = values[0].writer
         if writer.deferred:
             writer.defer([_job(value, info) for value, info in zip(values, infos, strict=True)])
@@ -69,13 +69,13 @@ async def _write(writer: ChunkWriter, values: Sequence[StreamedLeaf], infos: Seq
     await writer.write([_job(value, info) for value, info in zip(values, infos, strict=True)])
 
 
-def _job(value: StreamedLeaf, info: Any) -> Job:
+def _job(value: StreamedLeaf, info: Any) -> WriteJob:
     view = value.view
 
     def output(chunk: tuple[int, ...], context: ts.Context | None) -> TensorStoreArray:
         return TensorStoreArray(write_spec(info, view.shape, chunk, view.dtype), context)
 
-    return Job(view, value.name, output, info.ts_context, str(info.parent_dir), value.chunks, info.name)
+    return WriteJob(view, value.name, output, info.ts_context, str(info.parent_dir), value.chunks, info.name)
 
 
 class GlobalTypeHandlers:

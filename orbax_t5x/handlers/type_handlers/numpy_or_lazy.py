@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.handlers.orbax_names import CommitFuture
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, LazyArrayHandler, StreamedLeaf
-from orbax_t5x.handlers.type_handlers.snapshot_leaf import hold_values
+from orbax_t5x.handlers.type_handlers.snapshot_leaf import snapshot_values
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers.unsupported import check_leaves
 from orbax_t5x.lazy import LazyArray, View, as_view
@@ -30,8 +30,8 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 
 @dataclasses.dataclass(frozen=True)
-class LazySaving:
-    """How lazy arrays are written.
+class LazySaveSettings:
+    """Settings for writing lazy arrays.
 
     Attributes:
       memory_limit_bytes: host memory for data on its way, in each save; None for the default.
@@ -44,12 +44,12 @@ class LazySaving:
     active_processes: Collection[int] | None = None
 
     def writer(self) -> ChunkWriter:
-        """For one save."""
+        """Returns the writer for one save."""
         return ChunkWriter(self.memory_limit_bytes, self.progress, processes=self.active_processes)
 
 
 def is_numpy_or_lazy(leaf_type: Any) -> bool:
-    """Whether `NumpyOrLazyHandler` is for leaves of a type."""
+    """Returns True if `NumpyOrLazyHandler` handles leaves of a type."""
     return issubclass(leaf_type, np.ndarray | LazyArray)
 
 
@@ -63,11 +63,11 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
 
     def __init__(self, below: Any):
         self.below = below
-        self.settings: list[LazySaving] = []
+        self.settings: list[LazySaveSettings] = []
         self._streamed = LazyArrayHandler()
 
     def typestr(self) -> str:
-        """The type that is recorded: that of NumPy arrays."""
+        """Returns the recorded type: that of NumPy arrays."""
         return self.below.typestr()
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
@@ -100,7 +100,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         """Leaves as one of the two handlers takes them."""
         lazy = [(_name(info), value) for value, info in zip(values, infos, strict=True) if isinstance(value, LazyArray)]
         check_leaves([name for name, _ in lazy], [value for _, value in lazy], GlobalTypeHandlers(), skip=None)
-        writer = (self.settings[-1] if self.settings else LazySaving()).writer()
+        writer = (self.settings[-1] if self.settings else LazySaveSettings()).writer()
         if lazy:
             writer.check_processes()
         return [_ready(value, _name(info), arg, writer) for value, info, arg in zip(values, infos, args, strict=True)]
@@ -132,18 +132,18 @@ async def _fail(error: ValueError) -> None:
 
 
 def stock_handler(handler: Any) -> Any:
-    """The handler below one of ours; any other one is itself."""
+    """Returns the handler below one of ours, and any other handler as it is."""
     return handler.below if isinstance(handler, NumpyOrLazyHandler) else handler
 
 
 def _name(info: Any) -> str:
-    """The '/'-joined name of a leaf; older versions of Orbax tell a handler the key alone."""
+    """Returns the '/'-joined name of a leaf; older versions of Orbax give a handler only the key."""
     keypath = getattr(info, "keypath", None)
     return info.name if keypath is None else leaf_name(keypath)
 
 
 def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any:
-    """A leaf as one of the two handlers takes it."""
+    """Converts a leaf to one that the streaming or the stock handler takes."""
     if not isinstance(value, LazyArray):
         return value
     view = as_view(value, name=name)
@@ -154,7 +154,7 @@ def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any
     if view.is_value and (view.leaf is not None or jax.process_count() > 1):
         # Arrays in memory may differ between processes, and then the primary one's counts.
         return view.get()
-    hold_values(view, writer.held)
+    snapshot_values(view, writer.held)
     return StreamedLeaf(view, name, writer, ChunkPreferences(arg.chunk_byte_size, tuple(arg.shard_axes)))
 
 
@@ -168,7 +168,7 @@ def _asks_for_lazy(arg: ocp.RestoreArgs) -> bool:
 
 
 def _open_views(infos: Sequence[Any]) -> list[View]:
-    """The leaves that Orbax tells by the keys under which it stores them."""
+    """Opens the leaves that Orbax names by the keys under which it stores them."""
     opened: dict[str, Checkpoint] = {}
     views: list[View] = []
     for info in infos:

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
-from orbax_t5x.handlers.type_handlers.numpy_or_lazy import LazySaving, NumpyOrLazyHandler, is_numpy_or_lazy
+from orbax_t5x.handlers.type_handlers.numpy_or_lazy import LazySaveSettings, NumpyOrLazyHandler, is_numpy_or_lazy
 from orbax_t5x.text.progress_bar import Progress
 
 # Of all tables: they are changed seldom.
@@ -36,8 +36,8 @@ class TypeHandlerRegistration:
       True
     """
 
-    def __init__(self, table: Any, handler: NumpyOrLazyHandler, saving: LazySaving):
-        """Made by `register_type_handlers`."""
+    def __init__(self, table: Any, handler: NumpyOrLazyHandler, saving: LazySaveSettings):
+        """Initializes a registration; only `register_type_handlers` does."""
         self._table = table
         self._handler = handler
         self._saving = saving
@@ -104,7 +104,7 @@ def register_type_handlers(
       (128, 16)
     """
     table = _table(registry)
-    saving = LazySaving(memory_limit_bytes, progress, active_processes)
+    saving = LazySaveSettings(memory_limit_bytes, progress, active_processes)
     saving.writer()  # says what is wrong with the settings
     with _lock:
         handler = table.get(np.ndarray)

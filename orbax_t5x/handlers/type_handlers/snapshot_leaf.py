@@ -18,7 +18,7 @@ from orbax_t5x.handlers.type_handlers.checksums import written_boxes
 from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf, View, full_box, intersect, slices_within
 
 
-class HeldLeaf(ValueLeaf):
+class SnapshotLeaf(ValueLeaf):
     """A value leaf whose elements are kept as they are now."""
 
     def __init__(self, leaf: ValueLeaf):
@@ -44,8 +44,8 @@ def _parts(value: Any, array: np.ndarray) -> Iterable[tuple[Box, np.ndarray]]:
     return [(boxes[shard.device], np.asarray(shard.data)) for shard in shards]
 
 
-def hold_values(view: View, held: dict[Leaf, Leaf]) -> None:
+def snapshot_values(view: View, held: dict[Leaf, Leaf]) -> None:
     """Keeps the arrays in memory that a view is made of, each once; `held` has what is to be read instead of each."""
     for leaf in view.leaves():
         if isinstance(leaf, ValueLeaf) and leaf not in held:
-            held[leaf] = HeldLeaf(leaf)
+            held[leaf] = SnapshotLeaf(leaf)

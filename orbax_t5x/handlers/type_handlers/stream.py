@@ -38,24 +38,24 @@ _CHUNK_BYTES = 64 * _MIB
 LEAST_CHUNK_BYTES = _MIB
 # What a piece takes, measured on data that does not compress: its buffer, TensorStore's copy of it, the encoded bytes,
 # and those again in the write to disk.
-PIECE_COPIES = 4
+COPIES_PER_BLOCK = 4
 # OCDBT keeps nodes of its tree, which grow with every leaf; Orbax grants it 100 MB, which is most of a small limit.
 _NODE_CACHE_SHARE = 16
 _MAX_NODE_CACHE_BYTES = 100_000_000
 # Writes at a time; each thread keeps buffers of its own.
 _FILE_THREADS = 16
 # Of the small leaves, this many are on their way at once; more only lengthen the queue.
-PIECES_IN_FLIGHT = 128
+BLOCKS_IN_FLIGHT = 128
 
 
-class Output(Protocol):
+class BlockOutput(Protocol):
     """A stored array that is written box by box."""
 
     async def write(self, box: Box, data: np.ndarray) -> None:
         """Writes one box; a write that has begun goes on to its end. Several boxes may be written at once."""
 
 
-class Job(NamedTuple):
+class WriteJob(NamedTuple):
     """One lazy array to write.
 
     Attributes:
@@ -70,7 +70,7 @@ class Job(NamedTuple):
 
     view: View
     name: str
-    output: Callable[[tuple[int, ...], ts.Context | None], Output]
+    output: Callable[[tuple[int, ...], ts.Context | None], BlockOutput]
     context: ts.Context | None
     path: str
     chunks: ChunkPreferences = ChunkPreferences()
@@ -114,7 +114,7 @@ class ChunkWriter:
         self._processes = processes
         self._limit = limit
         self._progress: Progress | None = progress
-        self._jobs: list[Job] = []
+        self._jobs: list[WriteJob] = []
 
     def check_processes(self) -> None:
         """Refuses processes that are not there: their share of the chunks would be written by nobody.
@@ -132,7 +132,7 @@ class ChunkWriter:
                 "nobody would write their share"
             )
 
-    def defer(self, jobs: Sequence[Job]) -> None:
+    def defer(self, jobs: Sequence[WriteJob]) -> None:
         """Keeps jobs for `run_deferred`."""
         self._jobs.extend(jobs)
 
@@ -145,7 +145,7 @@ class ChunkWriter:
             with LoopThread("orbax_t5x-write") as thread:
                 thread.run(self.write([job._replace(context=context) for job in jobs]))
 
-    async def write(self, jobs: Sequence[Job]) -> None:
+    async def write(self, jobs: Sequence[WriteJob]) -> None:
         """Writes lazy arrays; returns when they are on disk and agree with their source's checksums.
 
         Raises:
@@ -153,12 +153,12 @@ class ChunkWriter:
           CarriedError: `progress` raised something that event loops do not survive.
         """
         with shown_progress(self._progress, "saving") as on_progress:
-            run = _WriterRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.held)
+            run = _WriteRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.held)
             await wait_all(self._moves(jobs, run))
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
 
-    async def _moves(self, jobs: Sequence[Job], run: _WriterRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
+    async def _moves(self, jobs: Sequence[WriteJob], run: _WriteRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
         """This process's pieces, each as soon as the budget has room for it."""
         processes = range(jax.process_count()) if self._processes is None else sorted(self._processes)
         for turn, job in enumerate(jobs):
@@ -169,8 +169,8 @@ class ChunkWriter:
                     yield run.move(job, output, box, await run.admit(job.view, box))
 
     def chunk_of(self, view: View, wishes: ChunkPreferences) -> tuple[int, ...]:
-        """The shape of the chunks that a view is stored in."""
-        limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * PIECE_COPIES)))
+        """Chooses the shape of the chunks that a view is stored in."""
+        limit = min(_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, self._limit // (2 * COPIES_PER_BLOCK)))
         leaves = view.leaves()
         like_source = len(leaves) == 1 and leaves[0].shape == view.shape
         unit = leaves[0].chunks if like_source else None
@@ -195,7 +195,7 @@ def _check_numbers(processes: Any) -> None:
 
 
 def own_context(limit: int) -> ts.Context:
-    """TensorStore's context for writing with so many bytes of memory."""
+    """Returns TensorStore's context for writing with `limit` bytes of memory."""
     cache = min(_MAX_NODE_CACHE_BYTES, limit // _NODE_CACHE_SHARE)
     return ts.Context(
         {"file_io_concurrency": {"limit": _FILE_THREADS}, "cache_pool#ocdbt": {"total_bytes_limit": cache}}
@@ -212,7 +212,7 @@ class TensorStoreArray:
         self._store: ts.TensorStore | None = None
 
     async def write(self, box: Box, data: np.ndarray) -> None:
-        """See `Output.write`."""
+        """See `BlockOutput.write`."""
         async with self._opening:
             if self._store is None:
                 opened = ts.open(ts.Spec(self._spec), create=True, open=True, context=self._context)
@@ -221,7 +221,7 @@ class TensorStoreArray:
         await await_to_end(written)
 
 
-class _WriterRun:
+class _WriteRun:
     """One run of a writer: the budget, what was read, how far it is."""
 
     def __init__(
@@ -236,19 +236,19 @@ class _WriterRun:
         self._held = held
         self.stats = ReadStats("touched", limit)
         self._budget = Budget(limit)
-        self._count = asyncio.Semaphore(PIECES_IN_FLIGHT)
+        self._count = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
         self._progress = progress
         self._done = 0
         self._total = total
 
     async def admit(self, view: View, box: Box) -> int:
         """Waits for a piece's share of the budget, and returns it."""
-        size = PIECE_COPIES * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
+        size = COPIES_PER_BLOCK * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
         await self._count.acquire()
         await self._budget.take(size)
         return size
 
-    async def move(self, job: Job, output: Output, box: Box, size: int) -> None:
+    async def move(self, job: WriteJob, output: BlockOutput, box: Box, size: int) -> None:
         """Reads one piece and writes it."""
         try:
             out = np.empty(box_shape(box), job.view.dtype)

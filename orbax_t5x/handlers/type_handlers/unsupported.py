@@ -1,4 +1,4 @@
-"""What Orbax cannot store, found before it tries: leaves of unknown types and dtypes.
+"""Finds leaves of types and dtypes that Orbax cannot store, before it tries.
 
 Nothing here is a list of ours: TensorStore is asked for dtypes, and the table of type handlers for types.
 """
@@ -26,7 +26,7 @@ _PYTHON_VALUES = (bool, int, float, complex, bytes)
 def check_leaves(
     names: Sequence[str], leaves: Sequence[Any], registry: Any, *, skip: bool | None
 ) -> dict[str, tuple[Any, str]]:
-    """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped.
+    """Returns the leaves to leave out, with shape and dtype; raises one error for all unless they may be skipped.
 
     Args:
       names: of the leaves.
@@ -38,7 +38,7 @@ def check_leaves(
     skipped: dict[str, tuple[Any, str]] = {}
     has = functools.cache(registry.has)  # few types, many leaves
     for name, leaf in zip(names, leaves, strict=True):
-        reason = _why_not(leaf, has)
+        reason = _unsupported_reason(leaf, has)
         if reason is None:
             continue
         reasons[name] = reason
@@ -60,8 +60,8 @@ def check_leaves(
     )
 
 
-def _why_not(leaf: Any, has: Callable[[type], bool]) -> str | None:
-    """Why Orbax cannot store a leaf, or None if it can; `has` tells for which types there are handlers."""
+def _unsupported_reason(leaf: Any, has: Callable[[type], bool]) -> str | None:
+    """Returns the reason why Orbax cannot store a leaf, or None; `has(type)` is True for types with a handler."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "is abstract: it has no values"
     if leaf is Ellipsis or isinstance(leaf, str):
@@ -76,19 +76,19 @@ def _why_not(leaf: Any, has: Callable[[type], bool]) -> str | None:
         return f"has no elements (shape {shape})"
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or storable(np.dtype(dtype)):
         return None
-    return _why_not_of_dtype(leaf, np.dtype(dtype))
+    return _unsupported_dtype_reason(leaf, np.dtype(dtype))
 
 
 def _array_like(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype: those of an array, those of the array that a Python value makes, or those of any object."""
+    """Returns the shape and dtype of an array, of the array that a Python value makes, or of any object."""
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None:
         return shape, dtype
     return (), np.asarray(leaf).dtype if isinstance(leaf, _PYTHON_VALUES) else np.dtype(object)
 
 
-def _why_not_of_dtype(leaf: Any, dtype: np.dtype) -> str:
-    """Why Orbax cannot store a leaf of a dtype that its array formats lack."""
+def _unsupported_dtype_reason(leaf: Any, dtype: np.dtype) -> str:
+    """Returns the reason why Orbax cannot store a leaf of a dtype that its array formats lack."""
     if isinstance(leaf, int):
         return "is an integer that does not fit into 64 bits"
     if dtype.kind == "S":
@@ -103,7 +103,7 @@ def _why_not_of_dtype(leaf: Any, dtype: np.dtype) -> str:
 
 @functools.cache
 def storable(dtype: np.dtype) -> bool:
-    """Whether the array formats that Orbax writes have this dtype; TensorStore is asked, which writes them."""
+    """Returns True if TensorStore can write this dtype in the array formats that Orbax uses."""
     name = dtype.newbyteorder("=").name
     spec = {"driver": "zarr", "kvstore": "memory://", "dtype": name, "schema": {"domain": {"shape": [1]}}}
     try:

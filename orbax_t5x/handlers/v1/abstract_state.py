@@ -1,4 +1,4 @@
-"""What Orbax v1 is given to load into: a target, and how a checkpoint becomes it."""
+"""The target that Orbax v1 loads into, with the options of the restore."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AbstractTrainState:
 
 
 def plain_target(target: Any) -> Any:
-    """A target as `orbax_t5x.restore` takes it, of what Orbax v1 takes.
+    """Converts a target of Orbax v1 to one of `orbax_t5x.restore`.
 
     Raises:
       TypeError: it is an `AbstractTrainState`.
@@ -81,7 +81,7 @@ def plain_target(target: Any) -> Any:
 
 
 def _leaf_of_metadata(leaf: Any) -> Any:
-    """A leaf that Orbax describes, as one of a target: what has no place for a sharding was a NumPy array."""
+    """Converts a leaf of Orbax's metadata to one of a target: a leaf without a sharding attribute was a NumPy array."""
     if hasattr(leaf, "shape") and not hasattr(type(leaf), "sharding"):
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # one element, whatever the shape
     return leaf

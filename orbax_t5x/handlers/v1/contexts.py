@@ -21,7 +21,7 @@ def context(
     provenance: Sequence[Mapping[str, Any]] | None = None,
     on_unsupported: Literal["error", "skip"] | None = None,
 ) -> v1.Context:
-    """A context for Orbax v1 whose registry, of its own, has our handler: `with ot.v1.context(): ocp.load(…)`.
+    """Makes a context for Orbax v1 with a registry of its own that has our handler.
 
     In it `ocp.save` and all other functions of Orbax save trees with our handler, under whatever name, and load
     what is wrapped in an `AbstractTrainState`. Handlers of your own keep what they can handle. Set further options on
@@ -94,25 +94,25 @@ class _ReenteredContext(v1.Context):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 def _handler_of(registry: v1.handlers.CheckpointableHandlerRegistry) -> type[V1TrainStateHandler]:
-    """Our handler as a registry has it, with the options of the context that made it; of several, the last."""
+    """Returns the last of our handlers in a registry, with the options of the context that made it."""
     ours = [cls for cls, _ in registry.get_all_entries() if issubclass(cls, V1TrainStateHandler)]
     return ours[-1] if ours else V1TrainStateHandler
 
 
 def _handler_with(given: Mapping[str, Any], handler: type[V1TrainStateHandler]) -> type[V1TrainStateHandler]:
-    """A handler whose saves have the given options, and all others of `handler`."""
+    """Makes a handler class like `handler` with the given options."""
     return type(handler.__name__, (handler,), {"options": dataclasses.replace(handler.options, **given)})
 
 
 def _for_any_tree(handler: type[V1TrainStateHandler]) -> type[V1TrainStateHandler]:
-    """A handler like the given one, for trees that it does not claim."""
+    """Makes a handler class like the given one, for trees that it does not claim."""
     return type(handler.__name__, (AnyTreeHandler, handler), {})
 
 
 def _with_handler(
     given: v1.handlers.CheckpointableHandlerRegistry, handler: type[V1TrainStateHandler]
 ) -> v1.handlers.CheckpointableHandlerRegistry:
-    """A registry like the given one where our handler stands at the place of `PyTreeHandler`, before the users' own.
+    """Makes a registry like the given one with our handler in the position of `PyTreeHandler`, before users' handlers.
 
     Of handlers that can handle something, Orbax takes the last. `PyTreeHandler` stays, for trees that are loaded
     without a plan. What it saved is ours to load, whatever its name: so our handler claims its recorded types.

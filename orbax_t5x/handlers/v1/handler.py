@@ -20,11 +20,11 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.restore.stock import read_metadata
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
-from orbax_t5x.handlers.save.prepare import Prepared, prepare
+from orbax_t5x.handlers.save.prepare import PreparedSave, prepare
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, writes_directories
-from orbax_t5x.handlers.v1.saving import RunningSave, discard_refused, finish, hold_tree
+from orbax_t5x.handlers.v1.saving import RunningSave, copy_tree_to_host, discard_refused, finish
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.trees.named_leaves import is_train_state
@@ -33,7 +33,7 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SaveOptions:
-    """What the saves of a context have in common; `orbax_t5x.args.TrainStateSave` says what the fields mean."""
+    """Options of all saves of a context; the fields are those of `orbax_t5x.args.TrainStateSave`."""
 
     checksums: bool = True
     provenance: Sequence[Mapping[str, Any]] | None = None
@@ -53,7 +53,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     _recorded: ClassVar[type[V1TrainStateHandler] | None] = None
 
     def __new__(cls) -> V1TrainStateHandler:
-        """An instance of a class that has the name of `PyTreeHandler`.
+        """Makes an instance of a class that has the name of `PyTreeHandler`.
 
         Orbax records the name of the class of the handler that saved. Anyone loads what is saved here, so what is
         recorded is the name of the handler that anyone has.
@@ -77,16 +77,18 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         """
         try:
             prepared = self._prepare(directory, checkpointable)
-            tree, held = hold_tree(prepared.tree, self._context) if self.options.checksums else (prepared.tree, None)
+            tree, copies = prepared.tree, None
+            if self.options.checksums:
+                tree, copies = copy_tree_to_host(tree, self._context)
             written = await self._orbax.save(directory, tree)
         except BaseException:
             if self._is_primary():
                 discard_refused(directory.path)
             raise
-        rest = partial(finish, directory, written, held, prepared.custom_metadata, primary=self._is_primary())
+        rest = partial(finish, directory, written, copies, prepared.custom_metadata, primary=self._is_primary())
         return RunningSave(written, rest)
 
-    def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> Prepared:
+    def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> PreparedSave:
         saved = tree.state_dict() if is_train_state(tree) else tree
         leaves = jax.tree_util.tree_leaves_with_path(saved)
         lazy = [leaf_name(path) for path, leaf in leaves if isinstance(leaf, LazyArray)]
@@ -119,7 +121,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
                 abstract = AbstractTrainState(abstract)
             # Here and not in the background: what is raised there, `load_checkpointables` hides in an error that calls
             # the handler incompatible.
-            return _Loaded(load_into(directory, abstract, self._context))
+            return _LoadedValue(load_into(directory, abstract, self._context))
         loading = await self._orbax.load(directory, abstract_checkpointable)
         return self._load_saved(directory, loading) if abstract_checkpointable is None else loading
 
@@ -132,15 +134,15 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
     # -- the rest
 
     async def metadata(self, directory: epath.Path) -> Any:
-        """Orbax's metadata of the checkpointable."""
+        """Returns Orbax's metadata of the checkpointable."""
         return await self._orbax.metadata(directory)
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether it is a tree that can be saved."""
+        """Returns True for a tree that can be saved."""
         return is_train_state(checkpointable) or self._orbax.is_handleable(checkpointable)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
-        """Whether it is loaded by a plan; Orbax's own handler loads into all other trees."""
+        """Returns True for what is loaded by a plan; Orbax's own handler loads into all other trees."""
         return isinstance(abstract_checkpointable, AbstractTrainState) or is_train_state(abstract_checkpointable)
 
 
@@ -152,7 +154,7 @@ class AnyTreeHandler(V1TrainStateHandler):
     """
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether it is a tree of leaves of any type, and no leaf itself."""
+        """Returns True for a tree with leaves of any type that is not a leaf itself."""
         try:
             is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(checkpointable))
         except Exception:  # of a stranger's class, or of keys that cannot be sorted
@@ -171,7 +173,7 @@ class _StoredTypes:
         return self._stored[cls]
 
 
-class _Loaded:
+class _LoadedValue:
     """An awaitable of what is loaded already; no warning where nobody awaits it, because something else failed."""
 
     def __init__(self, value: Any):

@@ -1,4 +1,4 @@
-"""What is used of Orbax v1 beyond its documented interface, all in one place.
+"""Everything used of Orbax v1 beyond its documented interface, in one place.
 
 A handler must obey the options of the context that is active, and Orbax exports no function that returns it;
 `tests/handlers/test_orbax_names.py` says when this one has moved. Fields of options are read by their documented names,
@@ -24,17 +24,17 @@ __all__ = [
 
 
 def active_context() -> v1.Context:
-    """The context of the innermost `with ocp.Context()` of this thread, or one with Orbax's defaults."""
+    """Returns the context of the innermost `with ocp.Context()` of this thread, or one with Orbax's defaults."""
     return get_context()
 
 
 def recorded_type() -> str:
-    """What Orbax records about a tree that its own handler has saved."""
+    """Returns the type that Orbax records for a tree that its own handler has saved."""
     return f"{v1.handlers.PyTreeHandler.__module__}.{v1.handlers.PyTreeHandler.__qualname__}"
 
 
 def stored_dtype(context: v1.Context, path: tuple[Any, ...], value: Any) -> Any:
-    """The dtype in which Orbax stores a leaf by the options of a context; None for its own.
+    """Returns the dtype in which Orbax stores a leaf by the options of a context, or None for its own.
 
     Args:
       context: of the save.
@@ -51,7 +51,7 @@ def stored_dtype(context: v1.Context, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def transfer_limit(context: v1.Context) -> int | None:
-    """How many bytes a save may move from devices at a time by the options of a context; None for any number."""
+    """Returns how many bytes a save may move from devices at a time by a context's options, or None for any number."""
     regulator = getattr(context.memory, "regulator_options", None)
     if regulator is not None:
         return regulator.regulator.current_limit_bytes
@@ -59,11 +59,11 @@ def transfer_limit(context: v1.Context) -> int | None:
 
 
 def goes_through_pinned_memory(context: v1.Context) -> bool:
-    """Whether a save moves arrays from devices through pinned host memory; Orbax does so on GPUs unless told."""
+    """Returns True if a save moves arrays through pinned host memory, as Orbax does on GPUs by default."""
     given = context.array.saving.enable_pinned_host_transfer
     return jax.default_backend() == "gpu" if given is None else given
 
 
 def writes_directories(context: v1.Context) -> bool:
-    """Whether a save gives each array a directory of its own, instead of a place in an OCDBT database."""
+    """Returns True if a save gives each array a directory of its own, instead of keys in an OCDBT database."""
     return not context.array.saving.use_ocdbt

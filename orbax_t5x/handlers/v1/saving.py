@@ -1,4 +1,4 @@
-"""What a save of Orbax v1 gets beside the files that Orbax writes: checksums, and the record of provenance.
+"""Adds checksums and the record of provenance to what a save of Orbax v1 writes.
 
 Orbax's handler for trees writes; it has no place for a checkpointable's own metadata, and hides what it writes with. So
 the leaves are held and summed here while it writes, and when it is done, the process that finalizes puts the record
@@ -27,12 +27,12 @@ from orbax_t5x.handlers.save.commit import sync_tree
 from orbax_t5x.handlers.save.key_checks import storage_key
 from orbax_t5x.handlers.type_handlers.checksums import (
     CopiedArray,
-    Held,
+    HostCopy,
     SaveSums,
-    hold,
+    copies_to_host,
     merge_parts,
     start_transfers,
-    sum_held,
+    sum_copies,
 )
 from orbax_t5x.handlers.v1.orbax_v1_names import goes_through_pinned_memory, stored_dtype, transfer_limit
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
@@ -40,21 +40,21 @@ from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 
 
 class _Limiter(NamedTuple):
-    """How much Orbax moves from devices at a time."""
+    """Limit on the bytes that Orbax moves from devices at a time."""
 
     max_bytes: int | None
 
 
 class _StoredLeaf(NamedTuple):
-    """What `hold` asks of a leaf that is saved."""
+    """Description of a saved leaf for `copies_to_host`."""
 
     name: str
     device_host_byte_limiter: _Limiter
     enable_pinned_host_transfer: bool
 
 
-def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[Held]]:
-    """What this process writes of a tree, kept as it is now for its checksums.
+def copy_tree_to_host(tree: Any, context: v1.Context) -> tuple[Any, list[HostCopy]]:
+    """Copies what this process writes of a tree, for its checksums.
 
     Args:
       tree: that Orbax saves.
@@ -70,9 +70,9 @@ def hold_tree(tree: Any, context: v1.Context) -> tuple[Any, list[Held]]:
     leaves = [CopiedArray.of(leaf) if copied and isinstance(leaf, np.ndarray) else leaf for _, leaf in paths]
     infos = [_StoredLeaf(storage_key(path), limiter, pinned) for path, _ in paths]
     start_transfers(leaves, infos)
-    held: list[Held] = []
+    held: list[HostCopy] = []
     for (path, leaf), value, info in zip(paths, leaves, infos, strict=True):
-        held.extend(hold(value, info, ocp.SaveArgs(dtype=stored_dtype(context, path, leaf))))
+        held.extend(copies_to_host(value, info, ocp.SaveArgs(dtype=stored_dtype(context, path, leaf))))
     return jax.tree_util.tree_unflatten(treedef, leaves), held
 
 
@@ -94,7 +94,7 @@ class RunningSave:
 async def finish(
     directory: v1.path.PathAwaitingCreation,
     written: Awaitable[None],
-    held: list[Held] | None,
+    held: list[HostCopy] | None,
     custom_metadata: Mapping[str, Any] | None,
     *,
     primary: bool,
@@ -142,9 +142,9 @@ def discard_refused(directory: epath.Path) -> None:
         remove_failed_once_made(directory)
 
 
-def _write_sums(directory: epath.Path, held: list[Held]) -> None:
+def _write_sums(directory: epath.Path, held: list[HostCopy]) -> None:
     sums = SaveSums(later=False)
-    sum_held(held, sums)
+    sum_copies(held, sums)
     sums.write(directory)
 
 

@@ -1,12 +1,12 @@
 """`convert`: a checkpoint of any format becomes an Orbax item or safetensors files, leaf by leaf and chunk by chunk.
 
-The source is planned like a restore of everything, so transforms compose views and nothing is read before all is known
-to be storable. Then pieces of views are written into a directory beside the destination, under a hidden name, and noted
-in a journal when they are on disk; checksums of the source are compared; at the end everything is synced and takes the
-destination's name. Until then the destination is as it was. After a failure or an interrupt there is nothing new beside
-it. After a kill, or an interrupt while others may be writing, there is that directory, and the same conversion, called
-again, verifies what stands in it and writes the rest. Memory: `memory_limit_bytes` in each process, whatever the size
-of a leaf, as long as the source's own chunks are smaller.
+The source is planned like a restore of everything, so transforms compose views, and nothing is read before everything
+is known to be storable. Then blocks of views are written into a directory beside the destination, under a hidden name,
+and noted in a journal when they are on disk; checksums of the source are compared; at the end everything is synced and
+moved to the destination, which is unchanged until then. A failure or an interrupt leaves nothing. A kill, or an
+interrupt while other processes may be writing, leaves that directory, and the same conversion, called again, verifies
+the blocks in it and writes the rest. Memory: `memory_limit_bytes` in each process, whatever the size of a leaf, as long
+as the source's own chunks are smaller.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedChec
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.convert.destination import check_apart, check_destination, local
-from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, CollectiveConversion
+from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, ConversionJob
+from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
-from orbax_t5x.operations.convert.writing import WriteOptions
 from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
@@ -43,7 +43,7 @@ from orbax_t5x.trees.narrow import check_flag
 
 _logger = logging.getLogger(__name__)
 
-# Below this, nearly every leaf is larger than the limit; nobody means it who writes 256 for 256 MiB.
+# A limit this small is almost certainly a missing unit: 256 for 256 MiB.
 _LEAST_SENSIBLE_LIMIT = 1 << 20
 
 
@@ -69,14 +69,14 @@ def convert(
     other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and a config.json lies beside.
 
     With several processes (`jax.distributed`) it is a collective call: every process makes it with the same arguments,
-    and writes its share into a directory that all of them see. A leaf is written by one process, unless it is larger
-    than a share.
+    and writes its work share into a directory that all of them see. A leaf is written by one process, unless it is
+    larger than a share.
 
-    Called again with the same arguments after it was killed, it goes on: what stands is read back and compared with its
-    checksums, and only the rest is written, by as many processes as there are now. What was on its way is lost, which
-    in each process is a quarter of `memory_limit_bytes` at most, and no more than the largest leaf, or 16 MiB of
-    smaller ones. It begins anew where the source has changed, where other pieces would be written, and where nobody can
-    tell: sources by URL or in memory, and arrays that a function computes.
+    Called again with the same arguments after it was killed, it resumes: written blocks are read back and compared with
+    their checksums, and only the rest is written, by as many processes as there are now. Data in flight at the kill is
+    lost: in each process a quarter of `memory_limit_bytes` at most, and no more than the largest leaf, or 16 MiB of
+    smaller ones. It begins anew if the source has changed, if other blocks would be written, and if that cannot be
+    known: for sources by URL or in memory, and arrays that a function computes.
 
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
@@ -129,7 +129,7 @@ def convert_for(
     options: PlanOptions,
     writing: WriteOptions,
 ) -> ConvertReport:
-    """`convert` with a target: what is written has its names, shapes and dtypes. None: everything, as it is."""
+    """Converts with a target, whose names, shapes and dtypes are written; None: everything, as it is."""
     started = time.monotonic()
     agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", tells_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
@@ -141,10 +141,10 @@ def convert_for(
         for checkpoint in plan.checkpoints.values():
             check_apart(path, checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
-        callback = None if on_progress is None else _Callback(on_progress)
+        callback = None if on_progress is None else _ProgressCallback(on_progress)
         try:
             with _typed(path):
-                written = CollectiveConversion(plan, path, writing, agreement).run(stack, callback)
+                written = ConversionJob(plan, path, writing, agreement).run(stack, callback)
         except CheckpointIOError:
             if callback is not None and callback.error is not None:
                 raise callback.error from None
@@ -157,7 +157,7 @@ def convert_for(
 
 @contextlib.contextmanager
 def _typed(path: Path) -> Generator[None, None, None]:
-    """What the system says of the destination, as the error that callers expect."""
+    """Turns an error of the operating system about the destination into a `CheckpointIOError`."""
     try:
         yield
     except OSError as error:
@@ -166,8 +166,8 @@ def _typed(path: Path) -> Generator[None, None, None]:
         raise CheckpointIOError(f"could not be written: {error}", path=path, errno=error.errno) from error
 
 
-class _Callback:
-    """The caller's `progress`; an OSError that it raises is no failure of writing.
+class _ProgressCallback:
+    """Wrapper of the caller's `progress`; an OSError that it raises is not a failure of writing.
 
     Attributes:
       error: what it raised, or None.
@@ -194,7 +194,7 @@ def _check_options(writing: WriteOptions) -> None:
     limit = writing.memory_limit_bytes
     if limit is not None and 0 < limit < _LEAST_SENSIBLE_LIMIT:
         _logger.warning(
-            "memory_limit_bytes=%d is %s: all that is larger goes alone, up to %s at a time; is a unit missing?",
+            "memory_limit_bytes=%d is %s: each larger block is read by itself, up to %s at a time; is a unit missing?",
             limit,
             size_text(limit),
             size_text(_LEAST_SENSIBLE_LIMIT),
@@ -213,7 +213,7 @@ def _plan(
     caller: Caller,
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
-    """What the source holds, after the transforms; the stack closes what was opened here."""
+    """Plans a restore of everything in the source; the stack closes what was opened here."""
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":
         opened = checkpoints_of(sources)
@@ -224,7 +224,7 @@ def _plan(
 
 
 class _UnreadableLeaf(Leaf):
-    """Stands for a leaf whose type the reader does not know: it can be listed, renamed and left out, not read."""
+    """Placeholder for a leaf whose type the reader does not know: it can be listed, renamed and left out, not read."""
 
     def __init__(self, name: str, error: UnsupportedCheckpointError):
         self.name = name
@@ -238,7 +238,7 @@ class _UnreadableLeaf(Leaf):
 
 
 def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, with the leaves of unsupported type replaced by ones that a plan takes."""
+    """Returns the checkpoint with its leaves of unsupported types replaced by ones that a plan takes."""
     leaves: dict[str, Leaf] = {}
     for name, view in checkpoint.leaves.items():
         (leaf,) = view.leaves()

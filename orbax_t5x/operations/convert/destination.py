@@ -1,4 +1,4 @@
-"""Where a conversion may write: a local directory, apart from the source, with nothing in the way."""
+"""Checks a destination: a local directory, apart from the source, that does not exist or may be replaced."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import os
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
-from orbax_t5x.operations.convert.replaceable import why_not_replaceable
-from orbax_t5x.operations.convert.writing import WriteOptions
+from orbax_t5x.operations.convert.output_format import WriteOptions
+from orbax_t5x.operations.convert.replaceable import reason_not_replaceable
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
 from orbax_t5x.storage.paths import url_scheme
 
-# Formats whose checkpoints lie in roots, of which the newest step is opened.
+# Formats whose checkpoints are steps below a root, of which the newest is opened.
 _WITH_STEPS = ("orbax", "t5x")
 
 
 def local(destination: str | os.PathLike[str]) -> Path:
-    """The destination as an absolute path, with `~` expanded as in a source's.
+    """Returns the destination as an absolute path, with `~` expanded as in a source's.
 
     Raises:
       TypeError: it is bytes.
       UnsupportedCheckpointError: it is a URL.
-      CheckpointIOError: it is empty, or no path of any file.
+      CheckpointIOError: it is empty, or cannot be a path.
     """
     text = os.fspath(destination)
     if not isinstance(text, str):
@@ -34,7 +34,7 @@ def local(destination: str | os.PathLike[str]) -> Path:
     if url_scheme(text) is not None:
         raise UnsupportedCheckpointError("only a local directory can be written", path=text)
     if "\0" in text:
-        raise CheckpointIOError("the path holds a NUL, as no file's does", path=text, errno=errno.EINVAL)
+        raise CheckpointIOError("the path contains a NUL byte", path=text, errno=errno.EINVAL)
     return Path(os.path.abspath(os.path.expanduser(text)))
 
 
@@ -44,15 +44,15 @@ def check_destination(target: Path, writing: WriteOptions) -> None:
         return
     if not writing.overwrite:
         raise _exists(target, "exists already; overwrite=True replaces it")
-    if (reason := why_not_replaceable(target, writing.format)) is not None:
+    if (reason := reason_not_replaceable(target, writing.format)) is not None:
         raise _exists(target, f"{reason}, so it is not replaced; remove it yourself or choose another name")
 
 
 def check_apart(target: Path, source: Checkpoint) -> None:
-    """Refuses a destination that would delete the source, or change what it is.
+    """Refuses a destination that would delete the source, or change it.
 
-    What lies in the source's directory, or in a step or a root that the source was opened by, belongs to that. Who
-    names a step as the source may put another one beside it.
+    Everything in the source's directory, or in the step or root that it was opened by, belongs to the source. With a
+    step as the source, another step may be written beside it.
 
     Raises:
       CheckpointIOError: naming the destination.
@@ -61,21 +61,21 @@ def check_apart(target: Path, source: Checkpoint) -> None:
     if os.path.lexists(target) and resolved in real_source.parents:
         raise _exists(target, f"holds the source {source.path!r}, so it is not replaced; choose another destination")
     step = _step_directory(source, real_source)
-    # The directory that was named for a TensorFlow bundle in it is opened as that whatever lies below.
+    # A directory given for a TensorFlow bundle in it is opened as the bundle, whatever else is below.
     given = Path(source.given_path).resolve() if source.format in _WITH_STEPS else real_source
-    for place in (real_source, given) if step is None else (real_source, given, step):
-        if place in resolved.parents and resolved not in (real_source, step):
-            raise _inside(target, f"lies inside the source {str(place)!r}; choose a destination outside of it")
+    for owner in (real_source, given) if step is None else (real_source, given, step):
+        if owner in resolved.parents and resolved not in (real_source, step):
+            raise _inside(target, f"lies inside the source {str(owner)!r}; choose a destination outside of it")
 
 
 def _step_directory(source: Checkpoint, path: Path) -> Path | None:
-    """The directory of the step that the source is, or is an item of; None where it is neither."""
+    """Returns the directory of the step that the source is, or is an item of, or None if it is neither."""
     if source.format not in _WITH_STEPS or source.step is None:
         return None
     if is_file(str(path.parent), STEP_METADATA_FILE):
         return path.parent
-    places = (place for place in (path, path.parent) if place.is_dir())
-    return next((place for place in places if step_of_name(place.name) == source.step), None)
+    directories = (one for one in (path, path.parent) if one.is_dir())
+    return next((one for one in directories if step_of_name(one.name) == source.step), None)
 
 
 def make_parents(parent: Path) -> list[Path]:

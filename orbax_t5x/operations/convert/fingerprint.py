@@ -1,9 +1,8 @@
-"""What tells one conversion from another: only one that would write the same pieces may go on with what a killed one
-left.
+"""Identifies a conversion: only one that would write the same blocks may resume a killed one.
 
-A view counts by what it is made of, so that the same transforms under another name, or a lambda, are the same; a stored
-leaf by its name, with a stamp of the checkpoint's files; a constant by its contents. Where a view is computed by a
-function, or where a source cannot be stamped, nothing tells, and a conversion always begins anew.
+A view is identified by its nodes, so that the same transforms under another name, or a lambda, are the same; a stored
+leaf by its name, with a stamp of the checkpoint's files; a constant by its contents. A view that a function computes,
+and a source without local files, cannot be identified: such a conversion always begins anew.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from orbax_t5x.operations.convert.partition import PlannedArray
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.storage.paths import url_scheme
 
-# What a node is besides its own fields.
-_OF_EVERY_NODE = frozenset({"shape", "dtype", "inputs", "leaf"})
+# The fields of every node.
+_COMMON_FIELDS = frozenset({"shape", "dtype", "inputs", "leaf"})
 
 
 def arrays_digest(arrays: Sequence[PlannedArray]) -> str:
-    """The digest of what is written, by names, shapes, dtypes and chunks: equal in all processes of a conversion."""
+    """Computes a digest of the names, shapes, dtypes and chunks: equal in all processes of a conversion."""
     return _hashed([[one.name, one.key, one.view.shape, one.view.dtype.name, one.chunk] for one in arrays])
 
 
 def conversion_digest(format: str, arrays: Sequence[PlannedArray], checkpoints: Mapping[str, Checkpoint]) -> str | None:
-    """The digest of a conversion; None where nothing tells it from others."""
+    """Computes the digest of a conversion; returns None if it cannot be identified."""
     stamps = {name: _stamp(checkpoint) for name, checkpoint in checkpoints.items()}
     names = {
         leaf: (source, name)
@@ -42,14 +41,14 @@ def conversion_digest(format: str, arrays: Sequence[PlannedArray], checkpoints: 
         for name, view in checkpoint.leaves.items()
         for leaf in view.leaves()
     }
-    nodes = _Nodes(names)
+    nodes = _NodeDigests(names)
     digests = [nodes.digest(array.view.node) for array in arrays]
     if None in stamps.values() or None in digests:
         return None
     return _hashed([format, arrays_digest(arrays), digests, sorted(stamps.items())])
 
 
-class _Nodes:
+class _NodeDigests:
     """Digests of nodes, each made once."""
 
     def __init__(self, names: Mapping[Leaf, tuple[str, str]]):
@@ -69,12 +68,12 @@ class _Nodes:
         fields = [
             f"{field.name}={getattr(node, field.name)!r}"
             for field in dataclasses.fields(node)
-            if field.name not in _OF_EVERY_NODE and not field.name.startswith("_")
+            if field.name not in _COMMON_FIELDS and not field.name.startswith("_")
         ]
         return _hashed([type(node).__name__, node.shape, node.dtype.name, fields, inputs, leaf])
 
     def _leaf(self, leaf: Leaf) -> Any:
-        """What a leaf is; None where nothing tells."""
+        """Returns what identifies a leaf, or None if nothing does."""
         if leaf in self._names:
             return self._names[leaf]
         if isinstance(leaf, ValueLeaf) and not leaf.dtype.hasobject:
@@ -83,7 +82,7 @@ class _Nodes:
 
 
 def _stamp(checkpoint: Checkpoint) -> Any:
-    """What changes when the files of a checkpoint do; None for one that has no files here."""
+    """Returns a value that changes with the files of a checkpoint, or None for one without local files."""
     if url_scheme(checkpoint.path) is not None:
         return None
     files = sorted(_files(checkpoint.path))
@@ -91,13 +90,13 @@ def _stamp(checkpoint: Checkpoint) -> Any:
 
 
 def _files(path: str) -> Iterator[tuple[str, int, int, int]]:
-    """(path, size, modification time, inode) of the files of a checkpoint: below a directory, or of a common prefix."""
-    place = Path(path)
-    if place.is_dir():
-        found = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
-    elif place.parent.is_dir():
+    """Yields (path, size, modification time, inode) of the files in a checkpoint's directory, or with its prefix."""
+    root = Path(path)
+    if root.is_dir():
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    elif root.parent.is_dir():
         found = [
-            entry.path for entry in os.scandir(place.parent) if entry.is_file() and entry.name.startswith(place.name)
+            entry.path for entry in os.scandir(root.parent) if entry.is_file() and entry.name.startswith(root.name)
         ]
     else:
         found = []

@@ -1,9 +1,9 @@
 """One conversion, by one process or by all processes of a job together.
 
-Each process plans alike and writes its share of the pieces; the first one, the primary, keeps the work directory, looks
-at what a killed conversion left in there, and finishes. They meet three times: when the primary has prepared the work
-directory, when all pieces stand, and when the result is in place. Whoever fails tells the others at the next meeting,
-and leaves a file by which they stop before it. The work directory must be one that all processes see.
+Every process makes the same plan and writes its work share of the blocks; the primary process owns the work directory,
+checks what a killed conversion left there, and finishes. There are three barriers: when the primary has prepared the
+work directory, when all blocks are durable, and when the result is in place. A process that fails sends its error at
+the next barrier, and leaves a file that stops the others before it. All processes must see the same work directory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from orbax_t5x.operations.convert.destination import check_destination, make_par
 from orbax_t5x.operations.convert.fingerprint import arrays_digest, conversion_digest
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, journal_path, journals, read_journal
 from orbax_t5x.operations.convert.orbax_output import OrbaxFormat
-from orbax_t5x.operations.convert.output_format import PieceFormat
-from orbax_t5x.operations.convert.partition import PlannedPiece, cut, share_out
-from orbax_t5x.operations.convert.pipeline import STOP_FILE, PieceRun
+from orbax_t5x.operations.convert.output_format import OutputFormat, WriteOptions, WriteSummary
+from orbax_t5x.operations.convert.partition import PlannedBlock, cut_into_blocks, divide_blocks
+from orbax_t5x.operations.convert.pipeline import STOP_FILE, BlockPipeline
 from orbax_t5x.operations.convert.safetensors_output import SafetensorsFormat
 from orbax_t5x.operations.convert.work_directory import WorkDirectory, work_directory_of
-from orbax_t5x.operations.convert.writing import WriteOptions, Written
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.progress_bar import OnProgress
@@ -39,21 +38,21 @@ from orbax_t5x.text.wording import size_text
 
 _logger = logging.getLogger(__name__)
 
-FORMATS: dict[str, Callable[[RestorePlan, WriteOptions], PieceFormat]] = {
+FORMATS: dict[str, Callable[[RestorePlan, WriteOptions], OutputFormat]] = {
     "orbax": OrbaxFormat,
     "safetensors": SafetensorsFormat,
 }
 PRIMARY = 0
-"""The process that keeps the work directory."""
+"""The process that owns the work directory."""
 
 
-class _Beginning(NamedTuple):
-    """What the primary tells the others before they write.
+class _StartMessage(NamedTuple):
+    """Message of the primary process to the others, before they write.
 
     Attributes:
-      conversion: its digest, or a text that no other has.
+      conversion: its digest, or a unique text.
       first: the number of the primary's journal; those of the others follow.
-      kept: the numbers of the pieces that stand.
+      kept: the numbers of the blocks that are durable already.
     """
 
     conversion: str
@@ -61,8 +60,8 @@ class _Beginning(NamedTuple):
     kept: Sequence[int]
 
 
-class CollectiveConversion:
-    """Writes what a plan holds into a directory."""
+class ConversionJob:
+    """Writer of a plan's views into a directory."""
 
     def __init__(self, plan: RestorePlan, target: Path, writing: WriteOptions, agreement: Agreement):
         """Checks that the plan can be stored, and that all processes are about to write the same.
@@ -76,7 +75,7 @@ class CollectiveConversion:
         self._writing = writing
         self._agreement = agreement
         self._format = FORMATS[writing.format](plan, writing)
-        self._pieces = cut(self._format.arrays)
+        self._blocks = cut_into_blocks(self._format.arrays)
         self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes
         self._is_primary = jax.process_index() == PRIMARY
         self._entries: dict[int, JournalEntry] = {}
@@ -89,20 +88,20 @@ class CollectiveConversion:
             fix = "call convert with the same arguments on every process"
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=target)
 
-    def run(self, stack: contextlib.ExitStack, progress: OnProgress | None) -> Written:
-        """Writes.
+    def run(self, stack: contextlib.ExitStack, progress: OnProgress | None) -> WriteSummary:
+        """Writes the checkpoint.
 
         Args:
-          stack: tidies up; it ends after the other processes know of a failure.
-          progress: called with the bytes of this process's share.
+          stack: cleans up; it ends after the other processes have received a failure.
+          progress: called with the bytes of this process's work share.
 
         Raises:
           CheckpointError: the source, the destination, or another process failed.
         """
         work = self._take_work_directory(stack) if self._is_primary else None
-        start = _Beginning(*self._agreement.of_primary(None if work is None else self._begin(work)))
-        to_do = [piece for piece in self._pieces if piece.number not in set(start.kept)]
-        shares = share_out(to_do, jax.process_count())
+        start = _StartMessage(*self._agreement.of_primary(None if work is None else self._begin(work)))
+        to_do = [block for block in self._blocks if block.number not in set(start.kept)]
+        shares = divide_blocks(to_do, jax.process_count())
         self._write(start, shares[jax.process_index()], progress)
         self._agreement.of_all(None)
         written = None
@@ -110,7 +109,9 @@ class CollectiveConversion:
             numbers = [start.first + process for process, share in enumerate(shares) if share]
             written = self._finish(work, start, numbers)
         leaves, nbytes, skipped, kept = self._agreement.of_primary(written)
-        return Written(leaves, nbytes, {name: (tuple(shape), dtype) for name, (shape, dtype) in skipped.items()}, kept)
+        return WriteSummary(
+            leaves, nbytes, {name: (tuple(shape), dtype) for name, (shape, dtype) in skipped.items()}, kept
+        )
 
     # -- what the primary does before
 
@@ -118,18 +119,18 @@ class CollectiveConversion:
         made = make_parents(self._target.parent)
         stack.callback(_remove_empty, made)
         work = stack.enter_context(WorkDirectory(self._target))
-        # Others may be writing that nobody can reach; and what a job that lost a process has done is to be kept.
+        # Disconnected processes may still be writing, and the work of a job that lost a process is kept.
         stack.callback(lambda: setattr(work, "is_kept", self._agreement.is_parted))
         check_destination(self._target, self._writing)
         return work
 
-    def _begin(self, work: WorkDirectory) -> _Beginning:
+    def _begin(self, work: WorkDirectory) -> _StartMessage:
         conversion = conversion_digest(self._writing.format, self._format.arrays, self._plan.checkpoints)
         left = journals(work.path)
         found = {number: read_journal(path, conversion or "") for number, path in left.items()}
         if conversion is None or not found or None in found.values():
             if found:
-                _logger.info("%s is begun anew: a killed conversion there was another, or cannot be told", self._target)
+                _logger.info("%s begins anew: the killed conversion was another, or cannot be identified", self._target)
             work.empty()
             found = {}
         (work.path / STOP_FILE).unlink(missing_ok=True)
@@ -138,25 +139,25 @@ class CollectiveConversion:
             self._keep(work.path, number, entries or [])
         kept = sorted(self._entries)
         if found:
-            nbytes = sum(self._pieces[number].nbytes for number in kept)
-            _logger.info("%s is gone on with: %s stand already", self._target, size_text(nbytes))
-        return _Beginning(conversion or uuid.uuid4().hex, max([0, *left]) + 1, kept)
+            nbytes = sum(self._blocks[number].nbytes for number in kept)
+            _logger.info("%s resumes a killed conversion: %s are written already", self._target, size_text(nbytes))
+        return _StartMessage(conversion or uuid.uuid4().hex, max([0, *left]) + 1, kept)
 
     def _keep(self, work: Path, number: int, entries: Sequence[JournalEntry]) -> None:
-        """Keeps the pieces of one journal that stand."""
+        """Keeps the durable blocks of one journal."""
         mine = {
-            self._pieces[entry.piece]: entry
+            self._blocks[entry.block]: entry
             for entry in entries
-            if entry.piece < len(self._pieces) and entry.piece not in self._entries
+            if entry.block < len(self._blocks) and entry.block not in self._entries
         }
-        good = self._format.check(work, number, {piece: entry.crc for piece, entry in mine.items()})
-        self._entries |= {piece.number: mine[piece] for piece in good}
+        good = self._format.check(work, number, {block: entry.crc for block, entry in mine.items()})
+        self._entries |= {block.number: mine[block] for block in good}
         if good:
             self._numbers.add(number)
 
     # -- what every process does
 
-    def _write(self, start: _Beginning, share: Sequence[PlannedPiece], progress: OnProgress | None) -> None:
+    def _write(self, start: _StartMessage, share: Sequence[PlannedBlock], progress: OnProgress | None) -> None:
         if not share:
             return
         work = work_directory_of(self._target)
@@ -164,7 +165,7 @@ class CollectiveConversion:
         journal = Journal(work, number, start.conversion)
         try:
             store = self._format.store(work, number)
-            PieceRun(store, journal, work, self._leaves, self._limit, progress).run(share)
+            BlockPipeline(store, journal, work, self._leaves, self._limit, progress).run(share)
         except BaseException:
             if jax.process_count() > 1:
                 with contextlib.suppress(OSError):
@@ -175,21 +176,19 @@ class CollectiveConversion:
 
     # -- what the primary does after
 
-    def _finish(self, work: WorkDirectory, start: _Beginning, numbers: Sequence[int]) -> Sequence[Any]:
-        kept = sum(self._pieces[number].nbytes for number in self._entries)
+    def _finish(self, work: WorkDirectory, start: _StartMessage, numbers: Sequence[int]) -> Sequence[Any]:
+        kept = sum(self._blocks[number].nbytes for number in self._entries)
         for number in numbers:
             for entry in read_journal(journal_path(work.path, number), start.conversion) or ():
-                self._entries[entry.piece] = entry
-        missing = [piece.array.name for piece in self._pieces if piece.number not in self._entries]
+                self._entries[entry.block] = entry
+        missing = [block.array.name for block in self._blocks if block.number not in self._entries]
         if missing:
-            message = (
-                "a piece that another process wrote is not in its journal here; is the directory one and the same?"
-            )
+            message = "a block written by another process is not in its journal; do all see the same directory?"
             raise CheckpointIOError(message, path=work.path, leaf=missing[0])
         with LoopThread() as thread:
             thread.run(self._verify())
         directory = work.path / self._target.name
-        entries = {piece: self._entries[piece.number] for piece in self._pieces}
+        entries = {block: self._entries[block.number] for block in self._blocks}
         leaves, nbytes, skipped, _ = self._format.finish(
             work.path, directory, entries, sorted({*self._numbers, *numbers})
         )
@@ -198,18 +197,18 @@ class CollectiveConversion:
         return leaves, nbytes, dict(skipped), kept
 
     async def _verify(self) -> None:
-        """Compares the source's checksums with all that was read of it, by all processes and before a kill."""
-        parts: dict[int, list[ChecksummedRange]] = {}
+        """Compares the source's checksums with everything read from it, by all processes and before a kill."""
+        ranges: dict[int, list[ChecksummedRange]] = {}
         for entry in self._entries.values():
-            for leaf, part in entry.read:
-                parts.setdefault(leaf, []).append(part)
+            for leaf, covered in entry.read:
+                ranges.setdefault(leaf, []).append(covered)
         stats = ReadStats("touched", self._limit)
         for leaf, number in self._leaves.items():
-            await leaf.verify_checksum(stats, parts.get(number, ()))
+            await leaf.verify_checksum(stats, ranges.get(number, ()))
 
 
 def _remove_empty(directories: Sequence[Path]) -> None:
-    """Removes directories that were made for nothing, innermost first."""
+    """Removes directories that stayed empty, innermost first."""
     for directory in reversed(directories):
         with contextlib.suppress(OSError):
             directory.rmdir()

@@ -1,8 +1,8 @@
-"""The journal of one process of a conversion: which pieces stand durably in the work directory, with their checksums.
+"""The journal of one process of a conversion: the durable blocks in the work directory, with their checksums.
 
-A line is added when a piece and all that leads to it are on disk, so what a journal says is true after a kill at any
-moment. Each line begins with the crc32c of the rest: a line that was cut ends the journal. The first line says which
-conversion it is. Whoever writes a journal holds a lock on it, which ends with the process.
+A line is added when a block and the directories above it are on disk, so that a journal is true after a kill at any
+moment. Each line begins with the crc32c of the rest: a torn line ends the journal. The first line identifies the
+conversion. The process that writes a journal holds a lock on it, which ends with the process.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ _CRC_DIGITS = 8
 
 
 class SourceRange(NamedTuple):
-    """What was read of a stored leaf for a piece: the leaf's number in the plan, and the checksum of some bytes."""
+    """Range read of a stored leaf for a block: the leaf's number in the plan, and the checksum of some bytes."""
 
     leaf: int
     range: ChecksummedRange
 
 
 class JournalEntry(NamedTuple):
-    """One piece that stands.
+    """One durable block.
 
     Attributes:
-      piece: its number.
+      block: its number.
       crc: of its elements, as `readers.box_sums.array_crc` makes it.
-      read: checksums of what was read for it, which together with those of the other pieces verify the source.
+      read: checksums of the ranges read for it, which together with those of the other blocks verify the source.
     """
 
-    piece: int
+    block: int
     crc: int
     read: tuple[SourceRange, ...]
 
 
 class Journal:
-    """Writes one; entries of one event loop."""
+    """Writer of a journal, for one event loop."""
 
     def __init__(self, work: Path, number: int, conversion: str):
-        """Begins the journal `number` of a work directory; `conversion` is the digest of what is converted."""
+        """Creates the journal `number` of a work directory; `conversion` is the digest of the conversion."""
         self._file = os.open(journal_path(work, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,11 +59,11 @@ class Journal:
         self._append([{"version": _VERSION, "conversion": conversion}])
 
     async def add(self, entry: JournalEntry, array: Any, sync: Callable[[Sequence[Any]], None]) -> None:
-        """Adds an entry, and returns when it is durable; entries that come meanwhile go together.
+        """Adds an entry, and returns when it is durable; entries added meanwhile are flushed together.
 
         Args:
-          entry: of a piece that was written.
-          array: that the piece belongs to.
+          entry: of a block that was written.
+          array: that the block belongs to.
           sync: makes the data of some arrays durable.
         """
         self._pending.append((entry, array))
@@ -83,23 +83,23 @@ class Journal:
         os.fdatasync(self._file)
 
     def close(self) -> None:
-        """Closes the file, and gives the lock back."""
+        """Closes the file, and releases the lock."""
         os.close(self._file)
 
 
 def journal_path(work: Path, number: int) -> Path:
-    """The journal of a number in a work directory."""
+    """Returns the path of the journal of a number in a work directory."""
     return work / f"{_PREFIX}{number}"
 
 
 def journals(work: Path) -> dict[int, Path]:
-    """The journals of a work directory by number."""
+    """Finds the journals of a work directory, by number."""
     found = {path.name.removeprefix(_PREFIX): path for path in work.glob(f"{_PREFIX}*")}
     return {int(number): path for number, path in sorted(found.items()) if number.isdecimal()}
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a process lives that writes this journal."""
+    """Returns True while a process writes this journal."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +111,7 @@ def is_being_written(path: Path) -> bool:
 
 
 def read_journal(path: Path, conversion: str) -> list[JournalEntry] | None:
-    """The entries of a journal, as far as it is whole; None where it is of another conversion."""
+    """Reads the entries of a journal up to the first torn line; returns None for one of another conversion."""
     lines = path.read_bytes().split(b"\n")
     first = _parsed(lines[0])
     if first is None:  # a kill came before that line was written
@@ -123,14 +123,14 @@ def read_journal(path: Path, conversion: str) -> list[JournalEntry] | None:
         parsed = _parsed(line)
         if parsed is None:
             break
-        piece, crc, read = parsed
+        block, crc, read = parsed
         ranges = tuple([SourceRange(leaf, ChecksummedRange(*range)) for leaf, *range in read])
-        entries.append(JournalEntry(piece, crc, ranges))
+        entries.append(JournalEntry(block, crc, ranges))
     return entries
 
 
 def _as_json(entry: JournalEntry) -> Any:
-    return [entry.piece, entry.crc, [[leaf, *part] for leaf, part in entry.read]]
+    return [entry.block, entry.crc, [[leaf, *covered] for leaf, covered in entry.read]]
 
 
 def _line(value: Any) -> bytes:
@@ -139,6 +139,6 @@ def _line(value: Any) -> bytes:
 
 
 def _parsed(line: bytes) -> Any:
-    """What a line says; None for one that is not whole."""
+    """Parses a line; returns None for a torn one."""
     crc, text = line[:_CRC_DIGITS], line[_CRC_DIGITS:]
     return json.loads(text) if text and crc == b"%08x" % _crc.extend(0, text) else None

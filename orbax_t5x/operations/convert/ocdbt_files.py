@@ -1,6 +1,6 @@
-"""What a killed writer left in an OCDBT database: keys that nobody knows to be whole, and files that nobody refers to.
+"""Removes what a killed writer left in an OCDBT database: keys that may be incomplete, and unreferenced files.
 
-A database is whole at any moment: a commit replaces its manifest in one step. What was on its way into it at a kill
+A database is consistent at any moment, because a commit replaces its manifest atomically. Data in flight at a kill
 stays in files that no manifest refers to.
 """
 
@@ -22,15 +22,15 @@ _LOCATION = re.compile(r"\w+:([^:]*):([^:]+):\d+:\d+")
 def remove_lock_files(directory: Path) -> None:
     """Removes the locks of writers that were killed, from a database that nobody has open.
 
-    TensorStore writes a manifest into its lock file, which it then renames. One that it finds it takes, and what stood
-    in there beyond the new manifest's end becomes part of it, which is then no manifest any more.
+    TensorStore writes a manifest into its lock file, which it then renames. It reuses a lock file that exists, and the
+    old bytes beyond the end of the new manifest then corrupt it.
     """
     for path in directory.rglob("*.__lock"):
         path.unlink()
 
 
 async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Collection[str]) -> None:
-    """Removes all keys of a database but these, so that what is merged with it takes their place.
+    """Deletes every key except `keys`, so that keys of a database merged with this one are not shadowed.
 
     Args:
       spec: of a key-value store in the database.
@@ -46,9 +46,9 @@ async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Col
 def remove_unreferenced(directory: Path) -> None:
     """Removes the files of a database, which nobody has open, that its newest version does not refer to.
 
-    Nothing is removed where TensorStore tells places in another way than it did when this was written.
+    Nothing is removed if TensorStore reports locations in another form than today's.
     """
-    matches = [_LOCATION.fullmatch(place) for place in _places(directory)]
+    matches = [_LOCATION.fullmatch(location) for location in _locations(directory)]
     referenced = {directory / "".join(match.groups()) for match in matches if match}
     if None in matches or not all(path.exists() for path in referenced):
         return
@@ -57,16 +57,16 @@ def remove_unreferenced(directory: Path) -> None:
             path.unlink()
 
 
-def _places(directory: Path) -> Iterator[str]:
-    """Where the newest version of a database has its nodes and values, as TensorStore tells it."""
+def _locations(directory: Path) -> Iterator[str]:
+    """Yields the locations of the nodes and values of the newest version of a database, as TensorStore reports them."""
     base = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
     pending = [ts.ocdbt.dump(base).result()["versions"][-1]["root"].get("location")]
     while pending:
-        place = pending.pop()
-        if place is None:  # a database without keys
+        location = pending.pop()
+        if location is None:  # a database without keys
             continue
-        yield place
-        for entry in ts.ocdbt.dump(base, place).result().get("entries", ()):
+        yield location
+        for entry in ts.ocdbt.dump(base, location).result().get("entries", ()):
             if "location" in entry:
                 pending.append(entry["location"])
             elif "indirect_value" in entry:

@@ -1,7 +1,7 @@
 """A plan's views as a plain Orbax item.
 
-Arrays go piece by piece into OCDBT databases, one for each journal, as Orbax has one for each process of a save. At the
-end Orbax itself writes everything else: metadata, strings, constants; and merges the databases into the item's.
+Arrays are written block by block into OCDBT databases, one for each journal, as Orbax has one for each process of a
+save. At the end Orbax itself writes metadata, strings and constants, and merges the databases into the item's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
 from orbax_t5x.handlers.save.commit import check_merged, sync_tree
-from orbax_t5x.handlers.save.prepare import Prepared, prepare
-from orbax_t5x.handlers.save.type_table import WithStreamedLeaves
+from orbax_t5x.handlers.save.prepare import PreparedSave, prepare
+from orbax_t5x.handlers.save.type_table import StreamingTypeTable
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, merge_parts
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, StreamedLeaf
-from orbax_t5x.handlers.type_handlers.stream import PIECE_COPIES, TensorStoreArray, own_context
+from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, TensorStoreArray, own_context
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.operations.convert.journal import JournalEntry, journals
 from orbax_t5x.operations.convert.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
-from orbax_t5x.operations.convert.output_format import PARTS
-from orbax_t5x.operations.convert.partition import PlannedArray, PlannedPiece
+from orbax_t5x.operations.convert.output_format import (
+    BLOCKS_DIRECTORY,
+    WriteOptions,
+    WriteSummary,
+    nothing_to_write,
+)
+from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
 from orbax_t5x.operations.convert.sequences import with_sequences
-from orbax_t5x.operations.convert.writing import WriteOptions, Written, nothing_to_write
 from orbax_t5x.provenance.records import checked_lineage, skipped_from_metadata
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
@@ -46,14 +50,14 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 # Orbax walks its trees by recursion, and opening refuses deeper names.
 _MOST_LEVELS = Limits.name_levels
-# The process that finishes does so alone.
-_ALONE = ocp.options.MultiprocessingOptions(
+# Only one process finishes.
+_ONE_PROCESS = ocp.options.MultiprocessingOptions(
     primary_host=0, active_processes={0}, barrier_sync_key_prefix="orbax_t5x_convert"
 )
 
 
 class OrbaxFormat:
-    """See `PieceFormat`."""
+    """See `OutputFormat`."""
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         tree = with_sequences(_tree(plan), plan)
@@ -67,112 +71,116 @@ class OrbaxFormat:
         )
         records = checked_lineage(plan.provenance)
         self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes
-        self._prepared = prepare(args, records, WithStreamedLeaves(GlobalTypeHandlers()), deferred=True)
+        self._prepared = prepare(args, records, StreamingTypeTable(GlobalTypeHandlers()), deferred=True)
         self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared))
 
     def prepare(self, work: Path) -> None:
-        """See `PieceFormat.prepare`."""
-        parts = work / PARTS
-        parts.mkdir(exist_ok=True)
-        for other in [entry for entry in work.iterdir() if entry.is_dir() and entry != parts]:
+        """See `OutputFormat.prepare`."""
+        databases = work / BLOCKS_DIRECTORY
+        databases.mkdir(exist_ok=True)
+        for other in [entry for entry in work.iterdir() if entry.is_dir() and entry != databases]:
             # A conversion was killed when its databases were in the item already.
-            for database in map(_database, journals(work)):
-                if (other / database).is_dir() and not (parts / database).exists():
-                    (other / database).rename(parts / database)
+            for name in map(_database_name, journals(work)):
+                if (other / name).is_dir() and not (databases / name).exists():
+                    (other / name).rename(databases / name)
             shutil.rmtree(other)
 
     def store(self, work: Path, number: int) -> _Database:
-        """See `PieceFormat.store`."""
-        return _Database(work / PARTS, number, own_context(self._limit))
+        """See `OutputFormat.store`."""
+        return _Database(work / BLOCKS_DIRECTORY, number, own_context(self._limit))
 
-    def check(self, work: Path, number: int, pieces: Mapping[PlannedPiece, int]) -> set[PlannedPiece]:
-        """See `PieceFormat.check`."""
-        directory = work / PARTS / _database(number)
-        stand: set[PlannedPiece] = set()
-        if pieces and directory.is_dir():
+    def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
+        """See `OutputFormat.check`."""
+        directory = work / BLOCKS_DIRECTORY / _database_name(number)
+        durable: set[PlannedBlock] = set()
+        if blocks and directory.is_dir():
             remove_lock_files(directory)
             with LoopThread() as thread:
-                thread.run(self._check(_Database(work / PARTS, number, own_context(self._limit)), pieces, stand))
-        if stand:
+                thread.run(
+                    self._check(_Database(work / BLOCKS_DIRECTORY, number, own_context(self._limit)), blocks, durable)
+                )
+        if durable:
             remove_unreferenced(directory)
         else:
             shutil.rmtree(directory, ignore_errors=True)
-        return stand
+        return durable
 
-    async def _check(self, database: _Database, pieces: Mapping[PlannedPiece, int], stand: set[PlannedPiece]) -> None:
+    async def _check(self, database: _Database, blocks: Mapping[PlannedBlock, int], durable: set[PlannedBlock]) -> None:
         budget = Budget(self._limit)
 
-        async def check(piece: PlannedPiece, crc: int) -> None:
-            size = PIECE_COPIES * piece.nbytes
+        async def check(block: PlannedBlock, crc: int) -> None:
+            size = COPIES_PER_BLOCK * block.nbytes
             await budget.take(size)
             try:
-                if await database.crc(piece) == crc:
-                    stand.add(piece)
+                if await database.crc(block) == crc:
+                    durable.add(block)
             finally:
                 budget.give(size)
 
-        await wait_all(check(piece, crc) for piece, crc in pieces.items())
-        if stand:
-            await remove_other_keys(database.spec(next(iter(stand)).array)["kvstore"], database.context, _keys(stand))
+        await wait_all(check(block, crc) for block, crc in blocks.items())
+        if durable:
+            await remove_other_keys(
+                database.spec(next(iter(durable)).array)["kvstore"], database.context, _keys(durable)
+            )
 
     def finish(
-        self, work: Path, directory: Path, entries: Mapping[PlannedPiece, JournalEntry], numbers: Collection[int]
-    ) -> Written:
-        """See `PieceFormat.finish`."""
-        databases = [work / PARTS / _database(number) for number in numbers]
-        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_ALONE) as checkpointer:
+        self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
+    ) -> WriteSummary:
+        """See `OutputFormat.finish`."""
+        databases = [work / BLOCKS_DIRECTORY / _database_name(number) for number in numbers]
+        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_ONE_PROCESS) as checkpointer:
             checkpointer.save(directory, args=_ItemSave(self._prepared, databases, entries))
         sync_directory(directory)
         with open_checkpoint(directory) as written:
             skipped = skipped_from_metadata(written.metadata, path=written.path)
             kept = [view for name, view in written.leaves.items() if name not in skipped]
-            return Written(len(kept), sum(view.nbytes for view in kept), skipped)
+            return WriteSummary(len(kept), sum(view.nbytes for view in kept), skipped)
 
 
 class _Database:
-    """The database of one journal; see `PieceStore`."""
+    """The database of one journal; see `BlockStore`."""
 
-    def __init__(self, parts: Path, number: int, context: ts.Context):
+    def __init__(self, directory: Path, number: int, context: ts.Context):
         self.context = context
-        self._parts = epath.Path(parts)
+        self._directory = epath.Path(directory)
         self._number = number
 
     def spec(self, array: PlannedArray) -> dict[str, Any]:
-        """TensorStore's of an array in here."""
+        """Returns the TensorStore spec of an array in this database."""
         info = ocp.type_handlers.ParamInfo(
-            name=array.key, parent_dir=self._parts, is_ocdbt_checkpoint=True, ts_context=self.context
+            name=array.key, parent_dir=self._directory, is_ocdbt_checkpoint=True, ts_context=self.context
         )
         return write_spec(info, array.view.shape, array.chunk, array.view.dtype, self._number)
 
     def output(self, array: PlannedArray) -> TensorStoreArray:
-        """See `PieceStore.output`."""
+        """See `BlockStore.output`."""
         return TensorStoreArray(self.spec(array), self.context)
 
     def sync(self, arrays: Sequence[PlannedArray]) -> None:
         """Does nothing: a write returns when the database has it on disk."""
 
-    async def crc(self, piece: PlannedPiece) -> int | None:
-        """The checksum of a piece that stands; None where it cannot be read."""
+    async def crc(self, block: PlannedBlock) -> int | None:
+        """Computes the checksum of a written block; returns None if it cannot be read."""
         try:
-            opened = await ts.open(ts.Spec(self.spec(piece.array)), open=True, context=self.context)
-            return await run_in_pool(reader_pool(), array_crc, await opened[box_slices(piece.box)].read())
+            opened = await ts.open(ts.Spec(self.spec(block.array)), open=True, context=self.context)
+            return await run_in_pool(reader_pool(), array_crc, await opened[box_slices(block.box)].read())
         except (ValueError, OSError):
             return None
 
 
 @dataclasses.dataclass(eq=False)
 class _ItemSave(ocp.args.CheckpointArgs):
-    """What an item is made of.
+    """Arguments of the save of an item.
 
     Attributes:
       prepared: the tree, for Orbax.
       databases: with the arrays.
-      entries: of the pieces in there.
+      entries: of the blocks in there.
     """
 
-    prepared: Prepared
+    prepared: PreparedSave
     databases: Sequence[Path]
-    entries: Mapping[PlannedPiece, JournalEntry]
+    entries: Mapping[PlannedBlock, JournalEntry]
 
 
 class _ItemHandler(ocp.CheckpointHandler):
@@ -182,11 +190,11 @@ class _ItemHandler(ocp.CheckpointHandler):
 
     def __init__(self) -> None:
         self._saves = RunningSaves()
-        registry: Any = WithStreamedLeaves(GlobalTypeHandlers(), self._saves)
-        self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=_ALONE)
+        registry: Any = StreamingTypeTable(GlobalTypeHandlers(), self._saves)
+        self._orbax = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=_ONE_PROCESS)
 
     def save(self, directory: epath.Path, args: _ItemSave) -> None:
-        """Writes what is not in the databases, and takes these in."""
+        """Writes what is not in the databases, and moves these into the item."""
         prepared = args.prepared
         item = ocp.args.PyTreeSave(
             item=prepared.tree, save_args=prepared.save_args, custom_metadata=prepared.custom_metadata
@@ -195,13 +203,13 @@ class _ItemHandler(ocp.CheckpointHandler):
             self._orbax.save(directory, args=item)
             for database in args.databases:
                 os.rename(database, directory / database.name)
-            for piece, entry in args.entries.items():
-                view = piece.array.view
-                sums.add(piece.array.key, view.shape, view.dtype.name, piece.box, entry.crc)
+            for block, entry in args.entries.items():
+                view = block.array.view
+                sums.add(block.array.key, view.shape, view.dtype.name, block.box, entry.crc)
             sums.write(directory)
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
-        """Refuses: a conversion restores nothing."""
+        """Raises: a conversion restores nothing."""
         raise NotImplementedError
 
     def finalize(self, directory: epath.Path) -> None:
@@ -219,33 +227,33 @@ class _ItemHandler(ocp.CheckpointHandler):
 ocp.args.register_with_handler(_ItemHandler, for_save=True, for_restore=True)(_ItemSave)
 
 
-def _database(number: int) -> str:
-    """The name of a database's directory, as Orbax names those of processes. Its own is number 0."""
+def _database_name(number: int) -> str:
+    """Returns the name of a database's directory, as Orbax names those of processes; Orbax's own has the number 0."""
     return f"ocdbt.process_{number}"
 
 
-def _keys(pieces: set[PlannedPiece]) -> set[str]:
-    """The keys of pieces, and of their arrays' metadata, in a database."""
+def _keys(blocks: set[PlannedBlock]) -> set[str]:
+    """Returns the keys of blocks, and of their arrays' metadata, in a database."""
     keys: set[str] = set()
-    for piece in pieces:
-        # An array that stands alone has no key.
-        below = f"{piece.array.key}/" if piece.array.key else ""
+    for block in blocks:
+        # A tree that is one array has no key.
+        below = f"{block.array.key}/" if block.array.key else ""
         keys.add(f"{below}.zarray")
-        indices = [start // size for (start, _), size in zip(piece.box, piece.array.chunk, strict=True)]
+        indices = [start // size for (start, _), size in zip(block.box, block.array.chunk, strict=True)]
         keys.add(f"{below}{'.'.join(map(str, indices)) or '0'}")
     return keys
 
 
-def _arrays(prepared: Prepared) -> Iterator[PlannedArray]:
-    """The streamed arrays of a tree. Orbax joins a leaf's keys with dots."""
+def _arrays(prepared: PreparedSave) -> Iterator[PlannedArray]:
+    """Yields the streamed arrays of a tree."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(prepared.tree)[0]:
         if isinstance(leaf, StreamedLeaf):
-            key = ".".join(leaf_name((part,)) for part in path)
+            key = ".".join(leaf_name((key,)) for key in path)
             yield PlannedArray(leaf.name, key, leaf.view, leaf.writer.chunk_of(leaf.view, leaf.chunks))
 
 
 def _tree(plan: RestorePlan) -> Any:
-    """The planned views as nested dicts, or the one view that stands alone.
+    """Returns the planned views as nested dicts, or the one view without a name.
 
     A TF bundle may have `a` and `a/b`: the longer name then stays joined.
     """

@@ -1,49 +1,99 @@
-"""What a format is to a conversion: arrays to write, a place for pieces, a look at pieces that stand, and the end.
+"""The interface between a conversion and an output format: options, the arrays to write, and the steps of writing.
 
-The work directory of a conversion holds journals, and beside them what the format puts there. Pieces go into what
-belongs to one journal, by its number, so that two processes, or one after a killed one, never write the same file at
-the same place.
+The work directory of a conversion holds journals, and beside them the format's own files. Blocks go into files that
+belong to one journal, by its number, so that two processes, or one after a killed one, never write the same bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.handlers.type_handlers.stream import BlockOutput
 from orbax_t5x.operations.convert.journal import JournalEntry
-from orbax_t5x.operations.convert.partition import PlannedArray, PlannedPiece
-from orbax_t5x.operations.convert.pipeline import PieceStore
-from orbax_t5x.operations.convert.writing import Written
+from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
+from orbax_t5x.restoring.options import ReadOptions
+from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.text.wording import leaves_text
 
-PARTS = "parts"
-"""The directory of a work directory in which pieces stand."""
+BLOCKS_DIRECTORY = "blocks"
+"""The directory with the written blocks, in a work directory."""
 
 
-class PieceFormat(Protocol):
+@dataclasses.dataclass(frozen=True, eq=False)
+class WriteOptions:
+    """Options of writing; the first six are those of `orbax_t5x.convert`.
+
+    Attributes:
+      format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported: as there.
+      config: the contents of the config.json beside safetensors files; None: there is none.
+    """
+
+    format: str = "orbax"
+    dtype: Any = None
+    overwrite: bool = False
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
+    progress: Progress | None = ReadOptions.progress
+    on_unsupported: Literal["error", "skip"] = "error"
+    config: bytes | None = None
+
+
+class WriteSummary(NamedTuple):
+    """Summary of the written directory.
+
+    Attributes:
+      leaves: how many arrays.
+      bytes: of their data, decoded.
+      skipped: (shape, dtype name) of the leaves that were left out, by name.
+      kept_bytes: how many of the bytes a killed conversion had written.
+    """
+
+    leaves: int
+    bytes: int
+    skipped: Mapping[str, tuple[tuple[int, ...], str]]
+    kept_bytes: int = 0
+
+
+class BlockStore(Protocol):
+    """The files that one process writes its blocks to."""
+
+    def output(self, array: PlannedArray) -> BlockOutput:
+        """Opens an array for writing blocks."""
+        ...
+
+    def sync(self, arrays: Sequence[PlannedArray]) -> None:
+        """Makes the written blocks of some arrays durable; blocks."""
+        ...
+
+
+class OutputFormat(Protocol):
     """A plan's views as one format stores them; making one checks everything and writes nothing.
 
     Attributes:
-      arrays: what is written piece by piece, in order; every process has the same.
+      arrays: written block by block, in order; every process has the same.
     """
 
     arrays: Sequence[PlannedArray]
 
     def prepare(self, work: Path) -> None:
-        """Makes a work directory ready for pieces, whatever a killed conversion to this format left in it."""
+        """Makes a work directory ready for blocks, whatever a killed conversion to this format left in it."""
         ...
 
-    def store(self, work: Path, number: int) -> PieceStore:
-        """Where the process that writes the journal of this number puts its pieces."""
+    def store(self, work: Path, number: int) -> BlockStore:
+        """Returns the store of the process that writes the journal of this number."""
         ...
 
-    def check(self, work: Path, number: int, pieces: Mapping[PlannedPiece, int]) -> set[PlannedPiece]:
-        """Reads pieces that a journal says stand, and removes all others of that number.
+    def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
+        """Reads the blocks that a journal lists, and removes all others of that number.
 
         Args:
           work: the work directory.
           number: of the journal.
-          pieces: with the checksums that they should have.
+          blocks: with their expected checksums.
 
         Returns:
           those that have them.
@@ -51,14 +101,21 @@ class PieceFormat(Protocol):
         ...
 
     def finish(
-        self, work: Path, directory: Path, entries: Mapping[PlannedPiece, JournalEntry], numbers: Collection[int]
-    ) -> Written:
-        """Makes the complete checkpoint of pieces that all stand, durably.
+        self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
+    ) -> WriteSummary:
+        """Makes the complete checkpoint of blocks that are all written, durably.
 
         Args:
           work: the work directory.
           directory: to make, inside of it.
-          entries: of all pieces.
-          numbers: of the journals that they are in.
+          entries: of all blocks.
+          numbers: of the journals that list them.
         """
         ...
+
+
+def nothing_to_write(plan: RestorePlan) -> UnsupportedCheckpointError:
+    """Makes the error for a conversion that would write an empty checkpoint."""
+    dropped = len(plan.dropped)
+    reason = f"the transforms dropped all leaves ({leaves_text(dropped)})" if dropped else "the source has no leaves"
+    return UnsupportedCheckpointError(f"there is nothing to write: {reason}")

@@ -1,7 +1,7 @@
-"""What a conversion writes, cut into pieces, and which process writes which: pure geometry.
+"""Cuts the arrays of a conversion into blocks, and divides the blocks among processes: pure geometry.
 
-A piece is what is read, written and noted in a journal at once: one chunk of one array. All processes of a conversion,
-and a later one that goes on with it, cut alike, so that a piece's number means the same to each.
+A block is read, written and noted in a journal at once: one chunk of one array. All processes of a conversion, and a
+later one that resumes it, cut alike, so that the number of a block means the same to each.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from orbax_t5x.lazy import Box, View
 from orbax_t5x.lazy.box import box_size
 from orbax_t5x.lazy.chunks import grid_boxes as chunk_boxes
 
-# Whole groups are shared out while each is at most this part of a process's share: larger ones would leave some
-# processes without work.
-_GROUP_PART = 4
+# Whole groups are assigned to one process while each is at most this fraction of a process's work: larger groups would
+# leave some processes without work.
+_GROUPS_PER_PROCESS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,9 +29,9 @@ class PlannedArray:
     Attributes:
       name: for errors and progress.
       key: under which the format stores it.
-      view: what to read.
-      chunk: the shape of its pieces.
-      group: arrays of one group lie in one file, and best go to one process.
+      view: to read.
+      chunk: the shape of its blocks.
+      group: arrays of one group are stored in one file, and best written by one process.
     """
 
     name: str
@@ -41,13 +41,13 @@ class PlannedArray:
     group: str = ""
 
 
-class PlannedPiece(NamedTuple):
+class PlannedBlock(NamedTuple):
     """One chunk of one array.
 
     Attributes:
-      number: of the piece, among those of all arrays.
+      number: of the block, among those of all arrays.
       array: that it belongs to.
-      box: its place in the array.
+      box: its box in the array.
     """
 
     number: int
@@ -60,38 +60,38 @@ class PlannedPiece(NamedTuple):
         return box_size(self.box) * self.array.view.dtype.itemsize
 
 
-def cut(arrays: Iterable[PlannedArray]) -> list[PlannedPiece]:
-    """The pieces of all arrays, in order."""
+def cut_into_blocks(arrays: Iterable[PlannedArray]) -> list[PlannedBlock]:
+    """Lists the blocks of all arrays, in order."""
     boxes = ((array, box) for array in arrays for box in chunk_boxes(array.view.shape, array.chunk))
-    return [PlannedPiece(number, array, box) for number, (array, box) in enumerate(boxes)]
+    return [PlannedBlock(number, array, box) for number, (array, box) in enumerate(boxes)]
 
 
-def share_out(pieces: Sequence[PlannedPiece], count: int) -> list[list[PlannedPiece]]:
-    """Which pieces each of `count` processes writes, balanced by bytes.
+def divide_blocks(blocks: Sequence[PlannedBlock], count: int) -> list[list[PlannedBlock]]:
+    """Divides the blocks among `count` processes, balanced by bytes.
 
-    Arrays stay whole, and groups of small arrays too; only an array larger than a process's share is cut.
+    Arrays stay whole, and groups of small arrays too; only an array larger than a process's work share is divided.
     """
     if count == 1:
-        return [list(pieces)]
-    share = math.ceil(sum(piece.nbytes for piece in pieces) / count)
-    shares = balanced_shares(_lots(pieces, share), _nbytes, count)
-    return [sorted(itertools.chain(*lots), key=lambda piece: piece.number) for lots in shares]
+        return [list(blocks)]
+    most = math.ceil(sum(block.nbytes for block in blocks) / count)
+    shares = balanced_shares(_undivided(blocks, most), _nbytes, count)
+    return [sorted(itertools.chain(*share), key=lambda block: block.number) for share in shares]
 
 
-def _lots(pieces: Sequence[PlannedPiece], share: int) -> Iterable[list[PlannedPiece]]:
-    """What is given away together."""
-    for group, members in itertools.groupby(pieces, key=lambda piece: piece.array.group):
+def _undivided(blocks: Sequence[PlannedBlock], most: int) -> Iterable[list[PlannedBlock]]:
+    """Yields the blocks that go to one process together; `most`: bytes of a process's work share."""
+    for group, members in itertools.groupby(blocks, key=lambda block: block.array.group):
         together = list(members)
-        if group and _nbytes(together) * _GROUP_PART <= share:
+        if group and _nbytes(together) * _GROUPS_PER_PROCESS <= most:
             yield together
             continue
-        for _, of_array in itertools.groupby(together, key=lambda piece: id(piece.array)):
-            lot = list(of_array)
-            if _nbytes(lot) <= share:
-                yield lot
+        for _, of_array in itertools.groupby(together, key=lambda block: id(block.array)):
+            array_blocks = list(of_array)
+            if _nbytes(array_blocks) <= most:
+                yield array_blocks
             else:
-                yield from ([piece] for piece in lot)
+                yield from ([block] for block in array_blocks)
 
 
-def _nbytes(pieces: Sequence[PlannedPiece]) -> int:
-    return sum(piece.nbytes for piece in pieces)
+def _nbytes(blocks: Sequence[PlannedBlock]) -> int:
+    return sum(block.nbytes for block in blocks)

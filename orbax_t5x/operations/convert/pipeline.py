@@ -1,7 +1,7 @@
-"""Pieces on their way: read from the source, written, made durable, noted in the journal.
+"""The pipeline of blocks: read from the source, written, made durable, noted in the journal.
 
-One byte budget bounds what is on its way, and a piece keeps its share until the journal has it: what a kill undoes is
-never more than was in memory.
+One byte budget bounds the blocks in flight, and a block keeps its bytes until the journal has it: a kill never undoes
+more than was in memory.
 """
 
 from __future__ import annotations
@@ -9,53 +9,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from orbax_t5x.concurrency import Budget, LoopThread, call_carried, reader_pool, run_in_pool, wait_all
-from orbax_t5x.handlers.type_handlers.stream import PIECE_COPIES, PIECES_IN_FLIGHT, Output
+from orbax_t5x.handlers.type_handlers.stream import BLOCKS_IN_FLIGHT, COPIES_PER_BLOCK, BlockOutput
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Leaf, ReadStats
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, SourceRange
-from orbax_t5x.operations.convert.partition import PlannedArray, PlannedPiece
+from orbax_t5x.operations.convert.output_format import BlockStore
+from orbax_t5x.operations.convert.partition import PlannedBlock
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.text.progress_bar import OnProgress
 
 STOP_FILE = "stop"
-"""Stands in the work directory of a conversion that has failed in one process: the others begin no further piece."""
+"""Exists in the work directory of a conversion that has failed in one process: the others begin no further block."""
 
-# At least this much is on its way, however small the arrays are: below it, each piece waits for a disk.
+# At least this many bytes are in flight, however small the arrays are: with fewer, each block waits for a disk.
 _LEAST_IN_FLIGHT = 16 << 20
 
 
-class PieceStore(Protocol):
-    """Where one process writes its pieces."""
-
-    def output(self, array: PlannedArray) -> Output:
-        """An array whose pieces can be written."""
-        ...
-
-    def sync(self, arrays: Sequence[PlannedArray]) -> None:
-        """Makes the pieces of some arrays durable that were written; blocks."""
-        ...
-
-
-class PieceRun:
-    """The pieces of one process."""
+class BlockPipeline:
+    """Writer of the blocks of one process."""
 
     def __init__(
         self,
-        store: PieceStore,
+        store: BlockStore,
         journal: Journal,
         work: Path,
         leaves: Mapping[Leaf, int],
         limit: int,
         progress: OnProgress | None,
     ):
-        """Args: `leaves`: the numbers of the stored leaves in the plan; `limit`: bytes of host memory."""
+        """Initializes a pipeline; `leaves`: the numbers of the stored leaves; `limit`: bytes of host memory."""
         self._store = store
         self._journal = journal
         self._stop_file = work / STOP_FILE
@@ -66,61 +55,61 @@ class PieceRun:
         self._done = 0
         self._total = 0
 
-    def run(self, pieces: Sequence[PlannedPiece]) -> None:
-        """Writes the pieces; returns when all stand, or when another process has failed.
+    def run(self, blocks: Sequence[PlannedBlock]) -> None:
+        """Writes the blocks; returns when all are durable, or when another process has failed.
 
         Raises:
           CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
         """
-        if pieces:
+        if blocks:
             with LoopThread("orbax_t5x-write") as thread:
-                thread.run(self._run(pieces))
+                thread.run(self._run(blocks))
 
-    async def _run(self, pieces: Sequence[PlannedPiece]) -> None:
-        self._total = sum(piece.nbytes for piece in pieces)
-        largest = max(piece.array.view.nbytes for piece in pieces)
-        budget = Budget(min(self._limit, PIECE_COPIES * max(largest, _LEAST_IN_FLIGHT)))
-        await wait_all(self._moves(pieces, budget, asyncio.Semaphore(PIECES_IN_FLIGHT)))
+    async def _run(self, blocks: Sequence[PlannedBlock]) -> None:
+        self._total = sum(block.nbytes for block in blocks)
+        largest = max(block.array.view.nbytes for block in blocks)
+        budget = Budget(min(self._limit, COPIES_PER_BLOCK * max(largest, _LEAST_IN_FLIGHT)))
+        await wait_all(self._writes(blocks, budget, asyncio.Semaphore(BLOCKS_IN_FLIGHT)))
 
-    async def _moves(
-        self, pieces: Sequence[PlannedPiece], budget: Budget, count: asyncio.Semaphore
+    async def _writes(
+        self, blocks: Sequence[PlannedBlock], budget: Budget, count: asyncio.Semaphore
     ) -> AsyncIterator[Coroutine[Any, Any, None]]:
-        """The pieces, each as soon as the budget has room for it."""
-        outputs: dict[str, Output] = {}
-        for piece in pieces:
-            array = piece.array
+        """Yields the writing of each block as soon as the budget has room for it."""
+        outputs: dict[str, BlockOutput] = {}
+        for block in blocks:
+            array = block.array
             if array.key not in outputs:
-                # The pieces of an array follow one another: those of the one before are on their way.
+                # The blocks of an array follow one another: those of the array before are in flight.
                 outputs = {array.key: self._store.output(array)}
-            size = PIECE_COPIES * piece.nbytes + array.view.scratch_bytes(piece.box)
+            size = COPIES_PER_BLOCK * block.nbytes + array.view.scratch_bytes(block.box)
             await count.acquire()
             await budget.take(size)
             if self._stop_file.exists():
                 return
-            yield self._move(piece, outputs[array.key], size, budget, count)
+            yield self._write(block, outputs[array.key], size, budget, count)
 
-    async def _move(
-        self, piece: PlannedPiece, output: Output, size: int, budget: Budget, count: asyncio.Semaphore
+    async def _write(
+        self, block: PlannedBlock, output: BlockOutput, size: int, budget: Budget, count: asyncio.Semaphore
     ) -> None:
         try:
-            view = piece.array.view
+            view = block.array.view
             stats = self._stats.scoped()
-            out = np.empty(box_shape(piece.box), view.dtype)
-            lowered = view.lower(piece.box, out)
+            out = np.empty(box_shape(block.box), view.dtype)
+            lowered = view.lower(block.box, out)
             await wait_all(leaf.read_into(requests, stats) for leaf, requests in group_reads(lowered.reads))
-            for step in lowered.finish:
-                step()
+            for stage in lowered.finish:
+                stage()
             crc = await run_in_pool(reader_pool(), array_crc, out)
             try:
-                await output.write(piece.box, out)
+                await output.write(block.box, out)
                 await self._journal.add(
-                    JournalEntry(piece.number, crc, self._read(view.leaves(), stats)), piece.array, self._store.sync
+                    JournalEntry(block.number, crc, self._read(view.leaves(), stats)), block.array, self._store.sync
                 )
             except Exception as error:
-                raise_as_checkpoint_error(error, self._stop_file.parent, leaf=piece.array.name)
+                raise_as_checkpoint_error(error, self._stop_file.parent, leaf=block.array.name)
             self._done += out.nbytes
             if self._progress is not None:
-                call_carried(self._progress, self._done, self._total, piece.array.name)
+                call_carried(self._progress, self._done, self._total, block.array.name)
         finally:
             budget.give(size)
             count.release()
@@ -128,9 +117,9 @@ class PieceRun:
     def _read(self, leaves: Sequence[Leaf], stats: ReadStats) -> tuple[SourceRange, ...]:
         return tuple(
             [
-                SourceRange(self._leaves[leaf], part)
+                SourceRange(self._leaves[leaf], covered)
                 for leaf in leaves
                 if leaf in self._leaves
-                for part in stats.ranges(leaf)
+                for covered in stats.ranges(leaf)
             ]
         )

@@ -1,6 +1,4 @@
-"""Which directories a conversion may replace when it is told to overwrite: checkpoints, and nothing that somebody put
-beside or into one.
-"""
+"""Decides which directories `overwrite=True` may replace: checkpoints, without any files that users added."""
 
 from __future__ import annotations
 
@@ -16,24 +14,24 @@ from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names
 from orbax_t5x.storage.local_store import LocalStore
 
-# What Orbax writes into an item or a step beside arrays.
+# Names that Orbax writes into an item or a step beside arrays.
 _ORBAX_NAMES = re.compile(
     r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|_CHECKSUMS\.json|manifest\.ocdbt|d|ocdbt\.process_\d+"
     r"|array_metadatas|checkpoint|commit_success\.txt|descriptor"
 )
 
 
-def why_not_replaceable(target: Path, format: str) -> str | None:
-    """Why a directory is none that a conversion to this format may have written, or None where it may be replaced."""
+def reason_not_replaceable(target: Path, format: str) -> str | None:
+    """Returns the reason why a conversion to this format must not replace a directory, or None if it may."""
     if not target.is_dir():
-        return "is no directory"
+        return "is not a directory"
     names = set(os.listdir(target))
     if not names:
         return None
     if format != "orbax":
-        # A tokenizer beside the model was put there by somebody.
+        # A user may have added a tokenizer.
         others = sorted(name for name in names if not SAFETENSORS_FILES.fullmatch(name))
-        return f"is not a directory of safetensors files alone: it holds {others[0]!r}" if others else None
+        return f"holds {others[0]!r} beside safetensors files" if others else None
     try:
         known = _names_of_orbax(target, names)
     except CheckpointError as error:
@@ -45,7 +43,7 @@ def why_not_replaceable(target: Path, format: str) -> str | None:
 
 
 def _names_of_orbax(target: Path, names: set[str]) -> set[str] | None:
-    """The names of arrays and items in a checkpoint, from its metadata; None where it has none.
+    """Returns the names of arrays and items in a checkpoint, from its metadata, or None if it has none.
 
     Raises:
       CheckpointError: the metadata is none of Orbax's.

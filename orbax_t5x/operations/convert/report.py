@@ -1,4 +1,4 @@
-"""What a conversion wrote, as data and as text."""
+"""The report of a conversion, as data and as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
 
 @dataclasses.dataclass(frozen=True)
 class ConvertReport:
-    """What `orbax_t5x.convert` wrote; `print(report)` says it in words.
+    """Report of `orbax_t5x.convert`; `print(report)` shows it as text.
 
     Attributes:
       destination: the directory.
@@ -35,7 +35,7 @@ class ConvertReport:
         written = f"{leaves_text(self.leaves)} ({size_text(self.bytes)}) in {plain(self.destination)}"
         lines = [f"{written}, in {self.seconds:.1f} s"]
         if self.kept_bytes:
-            lines.append(f"{size_text(self.kept_bytes)} of it stood there already, from a conversion that was killed")
+            lines.append(f"{size_text(self.kept_bytes)} of it was written already by a conversion that was killed")
         what = "safetensors files" if self.format == "safetensors" else "Orbax"
         for name, (shape, dtype) in self.skipped.items():
             lines.append(f"left out, because {what} cannot store it: {plain(name)}  {array_text(dtype, shape)}")

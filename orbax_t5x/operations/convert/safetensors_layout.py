@@ -1,9 +1,9 @@
-"""Safetensors files as Transformers saves a model: which tensor lies where is decided first, then bytes are written.
+"""Safetensors files as Transformers saves a model: the layout is planned first, then bytes are written.
 
 A model of up to `MAX_FILE_BYTES` is `model.safetensors`; a larger one is `model-00001-of-0000N.safetensors` and so on,
-with an index that says which file has which tensor. Tensors are taken in order of their names; within a file those of
-wide dtypes come first, as the format's own library writes them, so that each is aligned. The layout is pure geometry;
-the files get their full size, and each piece of a tensor is then written to its place, in any order.
+with an index that maps each tensor to its file. Tensors are taken in order of their names; within a file those of wide
+dtypes come first, as the format's own library writes them, so that each is aligned. The layout is pure geometry; the
+files get their full size, and the blocks of a tensor are then written in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orbax_t5x.readers.safetensors.header import DTYPES, LENGTH_BYTES, METADATA_
 
 # Transformers' own bound was 5 GB for years: hubs, and file systems with small limits, take files of this size.
 MAX_FILE_BYTES = 5_000_000_000
-# Transformers refuses files that do not say which library they are for.
+# Transformers refuses files without the name of a library.
 _METADATA = {"format": "pt"}
 _ALIGNMENT = 8
 INDEX_NAME = "model.safetensors.index.json"
@@ -33,7 +33,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
-    """What a file says of one array."""
+    """Name, shape and dtype of one array in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,8 +61,8 @@ class PlannedFile(NamedTuple):
     size: int
 
 
-def why_not(name: str, dtype: np.dtype) -> str | None:
-    """Why the format cannot hold an array, or None if it can."""
+def unsupported_reason(name: str, dtype: np.dtype) -> str | None:
+    """Returns the reason why the format cannot hold an array, or None if it can."""
     if name == METADATA_KEY:
         return "has the name that the format keeps for its own metadata"
     if any("\ud800" <= char <= "\udfff" for char in name):
@@ -73,7 +73,7 @@ def why_not(name: str, dtype: np.dtype) -> str | None:
 
 
 def plan_files(tensors: Sequence[Tensor], max_bytes: int = MAX_FILE_BYTES) -> list[PlannedFile]:
-    """The files of a model: as few as hold it, none with more than `max_bytes` of data but for a single tensor."""
+    """Plans as few files as hold a model, with at most `max_bytes` of data each, or a single tensor."""
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in sorted(tensors):
@@ -110,7 +110,7 @@ def _planned(name: str, tensors: Sequence[Tensor]) -> PlannedFile:
 
 
 def index_of(files: Sequence[PlannedFile], tensors: Sequence[Tensor]) -> bytes:
-    """The index of several files."""
+    """Encodes the index of several files."""
     index = {
         "metadata": {
             "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
@@ -130,8 +130,8 @@ def create(file: PlannedFile, directory: Path) -> Path:
     return path
 
 
-def stands(file: PlannedFile, path: Path) -> bool:
-    """Whether a file has its header and its full size, so that tensors can be written into it."""
+def is_prepared(file: PlannedFile, path: Path) -> bool:
+    """Returns True if a file has its header and its full size, so that tensors can be written into it."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size != file.size:
         return False
     with path.open("rb") as opened:
@@ -139,7 +139,7 @@ def stands(file: PlannedFile, path: Path) -> bool:
 
 
 class TensorInFile:
-    """One tensor's place in a file that `create` has made."""
+    """One tensor in a file that `create` has made."""
 
     def __init__(self, path: Path, start: int, tensor: Tensor):
         self._path = path
@@ -147,15 +147,15 @@ class TensorInFile:
         self._tensor = tensor
 
     async def write(self, box: Box, data: np.ndarray) -> None:
-        """Writes one box; see `handlers.stream.Output`."""
+        """Writes one box; see `handlers.stream.BlockOutput`."""
         await await_to_end(run_in_pool(reader_pool(), self._write, box, data))
 
     def _write(self, box: Box, data: np.ndarray) -> None:
         stored = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         file = os.open(self._path, os.O_WRONLY)
         try:
-            for position, part in self._parts(box, stored):
-                _write_all(file, part, position)
+            for position, run in self._runs(box, stored):
+                _write_all(file, run, position)
         finally:
             os.close(file)
 
@@ -168,14 +168,14 @@ class TensorInFile:
         out = np.empty(box_shape(box), self._tensor.dtype)
         file = os.open(self._path, os.O_RDONLY)
         try:
-            for position, part in self._parts(box, out.reshape(-1).view(np.uint8).data):
-                _read_all(file, part, position)
+            for position, run in self._runs(box, out.reshape(-1).view(np.uint8).data):
+                _read_all(file, run, position)
         finally:
             os.close(file)
         return out
 
-    def _parts(self, box: Box, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Where in the file the bytes of a box lie, part by part."""
+    def _runs(self, box: Box, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Yields the positions in the file of the bytes of a box, with the run of `data` that belongs there."""
         runs, _ = union_runs(self._tensor.shape, self._tensor.dtype.itemsize, [box], 0)
         done = 0
         for run in runs:
@@ -185,7 +185,7 @@ class TensorInFile:
 
 
 def _write_all(file: int, data: memoryview, position: int) -> None:
-    """`os.pwrite` may write less than it is given."""
+    """Writes all of `data`; `os.pwrite` may write less."""
     while data:
         written = os.pwrite(file, data, position)
         data = data[written:]

@@ -1,4 +1,4 @@
-"""A plan's views as safetensors files, written piece by piece, each to its place."""
+"""A plan's views as safetensors files, written block by block, each to its final position."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from orbax_t5x.lazy import View
 from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.operations.convert import safetensors_layout
 from orbax_t5x.operations.convert.journal import JournalEntry
-from orbax_t5x.operations.convert.output_format import PARTS
-from orbax_t5x.operations.convert.partition import PlannedArray, PlannedPiece
+from orbax_t5x.operations.convert.output_format import (
+    BLOCKS_DIRECTORY,
+    WriteOptions,
+    WriteSummary,
+    nothing_to_write,
+)
+from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
 from orbax_t5x.operations.convert.safetensors_layout import (
     INDEX_NAME,
     Tensor,
     TensorInFile,
     create,
     index_of,
-    stands,
-    why_not,
+    is_prepared,
+    unsupported_reason,
 )
-from orbax_t5x.operations.convert.writing import WriteOptions, Written, nothing_to_write
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.storage.durability import sync_directory, sync_path
@@ -46,7 +50,7 @@ _SHOWN_LEAVES = 10
 
 
 class SafetensorsFormat:
-    """See `PieceFormat`."""
+    """See `OutputFormat`."""
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         views = {entry.name: entry.view for entry in plan.entries if entry.view is not None}
@@ -65,50 +69,50 @@ class SafetensorsFormat:
         ]
 
     def prepare(self, work: Path) -> None:
-        """See `PieceFormat.prepare`."""
-        parts = work / PARTS
-        others = [entry for entry in work.iterdir() if entry.is_dir() and entry != parts]
-        if others and not parts.exists():
-            others.pop().rename(parts)  # a conversion was killed when its files had their final name already
+        """See `OutputFormat.prepare`."""
+        files = work / BLOCKS_DIRECTORY
+        others = [entry for entry in work.iterdir() if entry.is_dir() and entry != files]
+        if others and not files.exists():
+            others.pop().rename(files)  # a conversion was killed when its files had their final name already
         for other in others:
             shutil.rmtree(other)
-        parts.mkdir(exist_ok=True)
+        files.mkdir(exist_ok=True)
         planned = {file.name: file for file in self._files}
-        for path in parts.iterdir():
-            if path.name not in planned or not stands(planned[path.name], path):
+        for path in files.iterdir():
+            if path.name not in planned or not is_prepared(planned[path.name], path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         for file in self._files:
-            if not (parts / file.name).exists():
-                create(file, parts)
+            if not (files / file.name).exists():
+                create(file, files)
 
-    def store(self, work: Path, number: int) -> _Files:
-        """See `PieceFormat.store`: the processes share the files."""
-        return _Files(work / PARTS, self._starts(), self._tensors)
+    def store(self, work: Path, number: int) -> _SharedFiles:
+        """See `OutputFormat.store`: the processes share the files."""
+        return _SharedFiles(work / BLOCKS_DIRECTORY, self._starts(), self._tensors)
 
-    def check(self, work: Path, number: int, pieces: Mapping[PlannedPiece, int]) -> set[PlannedPiece]:
-        """See `PieceFormat.check`: other pieces are written over."""
+    def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
+        """See `OutputFormat.check`: other blocks are overwritten."""
         files = self.store(work, number)
-        return {piece for piece, crc in pieces.items() if array_crc(files.output(piece.array).read(piece.box)) == crc}
+        return {block for block, crc in blocks.items() if array_crc(files.output(block.array).read(block.box)) == crc}
 
     def finish(
-        self, work: Path, directory: Path, entries: Mapping[PlannedPiece, JournalEntry], numbers: Collection[int]
-    ) -> Written:
-        """See `PieceFormat.finish`."""
-        parts, tensors = work / PARTS, list(self._tensors.values())
+        self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
+    ) -> WriteSummary:
+        """See `OutputFormat.finish`."""
+        files, tensors = work / BLOCKS_DIRECTORY, list(self._tensors.values())
         if len(self._files) > 1:
-            (parts / INDEX_NAME).write_bytes(index_of(self._files, tensors))
+            (files / INDEX_NAME).write_bytes(index_of(self._files, tensors))
         if self._config is not None:
-            (parts / CONFIG_NAME).write_bytes(self._config)
-        sync_directory(parts)
-        parts.rename(directory)
-        return Written(len(tensors), sum(tensor.nbytes for tensor in tensors), self._skipped)
+            (files / CONFIG_NAME).write_bytes(self._config)
+        sync_directory(files)
+        files.rename(directory)
+        return WriteSummary(len(tensors), sum(tensor.nbytes for tensor in tensors), self._skipped)
 
     def _starts(self) -> dict[str, tuple[str, int]]:
         return {name: (file.name, start) for file in self._files for name, start in file.starts.items()}
 
 
-class _Files:
-    """See `PieceStore`."""
+class _SharedFiles:
+    """See `BlockStore`."""
 
     def __init__(self, directory: Path, starts: Mapping[str, tuple[str, int]], tensors: Mapping[str, Tensor]):
         self._directory = directory
@@ -116,19 +120,21 @@ class _Files:
         self._tensors = tensors
 
     def output(self, array: PlannedArray) -> TensorInFile:
-        """See `PieceStore.output`."""
+        """See `BlockStore.output`."""
         file, start = self._starts[array.key]
         return TensorInFile(self._directory / file, start, self._tensors[array.key])
 
     def sync(self, arrays: Sequence[PlannedArray]) -> None:
-        """See `PieceStore.sync`."""
+        """See `BlockStore.sync`."""
         for file in {self._starts[array.key][0] for array in arrays}:
             sync_path(self._directory / file)
 
 
 def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The leaves to leave out, with shape and dtype; all of them together are one error unless they may be skipped."""
-    reasons = {name: reason for name, view in views.items() if (reason := why_not(name, np.dtype(view.dtype)))}
+    """Returns the leaves to leave out, with shape and dtype; raises one error for all unless they may be skipped."""
+    reasons = {
+        name: reason for name, view in views.items() if (reason := unsupported_reason(name, np.dtype(view.dtype)))
+    }
     if not reasons or (skip and len(reasons) < len(views)):
         return {name: (tuple(views[name].shape), str(views[name].dtype)) for name in reasons}
     shown = listed([f"{name!r} {reason}" for name, reason in reasons.items()], _SHOWN_LEAVES, separator="; ")
@@ -140,11 +146,11 @@ def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tu
 
 
 def _cast(views: Mapping[str, View], dtype: Any) -> dict[str, View]:
-    """The views, floating-point model parameters in `dtype`; where no name says which those are, all are."""
+    """Casts floating-point model parameters to `dtype`: all leaves, if no name marks some as parameters."""
     if dtype is None:
         return dict(views)
     wanted = np.dtype(dtype)
-    if kind_of(wanted) != "float" or why_not("", wanted):
+    if kind_of(wanted) != "float" or unsupported_reason("", wanted):
         message = f"{wanted.name} is no floating-point type that safetensors files have"
         raise RestorePlanError([Problem("dtype", None, message)])
     is_named = any(name.startswith(_MODEL_PARAMETERS) for name in views)

@@ -1,8 +1,8 @@
-"""Which containers of a converted tree are lists, because they were lists or tuples where the leaves come from.
+"""Finds the containers of a converted tree that are lists because they were lists or tuples in the source.
 
-Stock Orbax records for each key whether it is one of a dict or the index of a sequence, and restores into no tree that
-has it otherwise. Names do not tell: `layers/0` may be either. A container of the result is a list where its keys are
-0, 1, …, and each leaf below comes from a leaf that lies below a sequence, under the same index.
+Stock Orbax records for each key whether it belongs to a dict or a sequence, and restores only into a tree that agrees.
+Names do not show it: `layers/0` may be either. A container of the result is a list if its keys are 0, 1, …, and each
+leaf below comes from a leaf below a sequence, under the same index.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from orbax_t5x.restoring.plan import RestorePlan
 
 
 def with_sequences(tree: Any, plan: RestorePlan) -> Any:
-    """The tree of a plan for everything, with lists in place of the dicts that stand for sequences.
+    """Puts lists in place of the dicts of a planned tree that were sequences in the source.
 
     Args:
-      tree: nested dicts of what the plan's entries are, by their names; or one leaf without a name.
+      tree: nested dicts of the plan's entries by name, or one leaf without a name.
       plan: of the conversion.
     """
     sequences: set[str] = set()
     for prefix, checkpoint in plan.checkpoints.items():
         sequences.update("/".join(part for part in (prefix, name) if part) for name in checkpoint.sequences)
-    return _Lists(sequences, _origins(plan)).of("", tree) if sequences else tree
+    return _ListBuilder(sequences, _origins(plan)).of("", tree) if sequences else tree
 
 
 def _origins(plan: RestorePlan) -> dict[str, set[str | None]]:
-    """For each container of the result those that its children come from; None where a child had another name."""
+    """Maps each container of the result to those that its children come from; None for a renamed child."""
     origins: dict[str, set[str | None]] = {}
     for entry in plan.entries:
         for source in entry.sources:
@@ -36,9 +36,9 @@ def _origins(plan: RestorePlan) -> dict[str, set[str | None]]:
 
 
 def _pairs(name: list[str], source: list[str]) -> list[tuple[str, str | None]]:
-    """The containers above a leaf, each with the one of the same children above its source.
+    """Pairs each container above a leaf with the one of the same children above its source.
 
-    Both names begin, and end, with parts that they have in common; what stands between was renamed.
+    Both names begin and end with common parts; the parts between were renamed.
     """
     shorter = min(len(name), len(source))
     begin = next((depth for depth in range(shorter) if name[depth] != source[depth]), shorter)
@@ -54,15 +54,15 @@ def _pairs(name: list[str], source: list[str]) -> list[tuple[str, str | None]]:
     return pairs
 
 
-class _Lists:
-    """Puts lists into a tree."""
+class _ListBuilder:
+    """Converter of a tree's dicts to lists."""
 
     def __init__(self, sequences: set[str], origins: dict[str, set[str | None]]):
         self._sequences = sequences
         self._origins = origins
 
     def of(self, name: str, node: Any) -> Any:
-        """A node of the tree with all below it."""
+        """Converts a node of the tree with all below it."""
         if type(node) is not dict or not node:
             return node
         made = {key: self.of(f"{name}/{key}" if name else key, child) for key, child in node.items()}

@@ -1,12 +1,12 @@
-"""The directory beside a destination in which a conversion writes, and how the result takes the destination's place.
+"""The work directory beside a destination, in which a conversion writes, and the exchange of the two at the end.
 
-There is one for each destination, and whoever converts to it holds a lock on it, which ends with the process: a second
-conversion to the same destination is refused while the first lives. One that was killed leaves its directory behind;
-the next goes on with what stands in there, or empties it.
+Each destination has one, and the converting process holds a lock on it, which ends with the process: a second
+conversion to the same destination is refused while the first runs. A killed conversion leaves its directory behind; the
+next one resumes with its contents, or empties it.
 
-Where the system can exchange two names in one step (Linux, on most file systems), the destination is at any time the
-old one or the new one. Elsewhere the old one is renamed away first: a process that is killed between two renames leaves
-nothing at the destination, and the old one in its directory, from where the next conversion puts it back.
+Where the system can exchange two names atomically (Linux, on most file systems), the destination is at any time the old
+one or the new one. Elsewhere the old one is renamed away first: a process that is killed between two renames leaves
+nothing at the destination, and the old one in the work directory, from where the next conversion restores it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from orbax_t5x.storage.durability import sync_path
 _SUFFIX = ".orbax-t5x-convert"
 _REPLACED = "replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# What a kernel or a file system says that cannot do it.
+# Errors of a kernel or a file system that cannot exchange names.
 _CANNOT_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
 
 def work_directory_of(target: Path) -> Path:
-    """Where a conversion to this destination writes: beside it, because a rename across file systems is no one step."""
+    """Returns the work directory of a destination: beside it, because a rename across file systems is not atomic."""
     return target.parent / f".{target.name}{_SUFFIX}"
 
 
 class WorkDirectory:
-    """The work directory of one conversion; a context, whose end removes it.
+    """Work directory of one conversion; a context, whose end removes it.
 
     Attributes:
       path: of the directory.
-      is_kept: whether the end leaves it to a later conversion.
+      is_kept: whether it stays at the end, for a later conversion.
     """
 
     def __init__(self, target: Path):
-        """Takes the directory, and puts back what a killed conversion had renamed away.
+        """Locks the directory, and puts back what a killed conversion had renamed away.
 
         Raises:
-          CheckpointIOError: another conversion to the destination lives.
+          CheckpointIOError: another conversion to the destination is running.
         """
         self.path = work_directory_of(target)
         self.is_kept = False
@@ -64,7 +64,7 @@ class WorkDirectory:
             raise
 
     def empty(self) -> None:
-        """Removes all that is in it."""
+        """Removes all its contents."""
         for entry in os.scandir(self.path):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
@@ -72,7 +72,7 @@ class WorkDirectory:
                 os.unlink(entry.path)
 
     def put_in_place(self, written: Path) -> None:
-        """Gives a directory that was written in here the destination's name; what it replaces stays in here."""
+        """Moves a directory written in here to the destination; what it replaces is moved in here."""
         if not os.path.lexists(self._target):
             os.rename(written, self._target)
         elif not exchange(written, self._target):
@@ -89,7 +89,7 @@ class WorkDirectory:
 
 
 def _take(work: Path, target: Path) -> int:
-    """The descriptor that holds the lock of a work directory; makes the directory."""
+    """Makes and locks a work directory; returns the descriptor that holds the lock."""
     while True:
         is_new = True
         try:
@@ -111,7 +111,7 @@ def _take(work: Path, target: Path) -> int:
                 raise _is_taken(target, why) from None
         if _is_same(work, lock):
             return lock
-        os.close(lock)  # whoever had it has removed it before it was locked
+        os.close(lock)  # its last owner removed it before it was locked
 
 
 def _is_same(work: Path, opened: int) -> bool:
@@ -135,7 +135,7 @@ def _rename_twice(written: Path, target: Path, replaced: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; False, and nothing done, where the system cannot.
+    """Exchanges two names atomically; returns False, with nothing done, if the system cannot.
 
     Raises:
       OSError: it can, and failed.

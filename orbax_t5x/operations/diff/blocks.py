@@ -22,7 +22,7 @@ from orbax_t5x.lazy import Box, Leaf, ReadStats, View, full_box
 from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.lazy.chunks import choose_chunk, grid_boxes
 from orbax_t5x.lazy.read import group_reads
-from orbax_t5x.operations.diff.values import Apart, Tolerance, compare, scratch_bytes
+from orbax_t5x.operations.diff.values import Tolerance, ValueDifference, compare, scratch_bytes
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
 
@@ -37,7 +37,7 @@ _LEAST_BLOCK_BYTES = 1 << 20
 _BLOCKS_IN_FLIGHT = 128
 
 
-class Pair(NamedTuple):
+class LeafPair(NamedTuple):
     """Two arrays of one shape to compare.
 
     Attributes:
@@ -60,8 +60,8 @@ class Pair(NamedTuple):
         return self.a.nbytes + self.b.nbytes
 
 
-class Compared:
-    """What was found for one pair so far.
+class PairOutcome:
+    """Outcome of comparing one pair so far.
 
     Attributes:
       apart: how far the two are apart.
@@ -69,13 +69,13 @@ class Compared:
     """
 
     def __init__(self) -> None:
-        self.apart = Apart()
+        self.apart = ValueDifference()
         self.failure: tuple[Side, CheckpointError] | None = None
 
 
 def compare_pairs(
-    pairs: Sequence[Pair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
-) -> dict[str, Compared]:
+    pairs: Sequence[LeafPair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
+) -> dict[str, PairOutcome]:
     """Reads and compares pairs of arrays.
 
     Args:
@@ -88,7 +88,7 @@ def compare_pairs(
     Returns:
       The outcomes by name.
     """
-    run = _Comparing(pairs, tolerance, limit, on_progress, stats)
+    run = _Comparison(pairs, tolerance, limit, on_progress, stats)
     if pairs:
         # An interrupt is raised when nothing is being read any more: the caller closes the files.
         with LoopThread("orbax_t5x-diff") as thread:
@@ -96,13 +96,18 @@ def compare_pairs(
     return run.outcomes
 
 
-class _Comparing:
+class _Comparison:
     """One comparison: the budget, what was found, how far it is."""
 
     def __init__(
-        self, pairs: Sequence[Pair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
+        self,
+        pairs: Sequence[LeafPair],
+        tolerance: Tolerance,
+        limit: int,
+        on_progress: OnProgress | None,
+        stats: ReadStats,
     ):
-        self.outcomes: dict[str, Compared] = {pair.name: Compared() for pair in pairs}
+        self.outcomes: dict[str, PairOutcome] = {pair.name: PairOutcome() for pair in pairs}
         self._pairs = pairs
         self._tolerance = tolerance
         self._limit = limit
@@ -118,7 +123,7 @@ class _Comparing:
         await self._verify_checksums()
 
     async def _blocks(self) -> AsyncIterator[Coroutine[Any, Any, None]]:
-        """Each block of each pair, as soon as the budget has room for it."""
+        """Yields the comparison of each block of each pair, as soon as the budget has room for it."""
         for pair in self._pairs:
             for box in block_boxes(pair.a, pair.b, self._limit):
                 size = _bytes_in_flight(pair, box)
@@ -126,7 +131,7 @@ class _Comparing:
                 await self._budget.take(size)
                 yield self._block(pair, box, size)
 
-    async def _block(self, pair: Pair, box: Box, size: int) -> None:
+    async def _block(self, pair: LeafPair, box: Box, size: int) -> None:
         outcome = self.outcomes[pair.name]
         try:
             if outcome.failure is None:
@@ -144,7 +149,9 @@ class _Comparing:
             self._budget.give(size)
             self._count.release()
 
-    async def _read(self, outcome: Compared, side: Side, view: View, box: Box, buffers: dict[Side, np.ndarray]) -> None:
+    async def _read(
+        self, outcome: PairOutcome, side: Side, view: View, box: Box, buffers: dict[Side, np.ndarray]
+    ) -> None:
         """Reads a box of one side; a failure is noted."""
         first = view.leaves()[0]
         try:
@@ -160,7 +167,7 @@ class _Comparing:
 
     async def _verify_checksums(self) -> None:
         """Compares the checksums of all that was read whole."""
-        readers: dict[Leaf, list[tuple[Compared, Side]]] = {}
+        readers: dict[Leaf, list[tuple[PairOutcome, Side]]] = {}
         for pair in self._pairs:
             for side, view in pair.sides:
                 for leaf in view.leaves():
@@ -180,7 +187,7 @@ def _finish(steps: Sequence[Any]) -> None:
         step()
 
 
-def _bytes_in_flight(pair: Pair, box: Box) -> int:
+def _bytes_in_flight(pair: LeafPair, box: Box) -> int:
     buffers = box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize)
     return buffers + pair.a.scratch_bytes(box) + pair.b.scratch_bytes(box) + scratch_bytes(box_size(box))
 
@@ -189,7 +196,7 @@ def _bytes_in_flight(pair: Pair, box: Box) -> int:
 
 
 def block_boxes(a: View, b: View, limit: int) -> Iterator[Box]:
-    """The boxes in which two arrays of one shape are compared; together they are the whole.
+    """Yields the boxes in which two arrays of one shape are compared; together they are the whole.
 
     Args:
       a, b: the two.
@@ -220,20 +227,20 @@ def _candidates(a: View, b: View, itemsize: int, most: int) -> Iterator[tuple[in
 
 
 def _unit(view: View) -> tuple[int, ...] | None:
-    """The chunks of the one leaf that a view has the shape of; None where there is no such."""
+    """Returns the chunk shape of a view's only leaf if the view has that leaf's shape, or else None."""
     leaves = view.leaves()
     return leaves[0].chunks if len(leaves) == 1 and leaves[0].shape == view.shape else None
 
 
 def _decoded_share(a: View, b: View, block: tuple[int, ...]) -> float:
-    """The bytes that reading one block decodes, of those that it wants."""
+    """Returns the ratio of the bytes that reading one block decodes to those that it needs."""
     box: Box = tuple((0, min(step, size)) for step, size in zip(block, a.shape, strict=True))
     decoded = sum(_decoded_bytes(leaf, part) for view in (a, b) for leaf, part in view.requests(box))
     return decoded / (box_size(box) * (a.dtype.itemsize + b.dtype.itemsize))
 
 
 def _decoded_bytes(leaf: Leaf, box: Box) -> int:
-    """The bytes of the chunks that a box touches."""
+    """Returns the bytes of the chunks that a box touches."""
     if leaf.chunks is None:
         return box_size(box) * leaf.dtype.itemsize
     covered = (

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy import ReadStats, View
-from orbax_t5x.operations.diff.blocks import Compared, Pair, compare_pairs
+from orbax_t5x.operations.diff.blocks import LeafPair, PairOutcome, compare_pairs
 from orbax_t5x.operations.diff.report import DiffReport, DiffStatus, LeafDiff
 from orbax_t5x.operations.diff.values import Tolerance, are_comparable
 from orbax_t5x.readers import Limits
@@ -44,7 +44,7 @@ def diff(
 ) -> DiffReport:
     """Compares two checkpoints, of any formats and in any stores.
 
-    Compared are arrays: None and empty containers have no values, and some formats no place for them. Values of
+    PairOutcome are arrays: None and empty containers have no values, and some formats no place for them. Values of
     different dtypes are compared in a type that has both, NaN equals NaN, and -0 equals 0.
 
     Args:
@@ -89,7 +89,7 @@ def diff(
         found = {name: _without_values(name, left.views.get(name), right.views.get(name)) for name in names}
         if values:
             pairs = [
-                Pair(name, left.views[name], right.views[name])
+                LeafPair(name, left.views[name], right.views[name])
                 for name, leaf in found.items()
                 if leaf.status in ("equal", "dtype") and not leaf.reason
             ]
@@ -120,7 +120,7 @@ def _tolerance(atol: float, rtol: float) -> Tolerance:
 
 
 def _without_values(name: str, a: View | None, b: View | None) -> LeafDiff:
-    """What names, shapes and dtypes tell; "equal" or "dtype" without a reason: values are to be compared."""
+    """Compares names, shapes and dtypes; "equal" or "dtype" without a reason: values are to be compared."""
     broken = next((error for view in (a, b) if view is not None for error in _errors(view)), None)
     if broken is not None:
         status, reason = _failed("a" if a is not None and broken in _errors(a) else "b", broken)
@@ -153,8 +153,8 @@ def _failed(side: str, error: CheckpointError) -> tuple[DiffStatus, str]:
     return "unreadable", f"{side}: {type(error).__name__}: {error.message}"
 
 
-def _with_values(leaf: LeafDiff, outcome: Compared) -> LeafDiff:
-    """The same, with what was found when both sides were read."""
+def _with_values(leaf: LeafDiff, outcome: PairOutcome) -> LeafDiff:
+    """Adds to a comparison what was found when both sides were read."""
     if outcome.failure is not None:
         status, reason = _failed(*outcome.failure)
         return dataclasses.replace(leaf, status=status, reason=reason)

@@ -1,4 +1,4 @@
-"""What a comparison of two checkpoints found, as data and as text."""
+"""The report of a comparison of two checkpoints, as data and as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from orbax_t5x.operations.diff.values import Largest
+from orbax_t5x.operations.diff.values import LargestDifference
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.table import TableRow, table_lines, terminal_width
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
@@ -29,7 +29,7 @@ _HEADINGS = {"shape": "other shapes", "dtype": "other dtypes", "values": "other 
 
 @dataclasses.dataclass(frozen=True)
 class LeafDiff:
-    """What was found for the leaves of one name.
+    """Comparison of the leaves of one name.
 
     Attributes:
       name: of the leaf, after the transforms.
@@ -55,14 +55,14 @@ class LeafDiff:
     size: int = 0
     differing: int = 0
     one_nan: int = 0
-    absolute: Largest | None = None
-    relative: Largest | None = None
+    absolute: LargestDifference | None = None
+    relative: LargestDifference | None = None
     reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class DiffReport:
-    """What `orbax_t5x.diff` found; `print(report)` is a table.
+    """Report of `orbax_t5x.diff`; `print(report)` is a table.
 
     Attributes:
       a, b: what was opened.
@@ -88,22 +88,22 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether all names, shapes and dtypes are the same, and all values, if they were compared."""
+        """True if all names, shapes and dtypes are the same, and all values, if they were compared."""
         return all(leaf.status == "equal" for leaf in self.leaves)
 
     def summary(self) -> str:
-        """Counts, in one line."""
+        """Returns the counts in one line."""
         counts = collections.Counter(leaf.status for leaf in self.leaves)
         parts = [_count_text(status, counts[status]) for status in _STATUSES if counts[status]] or ["no leaves"]
         read = f"{size_text(self.bytes_read)} read in {self.seconds:.1f} s"
         return ", ".join([*parts, read if self.values else "values not compared"])
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for programs. Numbers that JSON lacks are text: "inf", "nan", complex ones."""
+        """Returns the report as JSON values. Numbers that JSON lacks are text: "inf", "nan", complex ones."""
         return _as_json({**dataclasses.asdict(self), "equal": self.equal})
 
     def lines(self, width: int) -> list[str]:
-        """The table. Equal leaves are counted; of others, those that differ in one number alone are one line."""
+        """Formats the table. Equal leaves are counted; leaves whose names differ in one number share a line."""
         lines = [f"a: {plain(self.a)}", f"b: {plain(self.b)}"]
         lines += [f"a is mapped by {plain(rule)}" for rule in self.rules]
         lines += [f"warning: {plain(warning)}" for warning in self.warnings]
@@ -152,7 +152,7 @@ def _array_text(dtype: str | None, shape: tuple[int, ...] | None) -> str:
 
 
 def _values_text(leaves: Sequence[LeafDiff]) -> str:
-    """How far leaves are apart: of several, all together, and the worst of them by name."""
+    """Describes how far leaves are apart: of several, all together, and the worst of them by name."""
     differing, size = sum(leaf.differing for leaf in leaves), sum(leaf.size for leaf in leaves)
     if not differing and not any(leaf.absolute for leaf in leaves):
         return "values equal" if size else ""

@@ -1,4 +1,4 @@
-"""How far two arrays are apart: how many elements differ, and by how much, and where, they differ most.
+"""Compares the elements of two arrays: how many differ, and by how much, and where, they differ most.
 
 Pure: arrays in memory, a few thousand elements at a time, so that what is computed beside them stays small. NaN equals
 NaN and differs from every number, -0 equals 0, an infinity equals itself alone. Numbers are compared by value: integers
@@ -36,7 +36,7 @@ class Tolerance(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Largest:
+class LargestDifference:
     """The largest difference of two arrays.
 
     Attributes:
@@ -52,8 +52,8 @@ class Largest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart:
-    """How far two arrays, or boxes of two arrays, are apart.
+class ValueDifference:
+    """Differences between two arrays, or between boxes of two arrays.
 
     Attributes:
       differing: elements that differ by more than the tolerance.
@@ -64,12 +64,12 @@ class Apart:
 
     differing: int = 0
     one_nan: int = 0
-    absolute: Largest | None = None
-    relative: Largest | None = None
+    absolute: LargestDifference | None = None
+    relative: LargestDifference | None = None
 
-    def joined(self, other: Apart) -> Apart:
-        """Of two boxes of one array together."""
-        return Apart(
+    def joined(self, other: ValueDifference) -> ValueDifference:
+        """Joins the differences of two boxes of one array."""
+        return ValueDifference(
             self.differing + other.differing,
             self.one_nan + other.one_nan,
             _larger(self.absolute, other.absolute),
@@ -77,31 +77,31 @@ class Apart:
         )
 
 
-def _larger(one: Largest | None, other: Largest | None) -> Largest | None:
+def _larger(one: LargestDifference | None, other: LargestDifference | None) -> LargestDifference | None:
     if one is None or other is None:
         return one or other
     return min(one, other, key=lambda largest: (-largest.value, largest.index))
 
 
 def are_comparable(a: np.dtype, b: np.dtype) -> bool:
-    """Whether values of two dtypes can be compared: text with text alone."""
+    """Returns True if values of two dtypes can be compared: text only with text."""
     return (kind_of(a) == "object") == (kind_of(b) == "object")
 
 
 def scratch_bytes(size: int) -> int:
-    """What comparing arrays of `size` elements takes beside them."""
+    """Returns the bytes of memory that comparing arrays of `size` elements takes besides the arrays."""
     return min(size, _BLOCK_ELEMENTS) * _BYTES_PER_ELEMENT
 
 
-def compare(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tolerance) -> Apart:
-    """How far two C-contiguous arrays of one shape are apart.
+def compare(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tolerance) -> ValueDifference:
+    """Compares two C-contiguous arrays of one shape.
 
     Args:
       a, b: of dtypes that `are_comparable`.
       corner: the index of their first element; added to those that are told.
       tolerance: what is still equal.
     """
-    found = Apart()
+    found = ValueDifference()
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, flat_a.size, _BLOCK_ELEMENTS):
         part_a, part_b = flat_a[start : start + _BLOCK_ELEMENTS], flat_b[start : start + _BLOCK_ELEMENTS]
@@ -115,33 +115,33 @@ def compare(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tole
 
 
 class _Stretch(NamedTuple):
-    """Where a run of elements lies in an array."""
+    """Position of a run of elements in an array."""
 
     shape: tuple[int, ...]
     start: int
     corner: tuple[int, ...]
 
     def index_of(self, at: int) -> tuple[int, ...]:
-        """The index of element `at` of the run."""
+        """Returns the index of element `at` of the run."""
         own = np.unravel_index(self.start + at, self.shape)
         return tuple(int(step) + first for step, first in zip(own, self.corner, strict=True))
 
 
 def _have_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two runs of one dtype hold the same bits, and so the same values, which is quickly told."""
+    """Returns True if two runs of one dtype hold the same bits, and so the same values: the fast path."""
     if a.dtype != b.dtype or a.dtype.hasobject:
         return False
     width = math.gcd(a.dtype.itemsize, 8)
     return np.array_equal(a.view(f"u{width}"), b.view(f"u{width}"))
 
 
-def _compare_text(a: np.ndarray, b: np.ndarray) -> Apart:
-    return Apart(sum(one != other for one, other in zip(a.tolist(), b.tolist(), strict=True)))
+def _compare_text(a: np.ndarray, b: np.ndarray) -> ValueDifference:
+    return ValueDifference(sum(one != other for one, other in zip(a.tolist(), b.tolist(), strict=True)))
 
 
 @functools.cache
 def _common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
-    """What has the values of both: int64, uint64, Python's integers, float64 or complex128."""
+    """Returns a dtype with the values of both: int64, uint64, Python's integers, float64 or complex128."""
     kinds = {kind_of(a), kind_of(b)}
     if kinds & {"complex"}:
         return np.dtype(np.complex128)
@@ -170,8 +170,8 @@ class _Numbers:
         with np.errstate(all="ignore"):
             return values.astype(self._dtype)
 
-    def apart(self, stretch: _Stretch, tolerance: Tolerance) -> Apart:
-        """How far they are apart."""
+    def apart(self, stretch: _Stretch, tolerance: Tolerance) -> ValueDifference:
+        """Computes the differences."""
         a, b = self._a, self._b
         equal = a == b
         one_nan = np.zeros(a.shape, bool)
@@ -185,7 +185,7 @@ class _Numbers:
             differs = ~equal
             if tolerance != Tolerance():
                 differs &= ~self._are_close(distance, tolerance)
-        return Apart(
+        return ValueDifference(
             int(np.count_nonzero(differs)),
             int(np.count_nonzero(one_nan)),
             self._largest(distance, stretch),
@@ -193,7 +193,7 @@ class _Numbers:
         )
 
     def _distance(self, equal: np.ndarray, one_nan: np.ndarray) -> np.ndarray:
-        """`|a - b|`; 0 where they are equal or one is NaN."""
+        """Computes `|a - b|`, which is 0 where they are equal or one is NaN."""
         a, b = self._a, self._b
         if self._dtype.kind in "iu":
             # The difference of 64-bit integers has 64 bits, the sign not among them.
@@ -207,7 +207,7 @@ class _Numbers:
         return distance
 
     def _magnitude(self) -> np.ndarray:
-        """`|b|` in float64."""
+        """Computes `|b|` in float64."""
         # int64 has no place for the magnitude of its smallest.
         return np.abs(self._b.astype(np.float64) if self._dtype.kind in "iuO" else self._b)
 
@@ -219,19 +219,19 @@ class _Numbers:
         return relative
 
     def _are_close(self, distance: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-        """Where the distance is tolerated: never from an infinity, never where one is NaN."""
+        """Marks elements whose distance is tolerated: never from an infinity, never where one is NaN."""
         magnitude = self._magnitude()
         tolerated = distance.astype(np.float64) <= tolerance.atol + tolerance.rtol * magnitude
         return tolerated & np.isfinite(magnitude) & (distance != 0)
 
-    def _largest(self, values: np.ndarray, stretch: _Stretch) -> Largest | None:
+    def _largest(self, values: np.ndarray, stretch: _Stretch) -> LargestDifference | None:
         at = int(np.argmax(values))
         value = values[at]
         if not value > 0:
             return None
         value = value.item() if isinstance(value, np.generic) else value
         stored_a, stored_b = self._stored
-        return Largest(value, stretch.index_of(at), _scalar(stored_a[at]), _scalar(stored_b[at]))
+        return LargestDifference(value, stretch.index_of(at), _scalar(stored_a[at]), _scalar(stored_b[at]))
 
 
 def _scalar(value: Any) -> Any:

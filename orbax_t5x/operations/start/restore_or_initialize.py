@@ -64,8 +64,8 @@ _DAMAGE = (
 )
 
 
-class Start(NamedTuple):
-    """Where a training job starts.
+class TrainingStart(NamedTuple):
+    """Start of a training job: its state, its step, and how they came about.
 
     Attributes:
       state: the target's structure, filled.
@@ -95,8 +95,8 @@ def restore_or_initialize(
     progress: Progress | None = ReadOptions.progress,
     limits: Limits | None = PlanOptions.limits,
     broadcast: bool = ReadOptions.broadcast,
-) -> Start:
-    """The state with which a training job starts: its own newest step, else a checkpoint to begin with, else scratch.
+) -> TrainingStart:
+    """Starts a training job: from its own newest step, else from a checkpoint to begin with, else from scratch.
 
     Call it at every start, with the same arguments. What was applied when the run began is recorded by the first save
     of an `orbax_t5x.TrainStateHandler` below the manager's root, and a run that goes on is never transformed again.
@@ -140,7 +140,7 @@ def restore_or_initialize(
         raise TypeError(f"manager is {manager!r}; pass an ocp.CheckpointManager, such as ocp.CheckpointManager(path)")
     options = PlanOptions(item, init_fn, is_resuming, strict, dtype, allow_lossy_cast, limits)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
-    start = _Starting(manager, target, options, reading)
+    start = _JobStart(manager, target, options, reading)
     resumed = start.resume(unopened_chain(init_from, transforms))
     if resumed is not None:
         return resumed
@@ -154,15 +154,15 @@ def restore_or_initialize(
 
 
 class _Damage(NamedTuple):
-    """Why a step cannot be restored; `is_refusal` where the operating system or the store said no more than that."""
+    """Reason why a step cannot be restored; `is_refusal`: the operating system or the store refused to read it."""
 
     reason: str
     is_refusal: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class _Restored:
-    """What one restore gave.
+class _RestoreResult:
+    """Result of one restore.
 
     Attributes:
       state: the target, filled.
@@ -175,13 +175,13 @@ class _Restored:
     records: Records
 
     def lineages(self, single: str) -> dict[str, Lineage]:
-        """What happened to each item's state, this restore included; `single` is the name of a single item."""
+        """Returns each item's lineage, this restore included; `single` is the name of a single item."""
         recorded = [entry for record in self.records.values() for entry in record or ()]
         added = [entry for entry in self.plan.provenance if applied_rules(entry) and entry not in recorded]
         return {item or single: (*(record or ()), *added) for item, record in self.records.items()}
 
 
-class _Starting:
+class _JobStart:
     """One start of a job.
 
     Attributes:
@@ -198,16 +198,16 @@ class _Starting:
 
     # -- the run's own steps
 
-    def resume(self, chain: tuple[Callable[..., Any], ...]) -> Start | None:
-        """From the newest good step; None where there is none."""
+    def resume(self, chain: tuple[Callable[..., Any], ...]) -> TrainingStart | None:
+        """Resumes from the newest good step; returns None if there is none."""
         refused = ""
         for step in self._own_steps():
             directory = step_directory(self._manager, step)
             attempt = self._attempt(directory, chain)
-            if isinstance(attempt, _Restored):
+            if isinstance(attempt, _RestoreResult):
                 for item, lineage in attempt.lineages(single=self._item_in(directory)).items():
                     remember(run_of(self._root, item), lineage)
-                return Start(attempt.state, step, "resumed")
+                return TrainingStart(attempt.state, step, "resumed")
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
             advice = f"no step up to {step} is saved before manager.delete({step})"
@@ -218,7 +218,7 @@ class _Starting:
         return None
 
     def _own_steps(self) -> list[int]:
-        """The steps that have the item, newest first; the primary process looks for all.
+        """Lists the steps that have the item, newest first; the primary process lists them for all.
 
         Raises:
           CheckpointNotFoundError: there are steps, and none of them has it.
@@ -236,7 +236,7 @@ class _Starting:
         return having
 
     def _has_item(self, step: int) -> bool:
-        """Whether a step has the item, or lost it: that is damage, and no step that never had it."""
+        """Returns True if a step has the item, or had it and lost it, which is damage."""
         item, directory = self._options.item, step_directory(self._manager, step)
         if item is None or (directory / item).exists():
             return True
@@ -244,7 +244,7 @@ class _Starting:
         return recorded is None or item in recorded
 
     def _item_in(self, directory: epath.Path) -> str:
-        """The name of the one item to restore from a step; empty where that is all of several."""
+        """Returns the name of the one item to restore from a step, or an empty text for all of several."""
         if self._options.item is not None:
             return self._options.item
         if (directory / _DEFAULT_ITEM).is_dir():
@@ -254,15 +254,15 @@ class _Starting:
         return names[0] if len(names) == 1 and not lost else ""
 
     def _items_in(self, directory: epath.Path) -> list[str]:
-        """The items to restore from a step, where they are several."""
+        """Returns the items to restore from a step if they are several."""
         return [] if self._item_in(directory) else item_names(os.fspath(directory))
 
-    def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _Restored | _Damage:
+    def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _RestoreResult | _Damage:
         """Restores one step; all processes have it, or none."""
         options = dataclasses.replace(self._options, item=None, fallback=None, is_resuming=True)
         path = os.fspath(directory / self._item_in(directory))
         together = Agreement(_PRIMARY, os.fspath(directory))
-        restored: _Restored | None = None
+        restored: _RestoreResult | None = None
         damage: _Damage | None = None
         with together.planning():
             try:
@@ -286,17 +286,17 @@ class _Starting:
 
     # -- a new run
 
-    def initialize(self, source: AnySource, transforms: Transforms) -> Start:
-        """From another checkpoint."""
+    def initialize(self, source: AnySource, transforms: Transforms) -> TrainingStart:
+        """Starts from another checkpoint."""
         try:
             restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
         except RestorePlanError as error:
             raise with_init_fn(error) from error.__cause__
         begin(self._run(), restored.plan.provenance)
-        return Start(restored.state, _FIRST_STEP, "initialized")
+        return TrainingStart(restored.state, _FIRST_STEP, "initialized")
 
-    def from_scratch(self) -> Start:
-        """By the function alone: the plan of a restore from no checkpoint."""
+    def from_scratch(self) -> TrainingStart:
+        """Starts from the function only: the plan of a restore from no checkpoint."""
         init_fn, target = self._options.fallback, self._target
         if target is None:  # everything
             target = abstract_tree(init_fn)
@@ -309,13 +309,13 @@ class _Starting:
             together.plan((), ())
         state = plan.run(self._reading)
         begin(self._run(), ())
-        return Start(state, _FIRST_STEP, "scratch")
+        return TrainingStart(state, _FIRST_STEP, "scratch")
 
     def _run(self) -> RunKey:
         return run_of(self._root, EVERY_ITEM if self._options.item is None else self._options.item)
 
-    def _restore(self, source: AnySource, transforms: Transforms, options: PlanOptions, kind: CallerKind) -> _Restored:
-        """A restore of all processes."""
+    def _restore(self, source: AnySource, transforms: Transforms, options: PlanOptions, kind: CallerKind) -> _RestoreResult:
+        """Restores on all processes together."""
         together = Agreement(_PRIMARY, self._root)
         records: Records = {}
 
@@ -328,11 +328,11 @@ class _Starting:
                 opened = open_plan(source, self._target, transforms, options, Caller(kind, agree, keeps_lineage=True))
                 plan = stack.enter_context(opened)
                 together.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
-            return _Restored(plan.run(self._reading), plan, records)
+            return _RestoreResult(plan.run(self._reading), plan, records)
 
 
 def _recorded_items(directory: epath.Path) -> Mapping[str, Any] | None:
-    """The items that a step's metadata name; None where they cannot be read."""
+    """Returns the items that a step's metadata name, or None if they cannot be read."""
     try:
         return recorded_items(os.fspath(directory))
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What a verification found, as data and as text."""
+"""The report of a verification, as data and as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = {"no checksum": "without checksum"}
 
 @dataclasses.dataclass(frozen=True)
 class LeafVerification:
-    """What was found for one leaf.
+    """Verification of one leaf.
 
     Attributes:
       name: of the leaf.
@@ -44,7 +44,7 @@ class LeafVerification:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What `orbax_t5x.verify` found; `print(report)` is a table.
+    """Report of `orbax_t5x.verify`; `print(report)` is a table.
 
     Attributes:
       path: what was opened.
@@ -73,18 +73,18 @@ class VerifyReport:
         return "ok" if is_compared else "no checksum"
 
     def summary(self) -> str:
-        """Counts, in one line."""
+        """Returns the counts in one line."""
         counts = collections.Counter(leaf.status for leaf in self.leaves)
         parts = [f"{leaves_text(counts[status])} {_WORDS.get(status, status)}" for status in STATUSES if counts[status]]
         read = f"{size_text(self.bytes_read)} read in {self.seconds:.1f} s"
         return ", ".join([*(parts or ["no leaves"]), read])
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for programs."""
+        """Returns the report as JSON values."""
         return {**dataclasses.asdict(self), "status": self.status}
 
     def lines(self, width: int) -> list[str]:
-        """The table, leaves that differ in one number alone on one line; what is wrong comes first."""
+        """Formats the table, with the damaged leaves first; leaves whose names differ in one number share a line."""
         lines = [f"{plain(self.path)}: {self.format}"]
         for status in STATUSES:
             some = [leaf for leaf in self.leaves if leaf.status == status]

@@ -83,7 +83,7 @@ def _bytes_of(leaf: Leaf) -> int:
 
 
 def _verify(leaf: Leaf, stats: ReadStats) -> tuple[Status, str]:
-    """What is to be said about one leaf."""
+    """Verifies one leaf; returns its status and the reason."""
     try:
         leaf.raise_error()
         if 0 in leaf.shape:

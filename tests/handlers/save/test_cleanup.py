@@ -17,6 +17,7 @@ from etils import epath
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
+from tests.support.saving import data_files, files
 
 pytestmark = pytest.mark.slow
 
@@ -100,15 +101,6 @@ for name in signals:
             left = sorted(os.listdir(f"{folder}/{name}-{place}-{is_async}"))
             print(name, place, "async" if is_async else "sync", os.waitstatus_to_exitcode(status), *left, flush=True)
 """
-
-
-def files(root):
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
-
-
-def data_files(root):
-    """The files without the metadata of steps, which Orbax writes in the background."""
-    return [name for name in files(root) if (root / name).is_file() and not name.endswith("/_CHECKPOINT_METADATA")]
 
 
 def run(code, *arguments):

@@ -18,6 +18,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from tests.support.saving import save
 
 numbers = itertools.count()
 
@@ -25,12 +26,6 @@ numbers = itertools.count()
 def array():
     """An array that no other leaf equals."""
     return np.array([next(numbers), 0.5])
-
-
-def save(path, tree, **options):
-    with ocp.Checkpointer(ot.TrainStateHandler(**options)) as checkpointer:
-        checkpointer.save(path, args=ot.args.TrainStateSave(tree))
-    return path
 
 
 def save_stock(path, tree):
@@ -85,13 +80,13 @@ def test_what_is_saved_in_a_database_is_restored(tmp_path, tree):
 
 @pytest.mark.parametrize("tree", IN_DIRECTORIES, ids=lambda tree: ",".join(map(repr, tree)))
 def test_what_is_saved_in_directories_is_restored(tmp_path, tree):
-    assert_restored(save(tmp_path / "ours", tree, use_ocdbt=False), tree)
+    assert_restored(save(tmp_path / "ours", tree, {"use_ocdbt": False}), tree)
 
 
 def refused(path, tree, **options):
     """The problems of a save that leaves nothing."""
     with pytest.raises(RestorePlanError) as raised:
-        save(path / "step", tree, **options)
+        save(path / "step", tree, options)
     assert not list(path.iterdir())
     return [(problem.kind, problem.leaf) for problem in raised.value.problems]
 

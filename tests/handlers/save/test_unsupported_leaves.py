@@ -10,7 +10,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.provenance import records as provenance
-from tests.handlers.save.test_save import custom_metadata, files, save, stock
+from tests.support.saving import custom_metadata, files, save, stock
 
 STRUCTURED = np.dtype([("x", "<i4"), ("y", "<f8")])
 # A leaf, what the error says of it, and the shape and dtype that are recorded.

@@ -21,6 +21,7 @@ from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.box_sums import BoxSums, array_crc, compare, sums_of
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, encode_checksums, parse_checksums
 from orbax_t5x.storage.limits import Limits
+from tests.support.saving import save
 
 LAYOUTS = {
     "ocdbt": {},
@@ -57,12 +58,6 @@ def tree(seed=0):
     made["sharded"] = jax.device_put(made["sharded"], sharding("data", "model"))
     made["replicated"] = jax.device_put(made["replicated"], sharding())
     return {**made, "four": jnp.asarray(made["four"]), "key": jax.random.key(3), "text": "wörds", "none": None}
-
-
-def save(path, item, options=None, kind=ocp.Checkpointer, **keywords):
-    with kind(ot.TrainStateHandler(**(options or {}))) as checkpointer:
-        checkpointer.save(path, args=ot.args.TrainStateSave(item, **keywords))
-    return path
 
 
 def restored(path, verify="touched", target=None, **keywords):

@@ -10,8 +10,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 
 import orbax_t5x as ot
-from tests.handlers.v1.test_handler import RULES, assert_same
-from tests.handlers.v1.test_unsupported import refused
+from tests.support.orbax_v1 import RULES, assert_same, refused
 
 # Stock Orbax, where it loads without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")

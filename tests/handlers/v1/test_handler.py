@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, RestorePlanError
 from orbax_t5x.restoring.plan import RestorePlan
+from tests.support.orbax_v1 import RULES, abstract_of, assert_same, flip_a_byte
 from tests.support.train_states import inference_state, sharded, training_state
 
 # Stock Orbax, where it loads without a target.
@@ -64,43 +65,7 @@ def nnx_state():
     return nnx.state(TwoLayers(nnx.Rngs(0)))
 
 
-def abstract_of(tree):
-    """The tree without its values; what JAX does not take for an array stays."""
-
-    def abstract(leaf):
-        if isinstance(leaf, jax.Array):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        return leaf
-
-    return jax.tree.map(abstract, tree)
-
-
-def values(leaf):
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(leaf))
-    return np.asarray(leaf)
-
-
-def assert_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert type(one) is type(other)
-        assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
-        np.testing.assert_array_equal(values(one), values(other))
-
-
 TREES = {"plain": plain_tree, "flax": flax_state, "nnx": nnx_state, "optax": lambda: flax_state().opt_state}
-
-
-def flip_a_byte(item):
-    """In a chunk of an array that does not compress."""
-    file = max((path for path in item.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(bytes(data))
-
-
-# -- what is saved and loaded
 
 
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES.keys())
@@ -306,9 +271,6 @@ def test_handlers_of_a_base_context_keep_what_is_theirs(tmp_path, name):
     assert json.loads((tmp_path / "1" / ours / "_METADATA").read_text())["use_zarr3"] is False
     assert (tmp_path / "1" / ours / "_CHECKSUMS.json").exists()
     assert not (tmp_path / "1" / theirs / "_CHECKSUMS.json").exists()
-
-
-RULES = [ot.transforms.Rename([("w", "v")])]
 
 
 def test_the_handler_in_a_registry_of_ones_own(tmp_path):

@@ -18,7 +18,7 @@ from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, RestoreP
 from orbax_t5x.handlers.v1 import saving
 from orbax_t5x.provenance import runs
 from orbax_t5x.provenance.records import UNRECORDED
-from tests.handlers.v1.test_handler import abstract_of, assert_same, flip_a_byte
+from tests.support.orbax_v1 import abstract_of, assert_same, flip_a_byte
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
 

@@ -1,7 +1,6 @@
 """Trees with leaves that Orbax v1 cannot store: which error names them, and what is left out."""
 
 import functools
-import gc
 import json
 
 import jax
@@ -10,26 +9,13 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import UnsupportedCheckpointError
-from tests.handlers.v1.test_handler import assert_same
+from tests.support.orbax_v1 import assert_same, refused
 
 # Orbax lets go of the coroutine that would have made the directories. Stock Orbax loads without a target.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine '_create_paths' was never awaited:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning"),
 ]
-
-
-def refused(save, message, error=UnsupportedCheckpointError):
-    """What a save raises that is refused."""
-    with pytest.raises(error, match=message) as raised:
-        save()
-    value = raised.value
-    # The warning of the coroutine is to come here.
-    value.__traceback__ = None
-    del raised
-    gc.collect()
-    return value
 
 
 def save_step(path, checkpointables):

@@ -1,4 +1,4 @@
-"""A conversion that was killed is gone on with: what stands is verified and kept, and only for the same conversion.
+"""A killed conversion is resumed: written blocks are verified and kept, and only for the same conversion.
 
 A kill is played by an exception that nothing catches, and a work directory that is left as it is; real ones are in
 `test_kill_conversions.py`.
@@ -110,8 +110,8 @@ def test_what_stands_is_kept_and_the_rest_is_read(format, source, out, caplog):
     report = convert(source, out, format=format, progress=lambda *one: told.append(one))
     assert 0 < report.kept_bytes < TOTAL and report.bytes == TOTAL
     assert told[-1][:2] == (TOTAL - report.kept_bytes,) * 2
-    assert "stood there already" in str(report)
-    assert any("is gone on with" in record.getMessage() for record in caplog.records)
+    assert "written already" in str(report)
+    assert any("resumes a killed conversion" in record.getMessage() for record in caplog.records)
     assert_holds(out, format, ARRAYS)
     assert ot.verify(out).status == ("ok" if format == "orbax" else "no checksum")
 
@@ -253,7 +253,7 @@ def test_of_another_source_nothing_is_kept(format, source, out, caplog):
     changed = ARRAYS | {"leaf_3": np.zeros((64, 1024), np.float32)}
     bundle_of(changed).write(source.parent)
     assert convert(source, out, format=format).kept_bytes == 0
-    assert any("is begun anew" in record.getMessage() for record in caplog.records)
+    assert any("begins anew" in record.getMessage() for record in caplog.records)
     assert_holds(out, format, changed)
 
 

@@ -23,17 +23,12 @@ from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Restore
 from orbax_t5x.lazy import LazyThreadPoolArray, as_view, box_slices, stack
 from orbax_t5x.operations.diff import blocks as diff_blocks
 from orbax_t5x.operations.diff.blocks import block_boxes
-from orbax_t5x.operations.diff.values import Largest
+from orbax_t5x.operations.diff.values import LargestDifference
 from tests.conftest import GOLDENS
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
+from tests.support.saving import save
 
 MIB = 1 << 20
-
-
-def save(path, tree, **options):
-    with ocp.Checkpointer(ot.TrainStateHandler(**options)) as checkpointer:
-        checkpointer.save(path, args=ot.args.TrainStateSave(tree))
-    return path
 
 
 def statuses(report):
@@ -63,7 +58,7 @@ def changed():
 
 def test_equal_checkpoints_are_equal_whatever_their_layout(tmp_path):
     one = save(tmp_path / "one", TREE)
-    other = save(tmp_path / "other", TREE, use_ocdbt=False, use_zarr3=True, use_compression=False)
+    other = save(tmp_path / "other", TREE, {"use_ocdbt": False, "use_zarr3": True, "use_compression": False})
     report = ot.diff(one, other)
     assert report.equal and set(statuses(report).values()) == {"equal"}
     # Both sides, each once: four kernels and a step; text is read and has no size.
@@ -92,8 +87,8 @@ def test_every_kind_of_difference(tmp_path):
     assert (leaves["a_only"].shape_b, leaves["a_only"].dtype_b, leaves["b_only"].shape_a) == (None, None, None)
     assert (leaves["shape"].shape_a, leaves["shape"].shape_b) == ((2, 3), (3, 2))
     assert (leaves["dtype"].dtype_a, leaves["dtype"].dtype_b) == ("float32", "bfloat16")
-    assert leaves["values"].absolute == Largest(10, (1, 2), 5, -5) and leaves["values"].differing == 1
-    assert leaves["values"].relative == Largest(2.0, (1, 2), 5, -5)
+    assert leaves["values"].absolute == LargestDifference(10, (1, 2), 5, -5) and leaves["values"].differing == 1
+    assert leaves["values"].relative == LargestDifference(2.0, (1, 2), 5, -5)
     assert (leaves["both"].dtype_a, leaves["both"].dtype_b) == ("float32", "float64")
     assert leaves["kind"].reason == "text against numbers" and not report.equal
     said = " ".join(str(report).split())
@@ -230,8 +225,8 @@ def test_transforms_that_were_applied_before_are_not_applied_again(tmp_path):
 
 def test_damaged_leaves_do_not_stop_the_others(tmp_path, capsys):
     tree = {"bad": np.ones(9), "good": np.ones(9), "other": np.ones(9), "gone": np.ones(9)}
-    a = save(tmp_path / "a", tree, use_ocdbt=False, use_compression=False)
-    b = save(tmp_path / "b", {**tree, "other": np.zeros(9)}, use_ocdbt=False, use_compression=False)
+    a = save(tmp_path / "a", tree, {"use_ocdbt": False, "use_compression": False})
+    b = save(tmp_path / "b", {**tree, "other": np.zeros(9)}, {"use_ocdbt": False, "use_compression": False})
     data = bytearray((a / "bad" / "0").read_bytes())
     data[-1] ^= 1
     (a / "bad" / "0").write_bytes(data)
@@ -253,7 +248,7 @@ def test_leaves_that_cannot_be_read():
 
 
 def test_leaves_that_are_broken_from_the_start(tmp_path):
-    path = save(tmp_path / "a", {"w": np.ones(4), "v": np.ones(2)}, use_ocdbt=False)
+    path = save(tmp_path / "a", {"w": np.ones(4), "v": np.ones(2)}, {"use_ocdbt": False})
     (path / "w" / ".zarray").write_text("{")
     report = ot.diff(path, path, values=False)
     assert statuses(report) == {"v": "equal", "w": "damaged"}

@@ -15,14 +15,9 @@ import orbax_t5x as ot
 from orbax_t5x.cli.main import main
 from orbax_t5x.errors import CheckpointNotFoundError
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
+from tests.support.saving import save
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-
-
-def save(path, tree, **options):
-    with ocp.Checkpointer(ot.TrainStateHandler(**options)) as checkpointer:
-        checkpointer.save(path, args=ot.args.TrainStateSave(tree))
-    return path
 
 
 def statuses(report):
@@ -50,7 +45,7 @@ def run(capsys, *arguments):
 @pytest.mark.parametrize("use_ocdbt", [False, True])
 def test_what_was_saved_here_is_verified(tmp_path, capsys, use_ocdbt, use_zarr3):
     arrays = {"a": np.arange(1000.0).reshape(50, 20), "text": "words", "step": 3}
-    path = save(tmp_path / "item", arrays, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    path = save(tmp_path / "item", arrays, {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3})
     report = ot.verify(path)
     assert statuses(report) == {"a": "ok", "step": "ok", "text": "ok"} and report.status == "ok"
     assert report.bytes_read == 8008
@@ -58,7 +53,7 @@ def test_what_was_saved_here_is_verified(tmp_path, capsys, use_ocdbt, use_zarr3)
 
 
 def test_a_damaged_leaf_is_named_and_the_others_are_right(tmp_path, capsys):
-    path = save(tmp_path / "item", {"a": np.ones(9), "b": np.ones(9)}, use_ocdbt=False, use_compression=False)
+    path = save(tmp_path / "item", {"a": np.ones(9), "b": np.ones(9)}, {"use_ocdbt": False, "use_compression": False})
     flip(path / "a" / "0")
     report = ot.verify(path)
     assert statuses(report) == {"a": "damaged", "b": "ok"} and report.status == "damaged"
@@ -72,7 +67,7 @@ def test_a_damaged_leaf_is_named_and_the_others_are_right(tmp_path, capsys):
 
 
 def test_a_missing_chunk_is_damage_without_checksums_too(tmp_path):
-    path = save(tmp_path / "item", {"a": np.ones(9), "b": np.ones(9)}, use_ocdbt=False, checksums=False)
+    path = save(tmp_path / "item", {"a": np.ones(9), "b": np.ones(9)}, {"use_ocdbt": False, "checksums": False})
     (path / "a" / "0").unlink()
     assert statuses(ot.verify(path)) == {"a": "damaged", "b": "no checksum"}
 
