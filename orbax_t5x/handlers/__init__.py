@@ -1,7 +1,7 @@
-"""The thin coat over Orbax: what `ocp.CheckpointManager` and `ocp.Checkpointer` call.
+"""Handlers for Orbax's `CheckpointManager` and `Checkpointer`.
 
-Importing this package enters the handler and its arguments into Orbax's process-wide table, once; `import orbax_t5x`
-alone does not.
+Importing this package registers the handler and its arguments in Orbax's process-wide table; `import orbax_t5x` does
+not.
 """
 
 from orbax_t5x.handlers import args, checkpoint_handler

@@ -48,13 +48,13 @@ class TrainStateSave(ocp.args.CheckpointArgs):
         sharding; what they compute is written chunk by chunk, as NumPy arrays. They are not recorded as provenance:
         what counts there is how the run was initialised.
       provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. Given at one
-        save, it holds for all later ones of the same root and item. None: what the run's lineage says; a save of which
-        nothing is known is recorded as unrecorded, and a restore with transforms then asks.
+        save, it holds for all later ones of the same root and item. None: the run's lineage; without one the save is
+        recorded as unrecorded, and a restore with transforms then raises an error that asks for `is_resuming`.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
         "skip": it is left out, and its name, shape and dtype are recorded: of a Python number or bytes, those that
         NumPy gives it; of any other object, `()` and "object". Numeric arrays without elements come back from that.
       custom_metadata: your own JSON values, stored beside our record.
-      memory_limit_bytes: bounds the host memory that lazy leaves, and what transforms compute, take on their way;
+      memory_limit_bytes: bounds the host memory for lazy leaves, and for what transforms compute, in flight;
         256 MiB if None.
       progress: as in `orbax_t5x.restore`, for these.
       ocdbt_target_data_file_size: as in `ocp.args.PyTreeSave`.

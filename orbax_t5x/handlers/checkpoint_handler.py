@@ -71,12 +71,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         checksums: bool = True,
         **options: Any,
     ):
-        """Args are those of `ocp.PyTreeCheckpointHandler`, which says what they mean; all have its defaults.
+        """Initializes a handler; the arguments are those of `ocp.PyTreeCheckpointHandler`, with its defaults.
 
         `restore_concurrent_gb` bounds restores with a target too: their `memory_limit_bytes` is at most that, and that
-        where it is not given. `type_handler_registry` is asked in them for leaves of types that no array becomes, and
-        for what its own handlers stored. `checksums` of what is saved are written beside it, and checked by restores
-        and by `orbax_t5x.verify`. They are made of the copy on the host that Orbax writes from; where that is in pinned
+        where it is not given. The handlers of `type_handler_registry` restore leaves of types that are not arrays, and
+        the leaves that they stored. `checksums` of what is saved are written beside it, and checked by restores and by
+        `orbax_t5x.verify`. They are made of the copy on the host that Orbax writes from; where that is in pinned
         memory, as on GPUs, the state is copied to the host a second time.
         """
         processes = multiprocessing_options or ocp.options.MultiprocessingOptions()

@@ -1,9 +1,8 @@
 """Everything used of Orbax beyond its documented interface, in one place.
 
-Orbax has no public function for these, so any of them may move in a later version;
-`tests/handlers/test_orbax_names.py` says which one has. The room `type_handlers` uses the table of type handlers and
-`NumpyHandler`, which Orbax exports and marks deprecated, and fields of `ParamInfo`; elsewhere Orbax is used through its
-documented names only.
+Orbax has no public function for these, so any of them may move in a later version; `tests/handlers/test_orbax_names.py`
+fails for the one that has. The room `type_handlers` uses the table of type handlers and `NumpyHandler`, which Orbax
+exports and marks deprecated, and fields of `ParamInfo`; elsewhere Orbax is used through its documented names only.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def write_spec(
 ) -> dict[str, Any]:
     """Returns the TensorStore spec of an array as Orbax would write it, in chunks of another shape.
 
-    The layout is Orbax's own. Its source says that this function will be replaced, by one that no public module exports
-    yet; nothing else here or elsewhere calls it.
+    The layout is Orbax's own. According to Orbax's source this function will be replaced by one that no public module
+    exports yet.
 
     Args:
       info: the `ParamInfo` that Orbax gives a type handler for a leaf.
@@ -54,8 +53,7 @@ def write_spec(
 def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
     """Returns the directory of one of a manager's steps, by the manager's own naming of steps.
 
-    A manager tells its root and the numbers of its steps. What makes names of numbers are its options, as users passed
-    them; only the manager itself has what these come to.
+    A manager exposes its root and the numbers of its steps, but not the names that its options give to them.
     """
     return manager._get_read_step_directory(step, manager.directory)
 
@@ -63,9 +61,8 @@ def step_directory(manager: ocp.CheckpointManager, step: int) -> epath.Path:
 class RecordedType:
     """Descriptor of the type that Orbax records about an item, by which a restore without arguments finds a handler.
 
-    Orbax asks a handler for `typestr()`. The class answers with its own name, under which Orbax's table of handlers has
-    it; an instance with the name of Orbax's handler, whose layout it writes: anyone restores the item, with this
-    package or without.
+    Orbax calls a handler's `typestr()`. The class returns its own name, under which Orbax's table of handlers lists it;
+    an instance returns the name of Orbax's handler, so that the item can be restored without this package.
     """
 
     def __get__(self, instance: Any, owner: type) -> Any:

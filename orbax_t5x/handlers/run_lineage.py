@@ -52,7 +52,7 @@ def _known(item: StepItem) -> records.Lineage | None:
 def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> records.Lineage:
     """Returns the lineage of what was restored without transforms.
 
-    The record is carried along in every restore: a run that loses it would be transformed twice.
+    The record is kept after every kind of restore: a run that lost it would be transformed twice.
 
     Args:
       directory: of the item.

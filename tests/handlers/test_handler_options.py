@@ -140,7 +140,7 @@ def test_what_a_users_handler_stores_is_never_read_as_it_is_stored(tmp_path):
     )
     moved = ot.args.TrainStateRestore({"c": np.zeros(4), "b": ...}, [ot.transforms.Rename([("a", "c")])])
     for args in (ot.args.TrainStateRestore(None), dataclasses.replace(moved, is_resuming=False)):
-        with pytest.raises(RestorePlanError, match="which alone can restore it"):
+        with pytest.raises(RestorePlanError, match="and only that can restore it"):
             restore(path, handler, args)
 
 
@@ -348,7 +348,7 @@ def test_options_of_single_leaves_follow_the_names_that_are_saved(tmp_path):
     [
         ({"b": ocp.SaveArgs()}, ValueError, "'b', and the tree"),
         ({"a": np.float16}, ValueError, "at 'a'; pass ocp.SaveArgs"),
-        ({"a": ocp.SaveArgs(dtype=np.dtype("S3"))}, RestorePlanError, "no type that Orbax stores"),
+        ({"a": ocp.SaveArgs(dtype=np.dtype("S3"))}, RestorePlanError, "not a dtype that Orbax stores"),
     ],
 )
 def test_options_that_fit_no_leaf_fail_before_anything_is_written(tmp_path, options, error, match):

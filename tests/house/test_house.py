@@ -171,6 +171,12 @@ def test_imports_run_down():
     assert [edge for edge in imports() if not may_import(*edge)] == []
 
 
+def test_diff_and_verify_need_no_handler():
+    subrooms = "orbax_t5x.operations.diff", "orbax_t5x.operations.verify"
+    found = [edge for edge in imports() if edge[0].startswith(subrooms)]
+    assert found and not [edge for edge in found if room_of(edge[1]) == "handlers"]
+
+
 def test_no_modules_import_one_another_in_a_circle():
     assert circles(edges()) == []
 

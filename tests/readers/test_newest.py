@@ -82,9 +82,7 @@ def test_no_conversion_writes_into_the_root_that_it_reads(root):
     before, names = opened(root), sorted(os.listdir(root))
     for source in (root, {"x": root}, ot.open_checkpoint(root)):
         for inside in ("out", "deep/out", "checkpoint_99"):
-            with pytest.raises(
-                CheckpointIOError, match=r"lies inside the source .*; choose a destination outside of it"
-            ):
+            with pytest.raises(CheckpointIOError, match=r"is inside the source .*; choose a destination outside of it"):
                 ot.convert(source, root / inside)
     assert opened(root) == before and sorted(os.listdir(root)) == names
 
@@ -94,7 +92,7 @@ def test_a_conversion_of_a_step_writes_beside_it_and_not_into_it(root):
     before, names = opened(root), sorted(os.listdir(root))
     step = root / {3: "checkpoint_3", 7: "7", 10: "checkpoint_10"}[before[2]]
     for inside in (step / "out", step / "default" / "out"):
-        with pytest.raises(CheckpointIOError, match=r"lies inside the source"):
+        with pytest.raises(CheckpointIOError, match=r"is inside the source"):
             ot.convert(step, inside)
     assert sorted(os.listdir(root)) == names
     ot.convert(step, root / "out")
@@ -105,7 +103,7 @@ def test_a_conversion_of_a_step_writes_beside_it_and_not_into_it(root):
 
 def test_an_item_is_not_put_beside_another_of_its_step(tmp_path):
     root = manager_root(tmp_path / "run")
-    with pytest.raises(CheckpointIOError, match=r"lies inside the source"):
+    with pytest.raises(CheckpointIOError, match=r"is inside the source"):
         ot.convert(root / "7" / "default", root / "7" / "other")
     # The item itself may be replaced.
     ot.convert(root / "7" / "default", root / "7" / "default", overwrite=True)

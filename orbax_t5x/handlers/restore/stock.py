@@ -1,6 +1,6 @@
 """Restores by Orbax itself: whole items without a target, and leaves of types that only a type handler knows.
 
-The handler that saves does it, with all its options. Stock `PyTreeRestore` alone would warn that it must look up the
+The handler that saves does it, with all its options. Stock `PyTreeRestore` would warn that it must look up the
 shardings in the item, and `StandardRestore` makes a handler that knows no other type handlers than Orbax's; so the
 shardings are looked up here first. No array is read but those that are restored.
 """
@@ -26,7 +26,7 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 _JAX_ARRAY = "jax.Array"
 # What Orbax records for the types that it knows by itself. It records all else by the name that a user's type handler
-# gives, and that handler alone knows what to restore.
+# gives, and only that handler knows what to restore.
 _STANDARD_TYPES = (_JAX_ARRAY, "np.ndarray", "scalar", "string")
 _PLACEHOLDER = "placeholder"
 
@@ -88,7 +88,7 @@ def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[P
 
 
 class HandledLeaves:
-    """The leaves of a target that type handlers restore: of types that no array becomes, or stored by a user's handler.
+    """Leaves of a target that type handlers restore: those of other types than arrays, or stored by a user's handler.
 
     The others are restored by a plan, which reads what is stored as it is.
 
@@ -101,7 +101,7 @@ class HandledLeaves:
 
         Args:
           target: of the restore.
-          registry: the table of type handlers; None where the source need not be Orbax's, and none is asked.
+          registry: the table of type handlers; None if the source need not be Orbax's.
           own_types: the recorded types, by name, of the item's leaves that a user's handler stored.
         """
         self.target = target
@@ -155,7 +155,7 @@ class HandledLeaves:
             Problem(
                 "target",
                 entry.name,
-                f"{name!r} is stored by the type handler for {self._own_types[name]!r}, which alone can restore it",
+                f"{name!r} is stored by the type handler for {self._own_types[name]!r}, and only that can restore it",
                 Fix(f"give {name!r} a place of that name in the target, without transforms"),
             )
             for entry in plan.entries

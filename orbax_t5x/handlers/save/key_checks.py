@@ -1,8 +1,8 @@
-"""Names with which a tree could not be opened again, found before it is saved.
+"""Finds names with which a tree could not be opened again, before it is saved.
 
-Orbax tells leaves apart by their keys, takes any key, joins them with dots, and lets one leaf overwrite another whose
-keys join to the same. Opened, leaves have '/'-joined names. What is refused here is what the reader of Orbax items
-would refuse, by the same functions (`orbax_t5x.readers.orbax.keys`).
+Orbax identifies leaves by their keys, takes any key, joins them with dots, and lets a leaf overwrite another one if
+their keys join to the same. Opened, leaves have '/'-joined names. The names refused here are those that the reader of
+Orbax items would refuse, by the same functions (`orbax_t5x.readers.orbax.keys`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.trees.pytree_names import key_text
 
-# What an item has beside the directories of its arrays.
+# Files of an item beside the directories of its arrays.
 _FILES_OF_ITEMS = frozenset(
     {METADATA_FILE, STEP_METADATA_FILE, ARRAY_METADATAS, STRINGS_FILE, CHECKSUMS_FILE, "_sharding"}
 )
@@ -59,7 +59,7 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
                 message = f"Orbax would store it under {joined!r}, as {other!r}"
                 problems.append(Problem("duplicate", name, message, Fix("rename one of the two")))
             elif in_directories and not isinstance(node, str) and not _is_directory(array_key(joined)):
-                message = f"its array would lie in the directory {joined!r}, which an item cannot have"
+                message = f"its array would be stored in the directory {joined!r}, which an item cannot have"
                 problems.append(Problem("name", name, message, Fix("rename it, or save with use_ocdbt=True")))
     if problems:
         raise RestorePlanError(problems)

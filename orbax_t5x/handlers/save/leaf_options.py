@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from orbax_t5x.errors import Problem, RestorePlanError
-from orbax_t5x.handlers.type_handlers.unsupported import storable
+from orbax_t5x.handlers.type_handlers.unsupported import is_storable
 from orbax_t5x.restoring.targets import is_train_state
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.pytree_names import leaf_name
@@ -34,12 +34,12 @@ def save_options(given: Any, names: Sequence[str], casts: Mapping[str, np.dtype]
       RestorePlanError: Orbax does not store a dtype.
     """
     by_name = _by_name(given, names)
-    # Orbax takes a `np.dtype` alone.
+    # Orbax takes only an `np.dtype`.
     dtypes = {name: np.dtype(option.dtype) for name, option in by_name.items() if option.dtype is not None}
     problems = [
-        Problem("dtype", name, f"{dtype.name} is no type that Orbax stores")
+        Problem("dtype", name, f"{dtype.name} is not a dtype that Orbax stores")
         for name, dtype in dtypes.items()
-        if not storable(dtype)
+        if not is_storable(dtype)
     ]
     if problems:
         raise RestorePlanError(problems)

@@ -1,8 +1,8 @@
 """Prepares a tree for Orbax: names, dtypes, and an error for everything that cannot be stored, beforehand.
 
-Orbax finds out while it writes that it cannot store a leaf, and lets one leaf overwrite another whose dots and
-slashes join to the same name. Here every leaf is looked at first, all problems are raised together, and what is
-given to Orbax can be written. Nothing is computed: views, of arrays in memory, too, are written chunk by chunk.
+Orbax notices only while it writes that it cannot store a leaf, and lets a leaf overwrite another one if their dots and
+slashes join to the same name. Here every leaf is checked first, and all problems are raised together. Nothing is
+computed: views are written chunk by chunk, also those of arrays in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SKIPPED = object()
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSave:
-    """A tree that Orbax can write.
+    """Tree that Orbax can write.
 
     Attributes:
       tree: its leaves are Orbax's own types, or streamed leaves.
@@ -207,7 +207,7 @@ def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> A
         # What is in memory may differ between processes, and then the primary one's counts.
         return np.asarray(view.value)
     if not writer.deferred:
-        snapshot_values(view, writer.held)
+        snapshot_values(view, writer.snapshots)
     wishes = ChunkPreferences(option.chunk_byte_size, tuple(option.shard_axes))
     return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
 

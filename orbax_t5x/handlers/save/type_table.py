@@ -1,7 +1,7 @@
 """The table of type handlers that `TrainStateHandler` saves with.
 
-Orbax's own table stays as it is: this one knows streamed leaves, sums what is written and cleans up where an interrupt
-ends a handler, and passes on everything else.
+Orbax's own table is unchanged: this one adds streamed leaves, sums what is written and cleans up after an interrupt,
+and passes on everything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orbax_t5x.handlers.type_handlers.numpy_or_lazy import stock_handler
 
 
 class _InterruptibleHandler:
-    """A type handler; an interrupt of its `serialize` leaves nothing of the save behind."""
+    """Type handler that removes what the save has written if an interrupt ends its `serialize`."""
 
     def __init__(self, handler: Any):
         self._handler = handler
@@ -32,7 +32,7 @@ class _InterruptibleHandler:
 
 
 class StreamingTypeTable:
-    """A table of type handlers with one more: what it does not know is looked up in the table below, each time anew."""
+    """Table of type handlers with one more than the table below, which it searches anew each time."""
 
     def __init__(self, below: Any, saves: RunningSaves | None = None):
         """Initializes a table above another; `saves` takes the checksums of what is written, if given."""
@@ -44,7 +44,7 @@ class StreamingTypeTable:
 
     @contextlib.contextmanager
     def remembering(self) -> Iterator[None]:
-        """Looks each type up once meanwhile; Orbax asks several times for each leaf of a save, while its caller waits.
+        """Caches lookups meanwhile: Orbax makes several for each leaf of a save, while its caller waits.
 
         Otherwise handlers may be registered at any time.
         """
@@ -66,7 +66,7 @@ class StreamingTypeTable:
     def _get(self, ty: Any) -> Any:
         if ty is StreamedLeaf:
             return self._streamed
-        # Lazy arrays come as streamed leaves: who registered a handler for them has no part in this save.
+        # Lazy arrays come as streamed leaves: a registered handler for lazy arrays plays no role in this save.
         handler = stock_handler(self._below.get(ty))
         if type(handler) not in summed_types():
             return handler

@@ -1,9 +1,9 @@
 """The checksums of what a save writes: made while Orbax writes, from what it writes, and left beside it.
 
-Orbax's own type handlers write; around each stands a `SummedHandler` that sums the same elements in the background.
+Orbax's own type handlers write; a `SummedHandler` around each sums the same elements in the background.
 Each process writes a file of its own with the boxes that it wrote (of a `jax.Array`, the shards with replica 0), and
-`merge_parts`, on the process that finalizes, makes the item's one file of them. What handlers of others write has no
-checksum here: nobody knows what they store.
+`merge_parts`, on the process that finalizes, makes the item's one file of them. What other handlers write has no
+checksum: the bytes that they store are unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.limits import Limits
 
 _PART_FILES = "_CHECKSUMS.process_*.json"
-# Steps in which the boxes of one array may be compared; Orbax writes even grids, which take none.
+# Most comparisons of the boxes of one array; Orbax writes even grids, which take none.
 _MAX_TILING_STEPS = 20_000_000
 # Elements that are stored in another dtype are cast, as TensorStore does it, so many bytes at a time.
 _CAST_BYTES = 1 << 22
@@ -103,7 +103,7 @@ def merge_parts(directory: epath.Path) -> None:
 
 
 class RunningSaves:
-    """The saves whose leaves Orbax is handing to type handlers, by directory, which is what handlers know of them."""
+    """Saves whose leaves Orbax is handing to type handlers, by directory, by which handlers know a save."""
 
     def __init__(self) -> None:
         self._saves: dict[str, SaveSums] = {}
@@ -126,13 +126,13 @@ class HostCopy(NamedTuple):
     """Copy on the host of the boxes of an array that Orbax writes, to compute their checksums from.
 
     Attributes:
-      parts: the elements of each box, on the host or on their way there; a text has itself as its one part.
+      blocks: the elements of each box, on the host or in transfer to it; of a text, the text itself.
     """
 
     key: str
     shape: tuple[int, ...]
     boxes: Sequence[Box]
-    parts: Sequence[Any]
+    blocks: Sequence[Any]
     dtype: np.dtype
 
 
@@ -165,7 +165,7 @@ class SummedHandler:
 
 
 class CopiedArray(np.ndarray):
-    """A copy of an array that nobody else has, so that copying it once more is not needed."""
+    """Copy of an array that only this save holds; copying it once more returns it."""
 
     @classmethod
     def of(cls, value: np.ndarray) -> CopiedArray:
@@ -188,7 +188,7 @@ def copies_to_host(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HostCop
     """Yields copies of the boxes of a leaf that this process writes.
 
     Args:
-      value: the leaf; a NumPy array is one that nobody writes over (`CopiedArray`).
+      value: the leaf; a NumPy array must be a copy (`CopiedArray`).
       info: has the `name` under which Orbax stores it, Orbax's `device_host_byte_limiter`, or None, and
         `enable_pinned_host_transfer`, which counts as set where it is missing.
       arg: its `dtype` is that in which it is stored; None for its own.
@@ -199,8 +199,8 @@ def copies_to_host(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HostCop
         devices = written_boxes(array.sharding, array.shape)
         shards = [shard for shard in array.addressable_shards if shard.device in devices]
         boxes = [devices[shard.device] for shard in shards]
-        parts = map(_to_host(devices, info), [shard.data for shard in shards])
-        yield HostCopy(info.name, array.shape, boxes, list(parts), dtype)
+        blocks = map(_to_host(devices, info), [shard.data for shard in shards])
+        yield HostCopy(info.name, array.shape, boxes, list(blocks), dtype)
     elif jax.process_index() == 0:
         if isinstance(value, str):
             yield HostCopy(info.name, (), [()], [value], np.dtype(object))
@@ -222,7 +222,7 @@ def written_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> di
 
 
 def start_transfers(values: Sequence[Any], infos: Sequence[Any]) -> None:
-    """Starts copying shards from accelerators, as Orbax does: all are on their way before one is waited for."""
+    """Starts copying shards from accelerators, as Orbax does: all are started before one is awaited."""
     for value, info in zip(values, infos, strict=True):
         if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             boxes = written_boxes(value.sharding, value.shape)
@@ -237,7 +237,7 @@ def _to_host(devices: Iterable[Any], info: Any) -> Callable[[jax.Array], Any]:
 
     `np.asarray` gives the very copy that Orbax writes from, on CPU the shard's own memory: JAX keeps one for each
     shard. Orbax's copy in pinned memory cannot be had, so that is made once more, while the caller goes on. Where Orbax
-    was told to move little at a time, it leaves shards where they are until it writes them, and so does this.
+    has a limit on transfers, it leaves shards where they are until it writes them, and so does this.
     """
     if getattr(info.device_host_byte_limiter, "max_bytes", None) is not None:
         return _as_it_is
@@ -266,11 +266,11 @@ def sum_copies(held: list[HostCopy], sums: SaveSums) -> None:
     held.reverse()
     while held:
         one = held.pop()
-        for box, part in zip(one.boxes, one.parts, strict=True):
-            if isinstance(part, str):
-                sums.add(one.key, one.shape, STRING, box, _crc.extend(0, part.encode("utf-8", "surrogatepass")))
+        for box, block in zip(one.boxes, one.blocks, strict=True):
+            if isinstance(block, str):
+                sums.add(one.key, one.shape, STRING, box, _crc.extend(0, block.encode("utf-8", "surrogatepass")))
             else:
-                sums.add(one.key, one.shape, one.dtype.name, box, _stored_crc(np.asarray(part), one.dtype))
+                sums.add(one.key, one.shape, one.dtype.name, box, _stored_crc(np.asarray(block), one.dtype))
 
 
 def _stored_crc(array: np.ndarray, dtype: np.dtype) -> int:

@@ -1,8 +1,8 @@
-"""A type handler for NumPy arrays and lazy ones, to stand in a table of Orbax's in the place of the one for NumPy's.
+"""A type handler for NumPy arrays and lazy ones, which replaces the one for NumPy arrays in a table of Orbax's.
 
-On disk a lazy array is the NumPy array that it stands for, recorded as such: anyone restores it. It is read and written
-chunk by chunk in bounded memory, each process its share of the chunks. Whatever is no lazy array goes to the handler
-that stood there before.
+On disk a lazy array is the NumPy array of its values, recorded as such: anyone restores it. It is read and written
+chunk by chunk in bounded memory, by each process its work share of the chunks. All other leaves go to the replaced
+handler.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LazySaveSettings:
     """Settings for writing lazy arrays.
 
     Attributes:
-      memory_limit_bytes: host memory for data on its way, in each save; None for the default.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`; "bar" shows a bar; None: nobody is told.
+      memory_limit_bytes: host memory for data in flight, in each save; None for the default.
+      progress: called as `progress(done_bytes, total_bytes, leaf)`; "bar" shows a bar; None: no progress.
       active_processes: those that save; None: all.
     """
 
@@ -54,11 +54,11 @@ def is_numpy_or_lazy(leaf_type: Any) -> bool:
 
 
 class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
-    """Writes and reads NumPy arrays as the handler below does, and lazy arrays in chunks.
+    """Type handler for NumPy arrays, as the handler below, and for lazy arrays, in chunks.
 
     Attributes:
       below: the handler for NumPy arrays.
-      settings: how lazy arrays are written: the last that is there decides.
+      settings: for writing lazy arrays; the last one is used.
     """
 
     def __init__(self, below: Any):
@@ -106,7 +106,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         return [_ready(value, _name(info), arg, writer) for value, info, arg in zip(values, infos, args, strict=True)]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
-        """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by who has them.
+        """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by the caller.
 
         Raises:
           CheckpointError: the checkpoint of lazy arrays cannot be opened.
@@ -154,7 +154,7 @@ def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any
     if view.is_value and (view.leaf is not None or jax.process_count() > 1):
         # Arrays in memory may differ between processes, and then the primary one's counts.
         return view.get()
-    snapshot_values(view, writer.held)
+    snapshot_values(view, writer.snapshots)
     return StreamedLeaf(view, name, writer, ChunkPreferences(arg.chunk_byte_size, tuple(arg.shard_axes)))
 
 

@@ -24,11 +24,11 @@ _lock = threading.Lock()
 
 
 class TypeHandlerRegistration:
-    """A table of type handlers that takes lazy arrays; made by `orbax_t5x.register_type_handlers`.
+    """Table of type handlers that takes lazy arrays; made by `orbax_t5x.register_type_handlers`.
 
     `undo()`, or the end of a `with` block, makes the table what it was. Registrations of one table may be undone in any
-    order: the settings of the newest one that is left hold, and with the last one the handler for NumPy arrays comes
-    back that stood there first. A handler that somebody else has put in its place since stays.
+    order: the newest one that is left decides, and with the last one the handler for NumPy arrays comes
+    back that was there first. A handler that other code has registered since stays.
 
     Example:
       >>> with ot.register_type_handlers() as registration:
@@ -74,20 +74,20 @@ def register_type_handlers(
     """Makes Orbax take lazy arrays as leaves, in `ocp.args.PyTreeSave` and `PyTreeRestore`.
 
     Saved, a lazy array is read and written chunk by chunk, its chunks shared by all processes, and is on disk the NumPy
-    array that it stands for: anyone restores it, without this package. Restored, a leaf comes back lazy where it is
-    asked for so: `ocp.RestoreArgs(restore_type=orbax_t5x.LazyArray)`, and `dtype=` for another dtype.
+    array of its values: anyone restores it, without this package. A leaf is restored as a lazy array on request:
+    `ocp.RestoreArgs(restore_type=orbax_t5x.LazyArray)`, and `dtype=` for another dtype.
 
     Only `LazyArray` leaves become different: NumPy arrays go to the handler that the table has for them now.
-    `ocp.args.StandardSave` calls `np.asarray` on each leaf before any handler is asked, and so reads it whole.
+    `ocp.args.StandardSave` calls `np.asarray` on each leaf before any handler is called, and so reads it whole.
 
     Args:
       registry: the table of a handler (`ocp.PyTreeCheckpointHandler(type_handler_registry=registry)`), which must have
         a handler for NumPy arrays; None: that of the process, which handlers use that were given none.
-      memory_limit_bytes: host memory for data on its way, in each save; 256 MiB by default.
+      memory_limit_bytes: host memory for data in flight, in each save; 256 MiB by default.
       progress: called as `progress(done_bytes, total_bytes, leaf)` while lazy arrays are saved, from one thread at a
         time; "bar" shows a bar on a terminal.
-      active_processes: the processes that save, where `ocp.options.MultiprocessingOptions` says that not all do: the
-        chunks are shared by them. A type handler is not told. One that there is not makes saves a ValueError.
+      active_processes: the processes that save, if `ocp.options.MultiprocessingOptions` limits them: they divide the
+        chunks among them. Type handlers do not get these options. A save with an unknown process is a ValueError.
 
     Returns:
       What undoes it, by `undo()` or at the end of a `with` block.
@@ -105,7 +105,7 @@ def register_type_handlers(
     """
     table = _table(registry)
     saving = LazySaveSettings(memory_limit_bytes, progress, active_processes)
-    saving.writer()  # says what is wrong with the settings
+    saving.writer()  # raises for wrong settings
     with _lock:
         handler = table.get(np.ndarray)
         if not isinstance(handler, NumpyOrLazyHandler):
@@ -120,7 +120,7 @@ def _table(registry: Any) -> Any:
         return GlobalTypeHandlers()
     if not all(hasattr(registry, name) for name in ("add", "get", "has")):
         raise TypeError(
-            f"a table of type handlers is wanted, not {type(registry).__name__}: pass the one that the checkpoint "
+            f"registry is a {type(registry).__name__}, not a table of type handlers: pass the one that the checkpoint "
             "handler was made with (type_handler_registry=), or nothing for that of the process"
         )
     if not registry.has(np.ndarray):

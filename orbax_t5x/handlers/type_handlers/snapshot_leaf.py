@@ -19,7 +19,7 @@ from orbax_t5x.lazy import Box, Leaf, ReadStats, Request, ValueLeaf, View, full_
 
 
 class SnapshotLeaf(ValueLeaf):
-    """A value leaf whose elements are kept as they are now."""
+    """Value leaf with a copy of the elements as they are now."""
 
     def __init__(self, leaf: ValueLeaf):
         super().__init__(leaf.value, leaf.name)

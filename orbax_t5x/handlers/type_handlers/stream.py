@@ -1,10 +1,10 @@
-"""Lazy arrays on their way into a checkpoint: read chunk by chunk, written chunk by chunk, never whole.
+"""Streams lazy arrays into a checkpoint: read chunk by chunk, written chunk by chunk, never whole.
 
-A view is cut into the chunks of the array it becomes, and each piece is read into a buffer and handed to
-TensorStore. One byte budget bounds buffers, scratch and the encoded copies that TensorStore holds until they are on
-disk: at most `memory_limit_bytes`, whatever the size of a leaf (one piece larger than that goes alone). Which chunks
-a view is cut into is pure geometry, decided in one place; every process writes its share of them. Where the source
-has checksums, all that was read is checked against them; the checksums of what is written are made on the way.
+A view is cut into the chunks of the stored array, and each block is read into a buffer and handed to TensorStore. One
+byte budget bounds buffers, scratch and the encoded copies that TensorStore holds until they are on disk: at most
+`memory_limit_bytes`, whatever the size of a leaf (a larger block is written by itself). Chunk shapes are pure geometry,
+decided in one place; every process writes its work share of the chunks. If the source has checksums, everything read is
+compared with them; the checksums of the written blocks are computed in passing.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ _MIB = 1 << 20
 # same.
 _CHUNK_BYTES = 64 * _MIB
 # Each chunk costs a commit of the database, some 10 ms where it is waited for: a limit of 64 bytes took 107 s for
-# 74 KiB. A chunk of this size is larger than such a limit, and goes alone.
+# 74 KiB. A chunk of this size is larger than such a limit, and is written by itself.
 LEAST_CHUNK_BYTES = _MIB
-# What a piece takes, measured on data that does not compress: its buffer, TensorStore's copy of it, the encoded bytes,
-# and those again in the write to disk.
+# Copies of a block in memory, measured on data that does not compress: its buffer, TensorStore's copy of it, the
+# encoded bytes, and those again in the write to disk.
 COPIES_PER_BLOCK = 4
-# OCDBT keeps nodes of its tree, which grow with every leaf; Orbax grants it 100 MB, which is most of a small limit.
-_NODE_CACHE_SHARE = 16
+# OCDBT caches nodes of its tree, which grow with every leaf; Orbax allows 100 MB, most of a small limit.
+_NODE_CACHE_FRACTION = 16
 _MAX_NODE_CACHE_BYTES = 100_000_000
 # Writes at a time; each thread keeps buffers of its own.
 _FILE_THREADS = 16
-# Of the small leaves, this many are on their way at once; more only lengthen the queue.
+# Blocks of small leaves in flight at once; more only lengthen the queue.
 BLOCKS_IN_FLIGHT = 128
 
 
 class BlockOutput(Protocol):
-    """A stored array that is written box by box."""
+    """Stored array that is written box by box."""
 
     async def write(self, box: Box, data: np.ndarray) -> None:
         """Writes one box; a write that has begun goes on to its end. Several boxes may be written at once."""
 
 
 class WriteJob(NamedTuple):
-    """One lazy array to write.
+    """Lazy array to write.
 
     Attributes:
-      view: what to read.
+      view: to read.
       name: for errors and progress.
       output: makes the stored array, from the shape of its chunks and TensorStore's context.
       context: TensorStore's.
       path: the directory, for errors.
-      chunks: what its caller wants of its chunks.
+      chunks: its caller's preferences for its chunks.
       key: under which Orbax stores it, for its checksums.
     """
 
@@ -78,14 +78,14 @@ class WriteJob(NamedTuple):
 
 
 class ChunkWriter:
-    """Writes the lazy arrays of one save.
+    """Writer of the lazy arrays of one save.
 
     Jobs come from Orbax, which knows where arrays go. They are written at once in Orbax's background thread, or,
     deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an
     interrupt, without leaving writers behind.
 
     Attributes:
-      held: what is read instead of a leaf: an array in memory as it was when the save began.
+      snapshots: read instead of leaves in memory: their values when the save began.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class ChunkWriter:
         sums: SaveSums | None = None,
         processes: Collection[int] | None = None,
     ):
-        """Args are those of `TrainStateSave`, and more.
+        """Initializes a writer; the first two are those of `TrainStateSave`.
 
         Args:
           deferred: whether jobs wait for `run_deferred`.
           sums: where checksums go.
-          processes: those that save together and share the chunks; None: all.
+          processes: those that save together and divide the chunks; None: all.
         """
         check_memory_limit(memory_limit_bytes)
         limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
         check_progress(progress)
         _check_numbers(processes)
         self.deferred = deferred
-        self.held: dict[Leaf, Leaf] = {}
+        self.snapshots: dict[Leaf, Leaf] = {}
         self._sums = sums
         self._processes = processes
         self._limit = limit
@@ -117,9 +117,9 @@ class ChunkWriter:
         self._jobs: list[WriteJob] = []
 
     def check_processes(self) -> None:
-        """Refuses processes that are not there: their share of the chunks would be written by nobody.
+        """Refuses unknown processes: their chunks would not be written.
 
-        Not when the writer is made: JAX may still have to be told how many processes there are.
+        This is not checked when the writer is made: JAX may not know the number of processes yet.
 
         Raises:
           ValueError: naming them.
@@ -128,8 +128,8 @@ class ChunkWriter:
         unknown = sorted(process for process in self._processes or () if process >= count)
         if unknown:
             raise ValueError(
-                f"active_processes has {', '.join(map(str, unknown))}, and the last process is number {count - 1}: "
-                "nobody would write their share"
+                f"active_processes has {', '.join(map(str, unknown))}, but the last process is number {count - 1}; "
+                "their chunks would not be written"
             )
 
     def defer(self, jobs: Sequence[WriteJob]) -> None:
@@ -140,7 +140,7 @@ class ChunkWriter:
         """Writes the deferred jobs and waits; an interrupt stops the writing, and is raised when it has stopped."""
         jobs, self._jobs = self._jobs, []
         if jobs:
-            # Nobody else writes now. While others do, all must share Orbax's context, and so one view of the database.
+            # Orbax has written already. While it writes, all must share its context, and so one view of the database.
             context = own_context(self._limit)
             with LoopThread("orbax_t5x-write") as thread:
                 thread.run(self.write([job._replace(context=context) for job in jobs]))
@@ -153,20 +153,20 @@ class ChunkWriter:
           CarriedError: `progress` raised something that event loops do not survive.
         """
         with shown_progress(self._progress, "saving") as on_progress:
-            run = _WriteRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.held)
-            await wait_all(self._moves(jobs, run))
+            run = _WriteRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.snapshots)
+            await wait_all(self._writes(jobs, run))
         for leaf in dict.fromkeys(leaf for job in jobs for leaf in job.view.leaves()):
             await leaf.verify_checksum(run.stats, run.stats.ranges(leaf))
 
-    async def _moves(self, jobs: Sequence[WriteJob], run: _WriteRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
-        """This process's pieces, each as soon as the budget has room for it."""
+    async def _writes(self, jobs: Sequence[WriteJob], run: _WriteRun) -> AsyncIterator[Coroutine[Any, Any, None]]:
+        """Yields the writing of each block of this process as soon as the budget has room for it."""
         processes = range(jax.process_count()) if self._processes is None else sorted(self._processes)
         for turn, job in enumerate(jobs):
             chunk = self.chunk_of(job.view, job.chunks)
             output = job.output(chunk, job.context)
             for index, box in enumerate(grid_boxes(job.view.shape, chunk)):
                 if processes[(turn + index) % len(processes)] == jax.process_index():
-                    yield run.move(job, output, box, await run.admit(job.view, box))
+                    yield run.write(job, output, box, await run.admit(job.view, box))
 
     def chunk_of(self, view: View, wishes: ChunkPreferences) -> tuple[int, ...]:
         """Chooses the shape of the chunks that a view is stored in."""
@@ -175,13 +175,13 @@ class ChunkWriter:
         like_source = len(leaves) == 1 and leaves[0].shape == view.shape
         unit = leaves[0].chunks if like_source else None
         if wishes.nbytes is not None:
-            # Chunks of the source may be larger than what is asked for.
+            # Chunks of the source may be larger than the preference.
             limit, unit = min(limit, wishes.nbytes), None
         return choose_chunk(view.shape, view.dtype.itemsize, limit, unit, cut_first=wishes.cut_first)
 
 
 def _check_numbers(processes: Any) -> None:
-    """Refuses what are no numbers of processes; None stands for all."""
+    """Refuses values that are not numbers of processes; None means all."""
     if processes is None:
         return
     numbers = processes if isinstance(processes, Collection) else [processes]
@@ -189,21 +189,21 @@ def _check_numbers(processes: Any) -> None:
     if not isinstance(processes, Collection) or not all(known):
         raise TypeError(f"active_processes are numbers of processes, such as {{0, 1}}, not {processes!r}")
     if not processes:
-        raise ValueError("active_processes is empty: nobody would save; None stands for all processes")
+        raise ValueError("active_processes is empty; pass None for all processes")
     if min(processes) < 0:
         raise ValueError(f"active_processes has {min(processes)}; processes are numbered from 0")
 
 
 def own_context(limit: int) -> ts.Context:
     """Returns TensorStore's context for writing with `limit` bytes of memory."""
-    cache = min(_MAX_NODE_CACHE_BYTES, limit // _NODE_CACHE_SHARE)
+    cache = min(_MAX_NODE_CACHE_BYTES, limit // _NODE_CACHE_FRACTION)
     return ts.Context(
         {"file_io_concurrency": {"limit": _FILE_THREADS}, "cache_pool#ocdbt": {"total_bytes_limit": cache}}
     )
 
 
 class TensorStoreArray:
-    """The TensorStore array that a view becomes; opened when its first piece is there."""
+    """TensorStore array that a view is written to; opened with its first block."""
 
     def __init__(self, spec: dict[str, Any], context: ts.Context | None):
         self._spec = spec
@@ -222,7 +222,7 @@ class TensorStoreArray:
 
 
 class _WriteRun:
-    """One run of a writer: the budget, what was read, how far it is."""
+    """State of one run of a writer: the budget, the read stats, the progress."""
 
     def __init__(
         self,
@@ -230,10 +230,10 @@ class _WriteRun:
         progress: OnProgress | None,
         total: int,
         sums: SaveSums | None,
-        held: Mapping[Leaf, Leaf],
+        snapshots: Mapping[Leaf, Leaf],
     ):
         self._sums = sums
-        self._held = held
+        self._snapshots = snapshots
         self.stats = ReadStats("touched", limit)
         self._budget = Budget(limit)
         self._count = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
@@ -242,21 +242,21 @@ class _WriteRun:
         self._total = total
 
     async def admit(self, view: View, box: Box) -> int:
-        """Waits for a piece's share of the budget, and returns it."""
+        """Takes a block's bytes from the budget when it has room, and returns how many."""
         size = COPIES_PER_BLOCK * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
         await self._count.acquire()
         await self._budget.take(size)
         return size
 
-    async def move(self, job: WriteJob, output: BlockOutput, box: Box, size: int) -> None:
-        """Reads one piece and writes it."""
+    async def write(self, job: WriteJob, output: BlockOutput, box: Box, size: int) -> None:
+        """Reads one block and writes it."""
         try:
             out = np.empty(box_shape(box), job.view.dtype)
             lowered = job.view.lower(box, out)
-            reads = [(self._held.get(leaf, leaf), requests) for leaf, requests in group_reads(lowered.reads)]
+            reads = [(self._snapshots.get(leaf, leaf), requests) for leaf, requests in group_reads(lowered.reads)]
             await wait_all(leaf.read_into(requests, self.stats) for leaf, requests in reads)
-            for step in lowered.finish:
-                step()
+            for stage in lowered.finish:
+                stage()
             if self._sums is not None:
                 crc = await run_in_pool(reader_pool(), array_crc, out)
                 self._sums.add(job.key, job.view.shape, out.dtype.name, box, crc)

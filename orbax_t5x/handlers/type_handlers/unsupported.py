@@ -1,6 +1,6 @@
 """Finds leaves of types and dtypes that Orbax cannot store, before it tries.
 
-Nothing here is a list of ours: TensorStore is asked for dtypes, and the table of type handlers for types.
+There is no list of types here: TensorStore decides about dtypes, and the table of type handlers about types.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _unsupported_reason(leaf: Any, has: Callable[[type], bool]) -> str | None:
     shape, dtype = _array_like(leaf)
     if 0 in shape:
         return f"has no elements (shape {shape})"
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or storable(np.dtype(dtype)):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or is_storable(np.dtype(dtype)):
         return None
     return _unsupported_dtype_reason(leaf, np.dtype(dtype))
 
@@ -102,7 +102,7 @@ def _unsupported_dtype_reason(leaf: Any, dtype: np.dtype) -> str:
 
 
 @functools.cache
-def storable(dtype: np.dtype) -> bool:
+def is_storable(dtype: np.dtype) -> bool:
     """Returns True if TensorStore can write this dtype in the array formats that Orbax uses."""
     name = dtype.newbyteorder("=").name
     spec = {"driver": "zarr", "kvstore": "memory://", "dtype": name, "schema": {"domain": {"shape": [1]}}}

@@ -25,9 +25,9 @@ _KEY = jax.tree_util.DictKey(f"AbstractTrainState is {_WHERE}")
 # Not compared by value: the target may hold arrays.
 @dataclasses.dataclass(eq=False, repr=False)
 class AbstractTrainState:
-    """A target with the keywords of `orbax_t5x.restore`, which says what they mean, for `ocp.load` of Orbax v1.
+    """Target with the keywords of `orbax_t5x.restore`, for `ocp.load` of Orbax v1.
 
-    A pytree whose one child is the target. It is loaded inside `with ot.v1.context():`, and what comes back has the
+    A pytree with the target as its only child. It is loaded inside `with ot.v1.context():`, and the result has the
     type, the structure, the dtypes and the shardings of the target.
 
     Attributes:

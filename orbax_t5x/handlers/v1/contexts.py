@@ -30,13 +30,13 @@ def context(
     Args:
       base: whose options the new context has; None for Orbax's defaults, as in `ocp.Context`.
       checksums: whether saves write checksums beside the arrays, for later loads and `orbax_t5x.verify`. None: as in
-        `base`; where that says nothing, True.
+        `base`, and True if that sets none.
       provenance: what was applied when the run was initialised: `plan.provenance`, or `()` for nothing. It holds for
-        all later saves into the same root, in this context or another. None: as in `base`; where that says nothing,
-        what the run's lineage says.
+        all later saves into the same root, in this context or another. None: as in `base`, and if that
+        sets none, the run's lineage.
       on_unsupported: "error": a leaf that Orbax cannot store fails the save before anything is written, by name.
-        "skip": it is left out, and its name, shape and dtype are recorded. None: as in `base`; where that says
-        nothing, "error".
+        "skip": it is left out, and its name, shape and dtype are recorded. None: as in `base`, and
+        "error" if that sets none.
 
     Returns:
       A context that is not entered yet, for one `with` or many, in any number of threads and asyncio tasks.
@@ -116,7 +116,7 @@ def _with_handler(
 
     Of handlers that can handle something, Orbax takes the last. `PyTreeHandler` stays, for trees that are loaded
     without a plan. What it saved is ours to load, whatever its name: so our handler claims its recorded types.
-    Trees that nobody can save are ours to refuse: that handler stands first.
+    Trees that no handler can save are refused by ours: that handler is the first.
     """
     stock = v1.handlers.PyTreeHandler
     entries = given.get_all_entries()

@@ -1,6 +1,6 @@
 """The handler for checkpointables of Orbax v1: Orbax's handler for trees writes, our plan loads.
 
-Orbax makes a handler anew for each use, by its class alone. So there is no state here but the options of the context
+Orbax makes a handler anew for each use, from only its class. So there is no state here but the options of the context
 (`orbax_t5x.v1.context`), which makes a class with them; what is known of a run is kept for the whole process
 (`orbax_t5x.provenance.runs`).
 """
@@ -147,10 +147,10 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
 
 
 class AnyTreeHandler(V1TrainStateHandler):
-    """Claims trees that no handler can save, too; `orbax_t5x.v1.context` has Orbax ask it after all others.
+    """Handler that also claims trees no handler can save; `orbax_t5x.v1.context` has Orbax try it after all others.
 
-    Orbax itself says of such a tree that there is no handler for it. Here the error names the leaves that cannot be
-    stored, or they are left out.
+    Orbax's own error for such a tree is that it has no handler. Here the error names the leaves that cannot be stored,
+    or they are left out.
     """
 
     def is_handleable(self, checkpointable: Any) -> bool:
@@ -163,7 +163,7 @@ class AnyTreeHandler(V1TrainStateHandler):
 
 
 class _StoredTypes:
-    """For which types of leaves Orbax's handler for trees has a handler, told as by a table of type handlers."""
+    """Table of the types of leaves that Orbax's handler for trees can store."""
 
     def __init__(self, orbax: v1.handlers.PyTreeHandler, leaves: Sequence[Any]):
         one_of = {type(leaf): leaf for leaf in leaves}
@@ -174,7 +174,7 @@ class _StoredTypes:
 
 
 class _LoadedValue:
-    """An awaitable of what is loaded already; no warning where nobody awaits it, because something else failed."""
+    """Awaitable of a loaded value; it does not warn if it is never awaited because something else failed."""
 
     def __init__(self, value: Any):
         self._value = value

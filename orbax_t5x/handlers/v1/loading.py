@@ -81,7 +81,7 @@ def load_and_transform(
       fallback: as in `orbax_t5x.restore`, like all that follow.
       is_resuming: whether the transforms were applied already; None decides by the record in the checkpoint.
       strict: a leaf of the checkpoint without a place in the target is a problem.
-      dtype: replaces the target's dtype for floating-point model parameters alone.
+      dtype: replaces the target's dtype for floating-point model parameters only.
       allow_lossy_cast: permits conversions that may lose values.
       verify: "touched", "full" or "off".
       memory_limit_bytes: host buffers in flight.

@@ -1,8 +1,8 @@
 """Everything used of Orbax v1 beyond its documented interface, in one place.
 
 A handler must obey the options of the context that is active, and Orbax exports no function that returns it;
-`tests/handlers/test_orbax_names.py` says when this one has moved. Fields of options are read by their documented names,
-those that the lowest allowed version lacks with a default.
+`tests/handlers/test_orbax_names.py` fails when this one has moved. Fields of options are read by their documented
+names, those that the lowest allowed version lacks with a default.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def copy_tree_to_host(tree: Any, context: v1.Context) -> tuple[Any, list[HostCop
       context: of the save.
 
     Returns:
-      The tree to give to Orbax, whose NumPy arrays nobody writes over, and what is held.
+      The tree to give to Orbax, whose NumPy arrays are copies, and the copies for the checksums.
     """
     limiter, pinned = _Limiter(transfer_limit(context)), goes_through_pinned_memory(context)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -77,7 +77,7 @@ def copy_tree_to_host(tree: Any, context: v1.Context) -> tuple[Any, list[HostCop
 
 
 class RunningSave:
-    """A save whose files Orbax's handler writes in the background; awaited, it is finished by what is written here.
+    """Save whose files Orbax's handler writes in the background; awaiting it adds our files.
 
     Attributes:
       commit_futures: Orbax's, which cancels them where a save is stopped.

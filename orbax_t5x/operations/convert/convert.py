@@ -66,7 +66,7 @@ def convert(
     """Writes what a checkpoint holds as a plain Orbax item, or as safetensors files.
 
     `ocp.PyTreeCheckpointer().restore(destination)` reads the one; `from_pretrained(destination)` of Transformers the
-    other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and a config.json lies beside.
+    other, where names are Hugging Face's (see `orbax_t5x.rules.t5x_to_hf_t5`) and there is a config.json.
 
     With several processes (`jax.distributed`) it is a collective call: every process makes it with the same arguments,
     and writes its work share into a directory that all of them see. A leaf is written by one process, unless it is
@@ -83,15 +83,15 @@ def convert(
         own, or a mapping of several.
       destination: the local directory to make, `~` expanded; its parents are made too.
       transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. A chain that
-        was applied before the source was written, by its record, is not applied again, and a warning says so.
+        was applied before the source was written, by its record, is not applied again, with a warning.
       format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no
         place for None, for empty containers or for a record of what was applied.
       dtype: for the floating-point model parameters (under `target/` or `params/`); everything else keeps its own.
-        Safetensors files without such names hold model parameters alone.
+        Safetensors files without such names hold only model parameters.
       overwrite: replace a checkpoint of that format (or an empty directory) that is there; nothing else is ever
         replaced. On Linux, and most file systems, the two are exchanged in one step.
-      memory_limit_bytes: host memory of a process for data on its way, 256 MiB by default. A chunk is up to 1 MiB
-        whatever the limit; what is larger than the limit goes alone.
+      memory_limit_bytes: host memory of a process for data in flight, 256 MiB by default. A chunk is up to 1 MiB
+        whatever the limit; a block larger than the limit is written by itself.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time, with the bytes that
         this process has to write; "bar" shows a bar on a terminal.
       on_unsupported: "error": leaves that the format cannot store are an error, by name, before anything is written.

@@ -65,7 +65,7 @@ def check_apart(target: Path, source: Checkpoint) -> None:
     given = Path(source.given_path).resolve() if source.format in _WITH_STEPS else real_source
     for owner in (real_source, given) if step is None else (real_source, given, step):
         if owner in resolved.parents and resolved not in (real_source, step):
-            raise _inside(target, f"lies inside the source {str(owner)!r}; choose a destination outside of it")
+            raise _inside(target, f"is inside the source {str(owner)!r}; choose a destination outside of it")
 
 
 def _step_directory(source: Checkpoint, path: Path) -> Path | None:

@@ -20,7 +20,7 @@ _LOCATION = re.compile(r"\w+:([^:]*):([^:]+):\d+:\d+")
 
 
 def remove_lock_files(directory: Path) -> None:
-    """Removes the locks of writers that were killed, from a database that nobody has open.
+    """Removes the locks of writers that were killed, from a database that is not open.
 
     TensorStore writes a manifest into its lock file, which it then renames. It reuses a lock file that exists, and the
     old bytes beyond the end of the new manifest then corrupt it.
@@ -44,7 +44,7 @@ async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Col
 
 
 def remove_unreferenced(directory: Path) -> None:
-    """Removes the files of a database, which nobody has open, that its newest version does not refer to.
+    """Removes the files of a database that its newest version does not refer to; it must not be open.
 
     Nothing is removed if TensorStore reports locations in another form than today's.
     """

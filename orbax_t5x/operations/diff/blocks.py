@@ -30,10 +30,10 @@ Side = Literal["a", "b"]
 
 # Of each side, at a time. Larger ones compare no faster; smaller ones cost a read each.
 _BLOCK_BYTES = 16 << 20
-# Of the limit, so that several blocks are on their way: one side's buffer is a sixteenth, both an eighth.
-_BLOCK_SHARE = 16
+# Fraction of the limit for one buffer, so that several blocks are in flight: two buffers are an eighth.
+_BLOCK_FRACTION = 16
 _LEAST_BLOCK_BYTES = 1 << 20
-# Of small arrays, this many are on their way at once; more only lengthen the queue.
+# Blocks of small arrays in flight at once; more only lengthen the queue.
 _BLOCKS_IN_FLIGHT = 128
 
 
@@ -81,7 +81,7 @@ def compare_pairs(
     Args:
       pairs: each of another name.
       tolerance: what is still equal.
-      limit: bytes of buffers and what is computed beside them; a block larger than that goes alone.
+      limit: bytes of buffers and scratch; a larger block is read by itself.
       on_progress: called as `on_progress(done_bytes, total_bytes, name)`.
       stats: counts what is read, and collects what checksums are compared with.
 
@@ -204,7 +204,7 @@ def block_boxes(a: View, b: View, limit: int) -> Iterator[Box]:
     """
     shape = a.shape
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
-    most = min(_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, limit // _BLOCK_SHARE))
+    most = min(_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, limit // _BLOCK_FRACTION))
     is_text = a.dtype.hasobject  # an array of strings is read whole, whatever is wanted of it
     if is_text or 0 in shape or math.prod(shape) * itemsize <= most:
         yield full_box(shape)

@@ -51,9 +51,9 @@ def diff(
       a, b: as `orbax_t5x.restore` takes its source: paths, open checkpoints, `orbax_t5x.Source` with transforms of its
         own, or mappings of several.
       transforms: applied to `a`; as their target they get the leaves of `b`, to which `"auto"` finds the way, too.
-      values: whether arrays are read; without, names, shapes and dtypes alone are compared.
+      values: whether arrays are read; if not, only names, shapes and dtypes are compared.
       atol, rtol: elements are equal where `|a - b| <= atol + rtol * |b|`, as in `numpy.isclose`.
-      memory_limit_bytes: host memory for blocks on their way, 256 MiB by default; a chunk that is larger goes alone.
+      memory_limit_bytes: host memory for blocks in flight, 256 MiB by default; a larger chunk is read by itself.
         Chunks that are decoded beside them have as much memory of their own.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal.
@@ -77,7 +77,7 @@ def diff(
     started = time.monotonic()
     tolerance = _tolerance(atol, rtol)
     if not isinstance(values, bool):
-        raise TypeError(f"values={values!r}: pass True, or False to compare names, shapes and dtypes alone")
+        raise TypeError(f"values={values!r}: pass True, or False to compare only names, shapes and dtypes")
     reading = ReadOptions(memory_limit_bytes=memory_limit_bytes, progress=progress)
     limit = MEMORY_LIMIT_BYTES if reading.memory_limit_bytes is None else reading.memory_limit_bytes
     options = PlanOptions(item=item, is_resuming=is_resuming, strict=False, limits=limits)

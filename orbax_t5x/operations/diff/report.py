@@ -34,13 +34,13 @@ class LeafDiff:
     Attributes:
       name: of the leaf, after the transforms.
       status: "only in a", "only in b"; "shape": the shapes differ, so values are not compared; "values": elements
-        differ by more than the tolerance, whatever the dtypes; "dtype": the dtypes alone differ; "damaged": a checksum
-        does not hold, or what was read is not what the format says; "unreadable": another failure; else "equal".
+        differ by more than the tolerance, whatever the dtypes; "dtype": only the dtypes differ; "damaged": a checksum
+        does not hold, or what was read contradicts the format; "unreadable": another failure; else "equal".
       shape_a, shape_b: of each side; None where it has no such leaf.
       dtype_a, dtype_b: likewise, by their names.
       size: how many elements were compared.
       differing: how many of them differ by more than the tolerance.
-      one_nan: how many of those are NaN on one side alone.
+      one_nan: how many of those are NaN on only one side.
       absolute: the largest `|a - b|`; None where nothing differs, and for text.
       relative: the largest `|a - b| / |b|`, likewise.
       reason: why a leaf is damaged or cannot be read, or why values were not compared; else empty.

@@ -1,7 +1,7 @@
 """Compares the elements of two arrays: how many differ, and by how much, and where, they differ most.
 
 Pure: arrays in memory, a few thousand elements at a time, so that what is computed beside them stays small. NaN equals
-NaN and differs from every number, -0 equals 0, an infinity equals itself alone. Numbers are compared by value: integers
+NaN and differs from every number, -0 equals 0, an infinity equals only itself. Numbers are compared by value: integers
 as integers, without overflow; floats, and integers with floats, in float64, which has every value of narrower floats;
 complex numbers in complex128.
 """
@@ -57,9 +57,9 @@ class ValueDifference:
 
     Attributes:
       differing: elements that differ by more than the tolerance.
-      one_nan: elements that are NaN on one side alone; they are among those that differ.
+      one_nan: elements that are NaN on only one side; they are among those that differ.
       absolute: where `|a - b|` is largest, over all elements that are no NaN; None where that is 0, and for text.
-      relative: where `|a - b| / |b|` is largest, likewise; infinite where b alone is 0.
+      relative: where `|a - b| / |b|` is largest, likewise; infinite where only b is 0.
     """
 
     differing: int = 0
@@ -98,7 +98,7 @@ def compare(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tole
 
     Args:
       a, b: of dtypes that `are_comparable`.
-      corner: the index of their first element; added to those that are told.
+      corner: the index of their first element; added to the reported indices.
       tolerance: what is still equal.
     """
     found = ValueDifference()

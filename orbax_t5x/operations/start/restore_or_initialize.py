@@ -1,9 +1,9 @@
 """`restore_or_initialize`: the one call with which a training job starts, the first time and after every preemption.
 
 Three ways, in this order: the newest good step of the manager's own root; a checkpoint to begin with, mapped by
-transforms; the functions that initialise a model. The manager tells which steps there are and where; they are opened
+transforms; the functions that initialise a model. The manager lists the steps and their directories; they are opened
 and read by our own readers, so that it does not matter which handler wrote them. Over several processes all take the
-same step: the primary's list of steps counts, and after each attempt all hear how it went on the others.
+same step: the primary's list of steps counts, and after each attempt all receive the outcomes of the others.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _DEFAULT_ITEM = "default"
 _PRIMARY = 0
 _FIRST_STEP = 0
 
-# What says that a step cannot be restored by anyone. All else says that this restore, or this installation, is not the
-# right one for it, and an older step would only hide that.
+# Errors of a step that nothing can restore. All others mean that this restore, or this installation, is not the right
+# one for it, and an older step would only hide that.
 _DAMAGE = (
     CorruptCheckpointError,
     CheckpointGoneError,
@@ -149,7 +149,7 @@ def restore_or_initialize(
     if init_fn is not None:
         return start.from_scratch()
     found = "each of its steps is damaged" if start.skipped else "it has no step"
-    message = f"{found}, and neither init_from= nor init_fn= says how the run begins"
+    message = f"{found}, and neither init_from= nor init_fn= is given to begin the run"
     raise CheckpointNotFoundError(message, path=os.fspath(manager.directory))
 
 
@@ -213,7 +213,7 @@ class _JobStart:
             advice = f"no step up to {step} is saved before manager.delete({step})"
             warnings.warn(f"step {step} is skipped: {attempt.reason}; {advice}", stacklevel=3)
         if refused:
-            message = f"none of the run's steps can be read, and a run is not begun anew for that: {refused}"
+            message = f"none of the run's steps can be read, so the run is not begun anew: {refused}"
             raise CheckpointIOError(message, path=self._root)
         return None
 
@@ -278,11 +278,11 @@ class _JobStart:
                 if found is None:
                     raise of_own_step(error, path, self._items_in(directory)) from error.__cause__
                 damage = _Damage(str(found), False)
-            told = [_Damage(*one) for one in together.of_all(damage) if one is not None]
-        if restored is not None and not told:
+            damages = [_Damage(*one) for one in together.of_all(damage) if one is not None]
+        if restored is not None and not damages:
             return restored
         # What fails on one process is an error of reading on the others.
-        return next((one for one in told if not one.is_refusal), told[0])
+        return next((one for one in damages if not one.is_refusal), damages[0])
 
     # -- a new run
 

@@ -16,7 +16,7 @@ from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
 Status = Literal["ok", "damaged", "no checksum", "unreadable"]
 HOLDS = "its checksum holds"
 NOTHING = "nothing to compare with"
-"""Reasons that say no more than the status."""
+"""Reasons that add nothing to the status."""
 STATUSES: tuple[Status, ...] = ("damaged", "unreadable", "no checksum", "ok")
 
 _WORDS = {"no checksum": "without checksum"}
@@ -30,7 +30,7 @@ class LeafVerification:
       name: of the leaf.
       shape, dtype: of the array; the dtype by its name.
       status: "ok": all its bytes were read and their checksums hold, or it has no elements. "damaged": they do not, or
-        what was read is not what the format says. "no checksum": it was read, and nothing is there to compare with.
+        what was read contradicts the format. "no checksum": it was read, and there is nothing to compare with.
         "unreadable": it could not be read, for another reason than damage.
       reason: what held, or what is wrong.
     """

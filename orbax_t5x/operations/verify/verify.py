@@ -1,8 +1,8 @@
 """Verification of a whole checkpoint: every byte of every leaf is read once and compared with its checksum.
 
-Leaf after leaf, in pieces that follow the stored chunks, so that memory is bounded by one row of chunks. What a format
-has to compare with: TensorFlow bundles a checksum of each tensor, Orbax items the file that this package's saves leave
-in them, zarr arrays perhaps one of each chunk, by their codec. What has none is read all the same: a chunk that is
+Leaves are read one after the other, in blocks that follow the stored chunks, so that memory is bounded by one row of
+chunks. TensorFlow bundles have a checksum of each tensor, Orbax items the file of checksums that this package's saves
+write, zarr arrays perhaps one of each chunk, by their codec. A leaf without one is read all the same: a chunk that is
 missing or cannot be decoded is damage, too.
 """
 
@@ -22,8 +22,8 @@ from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import row_boxes
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
-# What is read at a time of a leaf without a checksum, where a row of chunks is not larger.
-_PIECE_BYTES = 32 << 20
+# Bytes read at a time of a leaf without a checksum, unless a row of chunks is larger.
+_BLOCK_BYTES = 32 << 20
 
 
 def verify(
@@ -107,5 +107,5 @@ async def _compare(leaf: Leaf, stats: ReadStats) -> None:
 
 async def _read_all(leaf: Leaf, stats: ReadStats) -> None:
     rows = leaf.chunks[0] if leaf.chunks else 1
-    for box in row_boxes(full_box(leaf.shape), leaf.dtype.itemsize, _PIECE_BYTES, rows):
+    for box in row_boxes(full_box(leaf.shape), leaf.dtype.itemsize, _BLOCK_BYTES, rows):
         await leaf.read_into([Request(box, np.empty(box_shape(box), leaf.dtype))], stats)
