@@ -22,10 +22,10 @@ from orbax_t5x.handlers.save.key_checks import check_names
 from orbax_t5x.handlers.save.leaf_options import save_options
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.handlers.type_handlers.lazy_array import StreamedLeaf
-from orbax_t5x.handlers.type_handlers.snapshot_leaf import snapshot_values
+from orbax_t5x.handlers.type_handlers.snapshot_leaf import snapshot_values, spans_processes
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
-from orbax_t5x.handlers.type_handlers.unsupported import check_leaves, storable
-from orbax_t5x.lazy import LazyArray, Leaf, ValueLeaf, as_view
+from orbax_t5x.handlers.type_handlers.unsupported import check_leaves, is_storable
+from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.chains import saved_chain
@@ -145,7 +145,7 @@ def _casts(
     if dtype is None:
         return {}
     wanted = np.dtype(dtype)
-    if kind_of(wanted) != "float" or not storable(wanted):
+    if kind_of(wanted) != "float" or not is_storable(wanted):
         raise RestorePlanError([Problem("dtype", None, f"{wanted.name} is no floating-point type that Orbax stores")])
     parameters = {
         name: leaf
@@ -199,7 +199,7 @@ def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> A
     if view.leaf is not None and view.is_value:
         value = view.value
         return value if isinstance(value, jax.Array) else np.asarray(value)
-    if any(_spans_processes(part) for part in view.leaves()):
+    if spans_processes(view):
         raise UnsupportedCheckpointError(
             "is computed from an array that spans processes; apply the transform under jax.jit before saving", leaf=name
         )
@@ -210,11 +210,6 @@ def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> A
         snapshot_values(view, writer.snapshots)
     wishes = ChunkPreferences(option.chunk_byte_size, tuple(option.shard_axes))
     return StreamedLeaf(view if option.dtype is None else view.astype(option.dtype), name, writer, wishes)
-
-
-def _spans_processes(leaf: Leaf) -> bool:
-    value = leaf.value if isinstance(leaf, ValueLeaf) else None
-    return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
 def _put_together(treedef: Any, leaves: Sequence[Any], ready: Sequence[Any]) -> Any:

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.handlers.orbax_names import CommitFuture
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, LazyArrayHandler, StreamedLeaf
-from orbax_t5x.handlers.type_handlers.snapshot_leaf import snapshot_values
+from orbax_t5x.handlers.type_handlers.snapshot_leaf import snapshot_values, spans_processes
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.handlers.type_handlers.unsupported import check_leaves
 from orbax_t5x.lazy import LazyArray, View, as_view
@@ -149,18 +149,13 @@ def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any
     view = as_view(value, name=name)
     if arg.dtype is not None:
         view = view.astype(arg.dtype)
-    if any(_spans_processes(leaf) for leaf in view.leaves()):
+    if spans_processes(view):
         raise UnsupportedCheckpointError("is made of an array that spans processes; save the jax.Array", leaf=name)
     if view.is_value and (view.leaf is not None or jax.process_count() > 1):
         # Arrays in memory may differ between processes, and then the primary one's counts.
         return view.get()
     snapshot_values(view, writer.snapshots)
     return StreamedLeaf(view, name, writer, ChunkPreferences(arg.chunk_byte_size, tuple(arg.shard_axes)))
-
-
-def _spans_processes(leaf: Any) -> bool:
-    value = getattr(leaf, "value", None)
-    return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
 def _asks_for_lazy(arg: ocp.RestoreArgs) -> bool:

@@ -1,8 +1,8 @@
 """Arrays in memory as they are when an asynchronous save begins, for views over them that are written later.
 
-The caller of an asynchronous save may overwrite NumPy arrays, and give `jax.Array`s away, as soon as it returns. Of the
-first a copy is kept; of the second the host's copy of each shard that is replica 0, which on CPU is the shard's own
-memory. What views make of them is computed a chunk at a time, so no array that a transform makes is ever whole on the
+The caller of an asynchronous save may overwrite NumPy arrays, and donate `jax.Array`s, as soon as it returns. NumPy
+arrays are copied; of a `jax.Array` the host's copy of each shard that is replica 0 is kept, which on CPU is the shard's
+own memory. Views over them are computed a chunk at a time, so no array that a transform makes is ever whole on the
 host.
 """
 
@@ -23,18 +23,18 @@ class SnapshotLeaf(ValueLeaf):
 
     def __init__(self, leaf: ValueLeaf):
         super().__init__(leaf.value, leaf.name)
-        self._parts: list[tuple[Box, np.ndarray]] = list(_parts(leaf.value, self._array))
+        self._copies: list[tuple[Box, np.ndarray]] = list(_copies(leaf.value, self._array))
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Copies boxes of what is kept."""
+        """Copies boxes of the elements."""
         for box, out in requests:
-            for place, data in self._parts:
-                part = intersect(box, place)
-                if part is not None:
-                    out[slices_within(part, box)] = data[slices_within(part, place)]
+            for copied, data in self._copies:
+                common = intersect(box, copied)
+                if common is not None:
+                    out[slices_within(common, box)] = data[slices_within(common, copied)]
 
 
-def _parts(value: Any, array: np.ndarray) -> Iterable[tuple[Box, np.ndarray]]:
+def _copies(value: Any, array: np.ndarray) -> Iterable[tuple[Box, np.ndarray]]:
     if not isinstance(value, jax.Array):
         return [(full_box(array.shape), np.array(array))]
     boxes = written_boxes(value.sharding, value.shape)
@@ -44,8 +44,14 @@ def _parts(value: Any, array: np.ndarray) -> Iterable[tuple[Box, np.ndarray]]:
     return [(boxes[shard.device], np.asarray(shard.data)) for shard in shards]
 
 
-def snapshot_values(view: View, held: dict[Leaf, Leaf]) -> None:
-    """Keeps the arrays in memory that a view is made of, each once; `held` has what is to be read instead of each."""
+def spans_processes(view: View) -> bool:
+    """Returns True if a view is made of an array in memory that spans processes."""
+    values = [leaf.value for leaf in view.leaves() if isinstance(leaf, ValueLeaf)]
+    return any(isinstance(value, jax.Array) and not value.is_fully_addressable for value in values)
+
+
+def snapshot_values(view: View, snapshots: dict[Leaf, Leaf]) -> None:
+    """Copies the arrays in memory that a view is made of, each once, into `snapshots`, which are read instead."""
     for leaf in view.leaves():
-        if isinstance(leaf, ValueLeaf) and leaf not in held:
-            held[leaf] = SnapshotLeaf(leaf)
+        if isinstance(leaf, ValueLeaf) and leaf not in snapshots:
+            snapshots[leaf] = SnapshotLeaf(leaf)

@@ -202,6 +202,19 @@ def own_context(limit: int) -> ts.Context:
     )
 
 
+async def read_block(
+    view: View, box: Box, stats: ReadStats, snapshots: Mapping[Leaf, Leaf] | None = None
+) -> np.ndarray:
+    """Reads a box of a view into a new buffer; leaves in `snapshots` are read from these."""
+    out = np.empty(box_shape(box), view.dtype)
+    lowered = view.lower(box, out)
+    reads = group_reads(lowered.reads)
+    await wait_all((snapshots or {}).get(leaf, leaf).read_into(requests, stats) for leaf, requests in reads)
+    for finish in lowered.finish:
+        finish()
+    return out
+
+
 class TensorStoreArray:
     """TensorStore array that a view is written to; opened with its first block."""
 
@@ -251,12 +264,7 @@ class _WriteRun:
     async def write(self, job: WriteJob, output: BlockOutput, box: Box, size: int) -> None:
         """Reads one block and writes it."""
         try:
-            out = np.empty(box_shape(box), job.view.dtype)
-            lowered = job.view.lower(box, out)
-            reads = [(self._snapshots.get(leaf, leaf), requests) for leaf, requests in group_reads(lowered.reads)]
-            await wait_all(leaf.read_into(requests, self.stats) for leaf, requests in reads)
-            for stage in lowered.finish:
-                stage()
+            out = await read_block(job.view, box, self.stats, self._snapshots)
             if self._sums is not None:
                 crc = await run_in_pool(reader_pool(), array_crc, out)
                 self._sums.add(job.key, job.view.shape, out.dtype.name, box, crc)

@@ -11,14 +11,10 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from orbax_t5x.concurrency import Budget, LoopThread, call_carried, reader_pool, run_in_pool, wait_all
-from orbax_t5x.handlers.type_handlers.stream import BLOCKS_IN_FLIGHT, COPIES_PER_BLOCK, BlockOutput
+from orbax_t5x.handlers.type_handlers.stream import BLOCKS_IN_FLIGHT, COPIES_PER_BLOCK, BlockOutput, read_block
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Leaf, ReadStats
-from orbax_t5x.lazy.box import box_shape
-from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, SourceRange
 from orbax_t5x.operations.convert.output_format import BlockStore
 from orbax_t5x.operations.convert.partition import PlannedBlock
@@ -94,11 +90,7 @@ class BlockPipeline:
         try:
             view = block.array.view
             stats = self._stats.scoped()
-            out = np.empty(box_shape(block.box), view.dtype)
-            lowered = view.lower(block.box, out)
-            await wait_all(leaf.read_into(requests, stats) for leaf, requests in group_reads(lowered.reads))
-            for stage in lowered.finish:
-                stage()
+            out = await read_block(view, block.box, stats)
             crc = await run_in_pool(reader_pool(), array_crc, out)
             try:
                 await output.write(block.box, out)
