@@ -51,13 +51,13 @@ def convert(source, out, transforms=(), *, format="orbax", limit=4 * MIB, **keyw
     return ot.convert(source, out, transforms, format=format, memory_limit_bytes=limit, **keywords)
 
 
-def leave(source, out, *arguments, pieces=5, **keywords):
-    """A conversion that is killed when so many pieces stand, or by what the test has patched."""
+def leave(source, out, *arguments, blocks=5, **keywords):
+    """A conversion that is killed when so many blocks stand, or by what the test has patched."""
     seen = []
 
     def progress(*told):
         seen.append(told)
-        if len(seen) == pieces:
+        if len(seen) == blocks:
             raise Killed
 
     def left(work, *exception):
@@ -91,7 +91,7 @@ def assert_holds(out, format, arrays):
 
 
 def data_files(out, format):
-    return list(work_of(out).glob("parts/ocdbt.process_*/d/*" if format == "orbax" else "parts/*.safetensors"))
+    return list(work_of(out).glob("blocks/ocdbt.process_*/d/*" if format == "orbax" else "blocks/*.safetensors"))
 
 
 def flip(path, place):
@@ -119,7 +119,7 @@ def test_what_stands_is_kept_and_the_rest_is_read(format, source, out, caplog):
 @pytest.mark.parametrize("format", FORMATS)
 def test_several_kills_one_after_the_other(format, source, out):
     for _ in range(3):
-        leave(source, out, format=format, pieces=2)
+        leave(source, out, format=format, blocks=2)
     report = convert(source, out, format=format)
     assert report.kept_bytes >= 6 * ARRAYS["leaf_0"].nbytes
     assert_holds(out, format, ARRAYS)
@@ -127,7 +127,7 @@ def test_several_kills_one_after_the_other(format, source, out):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_stands_and_is_damaged_is_written_again(format, source, out):
-    leave(source, out, format=format, pieces=10)
+    leave(source, out, format=format, blocks=10)
     for path in data_files(out, format):
         for place in range(path.stat().st_size // 2, path.stat().st_size, path.stat().st_size // 7 + 1):
             flip(path, place)
@@ -189,11 +189,11 @@ def test_a_kill_at_the_end_costs_no_reading(format, owner, where, kills_before, 
         raise Killed
 
     for _ in range(kills_before):
-        leave(source, out, pieces=3, format=format)
+        leave(source, out, blocks=3, format=format)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, where, kill)
-        leave(source, out, pieces=None, format=format)
-    report = convert(source, out, format=format, progress=lambda *_: pytest.fail("a piece was written again"))
+        leave(source, out, blocks=None, format=format)
+    report = convert(source, out, format=format, progress=lambda *_: pytest.fail("a block was written again"))
     assert report.kept_bytes == TOTAL
     assert_holds(out, format, ARRAYS)
 
@@ -223,7 +223,7 @@ def test_a_kill_after_the_exchange_of_names_leaves_the_new_one(source, out):
 def test_no_file_of_a_kill_stays_in_the_item(source, out):
     """What nobody refers to is no larger than the nodes of a database; values and locks of killed writers are gone."""
     for _ in range(3):
-        leave(source, out, pieces=3)
+        leave(source, out, blocks=3)
     convert(source, out)
     assert not list(out.rglob("*.__lock"))
     files = list(out.rglob("d/*"))
