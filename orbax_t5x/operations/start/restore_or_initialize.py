@@ -314,7 +314,9 @@ class _JobStart:
     def _run(self) -> RunKey:
         return run_of(self._root, EVERY_ITEM if self._options.item is None else self._options.item)
 
-    def _restore(self, source: AnySource, transforms: Transforms, options: PlanOptions, kind: CallerKind) -> _RestoreResult:
+    def _restore(
+        self, source: AnySource, transforms: Transforms, options: PlanOptions, kind: CallerKind
+    ) -> _RestoreResult:
         """Restores on all processes together."""
         together = Agreement(_PRIMARY, self._root)
         records: Records = {}
