@@ -1,4 +1,4 @@
-"""Everything used of Orbax beyond its documented interface, in one place.
+"""Orbax names used beyond its documented interface, in one place.
 
 Orbax has no public function for these, so any of them may move in a later version; `tests/handlers/test_orbax_names.py`
 fails for the one that has. The room `type_handlers` uses the table of type handlers and `NumpyHandler`, which Orbax

@@ -1,4 +1,4 @@
-"""Everything used of Orbax v1 beyond its documented interface, in one place.
+"""Orbax v1 names used beyond its documented interface, in one place.
 
 A handler must obey the options of the context that is active, and Orbax exports no function that returns it;
 `tests/handlers/test_orbax_names.py` fails when this one has moved. Fields of options are read by their documented

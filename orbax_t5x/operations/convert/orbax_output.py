@@ -209,7 +209,7 @@ class _ItemHandler(ocp.CheckpointHandler):
             sums.write(directory)
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
-        """Raises: a conversion restores nothing."""
+        """Raises NotImplementedError: a conversion restores nothing."""
         raise NotImplementedError
 
     def finalize(self, directory: epath.Path) -> None:

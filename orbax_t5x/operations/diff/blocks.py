@@ -88,7 +88,7 @@ def compare_pairs(
     Returns:
       The outcomes by name.
     """
-    run = _Comparison(pairs, tolerance, limit, on_progress, stats)
+    run = _BlockComparison(pairs, tolerance, limit, on_progress, stats)
     if pairs:
         # An interrupt is raised when nothing is being read any more: the caller closes the files.
         with LoopThread("orbax_t5x-diff") as thread:
@@ -96,8 +96,8 @@ def compare_pairs(
     return run.outcomes
 
 
-class _Comparison:
-    """One comparison: the budget, what was found, how far it is."""
+class _BlockComparison:
+    """State of a comparison: the budget, the outcomes, the progress."""
 
     def __init__(
         self,
