@@ -45,11 +45,9 @@ class LazyArrayHandler(ocp.type_handlers.TypeHandler):
         return self._numpy.typestr()
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        """As for NumPy arrays."""
         return await self._numpy.metadata(infos)
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        """As for NumPy arrays."""
         return await self._numpy.deserialize(infos, args)
 
     async def serialize(

@@ -71,7 +71,6 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         return self.below.typestr()
 
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        """As for NumPy arrays."""
         return await self.below.metadata(infos)
 
     async def serialize(

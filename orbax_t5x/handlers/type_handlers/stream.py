@@ -215,7 +215,7 @@ async def read_block(
     return out
 
 
-class TensorStoreArray:
+class TensorStoreArray(BlockOutput):
     """TensorStore array that a view is written to; opened with its first block."""
 
     def __init__(self, spec: dict[str, Any], context: ts.Context | None):
@@ -225,7 +225,6 @@ class TensorStoreArray:
         self._store: ts.TensorStore | None = None
 
     async def write(self, box: Box, data: np.ndarray) -> None:
-        """See `BlockOutput.write`."""
         async with self._opening:
             if self._store is None:
                 opened = ts.open(ts.Spec(self._spec), create=True, open=True, context=self._context)

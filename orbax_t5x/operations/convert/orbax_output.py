@@ -33,6 +33,7 @@ from orbax_t5x.operations.convert.journal import JournalEntry, journals
 from orbax_t5x.operations.convert.ocdbt_files import remove_lock_files, remove_other_keys, remove_unreferenced
 from orbax_t5x.operations.convert.output_format import (
     BLOCKS_DIRECTORY,
+    OutputFormat,
     WriteOptions,
     WriteSummary,
     nothing_to_write,
@@ -56,8 +57,8 @@ _ONE_PROCESS = ocp.options.MultiprocessingOptions(
 )
 
 
-class OrbaxFormat:
-    """See `OutputFormat`."""
+class OrbaxFormat(OutputFormat):
+    """An Orbax item."""
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         tree = with_sequences(_tree(plan), plan)
@@ -75,7 +76,6 @@ class OrbaxFormat:
         self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared))
 
     def prepare(self, work: Path) -> None:
-        """See `OutputFormat.prepare`."""
         databases = work / BLOCKS_DIRECTORY
         databases.mkdir(exist_ok=True)
         for other in [entry for entry in work.iterdir() if entry.is_dir() and entry != databases]:
@@ -86,11 +86,9 @@ class OrbaxFormat:
             shutil.rmtree(other)
 
     def store(self, work: Path, number: int) -> _Database:
-        """See `OutputFormat.store`."""
         return _Database(work / BLOCKS_DIRECTORY, number, own_context(self._limit))
 
     def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
-        """See `OutputFormat.check`."""
         directory = work / BLOCKS_DIRECTORY / _database_name(number)
         durable: set[PlannedBlock] = set()
         if blocks and directory.is_dir():
@@ -126,7 +124,6 @@ class OrbaxFormat:
     def finish(
         self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
     ) -> WriteSummary:
-        """See `OutputFormat.finish`."""
         databases = [work / BLOCKS_DIRECTORY / _database_name(number) for number in numbers]
         with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_ONE_PROCESS) as checkpointer:
             checkpointer.save(directory, args=_ItemSave(self._prepared, databases, entries))
@@ -153,7 +150,6 @@ class _Database:
         return write_spec(info, array.view.shape, array.chunk, array.view.dtype, self._number)
 
     def output(self, array: PlannedArray) -> TensorStoreArray:
-        """See `BlockStore.output`."""
         return TensorStoreArray(self.spec(array), self.context)
 
     def sync(self, arrays: Sequence[PlannedArray]) -> None:

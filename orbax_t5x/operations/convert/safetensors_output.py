@@ -18,6 +18,7 @@ from orbax_t5x.operations.convert import safetensors_layout
 from orbax_t5x.operations.convert.journal import JournalEntry
 from orbax_t5x.operations.convert.output_format import (
     BLOCKS_DIRECTORY,
+    OutputFormat,
     WriteOptions,
     WriteSummary,
     nothing_to_write,
@@ -49,8 +50,8 @@ _MODEL_PARAMETERS = ("target/", "params/")
 _SHOWN_LEAVES = 10
 
 
-class SafetensorsFormat:
-    """See `OutputFormat`."""
+class SafetensorsFormat(OutputFormat):
+    """Safetensors files."""
 
     def __init__(self, plan: RestorePlan, writing: WriteOptions):
         views = {entry.name: entry.view for entry in plan.entries if entry.view is not None}
@@ -69,7 +70,6 @@ class SafetensorsFormat:
         ]
 
     def prepare(self, work: Path) -> None:
-        """See `OutputFormat.prepare`."""
         files = work / BLOCKS_DIRECTORY
         others = [entry for entry in work.iterdir() if entry.is_dir() and entry != files]
         if others and not files.exists():
@@ -86,18 +86,15 @@ class SafetensorsFormat:
                 create(file, files)
 
     def store(self, work: Path, number: int) -> _SharedFiles:
-        """See `OutputFormat.store`: the processes share the files."""
         return _SharedFiles(work / BLOCKS_DIRECTORY, self._starts(), self._tensors)
 
     def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
-        """See `OutputFormat.check`: other blocks are overwritten."""
         files = self.store(work, number)
         return {block for block, crc in blocks.items() if array_crc(files.output(block.array).read(block.box)) == crc}
 
     def finish(
         self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
     ) -> WriteSummary:
-        """See `OutputFormat.finish`."""
         files, tensors = work / BLOCKS_DIRECTORY, list(self._tensors.values())
         if len(self._files) > 1:
             (files / INDEX_NAME).write_bytes(index_of(self._files, tensors))
@@ -112,7 +109,7 @@ class SafetensorsFormat:
 
 
 class _SharedFiles:
-    """See `BlockStore`."""
+    """Store of the blocks of all processes, which write to the same files."""
 
     def __init__(self, directory: Path, starts: Mapping[str, tuple[str, int]], tensors: Mapping[str, Tensor]):
         self._directory = directory
@@ -120,12 +117,10 @@ class _SharedFiles:
         self._tensors = tensors
 
     def output(self, array: PlannedArray) -> TensorInFile:
-        """See `BlockStore.output`."""
         file, start = self._starts[array.key]
         return TensorInFile(self._directory / file, start, self._tensors[array.key])
 
     def sync(self, arrays: Sequence[PlannedArray]) -> None:
-        """See `BlockStore.sync`."""
         for file in {self._starts[array.key][0] for array in arrays}:
             sync_path(self._directory / file)
 
