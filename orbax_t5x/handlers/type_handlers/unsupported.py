@@ -68,7 +68,7 @@ def _unsupported_reason(leaf: Any, has: Callable[[type], bool]) -> str | None:
         return None
     if not isinstance(leaf, LazyArray) and not has(type(leaf)):
         fix = ": make it an array with np.asarray" if isinstance(leaf, np.generic | complex) else ""
-        return f"is a {type(leaf).__name__}, which Orbax does not store{fix}"
+        return f"is of type {type(leaf).__name__}, which Orbax does not store{fix}"
     if not hasattr(leaf, "dtype") and not isinstance(leaf, _PYTHON_VALUES):
         return None
     shape, dtype = _array_like(leaf)

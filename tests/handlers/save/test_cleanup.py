@@ -134,7 +134,7 @@ def test_a_failed_save_leaves_no_data_in_either_mode(tmp_path, monkeypatch, mode
         manager.save(0, args=SAVE({"a": np.ones(2)}))
         manager.wait_until_finished()
         before = data_files(tmp_path)
-        with pytest.raises(UnsupportedCheckpointError, match="is a object"):
+        with pytest.raises(UnsupportedCheckpointError, match="is of type object"):
             manager.save(1, args=SAVE({"a": object()}))
         assert data_files(tmp_path) == before
         monkeypatch.setattr(handler._orbax, "finalize", full)

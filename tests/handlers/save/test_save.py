@@ -266,7 +266,7 @@ def test_names_that_orbax_would_join_to_one_are_an_error(tmp_path):
         (np.zeros((0, 2)), "no elements"),
         (10**400, "'x' is an integer that does not fit into 64 bits"),
         (-(2**63) - 1, "does not fit into 64 bits"),
-        (object(), "is a object"),
+        (object(), "is of type object"),
     ],
 )
 def test_only_what_may_be_skipped_is_said_to_be(tmp_path, leaf, said):
