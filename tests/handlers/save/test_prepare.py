@@ -164,7 +164,7 @@ def test_save_time_transforms_leave_the_lineage_as_it_is(tmp_path):
     ],
 )
 @pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
-def test_what_is_no_transform_is_said_as_plainly_as_by_a_restore(tmp_path, transforms, error, text, kind):
+def test_wrong_transforms_raise_the_errors_of_a_restore(tmp_path, transforms, error, text, kind):
     with pytest.raises(error, match=text):
         save(tmp_path / "step", {"a": np.ones(2)}, kind=kind, transforms=transforms)
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "_CHECKPOINT_METADATA"]

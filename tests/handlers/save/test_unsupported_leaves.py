@@ -18,7 +18,12 @@ UNSTORED = {
     "bytes": (b"xx", "holds bytes (bytes16)", (), "|S2"),
     "large": (2**70, "is an integer that does not fit into 64 bits", (), "object"),
     "small": (-(2**63) - 1, "is an integer that does not fit into 64 bits", (), "object"),
-    "complex": (1j, "is of type complex, which Orbax does not store: make it an array with np.asarray", (), "complex128"),
+    "complex": (
+        1j,
+        "is of type complex, which Orbax does not store: make it an array with np.asarray",
+        (),
+        "complex128",
+    ),
     "object": (object(), "is of type object, which Orbax does not store", (), "object"),
     "function": (len, "is of type builtin_function_or_method, which Orbax does not store", (), "object"),
     "date": (datetime.date(2020, 1, 1), "is of type date, which Orbax does not store", (), "object"),

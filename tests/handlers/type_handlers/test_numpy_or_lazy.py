@@ -21,7 +21,7 @@ from tests.support.pytrees import LAZY, noise, restore, save
 
 
 @pytest.mark.parametrize("use_ocdbt", [False, True])
-def test_leaves_are_restored_lazily_where_they_are_asked_for_so(tmp_path, registered, use_ocdbt):
+def test_leaves_are_restored_lazily_on_request(tmp_path, registered, use_ocdbt):
     w, v = noise(64, 8), noise(8)
     tree = {"a.b": {"w": w}, "list": [v, jnp.ones((8, 2))], "step": 3}
     path = save(tmp_path / "item", tree, use_ocdbt=use_ocdbt)
@@ -40,7 +40,7 @@ def test_leaves_are_restored_lazily_where_they_are_asked_for_so(tmp_path, regist
     np.testing.assert_array_equal(restore(again)["a.b"]["w"], w)
 
 
-def test_nothing_is_read_before_it_is_asked_for(tmp_path, registered):
+def test_lazy_leaves_are_read_on_demand(tmp_path, registered):
     path = save(tmp_path / "item", {"w": noise(64, 8), "v": noise(8)}, use_ocdbt=False)
     (path / "w" / "0.0").write_bytes(b"damaged")
     restored = restore(path, {"w": LAZY, "v": LAZY})
@@ -80,7 +80,7 @@ def test_a_step_that_is_removed_is_gone(tmp_path, registered):
             lazy.get()
 
 
-def test_text_is_no_lazy_number(tmp_path, registered):
+def test_lazy_text_has_dtype_object(tmp_path, registered):
     path = save(tmp_path / "item", {"text": "words", "w": noise(2)})
     lazy = restore(path, {"text": LAZY, "w": ocp.RestoreArgs()})["text"]
     assert lazy.dtype == np.dtype(object) and lazy.get() == np.asarray(b"words", object)

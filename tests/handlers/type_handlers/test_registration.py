@@ -250,7 +250,7 @@ def test_a_source_that_is_closed_too_early_says_so(tmp_path, registered):
 # -- tables
 
 
-def test_what_is_registered_is_undone():
+def test_undo_restores_the_table():
     before = known.get_type_handler(np.ndarray)
     registration = ot.register_type_handlers()
     assert isinstance(known.get_type_handler(np.ndarray), NumpyOrLazyHandler)
@@ -285,7 +285,7 @@ def test_nested_with_blocks_of_equal_settings():
     assert not known.has_type_handler(ot.LazyArray)
 
 
-def test_a_handler_that_somebody_else_registered_since_stays():
+def test_undo_keeps_a_handler_registered_since():
     before = known.get_type_handler(np.ndarray)
     other = known.NumpyHandler()
     with ot.register_type_handlers():
@@ -294,7 +294,7 @@ def test_a_handler_that_somebody_else_registered_since_stays():
     known.register_type_handler(np.ndarray, before, override=True)
 
 
-def test_one_table_of_its_own(tmp_path):
+def test_a_registry_of_a_handler_is_registered_separately(tmp_path):
     table, w = own_table(), noise(8, 8)
     tree = {"w": as_view(AwaitedLeaf("w", w)), "step": 3}
     with ot.register_type_handlers(table):
@@ -360,7 +360,7 @@ def test_unknown_active_processes_are_refused(tmp_path, processes, kind):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_our_own_handler_is_as_it_was(tmp_path, given):
+def test_a_registration_leaves_the_train_state_handler_unchanged(tmp_path, given):
     """Checksums are written for NumPy arrays, and leaves are restored by a plan."""
     table = own_table() if given else None
     w = noise(8, 8)

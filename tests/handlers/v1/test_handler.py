@@ -286,7 +286,7 @@ def test_the_handler_in_a_registry_of_ones_own(tmp_path):
     assert ot.verify(tmp_path / "1").status == "ok"
 
 
-def test_what_else_orbax_does_with_checkpoints(tmp_path):
+def test_other_functions_of_orbax_work_on_checkpoints(tmp_path):
     with ot.v1.context():
         ocp.partial.save(tmp_path / "1", {"a": np.ones(2)})
         ocp.partial.save(tmp_path / "1", {"b": np.zeros(3)})
@@ -486,7 +486,7 @@ def test_an_abstract_state_is_a_pytree_with_its_target_as_the_child():
     assert (again.transforms, again.strict, again.source) == (RULES, False, "elsewhere")
 
 
-def test_it_works_where_an_event_loop_runs(tmp_path):
+def test_loads_work_inside_a_running_event_loop(tmp_path):
     pytest.importorskip("uvloop")
     tree = {"w": placed(jnp.arange(16.0).reshape(8, 2), "x")}
 
@@ -498,7 +498,7 @@ def test_it_works_where_an_event_loop_runs(tmp_path):
     assert_same(asyncio.run(notebook()), tree)
 
 
-def test_parameters_alone_are_loaded_of_a_training_state(tmp_path):
+def test_only_parameters_are_loaded_from_a_training_state(tmp_path):
     state = training_state()
     with ot.v1.context():
         ocp.save(tmp_path / "1", state)

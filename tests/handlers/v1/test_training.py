@@ -123,7 +123,7 @@ def test_steps_of_stock_orbax_and_of_version_0(tmp_path):
         assert_same(restored["state"], tree(3))
 
 
-def test_what_is_recorded_is_what_stock_orbax_records(tmp_path):
+def test_records_equal_those_of_stock_orbax(tmp_path):
     for name, made in (("ours", ot.v1.context()), ("stock", ocp.Context())):
         with made:
             ocp.save_checkpointables(tmp_path / name / "0", {"state": tree(), "model": tree()})

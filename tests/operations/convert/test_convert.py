@@ -75,7 +75,7 @@ def test_bundles_keep_every_value_and_dtype(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", BUNDLES)
-def test_bundles_translate_on_the_way(tmp_path, name):
+def test_bundles_are_translated(tmp_path, name):
     """T5X's own importer says what the names and values are."""
     translate = ot.transforms.Translate()
     ot.convert(GOLDENS / "tf_bundle" / name, tmp_path / "out", translate)
@@ -206,7 +206,7 @@ def test_a_limit_below_a_mebibyte_cuts_no_leaf_smaller_than_that_and_warns(tmp_p
     assert not caplog.records
 
 
-def test_the_report_counts_what_is_there(tmp_path):
+def test_the_report_counts_leaves_and_bytes(tmp_path):
     leaves = {"target/w": np.ones((4, 8), np.float32), "step": np.array(3), "none": np.zeros((0, 2), np.float32)}
     report = ot.convert(checkpoint(leaves), tmp_path / "out", dtype="bfloat16", on_unsupported="skip")
     stored = flat(stock(tmp_path / "out"))
@@ -233,7 +233,7 @@ def test_an_item_of_a_step_and_limits(tmp_path):
 # -- the destination
 
 
-def test_an_existing_destination_is_left_alone_unless_told(tmp_path):
+def test_an_existing_destination_needs_overwrite(tmp_path):
     old, new = checkpoint({"a": np.zeros(3)}), checkpoint({"b": np.ones(3)})
     ot.convert(old, tmp_path / "out")
     with pytest.raises(CheckpointIOError, match="overwrite=True"):
@@ -246,7 +246,7 @@ def test_an_existing_destination_is_left_alone_unless_told(tmp_path):
     assert names_in(tmp_path) == ["out"]
 
 
-def test_what_is_no_orbax_checkpoint_is_never_replaced(tmp_path):
+def test_only_orbax_checkpoints_are_replaced(tmp_path):
     source = checkpoint({"a": np.zeros(3)})
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "thesis.txt").write_text("years of work")

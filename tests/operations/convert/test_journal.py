@@ -126,7 +126,7 @@ def test_several_kills_one_after_the_other(format, source, out):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_stands_and_is_damaged_is_written_again(format, source, out):
+def test_damaged_blocks_are_written_again(format, source, out):
     leave(source, out, format=format, blocks=10)
     for path in data_files(out, format):
         for place in range(path.stat().st_size // 2, path.stat().st_size, path.stat().st_size // 7 + 1):
@@ -137,7 +137,7 @@ def test_what_stands_and_is_damaged_is_written_again(format, source, out):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_vanished_is_written_again(format, source, out):
+def test_vanished_files_are_written_again(format, source, out):
     leave(source, out, format=format)
     for path in data_files(out, format):
         path.unlink()
@@ -156,7 +156,7 @@ def test_what_vanished_is_written_again(format, source, out):
         lambda data: data.replace(b"[1,", b"[2,"),
     ],
 )
-def test_journals_are_believed_as_far_as_they_are_whole(damage, source, out):
+def test_a_damaged_journal_counts_up_to_its_first_torn_line(damage, source, out):
     leave(source, out)
     (journal,) = work_of(out).glob("journal.*")
     journal.write_bytes(damage(journal.read_bytes()))

@@ -109,7 +109,7 @@ def test_layers_are_one_line_with_the_worst_of_them(tmp_path):
     assert "3 of 36 elements, 1 NaN on one side" in said and "absolute ≤ 0.5 at [2,3] of params/layers_3/kernel" in said
 
 
-def test_names_shapes_and_dtypes_alone_read_nothing():
+def test_without_values_nothing_is_read():
     one, other = checkpoint({"w": np.ones(4), "v": np.ones(3)}), checkpoint({"w": np.zeros(4), "v": np.ones(2)})
     report = ot.diff(one, other, values=False)
     assert statuses(report) == {"v": "shape", "w": "equal"} and report.bytes_read == 0

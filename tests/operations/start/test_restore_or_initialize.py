@@ -199,7 +199,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("kind", MANAGERS)
-def test_a_step_is_resumed_whoever_wrote_it(tmp_path, target, source, kind):
+def test_a_step_of_any_writer_is_resumed(tmp_path, target, source, kind):
     make, args = MANAGERS[kind]
     with make(tmp_path / "root") as manager:
         manager.save(4, args=args(STATE))

@@ -43,7 +43,7 @@ def run(capsys, *arguments):
 
 @pytest.mark.parametrize("use_zarr3", [False, True])
 @pytest.mark.parametrize("use_ocdbt", [False, True])
-def test_what_was_saved_here_is_verified(tmp_path, capsys, use_ocdbt, use_zarr3):
+def test_saves_of_this_package_verify(tmp_path, capsys, use_ocdbt, use_zarr3):
     arrays = {"a": np.arange(1000.0).reshape(50, 20), "text": "words", "step": 3}
     path = save(tmp_path / "item", arrays, {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3})
     report = ot.verify(path)
@@ -87,7 +87,7 @@ def test_bundles_have_a_checksum_of_each_tensor(tmp_path, capsys):
     assert run(capsys, tmp_path)[0] == 1
 
 
-def test_a_format_without_checksums_says_so(capsys):
+def test_a_format_without_checksums_is_reported(capsys):
     code, out = run(capsys, GOLDENS / "safetensors" / "t5_1_1")
     assert code == 3 and "no checksum:" in out and "65 leaves without checksum" in out
 
