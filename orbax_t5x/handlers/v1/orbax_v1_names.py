@@ -13,15 +13,6 @@ import jax
 import orbax.checkpoint.experimental.v1 as v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
-__all__ = [
-    "active_context",
-    "goes_through_pinned_memory",
-    "recorded_type",
-    "stored_dtype",
-    "transfer_limit",
-    "writes_directories",
-]
-
 
 def active_context() -> v1.Context:
     """Returns the context of the innermost `with ocp.Context()` of this thread, or one with Orbax's defaults."""

@@ -25,7 +25,7 @@ import numpy as np
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.operations.convert.destination import check_apart, check_destination, local
+from orbax_t5x.operations.convert.destination import check_apart, check_destination, local_destination
 from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
@@ -134,7 +134,7 @@ def convert_for(
     agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", tells_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
-        path = local(destination)
+        path = local_destination(destination)
         check_destination(path, writing)
         caller = Caller("convert", agreement.records, keeps_lineage=True)
         plan = _plan(source, target, transforms, options, writing.on_unsupported, caller, stack)

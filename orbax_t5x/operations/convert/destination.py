@@ -18,7 +18,7 @@ from orbax_t5x.storage.paths import url_scheme
 _WITH_STEPS = ("orbax", "t5x")
 
 
-def local(destination: str | os.PathLike[str]) -> Path:
+def local_destination(destination: str | os.PathLike[str]) -> Path:
     """Returns the destination as an absolute path, with `~` expanded as in a source's.
 
     Raises:
