@@ -157,7 +157,7 @@ def test_trees_that_another_handler_claims_stay_its_own(tmp_path, is_first):
     base.checkpointables.registry = registry
     with ot.v1.context(ot.v1.context(base)):
         ocp.save_checkpointables(tmp_path / "1", {"model": {"a": object()}, "other": {"w": np.ones(2)}})
-        refused(lambda: ocp.save_checkpointables(tmp_path / "2", {"model": {"a": 1j}}), "is a complex")
+        refused(lambda: ocp.save_checkpointables(tmp_path / "2", {"model": {"a": 1j}}), "is of type complex")
     assert (tmp_path / "1" / "model" / "recorded.txt").read_text() == "recorded"
     assert (tmp_path / "1" / "other" / "_CHECKSUMS.json").exists()
 
