@@ -31,7 +31,7 @@ def first_words(tree: ast.AST) -> Iterator[tuple[str, FirstWord]]:
         text = ast.get_docstring(node)
         if not text:
             continue
-        word = re.match(r"[\w'`.]*", text)
+        word = re.match(r"[\w'`]*", text)
         assert word is not None
         kind, name = "module", ""
         if isinstance(node, ast.ClassDef):
