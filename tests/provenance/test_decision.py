@@ -101,8 +101,8 @@ TABLE = {
 }
 
 
-def decided(record, chain, asker, answer=None, *, has_fallback=False):
-    return decide(record, ResumeContext(chain, asker, answer, has_fallback, "/here", "orbax"))
+def decided(record, chain, caller, answer=None, *, has_fallback=False):
+    return decide(record, ResumeContext(chain, caller, answer, has_fallback, "/here", "orbax"))
 
 
 def outcome(decision):
@@ -116,21 +116,21 @@ def outcome(decision):
 @pytest.mark.parametrize("row", TABLE)
 def test_each_row_of_the_table(row):
     record, chain, wanted = TABLE[row]
-    decisions = [decided(record, chain, asker) for asker in ("own step", "restore", "convert")]
+    decisions = [decided(record, chain, caller) for caller in ("own step", "restore", "convert")]
     assert " ".join(map(outcome, decisions)) == wanted
 
 
 @pytest.mark.parametrize("row", TABLE)
-@pytest.mark.parametrize("asker", ["own step", "restore", "convert"])
-def test_an_answer_is_followed_and_remembered(row, asker):
+@pytest.mark.parametrize("caller", ["own step", "restore", "convert"])
+def test_an_answer_is_followed_and_remembered(row, caller):
     record, chain, _ = TABLE[row]
     if not chain:
         return
-    goes_on = decided(record, chain, asker, True)
+    goes_on = decided(record, chain, caller, True)
     assert goes_on.is_resuming and goes_on.problem is None
     once = "same" in row or "answer" in row or row == "unrecorded after an entry"
-    starts = decided(record, chain, asker, False)
-    if once and asker == "own step":
+    starts = decided(record, chain, caller, False)
+    if once and caller == "own step":
         assert starts.problem == (starts.problem[0], "remove is_resuming=False")
     else:
         assert not starts.is_resuming and starts.problem is None
@@ -158,7 +158,7 @@ def test_a_fallback_takes_the_exemption_away():
         assert decided(record, chain, "own step", has_fallback=True).problem is not None
 
 
-def test_the_difference_is_told_rule_by_rule():
+def test_the_difference_is_shown_rule_by_rule():
     edited = ChainRecord.of([T.Rename([("x", "y"), ("y", "z")])])
     message, fix = decided((made(MINE),), edited, "own step").problem
     assert "recorded Rename: ('y', 'x')" in message and "given Rename: ('y', 'z')" in message
@@ -363,7 +363,7 @@ def test_several_sources_begin_a_new_lineage(tmp_path):
     assert entry["source"].keys() == {"a", "b"} and entry["digest"] == ChainRecord.of([T.Overlay(("a", "b"))]).digest
 
 
-def test_a_problem_of_provenance_stands_alone(tmp_path):
+def test_a_problem_of_provenance_is_the_only_one(tmp_path):
     save(tmp_path, 0)
     problem_of(restore, tmp_path, 0, [T.Rename([("nothing", "x")])])
 

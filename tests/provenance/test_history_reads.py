@@ -1,6 +1,5 @@
 """Planning reads the run's older steps only where the answer is used, in few reads at the same time."""
 
-import json
 import os
 import shutil
 import sys
@@ -138,28 +137,13 @@ def test_a_save_reads_the_newest_steps_alone(tmp_path, events):
     assert (opens, lists) == (2 * 16, 1)
 
 
-def test_a_record_behind_long_metadata_is_found_from_the_end(tmp_path):
+def test_a_damaged_record_counts_as_one(tmp_path):
     run = make_run(tmp_path, 3, recorded=[1])
-    file = run / "1" / "default" / "_METADATA"
-    metadata = json.loads(file.read_text())
-    shapes = {
-        "long before": {"tree_metadata": {f"('{index}',)": {} for index in range(20_000)}, **metadata},
-        "long after": {**metadata, "custom_metadata": {**metadata["custom_metadata"], "mine": "x" * 200_000}},
-        "not the last": {**metadata, "later": True},
-        "named inside": {
-            **metadata,
-            "custom_metadata": {**metadata["custom_metadata"], "inner": {"custom_metadata": {"a": 1}}},
-        },
-    }
-    for shape in shapes.values():
-        file.write_text(json.dumps(shape))
-        assert run_steps.has_older_record(run / "2" / "default")
-    file.write_text(json.dumps({**metadata, "custom_metadata": {"inner": metadata}}))
+    assert run_steps.has_older_record(run / "2" / "default")
+    (run / "1" / "default" / "_METADATA").write_text('{"custom_metadata": ')
+    assert run_steps.has_older_record(run / "2" / "default")
+    (run / "1" / "default" / "_METADATA").unlink()
     assert not run_steps.has_older_record(run / "2" / "default")
-    file.write_text("{")
-    assert not run_steps.has_older_record(run / "2" / "default")
-    file.write_text('{"custom_metadata": ')
-    assert run_steps.has_older_record(run / "2" / "default")  # damaged: what it recorded is not known
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def test_large_arrays_and_arrays_on_devices_count_by_shape_and_dtype():
     ],
     ids="lambda closure object method partial keyword argument nested chain".split(),
 )
-def test_what_nobody_can_tell_has_no_digest(opaque):
+def test_opaque_callables_have_no_digest(opaque):
     assert chain_digest([T.Rename([("a", "b")]), opaque]) is None
     assert ChainRecord.of([opaque]).rules
 
