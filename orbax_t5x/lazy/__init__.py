@@ -2,8 +2,8 @@
 
 A leaf (`leaf.py`) fills buffers from index boxes. Nodes (`node.py`) are frozen data over leaves: index maps, reshapes,
 casts, stacks, concatenations, averages, paddings, low-rank sums. Each maps an output box to boxes of its inputs, so
-that a plan can tell what it will read and an executor reads just that, straight into its buffers. A view (`view.py`) is
-the lazy array over a node. Nothing is read, and no thread made, before a value is asked for.
+that a plan knows what it will read and an executor reads just that, straight into its buffers. A view (`view.py`) is
+the lazy array over a node. Nothing is read, and no thread made, before a value is requested.
 """
 
 from orbax_t5x.lazy.array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray

@@ -38,7 +38,7 @@ class LazyArray(abc.ABC):
         Args:
           shape: of the array.
           dtype: of the array; what `get_fn` returns is cast to it if it differs.
-          get_fn: returns the array, or an awaitable of it, as the subclass says.
+          get_fn: returns the array, or an awaitable of it, as the subclass requires.
         """
         self._shape = tuple(int(size) for size in shape)
         self._dtype = np.dtype(dtype)
@@ -121,7 +121,7 @@ class LazyThreadPoolArray(LazyArray):
     """A lazy array whose `get_fn` blocks; `get_async` calls it in a pool of threads.
 
     Attributes:
-      executor: the pool, one for all such arrays unless a subclass (or an assignment to the class) says another.
+      executor: the pool, one for all such arrays unless a subclass (or an assignment to the class) sets another.
 
     Example:
       >>> array = ot.LazyThreadPoolArray((2, 3), np.float32, lambda: np.ones((2, 3)))
@@ -186,7 +186,7 @@ class LazyAwaitableArray(LazyArray):
           dtype: that of the lazy array; None for the one that the spec records.
           bfloat16_as_uint16: the spec comes from a checkpoint that stores bfloat16 as the same bits in uint16 (version
             2 of T5X's format). A uint16 array is then bfloat16, and what `get_fn` returns is reinterpreted. The dtype
-            alone does not tell.
+            does not record.
 
         Raises:
           ValueError: the spec records no shape, or no dtype where none is given.

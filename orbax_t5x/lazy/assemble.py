@@ -1,6 +1,6 @@
 """Nodes that place inputs side by side: stack on a new axis, concatenate along one.
 
-Both write straight into the buffer and ask only the inputs that a box touches.
+Both write straight into the buffer and read only the inputs that overlap a box.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ class StackNode(Node):
     axis: int
 
     def describe_step(self) -> str:
-        """Names the number of inputs and the axis."""
         return f"stack of {len(self.inputs)} on axis {self.axis}"
 
     def select(self, index_map: IndexMap) -> Node | None:
-        """Picks inputs, so that those left out are neither listed nor read."""
         axis, count = self.axis, len(self.inputs)
         start, maps, shape = index_map
         position = _output_of(index_map, axis)
@@ -43,14 +41,12 @@ class StackNode(Node):
         return strided(stacked(picked, axis), _whole_dimension(index_map, axis, position))
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of every input that overlaps the box."""
         first, last = box[self.axis]
         inner = (*box[: self.axis], *box[self.axis + 1 :])
         for node in self.inputs[first:last]:
             node.add_requests(inner, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Lowers each input into its slice of the buffer."""
         first, last = box[self.axis]
         inner = (*box[: self.axis], *box[self.axis + 1 :])
         before = (slice(None),) * self.axis
@@ -74,7 +70,6 @@ class ConcatNode(Node):
     _ends: tuple[int, ...]
 
     def describe_step(self) -> str:
-        """Names the number of inputs and the axis."""
         return f"concatenation of {len(self.inputs)} on axis {self.axis}"
 
     def _touched(self, first: int, last: int) -> list[tuple[Node, int, int, int]]:
@@ -90,7 +85,6 @@ class ConcatNode(Node):
         return touched
 
     def select(self, index_map: IndexMap) -> Node | None:
-        """Cuts the inputs themselves, so that those left out are neither listed nor read."""
         axis = self.axis
         position = _output_of(index_map, axis)
         first = index_map.start[axis]
@@ -115,13 +109,11 @@ class ConcatNode(Node):
         return strided(joined, _whole_dimension(index_map, axis, position))
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of every input that overlaps the box."""
         before, after = box[: self.axis], box[self.axis + 1 :]
         for node, first, last, _ in self._touched(*box[self.axis]):
             node.add_requests((*before, (first, last), *after), found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Lowers each input into its slice of the buffer."""
         before, after = box[: self.axis], box[self.axis + 1 :]
         index = (slice(None),) * self.axis
         for node, first, last, position in self._touched(*box[self.axis]):

@@ -1,7 +1,7 @@
 """Casts: as NumPy's `astype`, for every dtype, with or without a check that no value is lost.
 
-A cast reads into memory of its own and converts from there into the buffer. It gives no warnings: whoever
-asks for a cast has asked for what it loses.
+A cast reads into memory of its own and converts from there into the buffer. It gives no warnings: the
+caller of a cast accepts its losses.
 """
 
 from __future__ import annotations
@@ -38,21 +38,17 @@ class CastNode(Node):
     mismatch: Mismatch | None
 
     def describe_step(self) -> str:
-        """Names the new dtype."""
         return f"{'checked ' if self.mismatch else ''}cast {self.dtype.name}"
 
     def select(self, index_map: IndexMap) -> Node | None:
-        """Selects from the input, then casts; a repeat follows the cast, which then has fewer elements."""
         if any(dim < 0 for dim, _ in index_map.maps):
             return None
         return cast_node(strided(self.input, index_map), self.dtype, self.mismatch)
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of the same box."""
         self.input.add_requests(box, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Reads into a buffer of its own and casts from there."""
         values = lowered.allocate(out.shape, self.input.dtype)
         self.input.add_work(box, values, lowered)
         size = math.prod(out.shape)

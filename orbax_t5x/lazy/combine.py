@@ -37,16 +37,13 @@ class AverageNode(Node):
     sum_dtype: np.dtype
 
     def describe_step(self) -> str:
-        """Names the number of inputs."""
         return f"average of {len(self.inputs)}"
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of the same box of each input."""
         for node in self.inputs:
             node.add_requests(box, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Reads each input into a buffer of its own and sums there."""
         arrays = [lowered.allocate(out.shape, node.dtype) for node in self.inputs]
         for node, values in zip(self.inputs, arrays, strict=True):
             node.add_work(box, values, lowered)
@@ -116,16 +113,13 @@ class AllEqualNode(Node):
     """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not."""
 
     def describe_step(self) -> str:
-        """Names the number of inputs."""
         return f"one of {len(self.inputs)} that must be equal"
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of the same box of each input."""
         for node in self.inputs:
             node.add_requests(box, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Reads the first input into the buffer and the others into buffers of their own to compare."""
         self.input.add_work(box, out, lowered)
         for other in self.inputs[1:]:
             values = lowered.allocate(out.shape, self.dtype)

@@ -1,6 +1,6 @@
 """Elements that only a restore knows: their placeholder, and the replacement of it.
 
-A transform that runs on the checkpoint's leaves alone puts `UnfilledLeaf` where new elements go. When the leaf of the
+A transform that runs only on the checkpoint's leaves puts `UnfilledLeaf` where new elements go. When the leaf of the
 target is known, `fill` gives it the elements at the same place of another array: it follows what was done to the leaf
 since, as far as that only moved elements and cast them.
 """
@@ -46,7 +46,7 @@ class UnfilledLeaf(BlockingLeaf):
         self._refuse()
 
     def _refuse(self) -> None:
-        raise ValueError(f"elements of {self.name} are known in a restore alone (ot.restore(…, fallback=…))")
+        raise ValueError(f"elements of {self.name} are known only in a restore (ot.restore(…, fallback=…))")
 
 
 def has_unfilled(leaves: Sequence[Leaf]) -> bool:
@@ -60,14 +60,14 @@ def has_unfilled(leaves: Sequence[Leaf]) -> bool:
 def fill(node: Node, values: Node) -> Node:
     """Replaces the placeholders of a node by the elements of `values` at the same indices.
 
-    Casts on the way are for the known elements alone: `values` have the final dtype.
+    Casts on the way are only for the known elements: `values` have the final dtype.
 
     Args:
       node: what a transform made.
       values: of the node's shape and dtype.
 
     Raises:
-      ValueError: unknown elements were computed with, or some were left out in between; the text says by what.
+      ValueError: unknown elements were computed with, or some were left out in between; the text names the operation.
     """
     return _fill(node, values, ())
 

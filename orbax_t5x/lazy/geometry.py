@@ -211,7 +211,7 @@ def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[FlatRun]:
     if len(sizes) == 1:
         return [FlatRun(*box[0], box, True)]
     start = stop = 0
-    # What lies between the first and the last element of the dimensions behind, and the widest gap within it.
+    # The distance between the first and the last element of the dimensions behind, and the widest gap within it.
     weight, span, widest, outer = 1, 1, 0, -1
     for dim in range(len(sizes) - 1, -1, -1):
         first, last = box[dim]

@@ -2,7 +2,7 @@
 boxes.
 
 Readers subclass `Leaf`; views compose leaves; the executor calls `read_into`. Nothing else reads array bytes. A leaf
-never allocates what it was not asked for beyond a bounded staging buffer, never follows what a file merely claims, and
+never allocates more than was requested beyond a bounded staging buffer, never follows what a file merely claims, and
 may be read from several threads and event loops at once.
 """
 
@@ -51,7 +51,6 @@ class UnusableChecksums(Checksums):
         self.error: CheckpointError | None = error_at(error, path=error.path, leaf=leaf)
 
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
-        """Raises the error."""
         assert self.error is not None
         raise self.error
 
@@ -112,7 +111,7 @@ class Leaf(abc.ABC):
         advance.
 
         Here the bytes of their elements, decoded, an element of several boxes once. A leaf that reads more than the
-        elements it is asked for, or nothing, counts that instead.
+        requested elements, or nothing, counts that instead.
         """
         return union_size(boxes) * self.dtype.itemsize
 

@@ -42,7 +42,6 @@ class LowRankNode(Node):
         return self.inputs[1].shape[-1]
 
     def describe_step(self) -> str:
-        """Names the scale and the rank."""
         return f"plus {self.scale:g} times a product of rank {self.rank}"
 
     def _factor_boxes(self, box: Box) -> tuple[Box, Box]:
@@ -52,12 +51,10 @@ class LowRankNode(Node):
         return (*box[:rows], ranks), (ranks, *box[rows:])
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of the kernel's box, its rows of `down` and its columns of `up`."""
         for node, part in zip(self.inputs, (box, *self._factor_boxes(box)), strict=True):
             node.add_requests(part, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Reads the kernel into the buffer and the two factors into buffers of their own."""
         self.input.add_work(box, out, lowered)
         factors: list[np.ndarray] = []
         for node, part in zip(self.inputs[1:], self._factor_boxes(box), strict=True):

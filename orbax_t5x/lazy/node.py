@@ -1,10 +1,10 @@
 """Nodes: frozen data that maps an output box to boxes of leaves, and lowers it to reads and steps into a buffer.
 
 A node is a shape, a dtype and its inputs; it knows boxes, buffers and leaves, and nothing of the arrays that users
-hold. `add_requests` tells what reading a box will read. `lower` turns a box and a buffer into requests on leaves, which
+hold. `add_requests` lists what reading a box will read. `lower` turns a box and a buffer into requests on leaves, which
 write into (views of) that buffer wherever the node only moves elements, and steps to run after the reads: casts,
 copies, averages, checks. All memory beside the buffer comes from the lowering, so that a lowering over buffers without
-memory tells how much that is (`scratch_bytes`). Nodes are compared by identity and may be used from any thread.
+memory measures how much that is (`scratch_bytes`). Nodes are compared by identity and may be used from any thread.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Node(abc.ABC):
     def summary(self) -> str:
         """Returns shape, dtype, leaves and operations as one text; no data."""
         leaves = self.leaves()
-        # Beside what is read, constants are no more than the description says of them.
+        # Beside what is read, constants are no more than the description of them.
         named = [leaf for leaf in leaves if not leaf.is_value] or leaves
         of = listed((repr(leaf.name) for leaf in named), 1) or "nothing"
         text = self.describe()
@@ -249,27 +249,21 @@ class LeafNode(Node):
 
     @property
     def own_leaf(self) -> Leaf:
-        """The leaf."""
         return self.leaf
 
     def leaves(self) -> tuple[Leaf, ...]:
-        """Returns the leaf."""
         return (self.leaf,)
 
     def describe_step(self) -> str:
-        """Returns "": a leaf has no operation."""
         return ""
 
     def describe(self) -> str:
-        """Returns "": a leaf has no operation."""
         return ""
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the box itself."""
         found.append((self.leaf, box))
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Adds one request."""
         lowered.reads.append((self.leaf, Request(box, out)))
 
 

@@ -33,15 +33,12 @@ class PadNode(Node):
 
     @property
     def described_inputs(self) -> tuple[Node, ...]:
-        """The array that grows; `filling` describes the rest."""
         return (self.input,)
 
     def describe_step(self) -> str:
-        """Names the new shape, and the kind of the new elements."""
         return f"pad to {self.shape} with {self.filling}"
 
     def select(self, index_map: IndexMap) -> Node | None:
-        """Selects from both arrays where the old one stays at the origin, so that what is left out is not read."""
         start, maps, shape = index_map
         axis_of = {dim: axis for axis, (dim, _) in enumerate(maps) if dim >= 0}
         kept = list(shape)
@@ -73,7 +70,6 @@ class PadNode(Node):
         return box, beyond
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests within the old array and those beyond it."""
         within, beyond = self._cut(box)
         if within is not None:
             self.input.add_requests(within, found)
@@ -81,7 +77,6 @@ class PadNode(Node):
             self.filler.add_requests(part, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Lowers each box into its slice of the buffer."""
         within, beyond = self._cut(box)
         if within is not None:
             self.input.add_work(within, out[slices_within(within, box)], lowered)

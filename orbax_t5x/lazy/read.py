@@ -65,7 +65,7 @@ def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "
 def _lower(node: Node, box: Box, out: np.ndarray) -> Lowering:
     leaves = node.leaves()
     if not out.size:
-        # No leaf is asked for anything, so none would say that it cannot be read.
+        # No leaf is read, so no unreadable one would raise its error.
         for leaf in leaves:
             leaf.raise_error()
     with naming_memory_errors(leaves[0].path, leaves[0].name):

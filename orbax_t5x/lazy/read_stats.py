@@ -9,7 +9,7 @@ from orbax_t5x.concurrency import Budget
 
 Verify = Literal["touched", "full", "off"]
 
-# For decoded chunks where nobody gives a limit. Lower: fewer chunks are decoded at a time.
+# For decoded chunks where no limit is given. Lower: fewer chunks are decoded at a time.
 _DECODING_BYTES = 256 << 20
 
 
@@ -37,9 +37,9 @@ class ReadStats:
 
     Attributes:
       verify: which checksums are wanted ("touched", "full", "off"); a leaf computes none under "off".
-      bytes_read: bytes of the elements that were asked for, decoded, each element once per call (`Leaf.bytes_of`);
+      bytes_read: bytes of the requested elements, decoded, each element once per call (`Leaf.bytes_of`);
         what can only be read whole, such as the strings of a TensorFlow bundle, counts whole and as stored. What
-        `verify="full"` reads for checksums alone comes on top.
+        `verify="full"` reads only for checksums comes on top.
       gap_bytes: bytes read over because they lay between two wanted runs less than 4 KiB apart.
       fill_chunks: chunks that were legitimately absent and stand for the fill value.
       decoding: memory for chunks, which are decoded as a whole beside the buffers that want a part of them; all leaves

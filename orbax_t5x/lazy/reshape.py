@@ -72,7 +72,6 @@ class JoinNode(Node):
     groups: _Groups
 
     def describe_step(self) -> str:
-        """Names the new shape."""
         return f"reshape {self.shape}"
 
     def _pieces(self, box: Box) -> Iterator[tuple[tuple[Box, int, int], ...]]:
@@ -81,12 +80,10 @@ class JoinNode(Node):
         )
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of the boxes that cut the flat intervals of each dimension."""
         for piece in self._pieces(box):
             self.input.add_requests(tuple(itertools.chain.from_iterable(part for part, _, _ in piece)), found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Lowers each of those boxes into its slice of the buffer."""
         for piece in self._pieces(box):
             inner = tuple(itertools.chain.from_iterable(part for part, _, _ in piece))
             flat = tuple((first, last) for _, first, last in piece)
@@ -106,7 +103,6 @@ class SplitNode(Node):
     groups: _Groups
 
     def describe_step(self) -> str:
-        """Names the new shape."""
         return f"reshape {self.shape}"
 
     def _pieces(self, box: Box) -> Iterator[tuple[FlatRun, ...]]:
@@ -122,7 +118,6 @@ class SplitNode(Node):
         return itertools.product(*reversed(runs))
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of the flat intervals that cover the box."""
         for piece in self._pieces(box):
             self.input.add_requests(_intervals(piece), found)
 
@@ -138,7 +133,6 @@ class SplitNode(Node):
         return True
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Returns each flat interval into the part of the buffer that it covers."""
         for piece in self._pieces(box):
             into = out[slices_within(_covered(piece), box)]
             if all(run.exact for run in piece):

@@ -62,7 +62,6 @@ class StridedNode(Node):
         return left == [(dim, size) for dim, size in enumerate(old) if size != 1] and math.prod(old) == math.prod(shape)
 
     def describe_step(self) -> str:
-        """Describes the index map as a slice, transpose, repeat or reshape."""
         if self.only_reshapes:
             return f"reshape {self.shape}"
         start, maps, shape = self.index_map
@@ -123,7 +122,6 @@ class StridedNode(Node):
         return found[1]
 
     def add_requests(self, box: Box, found: list[tuple[Leaf, Box]]) -> None:
-        """Adds the requests of the covering box, or of its rows one by one."""
         axis = self._row_axis(box)
         if axis < 0:
             self.input.add_requests(self._cut(box).box, found)
@@ -132,7 +130,6 @@ class StridedNode(Node):
             self.add_requests(row, found)
 
     def add_work(self, box: Box, out: np.ndarray, lowered: Lowering) -> None:
-        """Reads index 0 of every repeat, and copies it to the rest."""
         first = out
         if self._repeats:
             first = out[(*(slice(0, 1) if dim < 0 else _ALL for dim, _ in self.index_map.maps), Ellipsis)]

@@ -2,7 +2,7 @@
 
 A value leaf refers to the caller's array and copies nothing before it is read. Of a sharded `jax.Array` only the shards
 of this process that a box touches are brought to the host. An array behind a function is read whole for any box: its
-function cannot be asked for less.
+function cannot return less.
 """
 
 from __future__ import annotations
@@ -43,18 +43,15 @@ class ValueLeaf(BlockingLeaf):
             ) from None
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns 0: no byte of a checkpoint is read."""
         return 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Copies boxes of the value; no byte of a checkpoint is read."""
         if is_jax_array(self._array):
             self._copy_shards(requests)
         else:
             _copy_boxes(self._array, requests)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Copies boxes of the value in a thread."""
         await run_in_pool(reader_pool(), self.read_blocking, requests, stats)
 
     def _copy_shards(self, requests: Sequence[Request]) -> None:
@@ -75,7 +72,7 @@ class ValueLeaf(BlockingLeaf):
                     wanted[i] -= box_size(part)
         if any(wanted):
             raise ValueError(
-                f"{self.name}: parts of this jax.Array lie on devices of other processes; pass one of which each "
+                f"{self.name}: parts of this jax.Array are on devices of other processes; pass one of which each "
                 "process addresses what it needs"
             )
 
@@ -95,7 +92,7 @@ class OpaqueLeaf(BlockingLeaf):
         self.name: str = "<function>" if name is None else name
         self.shape: tuple[int, ...] = array.shape
         self.dtype: np.dtype = array.dtype
-        # It can only be read whole: whoever cuts reads to size must not call the function once per piece.
+        # It can only be read whole: a caller that cuts reads to size must not call the function for each of them.
         self.chunks: tuple[int, ...] | None = array.shape
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:

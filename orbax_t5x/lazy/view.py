@@ -129,7 +129,7 @@ class View(LazyArray):
             raise TypeError("len() of an array of rank 0")
         return self.shape[0]
 
-    # Python calls these where nobody asks for reading.
+    # Python calls these without a request to read.
 
     def __bool__(self) -> NoReturn:
         self._refuse("the truth of a lazy array would read it: use `is None` to test for presence, `.item()` to read")

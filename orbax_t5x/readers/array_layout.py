@@ -39,7 +39,7 @@ class UnopenedArray(NamedTuple):
     """An array that TensorStore opens when it is first read.
 
     Attributes:
-      layout: what opening it would tell.
+      layout: as opening it would show.
       open: opens it, without reading anything; blocks, and may be called from any thread.
     """
 

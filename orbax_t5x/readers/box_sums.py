@@ -1,6 +1,6 @@
 """Checksums of the boxes of an array: made while it is saved, compared while boxes of any shape are read.
 
-A checksum is the crc32c of a box's elements in row-major order, as they lie in memory on a little-endian machine,
+A checksum is the crc32c of a box's elements in row-major order, as they are in memory on a little-endian machine,
 whatever the chunks and the compression of the stored array. What a reader compares are byte ranges of the boxes laid
 end to end (`ChecksummedRange`): reads that together cover a box, by one process or by several, verify it. Everything
 here works on arrays in memory, a block at a time; nothing is read.
@@ -26,7 +26,7 @@ from orbax_t5x.storage import crc32c as _crc
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
-# Of a box that is read in part, a process tells the others what its columns add to the checksum, in 48 bytes for each
+# Of a box that is read in part, a process sends the others what its columns add to the checksum, in 48 bytes for each
 # index of the dimensions before the last two that matter. A part with more of them stays unverified.
 _MAX_PARTS = 1 << 14
 # Of these dtypes an element takes a byte in memory, and only its low bits mean something.

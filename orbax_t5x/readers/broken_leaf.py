@@ -30,7 +30,6 @@ class BrokenLeaf(Leaf):
         self.error: CheckpointError | None = error
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Raises the error, a new one each time: a traceback belongs to one raise."""
         self.raise_error()
 
     def __repr__(self) -> str:

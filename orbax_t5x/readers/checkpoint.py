@@ -18,7 +18,7 @@ _SHOWN_ROWS = 200
 
 
 def _insert(root: dict[str, Any], name: str, value: Any) -> None:
-    """Puts a leaf under nested dicts; where a leaf stands in the way (a TF bundle may hold `a` and `a/b`), under the
+    """Puts a leaf under nested dicts; where a leaf is in the way (a TF bundle may hold `a` and `a/b`), under the
     joined rest.
     """
     node = root
@@ -35,14 +35,15 @@ def _insert(root: dict[str, Any], name: str, value: Any) -> None:
 class Checkpoint:
     """Metadata of a checkpoint of any format; made by `orbax_t5x.open_checkpoint`.
 
-    A context manager; garbage collection closes it too, once its leaves are gone as well: a leaf can be read for as
-    long as somebody has it. Opening and reading are thread-safe. Reading a leaf after `close()` is a ValueError.
+    A context manager; garbage collection closes it too, once its leaves are gone as well: a leaf can be
+    read for as long as it is referenced. Opening and reading are thread-safe. Reading a leaf after `close()` is a
+    ValueError.
 
     Attributes:
       path: what was opened, resolved.
       given_path: what the caller named: `path`, or a directory above it, such as a root with steps.
       format: "tf_bundle", "t5x", "orbax", "flax_msgpack" or "safetensors".
-      step: the training step that the name tells, or None; never read from an array.
+      step: the training step in the name, or None; never read from an array.
       metadata: what the format records about itself.
       sequences: names of the containers that were lists or tuples when Orbax saved them; `tree()` has dicts there.
       index_bytes: how many bytes opening read.
@@ -71,7 +72,7 @@ class Checkpoint:
         Args:
           leaves: by '/'-joined name.
           empties: names of nodes without leaves: None, an empty container, or `...` where Orbax was given that to save.
-          sequences: names of the containers that were lists or tuples, where the format tells; "" is the whole tree.
+          sequences: names of the containers that were lists or tuples, where recorded; "" is the whole tree.
           close: releases files and makes later reads a ValueError; may be called again. What it releases must also
             release itself when neither this object nor a leaf refers to it any more.
         """
@@ -99,7 +100,7 @@ class Checkpoint:
     def tree(self) -> dict[str, Any]:
         """Returns the leaves as a nested dict, with None, empty containers and `...` in their places.
 
-        An array that was saved alone stands under the empty name, as in `leaves`.
+        An array that was saved by itself has the empty name, as in `leaves`.
         """
         root: dict[str, Any] = {}
         for name, value in self._leaves.items():

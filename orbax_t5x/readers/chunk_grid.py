@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from orbax_t5x.lazy.box import Box, union_size
 
-# Pieces of one box that are waited for one by one; more would cost more than they tell.
+# Boxes of one request that are awaited one by one; more would cost more than they show.
 _MAX_PIECES = 4096
 
 

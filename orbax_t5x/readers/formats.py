@@ -1,7 +1,7 @@
 """The ordered table of formats, and `open_checkpoint`, which looks a path up in it.
 
 Each row has a recogniser, a function of what was found at the path (names and a few bytes), and an opener. The first
-row that recognises the path opens it; where none does, the error says what was looked for and what was found.
+row that recognises the path opens it; where none does, the error names what was sought and found.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def open_checkpoint(
       The open checkpoint, a context manager.
 
     Raises:
-      CheckpointNotFoundError: there is nothing of a known format; the text says what was looked for and found.
+      CheckpointNotFoundError: there is nothing of a known format; the text names what was sought and found.
       ValueError, TypeError: the path is empty, or is no path; `limits` are something else.
-      UnsupportedCheckpointError: it is of a format that is not read; the text says what it is.
+      UnsupportedCheckpointError: it is of a format that is not read; the text names it.
       CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError, CheckpointIOError: naming the file.
 
     Example:
@@ -87,5 +87,5 @@ def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoin
     if item is None:
         return row.open(path, limits=limits)
     if row.open_item is None:
-        raise UnsupportedCheckpointError(f"item={item!r} was asked for, but a {row.name} has no items", path=path)
+        raise UnsupportedCheckpointError(f"item={item!r} was given, but a {row.name} has no items", path=path)
     return row.open_item(path, limits=limits, item=item)

@@ -39,17 +39,14 @@ class StringLeaf(Leaf):
 
     @property
     def checksums(self) -> Checksums | None:
-        """The checksum that the checkpoint keeps of the string, or None."""
         if isinstance(self._sums, CheckpointError):
             return UnusableChecksums(self.name, self._sums)
         return None if self._sums is None else _StringChecksum(self._value, self._sums, self.path, self.name)
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns 0: the string was read when the checkpoint was opened."""
         return 0
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Copies the string into each buffer; it was read when the checkpoint was opened."""
         self._open.check(self.path, self.name)
         for _, out in requests:
             out[...] = self._value

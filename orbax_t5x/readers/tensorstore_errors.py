@@ -17,13 +17,13 @@ from orbax_t5x.errors import (
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.remote.request_errors import is_ignored_range, remote_error
 
-# Where TensorStore's message goes on with the whole spec and other payloads, which say nothing that the error does not.
+# Where TensorStore's message goes on with the whole spec and other payloads, which add nothing to the error.
 _PAYLOADS = re.compile(r" \[(tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
 _STATUS = re.compile(r"(?P<status>[A-Z_]+): ")
 _OS_ERROR = re.compile(r"os_error_code='(?P<errno>\d+)'")
-# What the operating system says where the files are not as they should be; whatever else it says is its own failure.
+# Errors of the operating system for files that are not as they should be; all others are failures of its own.
 _DAMAGE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
-# Statuses of absl that tell of a store that failed, not of bytes that are wrong.
+# Statuses of absl for a store that failed, not for bytes that are wrong.
 _IO_STATUSES = frozenset(
     {"PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "UNAUTHENTICATED"}
 )

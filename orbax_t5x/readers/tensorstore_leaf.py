@@ -45,7 +45,7 @@ from orbax_t5x.storage.store import Snapshot
 _DECODING_COPIES = 1.25
 # A shard of zarr v3 begins or ends with two numbers of eight bytes for each of its chunks, which are read whole.
 _SHARD_INDEX_BYTES = 16
-# What `verify="full"` reads at a time for checksums alone, where a row of chunks is not larger.
+# What `verify="full"` reads at a time only for checksums, where a row of chunks is not larger.
 _VERIFY_BYTES = 32 << 20
 # Codecs that end what they wrote with a checksum, which TensorStore compares. Of zstd that is an option.
 _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
@@ -130,14 +130,12 @@ class TensorStoreLeaf(Leaf):
 
     @property
     def checksums(self) -> Checksums | None:
-        """The checksums that the checkpoint keeps of the array, or None."""
         if isinstance(self._sums, CheckpointError):
             return UnusableChecksums(self.name, self._sums)
         return None if self._sums is None else _BoxChecksums(self, self._sums, self._files)
 
     @property
     def chunk_checksum(self) -> str | None:
-        """The codec of the chunks that has a checksum of its own, or None."""
         spec = self._opened().spec().to_json()
         return _checking_codec(spec.get("metadata", {}))
 
@@ -160,7 +158,6 @@ class TensorStoreLeaf(Leaf):
         )
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Fills the buffers; see `Leaf`."""
         self._open.check(self.path, self.name)
         self.raise_error()
         if self._files.was_checked(stats.execution):
@@ -172,7 +169,7 @@ class TensorStoreLeaf(Leaf):
             await check
             await self._read(requests, stats)
             return
-        # A look at a remote file is a round trip of its own, beside those of the reads. That it changed is why a read
+        # A stat of a remote file is a round trip of its own, beside those of the reads. That it changed is why a read
         # failed, where both do.
         looking = asyncio.ensure_future(check)
         try:
@@ -206,8 +203,8 @@ class TensorStoreLeaf(Leaf):
             raise
         except Exception as error:
             if self._files.clock is None:
-                # What was removed after the look before reading is gone, not damaged: as an execution of its own this
-                # looks again.
+                # What was removed after the stat before reading is gone, not damaged: as an execution of its own this
+                # stats again.
                 again = ReadStats(stats.verify)
                 await run_in_pool(reader_pool(), self._files.check_unchanged, again, leaf=self.name)
             raise typed_error(error, path=self.path, leaf=self.name, doing="reading it") from error

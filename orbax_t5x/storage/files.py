@@ -2,7 +2,7 @@
 
 A `File` is checked and measured when the checkpoint is opened (`stat`, no read), opened on the first read and kept
 open. Its size, modification time and inode are compared with what was measured whenever it is opened, and by
-`File.check_unchanged` after reads, so that nobody gets bytes of another file for those that the index describes. A file
+`File.check_unchanged` after reads, so that bytes of another file are never returned. A file
 that is replaced by rename while it is open here is read on: the open one has not changed. Reads are `preadv` into the
 caller's buffers, never a mapping (a truncated mapping kills the process): a short read is retried, the end of the file
 is damage, an error of the operating system names file and leaf. Nothing here allocates by what a file claims.
@@ -26,6 +26,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
 )
 from orbax_t5x.storage.paths import FileIdentity, Root, io_error
+from orbax_t5x.storage.store import OpenFiles
 
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
 _MAX_OPEN_FILES = 64
@@ -137,7 +138,7 @@ class File:
         """
         if offset < 0 or size < 0 or offset + size > self.size:
             raise CorruptCheckpointError(
-                f"bytes {offset} to {offset + size} asked of a file of {self.size} bytes", path=self.path, leaf=leaf
+                f"bytes {offset} to {offset + size} requested of a file of {self.size} bytes", path=self.path, leaf=leaf
             )
         data = bytearray(size)
         if size:
@@ -177,7 +178,7 @@ def _close_all(descriptors: OrderedDict[str, int]) -> None:
         os.close(descriptors.popitem()[1])
 
 
-class FileSet:
+class FileSet(OpenFiles):
     """The open files of one checkpoint: at most `max_open` descriptors beyond those in use at the moment.
 
     They are closed by `close`, or when neither the set nor one of its files is referred to any more.
@@ -194,11 +195,9 @@ class FileSet:
         weakref.finalize(self, _close_all, self._open).atexit = False
 
     def file(self, name: str, *, leaf: str | None = None) -> File:
-        """Checks and measures a file without reading it; errors as `Root.open`."""
         return File(self, name, self.root.stat(name, leaf=leaf))
 
     def require_open(self) -> None:
-        """Raises ValueError after `close`."""
         if self._closed:
             raise ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
 
@@ -244,7 +243,6 @@ class FileSet:
             os.close(self._open.pop(name))
 
     def close(self) -> None:
-        """Closes idle files now and the others as soon as they are read; later reads are a ValueError."""
         with self._lock:
             self._closed = True
             self._close_idle(keep=0)

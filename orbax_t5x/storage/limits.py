@@ -22,7 +22,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def check_memory_limit(limit: object) -> None:
-    """Checks a `memory_limit_bytes`; None stands for the default.
+    """Checks a `memory_limit_bytes`; None means the default.
 
     Raises:
       TypeError: it is no number.
@@ -37,7 +37,7 @@ def check_memory_limit(limit: object) -> None:
 
 
 def check_limits(limits: object) -> None:
-    """Checks a `limits`; None stands for `Limits()`.
+    """Checks a `limits`; None means `Limits()`.
 
     Raises:
       TypeError: it is something else.
@@ -97,7 +97,7 @@ class Limits:
         """Refuses an array of too many dimensions, or of more bytes than can be counted.
 
         A zero among the sizes counts as one: NumPy takes (0, 2**62) for too large, too, and other dimensions of such an
-        array may be read alone.
+        array may be read by themselves.
 
         Raises:
           LimitExceededError, CorruptCheckpointError: without file and leaf; the caller names them.

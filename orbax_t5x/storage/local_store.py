@@ -10,22 +10,20 @@ from typing import Any
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.paths import FILE_FLAGS, Root
-from orbax_t5x.storage.store import ArrayDirectory
+from orbax_t5x.storage.store import ArrayDirectory, Store
 from orbax_t5x.storage.strict_json import read_small
 from orbax_t5x.storage.tree_checks import TreeSnapshot
 
 
-class LocalStore(Root):
+class LocalStore(Root, Store):
     """A directory that the caller named; see `Store` and `Root`."""
 
     is_remote = False
 
     def open_files(self) -> FileSet:
-        """Implements `Store.open_files`."""
         return FileSet(self)
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
-        """Implements `Store.read_whole`."""
         return read_small(self, name, limit=limit, leaf=leaf)
 
     def stat_ahead(self, names: Sequence[str]) -> None:
@@ -35,11 +33,9 @@ class LocalStore(Root):
         """Does nothing, likewise."""
 
     def require_file(self, name: str) -> None:
-        """Implements `Store.require_file`."""
         self.stat(name)
 
     def has_file(self, name: str) -> bool:
-        """Implements `Store.has_file`."""
         try:
             self.stat(name)
         except CheckpointError:
@@ -47,25 +43,21 @@ class LocalStore(Root):
         return True
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
-        """Implements `Store.has_files`."""
         return [self.has_file(name) for name in names]
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        """Implements `Store.kvstore`."""
         return {"driver": "file", "path": self.locate(name) if name else self.path}
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> TreeSnapshot:
-        """Implements `Store.array_files`: takes all files of the directory, proven plain."""
         return TreeSnapshot(self, [directory], leaf=leaf)
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """Implements `Store.array_directory`: walks to the directory once and opens its metadata from there."""
         with self._walk(directory, leaf) as (fd, last, path):
             found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
             files = self.array_files(directory, metadata, leaf=leaf)
             data = _read_plain(fd, metadata, limit) if last is None else None
         if data is None:
-            # A link, or something that is wrong: the walk down the whole name follows it, or says what it is.
+            # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
             data = read_small(self, f"{directory}/{metadata}", limit=limit, leaf=leaf, bound="Limits.json_bytes")
         kvstore = {"driver": "file", "path": path}
         return ArrayDirectory(path, (found.st_dev, found.st_ino), kvstore, data, files)

@@ -1,6 +1,6 @@
 """Paths as callers give them, local or URLs: stats and lists of a path before it becomes a store.
 
-Every function answers for both kinds. What stands under a URL is seen through the connections of the session.
+Every function takes both kinds. URLs are read through the connections of the session.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from orbax_t5x.storage.remote.remote_store import RemoteStore
 from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
 from orbax_t5x.storage.store import Store
 
-# Files that tell that a directory is a checkpoint. A web server does not list its directories, and listing a bucket
-# lists every chunk of every array, so these are looked at first, all at once.
+# Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
+# lists every chunk of every array, so these are statted first, all in one batch.
 KNOWN_NAMES = (
     "_METADATA",
     "_CHECKPOINT_METADATA",
@@ -62,7 +62,7 @@ def exists(path: str) -> bool:
     """Reports whether a path exists, a dangling symlink too; of a URL, whether it is a file.
 
     Raises:
-      CheckpointIOError: the operating system or the store refuses to tell.
+      CheckpointIOError: the operating system or the store refused.
     """
     if url_scheme(path) is not None:
         return is_remote_file(path)
@@ -134,8 +134,8 @@ def is_remote_file(url: str) -> bool:
 def remote_kind(url: str) -> str:
     """Returns the kind of a URL: "file", "directory" or "missing".
 
-    A directory is what has files below it. A bucket is listed where it has none of the files that make a checkpoint; of
-    a web server it cannot be told then.
+    A directory is what has files below it. A bucket is listed where it has none of the files that make a checkpoint; on
+    a web server that is unknown then.
     """
     place = connect(url)
     if known_names(place):
@@ -197,7 +197,7 @@ def has_known_names(url: str) -> bool:
 def refused(url: str) -> CheckpointError | None:
     """Returns the error with which the store refused to report on a URL, or None.
 
-    A redirect of the URL itself says nothing: web servers send from a directory's name to the same with a slash.
+    A redirect of the URL itself means nothing: web servers redirect from a directory's name to the same with a slash.
     """
     place = connect(url)
     for key, refusal in place.connection.refused.items():

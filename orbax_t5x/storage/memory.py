@@ -1,6 +1,6 @@
 """The most memory that this process can have, and arrays that are not larger than that.
 
-What a file claims about an array decides how much memory is asked for, and asking for too much ends badly: Python's
+What a file claims about an array decides how much memory is allocated, and too much ends badly: Python's
 own error names no file, a library below may end the process, and a kernel that promises more than it has ends it later.
 So what is sized by a file's claim is compared first with the smallest of the machine's memory, the limits of the
 process's control groups (versions 1 and 2) and what the limit on its address space leaves.
@@ -22,7 +22,7 @@ from orbax_t5x.errors import LimitExceededError
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PHYSICAL_BYTES = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
-# Arrays below this are made without asking: most are, and there are many.
+# Arrays below this are made without the check: most are, and there are many.
 _FREE_BYTES = 1 << 28
 
 

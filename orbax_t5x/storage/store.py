@@ -2,7 +2,7 @@
 
 There are two. `LocalStore` is a directory of this machine: names are walked with file descriptors, reads are `preadv`.
 `RemoteStore` is a prefix of a bucket or of a web server: files are objects, reads are requests for byte ranges. Readers
-know neither: they ask a store for files, for small files whole, and for the key-value store that TensorStore is to
+know neither: they get files from a store, for small files whole, and for the key-value store that TensorStore is to
 read chunked arrays from. A name is always relative, with '/', and never leaves the root.
 """
 
@@ -111,12 +111,13 @@ class OpenFiles(Protocol):
 
 
 class Snapshot(Protocol):
-    """Files that TensorStore reads by itself, remembered as they were when the checkpoint was opened."""
+    """Files that TensorStore reads by itself, remembered as they were when the checkpoint was opened.
 
-    @property
-    def clock(self) -> ResponseClock | None:
-        """The clock of the remote store that holds them; None where they are local."""
-        ...
+    Attributes:
+      clock: of the remote store that holds them; None where they are local.
+    """
+
+    clock: ResponseClock | None
 
     def count_absent(self, names: Collection[str]) -> int:
         """Counts the names that are not in the directory of the array; blocks."""

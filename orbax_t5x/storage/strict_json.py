@@ -97,7 +97,7 @@ def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str
         if len(made) != len(items):
             seen: set[str] = set()
             twice = next(key for key, _ in items if key in seen or seen.add(key))
-            raise CorruptCheckpointError(f"the JSON key {twice[:200]!r} stands twice in one object", path=path)
+            raise CorruptCheckpointError(f"the JSON key {twice[:200]!r} occurs twice in one object", path=path)
         return made
 
     def constant(name: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """Proves that a directory tree holds only plain files, before a library that would follow links and wait on FIFOs reads
 it.
 
-TensorStore opens what stands under a name: through a symlink to anywhere, and a FIFO until somebody writes. So the
-names below a checkpoint are looked at first. One listing per directory; nothing is opened.
+TensorStore opens any file of a name: through a symlink to anywhere, and a FIFO until somebody writes. So the
+names below a checkpoint are checked first. One listing per directory; nothing is opened.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.storage.paths import Root, io_error
+from orbax_t5x.storage.store import Snapshot
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
@@ -49,8 +50,7 @@ def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
 def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
     """Yields (directory relative to the root, its files by name) of each directory under one, each proven plain.
 
-    What the listing itself says of an entry is enough for files and directories: only symlinks are looked at. The order
-    depends on names alone.
+    The listing is enough for files and directories: only symlinks are statted. The order depends only on names.
     """
     pending = [name]
     seen: set[str] = set()
@@ -78,11 +78,11 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
         yield directory, files
 
 
-class TreeSnapshot:
+class TreeSnapshot(Snapshot):
     """The files under some names of a checkpoint, proven plain, and recognised when they are about to be read.
 
-    A library that opens files by itself keeps none of them open for us, so each execution looks at them anew, once: the
-    same names, and for each the same size, modification time and inode. What changes after that look, while the library
+    A library that opens files by itself keeps none of them open for us, so each execution stats them once: the
+    same names, and for each the same size, modification time and inode. What changes after that stat, while the library
     reads, is not noticed here. Kept is one digest, however many files there are.
     """
 
@@ -94,22 +94,18 @@ class TreeSnapshot:
           names: files and directories, relative to the root; "" for the root itself.
           leaf: the leaf concerned, for errors.
         """
+        self.clock = None
         self._root = root
         self._names = tuple(names)
         self._lock = threading.Lock()
         self._checked_in: weakref.ref[object] | None = None
         self._digest = self._look(leaf)
 
-    # Reads of these files wait for no other machine.
-    clock = None
-
     def count_absent(self, names: Collection[str]) -> int:
-        """Implements `Snapshot.count_absent`."""
         directory = self._root.join(self._names[0]) if self._names[0] else self._root.path
         return sum(not os.path.lexists(os.path.join(directory, name)) for name in names)
 
     def was_checked(self, execution: object) -> bool:
-        """Reports whether `check_unchanged` has been called in this execution."""
         checked = self._checked_in
         return checked is not None and checked() is execution
 
@@ -118,7 +114,7 @@ class TreeSnapshot:
 
         Raises:
           CheckpointGoneError: a file was changed, added, replaced or removed since the checkpoint was opened.
-          CheckpointError: as `check_tree`, where something else than a plain file stands there now.
+          CheckpointError: as `check_tree`, where it is no plain file now.
         """
         with self._lock:
             if self.was_checked(execution):

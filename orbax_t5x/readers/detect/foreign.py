@@ -31,7 +31,7 @@ _NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
 def foreign_format(probe: PathProbe) -> str | None:
     """Names the foreign format of a file or directory, with the way to convert it.
 
-    None also where that cannot be told.
+    None also where it is unknown.
     """
     if probe.kind == "file":
         return _foreign_file(probe)

@@ -1,7 +1,7 @@
 """Probes a path as far as deciding its format needs: names and a few bytes, read once, without blocking.
 
-A `PathProbe` is plain data; the recognisers of the formats are functions of it, and ask the file system only through
-this module. The path itself is the caller's word. What stands below it is looked at through the root's resolver: a link
+A `PathProbe` is plain data; the recognisers of the formats are functions of it, and reach the file system only through
+this module. The path itself is trusted. Names below it are probed through the root's resolver: a link
 that leads out is never followed, a FIFO or a device never opened.
 """
 
@@ -45,7 +45,7 @@ class PathProbe:
       kind: "file", "directory", "missing", "special" (a FIFO, a socket, a device), or "outside" (a link that leads out
         of the directory it was looked for in).
       head, tail: the first and last bytes of a file.
-      size: of a file; None where a remote store does not tell it.
+      size: of a file; None where a remote store does not report it.
       names: what a directory holds.
     """
 
@@ -81,7 +81,7 @@ class PathProbe:
 def is_file(directory: str, name: str) -> bool:
     """Reports whether a name in a directory is a regular file; nothing is opened.
 
-    A link that leads out of the directory counts without being followed: whoever opens it says what is wrong.
+    A link that leads out of the directory counts without being followed: opening it reports the problem.
 
     Raises:
       CheckpointIOError: the operating system refused to look.

@@ -13,7 +13,7 @@ def kind_and_names(url: str) -> tuple[str, frozenset[str]]:
     """Returns the kind of a URL ("file", "directory" or "missing"), and the names in a directory.
 
     Raises:
-      CheckpointIOError: nothing was found, and the store refused to say whether something is there.
+      CheckpointIOError: nothing was found, and the store refused to report whether it exists.
     """
     kind = locations.remote_kind(url)
     if kind == "missing" and (refusal := locations.refused(url)) is not None:

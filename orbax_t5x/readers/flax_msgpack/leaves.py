@@ -37,7 +37,7 @@ _MOST_CHUNKS = 10_000
 # Names repeat the keys of the maps around them; what a deep tree makes of a small file is bounded by this factor.
 _NAME_BYTES_PER_FILE_BYTE = 16
 _FREE_NAME_BYTES = 1 << 20
-# Under which Flax's functions kept arrays that lie beside the file.
+# Under which Flax's functions kept arrays beside the file.
 _BESIDE = b"//GDAPlaceholder:"
 
 
@@ -50,7 +50,7 @@ def named_nodes(
       tree: a node of a file.
       file: the file, for errors and the bound on all names together.
       limits: on the length of one name.
-      is_leaf: which maps are leaves besides chunked arrays.
+      is_leaf: which maps are leaves, chunked arrays apart.
 
     Raises:
       CorruptCheckpointError: two nodes have one name.
@@ -111,9 +111,9 @@ def _leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
 def _array_beside(path: bytes) -> CheckpointError:
     text = path.decode(errors="replace")
     if text.startswith("/") or ".." in text.split("/"):
-        return UnsafeCheckpointError(f"it asks for the array {text[:200]!r} outside of the checkpoint")
+        return UnsafeCheckpointError(f"it refers to the array {text[:200]!r} outside of the checkpoint")
     return UnsupportedCheckpointError(
-        f"its array lies beside the file, under {text[:200]!r}, in the layout of Flax's GlobalDeviceArrays, which is "
+        f"its array is beside the file, under {text[:200]!r}, in the layout of Flax's GlobalDeviceArrays, which is "
         "not read; restore it with the Flax that wrote it"
     )
 
@@ -165,7 +165,6 @@ class NumberLeaf(RangeLeaf):
         self._value = value
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Implements `Leaf.read_into`."""
         self._file.require_open()
         for _, out in requests:
             out[...] = self._value
@@ -184,11 +183,9 @@ class TextLeaf(RangeLeaf):
         self._size = size
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the size of the whole text, as stored."""
         return self._size if boxes else 0
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Implements `Leaf.read_into`."""
         self._file.require_open()
         value = bytes(self._file.read(self._start, self._size, leaf=self.name))
         self._file.check_unchanged(leaf=self.name)

@@ -1,9 +1,9 @@
 """The tree of a Flax msgpack file, with the offsets of its arrays instead of their bytes.
 
 One walk over the headers, without recursion: nesting costs an entry of an explicit list and has a limit. A key is
-text and stands once in its map. What Flax packs into extensions (arrays, NumPy scalars, complex numbers) becomes a
+text and occurs once in its map. What Flax packs into extensions (arrays, NumPy scalars, complex numbers) becomes a
 place in the file, proven to hold as many bytes as its shape and dtype need; an extension that cannot be made sense of
-is an error of that leaf alone, a header that cannot be is one of the file.
+is an error of only that leaf, a header that cannot be is one of the file.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _MessageWalker:
         except UnicodeDecodeError:
             raise self.reader.corrupt("a key is not UTF-8", self._name) from None
         if key in container:
-            raise self.reader.corrupt(f"the key {key[:200]!r} stands twice in one map", self._name)
+            raise self.reader.corrupt(f"the key {key[:200]!r} occurs twice in one map", self._name)
         return key
 
     def _value(self, depth: int) -> Node | _OpenContainer:

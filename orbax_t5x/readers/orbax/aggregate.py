@@ -1,7 +1,7 @@
 """The msgpack file of an early Orbax item: its tree, with values that later Orbax stores in arrays of their own.
 
-Early Orbax wrote small values, or all of them, into one file `checkpoint`; a text `PLACEHOLDER://name` stands for an
-array in the directory of that name. The first versions wrote no `_METADATA`, so that this file alone says which leaves
+Early Orbax wrote small values, or all of them, into one file `checkpoint`; a text `PLACEHOLDER://name` refers to an
+array in the directory of that name. The first versions wrote no `_METADATA`, so that only this file names the leaves
 there are; later ones wrote both, and values that `_METADATA` calls skipped are here.
 """
 

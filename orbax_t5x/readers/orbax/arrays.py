@@ -1,6 +1,6 @@
 """The arrays of one Orbax item: each is opened, many at a time, and becomes a leaf, or a broken leaf with its error.
 
-Opening tells shape and dtype and reads some hundred bytes per array. Before TensorStore sees an array, the files that
+Opening gives shape and dtype and reads some hundred bytes per array. Before TensorStore sees an array, the files that
 hold it (its own directory, or the database of the whole item) are proven plain and remembered, so that a later read
 notices when they have changed.
 """

@@ -1,7 +1,7 @@
 """Finds the files of an Orbax item beside its list of names: strings, checksums, metadata of arrays, a database.
 
-A local item is listed, and what TensorStore will open is proven to be plain files inside the root. A remote one is
-asked for the files that Orbax may have written: web servers list nothing, and a list of a bucket names every chunk.
+A local item is listed, and what TensorStore will open is proven to be plain files inside the root. Of a remote one
+the files that Orbax may have written are statted: web servers list nothing, and a list of a bucket names every chunk.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directo
 
 STRINGS_FILE = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
-# Where an OCDBT database lies: its manifest, its tables, and those of single processes.
+# Files of an OCDBT database: its manifest, its tables, and those of single processes.
 _DATABASE = frozenset({MANIFEST_FILE, "d"})
 _PROCESS_PREFIX = "ocdbt.process_"
-# Each process of a save writes one file of metadata; so many are asked for at once.
+# Each process of a save writes one file of metadata; so many are requested at once.
 _METADATA_FILES_AT_ONCE = 16
 
 

@@ -1,7 +1,7 @@
 """Keys of a tree in '/'-joined names, and the keys under which Orbax stores arrays.
 
-Orbax tells leaves apart by the tuple of their keys, and stores each under its keys joined by dots. Here a leaf has a
-'/'-joined name. What reads items and what checks saves ask the same functions, so that what is saved can be opened.
+Orbax distinguishes leaves by the tuple of their keys, and stores each under its keys joined by dots. Here a leaf has a
+'/'-joined name. Reading items and checking saves use the same functions, so that what is saved can be opened.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Only names, kinds of values and a few flags are taken from these files. Shapes are not: `write_shape` is what one
 process wrote, not the array, so shapes come from opening the arrays. No class is looked up by the names of types and
-handlers that stand here. Every array must have a place of its own: where two share one, Orbax has written one over the
-other and nobody can tell which is left. What Orbax tells apart and '/'-joined names do not is unsupported, not damage.
+handlers in them. Every array must have a key of its own: where two share one, Orbax has written one over the
+other, and it is unknown which is left. Keys that Orbax distinguishes and '/'-joined names do not are unsupported.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _STRINGS_FILE = "_strings.json"
 _ARRAY_METADATAS = "array_metadatas"
 # Values of `key_type`: what kind of container a key belongs to.
 _SEQUENCE, _DICT = 1, 2
-# Value types of nodes without data, and what they are in Python. A named tuple without fields cannot be told from None.
+# Value types of nodes without data, as Python values. A named tuple without fields looks like None.
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": dict, "List": list, "Tuple": tuple}
-# Of a leaf that was `...` when it was saved: nothing is stored for it, though its node says that something is.
+# Of a leaf that was `...` when it was saved: nothing is stored for it, though its node has a type.
 _PLACEHOLDER = "placeholder"
 
 
@@ -71,7 +71,7 @@ class ItemMetadata:
 
     Attributes:
       nodes: in the order of the file.
-      use_ocdbt: whether the arrays are in an OCDBT database, or None where the writer did not say.
+      use_ocdbt: whether the arrays are in an OCDBT database, or None where the writer did not record it.
       absent_is_fill: whether a chunk equal to the fill value may have been left out.
       sequences: names of the containers whose children have indices, not keys: lists and tuples.
     """
@@ -103,7 +103,7 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
         data = read_small(root, name, limit=limits.index_bytes)
     except CheckpointNotFoundError:
         raise CorruptCheckpointError(
-            f"{METADATA_FILE} is missing, so nothing says which leaves there are", path=root.join(item)
+            f"{METADATA_FILE} is missing, so the names of its leaves are unknown", path=root.join(item)
         ) from None
     parsed = parse_object(data, path, allow_nan=True)
     tree = parsed.get("tree_metadata")
@@ -204,7 +204,8 @@ def _is_text(key: str) -> bool:
 def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: str) -> Iterator[NodeMetadata]:
     """Returns the nodes, proven to have distinct names and array keys.
 
-    An empty container that got children in a later partial save stands beside them in the file; the children are what
+    An empty container that got children in a later partial save is beside them
+    in the file; the children are what
     it is now.
     """
     parents = {keys[:depth] for keys, _ in entries for depth in range(len(keys))}
@@ -217,7 +218,7 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
             raise CorruptCheckpointError("is a leaf and has leaves below it", path=path, leaf=node.name)
         if node.name in names:
             message = f"two leaves have this name: the keys {names[node.name]!r} and {keys!r}"
-            # Orbax writes no keys twice, and tells these apart where they differ.
+            # Orbax writes no keys twice, and distinguishes these where they differ.
             kind = CorruptCheckpointError if names[node.name] == keys else UnsupportedCheckpointError
             raise kind(message, path=path, leaf=node.name)
         names[node.name] = keys

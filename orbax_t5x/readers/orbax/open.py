@@ -1,8 +1,8 @@
 """Checkpoints that Orbax wrote, T5X's among them: roots, steps and items become leaves that TensorStore reads.
 
 An item's `_METADATA` names the leaves; every array is opened (for its shape and dtype, some hundred bytes each) with a
-spec of our own and nothing else is read. A step's items are its subdirectories with that file. What the files say
-decides no path outside the directory that was opened, no class and no setting: before TensorStore sees a directory,
+spec of our own and nothing else is read. A step's items are its subdirectories with that file. The files' contents
+decide no path outside the directory that was opened, no class and no setting: before TensorStore sees a directory,
 everything in it has been proven to be a plain file inside the root. A leaf whose array cannot be opened is listed with
 its error; the others can be read.
 """
@@ -180,9 +180,9 @@ def _lost(root: Store, item: str, names: list[str]) -> CheckpointError:
     path = root.join(item)
     if item in subdirectories(root.path).outside:
         return UnsafeCheckpointError(LEADS_OUT, path=path)
-    message = f"the metadata of the step name this item, and it has no {METADATA_FILE}, so nothing says which leaves"
-    others = f"; item=… restores another one alone: {_listed(names)}" if names else ""
-    return CorruptCheckpointError(f"{message} there are{others}", path=path)
+    message = f"the metadata of the step name this item, and it has no {METADATA_FILE}, so the names of its leaves are"
+    others = f"; item=… restores another one: {_listed(names)}" if names else ""
+    return CorruptCheckpointError(f"{message} unknown{others}", path=path)
 
 
 def _listed(names: list[str]) -> str:
@@ -197,7 +197,7 @@ def _no_items(root: Store, step_metadata: Mapping[str, Any]) -> CheckpointError:
     for entry in sorted(inside):
         if _has_manifest(os.path.join(root.path, entry)):
             return CorruptCheckpointError(
-                f"{METADATA_FILE} is missing, so nothing says which leaves there are", path=root.join(entry)
+                f"{METADATA_FILE} is missing, so the names of its leaves are unknown", path=root.join(entry)
             )
     handlers = step_metadata.get("item_handlers")
     if isinstance(handlers, Mapping) and handlers:
@@ -245,7 +245,7 @@ class _OrbaxOpening:
 
         Args:
           prefixes: what the names of an item's leaves begin with, by the item's directory ("": the root itself).
-          step: the step that the directory's name tells.
+          step: the step in the directory's name.
           items: all items of the step with arrays.
         """
         described = {}
@@ -282,7 +282,7 @@ class _OrbaxOpening:
         directory = self._root.locate(item) if item else self._root.path
         files = find_item_files(self._root, item, directory)
         ocdbt = files.manifest if metadata.use_ocdbt is None else metadata.use_ocdbt
-        # Orbax makes no database for an item of empty containers and strings alone.
+        # Orbax makes no database for an item of only empty containers and strings.
         has_arrays = any(not node.is_empty and node.value_type != "string" for node in metadata.nodes)
         if ocdbt and not files.manifest and has_arrays:
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
@@ -335,7 +335,7 @@ class _OrbaxOpening:
         try:
             self._leaves[named.name] = self._aggregate(item).leaf(named.node, named.name)
         except CheckpointNotFoundError:
-            message = f"its value lies in the msgpack file {MSGPACK_FILE!r} of an early Orbax, which is missing"
+            message = f"its value is in the msgpack file {MSGPACK_FILE!r} of an early Orbax, which is missing"
             self._break(named, CorruptCheckpointError(message, path=self._root.join(item), leaf=named.name))
         except CheckpointError as error:
             self._break(named, error_at(error, path=error.path, leaf=named.name))

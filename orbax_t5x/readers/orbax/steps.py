@@ -139,7 +139,7 @@ def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[st
 def is_step_directory(directory: str) -> bool:
     """Reports whether a directory is one step, by Orbax's marker or by its items.
 
-    Without the marker (early Orbax), a directory with finished steps in it is a root, whatever else lies there. Where
+    Without the marker (early Orbax), a directory with finished steps in it is a root, whatever else is in it. Where
     its own name is that of a step too, an item that has such a name is an item, unless it was saved by itself and the
     directory's name can mean something else (`run_2024`).
     """
@@ -198,7 +198,7 @@ def is_step(directory: str) -> bool:
             return False  # its items are finished, and it is not
         return any(name != _deleted_item_if_known(directory) for name in names)
     except CheckpointGoneError:
-        return False  # deleted since its parent was listed, by whoever keeps only the newest steps
+        return False  # deleted since its parent was listed, by a manager that keeps only the newest steps
     except CheckpointIOError as error:
         if error.errno != errno.EACCES:
             raise
@@ -244,8 +244,8 @@ def _is_remote_step(directory: str) -> bool:
 def finished_steps(root: str) -> list[Step]:
     """Lists the finished steps of a root, oldest first.
 
-    A link that leads out of the root and has the name of a step is one, unseen: whoever wants it is told that it leads
-    out, and nobody gets an older step for it.
+    A link that leads out of the root and has the name of a step is one, unseen: opening it raises an error, instead
+    of an older step being opened for it.
     """
     inside, outside = subdirectories(root)
     steps = sorted(step for step in _steps_named(inside) if is_step(os.path.join(root, step.name)))
@@ -269,7 +269,7 @@ def committed(
     """Returns the steps that are finished according to the file that Orbax writes last.
 
     A step in place of a rename (where a file system has none, or by Orbax's option) looks finished before it is. Orbax
-    wrote the mark from some version on whichever way it takes, so it is only asked for in steps after one that has it.
+    wrote the mark from some version on whichever way it takes, so it is required only in steps after one that has it.
 
     Args:
       steps: oldest first.

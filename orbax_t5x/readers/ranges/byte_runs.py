@@ -1,6 +1,6 @@
 """Index boxes of a row-major array -> byte runs -> windows: pure geometry on integers, no bytes.
 
-The bound: nothing is listed per row where rows repeat. A `Run` stands for a whole lattice of equal byte ranges, so the
+The bound: nothing is listed per row where rows repeat. A `Run` is a whole lattice of equal byte ranges, so the
 columns of a matrix of any height are one run. Runs closer than `max_gap` become one, which is the only place where
 over-reading is decided. A window is a piece of the array, small enough for a staging buffer, that is an index box and
 one byte range at once.

@@ -1,8 +1,8 @@
 """Combines the checksums of ranges, read by all processes together, to that of the whole: pure, on integers.
 
-Parts may come in any order, twice, or overlap (replicas read what others read). A part counts as verified when it lies
+Parts may come in any order, twice, or overlap (replicas read what others read). A part counts as verified when it is
 on a chain of parts, each beginning where the one before ends, from the first byte to the last; wherever two chains meet
-they must agree. Columns (`ChecksummedRange.times`) that lie side by side are first joined to whole rows.
+they must agree. Columns (`ChecksummedRange.times`) that are side by side are first joined to whole rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.storage import crc32c as _crc
 
-# Fewer parts than this are told one by one.
+# Fewer ranges than this are sent one by one.
 _FEW = 16
 
 
@@ -25,7 +25,7 @@ class Coverage(NamedTuple):
 
     Attributes:
       crc: of the whole, or None where no chain of parts reaches from end to end.
-      complete: every part lies on such a chain.
+      complete: every range is on such a chain.
       conflict: the range of bytes for which two readings gave different checksums, or None.
     """
 

@@ -40,7 +40,6 @@ class RangeLeaf(BlockingLeaf):
         self.error: CheckpointError | None = error
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Implements `Leaf.read_into`."""
         pool = waiting_pool() if self.is_remote else reader_pool()
         await run_in_pool(pool, self.read_blocking, requests, stats)
 
@@ -101,15 +100,12 @@ class ByteRangeLeaf(RangeLeaf):
 
     @property
     def checksums(self) -> Checksums | None:
-        """The checksum of the range where `crc` is known, or None."""
         return None if self.crc is None else RangeChecksums(self, [(self.range, self.crc)])
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Implements `Leaf.bytes_of`."""
         return self.range.bytes_of(boxes)
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Implements `Leaf.read_into`."""
         self.raise_error()
         checksum = self.crc is not None and stats.verify != "off"
         outcome = read_unchanged(self.range, requests, checksum=checksum, leaf=self.name)
@@ -125,7 +121,6 @@ class RangeChecksums(Checksums):
         self._leaf, self._stored = leaf, stored
 
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
-        """Implements `Leaf.verify_checksum`."""
         starts = list(itertools.accumulate([stored.nbytes for stored, _ in self._stored[:-1]], initial=0))
         own: list[list[ChecksummedRange]] = [[] for _ in starts]
         for part in ranges:
@@ -193,7 +188,7 @@ def _verify_rest(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange]
     range.file.check_unchanged(leaf=leaf)
     if _verify_range(range, crc, [*parts, *outcome.parts], leaf):
         return True
-    # Overlapping parts of different boundaries have no common checksum: only reading the whole tells.
+    # Overlapping parts of different boundaries have no common checksum: only reading the whole decides.
     outcome = range.sum([(0, range.nbytes)], leaf=leaf)
     stats.count(outcome.wanted)
     return _verify_range(range, crc, outcome.parts, leaf)

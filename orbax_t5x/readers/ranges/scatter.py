@@ -17,7 +17,7 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.ranges.byte_runs import Window
 
-# Values are stored one to a byte; what lies above their bits is no part of them.
+# Values are stored one to a byte; the bits above theirs are padding.
 LOW_BITS = {
     np.dtype(ml_dtypes.int4): 0x0F,
     np.dtype(ml_dtypes.uint4): 0x0F,

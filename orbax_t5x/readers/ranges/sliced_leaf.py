@@ -47,11 +47,9 @@ class SlicedLeaf(RangeLeaf):
 
     @property
     def checksums(self) -> Checksums:
-        """The checksums of the slices."""
         return RangeChecksums(self, [(piece.range, piece.crc) for piece in self._pieces])
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Adds up the wanted bytes of each slice; see `Leaf.bytes_of`."""
         total = 0
         for piece in self._pieces:
             met = [part for box in boxes if (part := intersect(box, piece.box)) is not None]
@@ -59,7 +57,6 @@ class SlicedLeaf(RangeLeaf):
         return total
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Implements `Leaf.read_into`."""
         self.raise_error()
         checksum = stats.verify != "off"
         for base, piece in zip(self._bases, self._pieces, strict=False):

@@ -2,7 +2,7 @@
 read.
 
 The file is an 8-byte little-endian length, that many bytes of JSON, and data. The tensors' byte ranges follow one
-another from 0 to the end of the file without holes or overlaps, each exactly as long as its shape and dtype say, so a
+another from 0 to the end of the file without holes or overlaps, each as long as its shape and dtype require, so a
 proven header cannot make a reader leave the file, read bytes twice or miss some. Pure: bytes and numbers in, entries
 out.
 """
@@ -67,7 +67,7 @@ class Entry:
     """One tensor: [start, stop) are its bytes, counted from the beginning of the file.
 
     Attributes:
-      dtype: None where `error` says why the tensor cannot be read.
+      dtype: None where `error` is the reason why the tensor cannot be read.
     """
 
     name: str

@@ -128,14 +128,14 @@ class ZarrArrays:
         metadata = parse_zarr_metadata(found.metadata, file, name, self._limits)
         if spec.shape not in (None, metadata.shape):
             raise LeafMismatchError(
-                f"the msgpack file says shape {list(spec.shape or ())}, {METADATA_FILE} says {list(metadata.shape)}",
+                f"the msgpack file has the shape {list(spec.shape or ())}, {METADATA_FILE} has {list(metadata.shape)}",
                 path=file,
                 leaf=name,
             )
         for dtype in spec.dtypes:
             if dtype not in (metadata.stored_dtype, metadata.dtype.name):
                 raise LeafMismatchError(
-                    f"the msgpack file says dtype {dtype[:200]!r}, {METADATA_FILE} says {metadata.stored_dtype!r}",
+                    f"the msgpack file has the dtype {dtype[:200]!r}, {METADATA_FILE} has {metadata.stored_dtype!r}",
                     path=file,
                     leaf=name,
                 )
@@ -215,7 +215,6 @@ class FilledLeaf(TensorStoreLeaf):
         self._separator = separator
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Implements `Leaf.read_into`."""
         await super().read_into(requests, stats)
         wanted = {name for box, _ in requests for name in self._chunk_names(box)}
         absent = await run_in_pool(reader_pool(), self._files.count_absent, wanted)

@@ -1,11 +1,11 @@
 """The TensorStore specs in a T5X `checkpoint` file, by a strict schema: all that is taken is a directory, a shape and a
 dtype.
 
-A spec says where and how TensorStore shall read, and the file that holds it is input from outside. None is ever handed
+A spec sets where and how TensorStore shall read, and the file that holds it is input from outside. None is ever handed
 to TensorStore: the directory must be a relative path inside the checkpoint, shape and dtype are compared with the
 array's own `.zarray`, and the rest is either known and without meaning for reading, or an error. T5X wrote specs of
-three ages: the kvstore's driver is `file`, `gfile` or `gcs` (with any bucket: the arrays lie beside the file wherever
-that is now), the path stands in the kvstore or beside it, and old ones repeat the whole zarr metadata and an identity
+three ages: the kvstore's driver is `file`, `gfile` or `gcs` (with any bucket: the arrays are beside the file wherever
+that is now), the path is in the kvstore or beside it, and old ones repeat the whole zarr metadata and an identity
 transform. Pure: a map in, a record or an error out.
 """
 
@@ -57,7 +57,7 @@ class ArraySpec:
 
     Attributes:
       directory: relative to the checkpoint's directory.
-      shape: None where the spec does not say.
+      shape: None where the spec does not record it.
       dtypes: what it calls the dtype: by TensorStore's name, by zarr's, both, or not at all.
     """
 
@@ -69,7 +69,7 @@ class ArraySpec:
 def is_spec(node: Mapping[str, Node]) -> bool:
     """Reports whether a map of a tree is a spec, also a damaged one or one of another driver.
 
-    T5X asks for `driver`, `kvstore` and `metadata`. A map that lacks one of them must not pass for a subtree whose
+    T5X requires `driver`, `kvstore` and `metadata`. A map that lacks one of them must not pass for a subtree whose
     leaves are texts: a train state holds no text under `driver`.
     """
     return isinstance(node.get("driver"), StoredText)
@@ -135,7 +135,7 @@ def _require_kvstore(kvstore: Any) -> None:
     driver = kvstore.get("driver")
     if not isinstance(driver, str) or driver not in _DRIVERS:
         raise UnsafeCheckpointError(
-            f"its spec asks for the kvstore {_shown(driver)}; only 'file', 'gfile' and 'gcs' name what lies beside the "
+            f"its spec names the kvstore {_shown(driver)}; only 'file', 'gfile' and 'gcs' name files beside the "
             "checkpoint"
         )
     if unknown := sorted(kvstore.keys() - _KVSTORE_IGNORED - {"driver", "path"}):
@@ -167,7 +167,7 @@ def _text(said: Any, what: str) -> str:
 def _require_identity(transform: Any, shape: tuple[int, ...] | None) -> None:
     """Refuses a transform other than the one that changes nothing.
 
-    Bounds stand in lists of one where TensorStore may change them; outputs are left out where they are the inputs.
+    Bounds are in lists of one where TensorStore may change them; outputs are left out where they are the inputs.
     """
     said = dict(transform) if isinstance(transform, dict) else {"": transform}
     rank = len(shape) if shape is not None else -1

@@ -70,7 +70,7 @@ class ZarrMetadata:
         fill = self.fill_value
         if as_bfloat16 and fill is not None:
             fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
-        # Where both orders are the same, TensorStore takes C alone.
+        # Where both orders are the same, TensorStore takes only C.
         either = sum(size > 1 for size in self.chunks) < 2
         return {
             "zarr_format": 2,

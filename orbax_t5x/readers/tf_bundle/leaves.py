@@ -112,7 +112,7 @@ class BundleLeaves:
             if isinstance(leaf, BrokenLeaf):
                 broken.add(key)
             leaves[name] = leaf
-        # A variable whose entry cannot be read does not tell which slices are its own.
+        # A variable whose entry cannot be read does not show which slices are its own.
         orphans = [key for key in unclaimed if variable_of_slice(key) not in broken]
         if orphans:
             raise CorruptCheckpointError(
@@ -159,7 +159,7 @@ class BundleLeaves:
 
     def _shape(self, leaf: str, entry: BundleEntry) -> tuple[int, ...]:
         if entry.shape is None:
-            raise self._corrupt(leaf, "its entry says that the rank is unknown")
+            raise self._corrupt(leaf, "its entry has an unknown rank")
         if any(size < 0 for size in entry.shape):
             raise self._corrupt(leaf, f"a negative dimension in the shape {entry.shape}")
         return entry.shape
@@ -200,7 +200,7 @@ class BundleLeaves:
         file = self.shard(entry.shard)
         if isinstance(file, CheckpointError):
             raise type(file)(file.message, path=file.path, leaf=leaf)
-        # What a remote store does not tell now, it tells when the bytes are read.
+        # A remote store reports the size only when the bytes are read.
         if file.known_size is not None and entry.offset + entry.size > file.known_size:
             raise CorruptCheckpointError(
                 f"bytes {entry.offset} to {entry.offset + entry.size} of a shard of {file.known_size}: cut, or of"

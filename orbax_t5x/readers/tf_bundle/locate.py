@@ -1,6 +1,6 @@
 """Finds the directory and the prefix of a bundle by the path that a user gives.
 
-The path is trusted. What a `checkpoint` file says is not: a relative path in it stays below the file's directory, and
+The path is trusted. A `checkpoint` file is not: a relative path in it stays below the file's directory, and
 an absolute one, which TensorFlow writes and copying makes wrong, means the file of that name beside it.
 """
 

@@ -3,7 +3,7 @@
 Opening reads the index, a few hundred kilobytes for the largest T5, and measures the shards. A leaf is a byte range of
 a shard; any box of it is read by range into the buffer that wants it, and its checksum is compared wherever all of it
 was read. An index that breaks a rule of its format is refused as a whole; an entry that makes no sense costs its own
-leaf alone. No name in a file leads out of the directory.
+leaf only. No name in a file leads out of the directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
       limits: None for the defaults.
 
     Raises:
-      CheckpointNotFoundError: no bundle there; the text says what was looked for.
+      CheckpointNotFoundError: no bundle there; the text names what was sought.
       CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError, LimitExceededError, CheckpointIOError:
         naming the file. What is wrong with single leaves is their `error`, raised when they are used.
     """
@@ -79,7 +79,7 @@ def _metadata(place: BundleLocation, header: BundleHeader, leaves: BundleLeaves)
         "min_consumer": header.min_consumer,
         "endianness": _ENDIANNESS[header.endianness],
         "num_shards": header.num_shards,
-        # None for a shard that is not there: nothing may be in it. Remote stores do not tell.
+        # None for a shard that is not there: nothing may be in it. Remote stores do not report it.
         "shard_bytes": [None if isinstance(shard, CheckpointError) else shard.known_size for shard in shards],
     }
     if place.rebased_from is not None:
@@ -121,7 +121,7 @@ def _header(index: StoredFile, key: bytes, value: bytes) -> BundleHeader:
     except BadMessage as problem:
         raise CorruptCheckpointError(f"the header cannot be read: {problem}", path=index.path) from None
     if not 0 < header.num_shards <= _MAX_SHARDS:
-        raise CorruptCheckpointError(f"the header says that there are {header.num_shards} shards", path=index.path)
+        raise CorruptCheckpointError(f"the header has {header.num_shards} shards", path=index.path)
     if header.endianness not in _ENDIANNESS:
         raise UnsupportedCheckpointError(
             f"byte order {header.endianness}; 0 (little) and 1 (big) can be read", path=index.path

@@ -1,8 +1,8 @@
 """LevelDB tables, read from end to end: the index of a TensorFlow bundle is one.
 
-A table is blocks of sorted, prefix-compressed entries, an index block that says where they are, and a footer that says
+A table is blocks of sorted, prefix-compressed entries, an index block with their offsets, and a footer with
 where that is. Everything is proven before it is used: a length is compared with the file and the limits before anything
-is allocated, each block is read once and its checksum holds, blocks lie behind one another, keys ascend strictly
+is allocated, each block is read once and its checksum holds, blocks follow one another, keys ascend strictly
 through the whole table, and every restart point is an entry. One block is in memory at a time. A table that breaks a
 rule gives no entries beyond the breach: readers that seek through such a table would silently miss some.
 """
@@ -23,7 +23,7 @@ from orbax_t5x.storage.store import StoredFile
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 _FOOTER_BYTES = 48
-# Behind each block: one byte that says how it is compressed, four of checksum.
+# Behind each block: one byte for the compression, four of checksum.
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
 # Ten groups of seven bits hold 64.
@@ -137,7 +137,7 @@ class Table:
                 handle.stop <= other.offset or other.stop <= handle.offset for other in (index, meta)
             )
             if not apart:
-                raise self._corrupt(f"the block at {handle.offset} lies inside another one, or before it")
+                raise self._corrupt(f"the block at {handle.offset} begins inside another one, or before it")
             reached = handle.stop
             blocks.append((key, handle))
         return blocks
@@ -173,14 +173,14 @@ class Table:
         try:
             size, _ = read_varint(stored, 0, len(stored))
         except BadVarint:
-            raise self._corrupt(f"the snappy block at {handle.offset} does not say its length") from None
+            raise self._corrupt(f"the snappy block at {handle.offset} has no length") from None
         if size > self._limits.block_bytes:
             raise LimitExceededError(
                 f"the block at {handle.offset} unpacks to {size} bytes, the limit is {self._limits.block_bytes}"
                 " (Limits.block_bytes)",
                 path=self._file.path,
             )
-        # Three bytes make at most 64: a length beyond that is a lie, told to have memory allocated.
+        # Three bytes make at most 64: a length beyond that is false and would only allocate memory.
         if size > len(stored) * 22 + 64:
             raise self._corrupt(f"{len(stored)} bytes of snappy at {handle.offset} cannot unpack to {size}")
         block = bytearray(size)
@@ -189,7 +189,9 @@ class Table:
         except Exception as error:  # cramjam has one type for all that can be wrong, and may add others
             raise self._corrupt(f"the snappy block at {handle.offset} is damaged: {error}") from None
         if written != size:
-            raise self._corrupt(f"the snappy block at {handle.offset} unpacks to {written} bytes, it says {size}")
+            raise self._corrupt(
+                f"the snappy block at {handle.offset} unpacks to {written} bytes, not to the {size} of its header"
+            )
         return bytes(block)
 
     def _entries(self, handle: _Handle, block: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -200,7 +202,7 @@ class Table:
         (count,) = struct.unpack_from("<I", block, len(block) - 4)
         end = len(block) - 4 - 4 * count
         if not count or end < 0:
-            raise self._corrupt(f"{where} of {len(block)} bytes says that it has {count} restart points")
+            raise self._corrupt(f"{where} of {len(block)} bytes claims {count} restart points")
         restarts = struct.unpack_from(f"<{count}I", block, end)
         if restarts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(restarts)):
             raise self._corrupt(f"the restart points of {where} do not ascend from 0")
@@ -246,9 +248,9 @@ class Table:
                 if last is not None and key <= last:
                     raise self._corrupt(f"the key {key[:80]!r} does not come after {last[:80]!r}")
                 if separator is not None and key <= separator:
-                    raise self._corrupt(f"the key {key[:80]!r} stands in a block that begins after it")
+                    raise self._corrupt(f"the key {key[:80]!r} is in a block that begins after it")
                 last = key
                 yield key, value
             if last is not None and last > block_separator:
-                raise self._corrupt(f"the key {last[:80]!r} stands in a block that ends before it")
+                raise self._corrupt(f"the key {last[:80]!r} is in a block that ends before it")
             separator = block_separator

@@ -1,6 +1,6 @@
 """The string tensors of a TensorFlow bundle: varint lengths, a checksum over them, then the strings end to end.
 
-Where a string lies is known only from all lengths, so an entry is read whole, whatever is asked of it. Nothing is sized
+The offset of a string follows only from all lengths, so an entry is read whole for any box. Nothing is sized
 by the number of elements that an entry claims before that number of lengths has been found in its bytes.
 """
 

@@ -1,8 +1,8 @@
 """One server or bucket: stats, reads of byte ranges and lists, each with a deadline, through TensorStore's kvstores.
 
 TensorStore retries what may pass (429, 5xx, broken connections) and proves the length of every answer; it follows no
-redirect. What is here besides: a deadline, the generation (ETag) of every answer, and the memory of one opening, so
-that detection and reader see the same files and nothing is asked twice.
+redirect. Adds a deadline, the generation (ETag) of every response, and a cache for one opening, so
+that detection and reader see the same files and nothing is requested twice.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, r
 from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
 from orbax_t5x.storage.response_clock import ResponseClock
 
-# TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: a store
-# that comes back at once would wait for nothing, and one that does not would be waited for far too long.
+# TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: short
+# outages would cost a full initial delay, and long ones would be waited for far too long.
 _RETRIES = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "8s"}
 # Requests under way at a time. TensorStore's own limit of 32 makes a checkpoint of hundreds of small arrays wait for
 # ten round trips where two would do; servers take hundreds.
@@ -76,11 +76,11 @@ class PendingRead(NamedTuple):
     begun: float
 
 
-# Below this a file is read whole without asking for its size; nearly all metadata are.
+# Below this a file is read whole without finding out its size; nearly all metadata are.
 _SMALL_BYTES = 1 << 20
-# Asked for before it is needed, by all threads that read: enough to hide a wait of 50 ms at 10 Gbit/s.
+# Requested before it is needed, by all threads that read: enough to hide a wait of 50 ms at 10 Gbit/s.
 _AHEAD_BYTES = 64 << 20
-# What stands for no generation: of a server without strong ETags, and of an emulator of Google's that tells it for
+# Values that mean no generation: of a server without strong ETags, and of an emulator of Google's that sends it for
 # stats and not for reads.
 _NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
 
@@ -118,8 +118,8 @@ class Connection:
     Attributes:
       base: its URL.
       clock: of its answers.
-      ahead: bytes that were asked for before they are needed, by all reads of files together.
-      refused: answers that were taken for missing files, by key: refusals for want of credentials, and redirects.
+      ahead: bytes requested before they are needed, by all reads of files together.
+      refused: responses that were taken for missing files, by key: refusals for want of credentials, and redirects.
     """
 
     def __init__(self, url: StoreUrl, timeout: float):
@@ -155,7 +155,7 @@ class Connection:
 
         Raises:
           CheckpointError: the store failed or was silent for too long; the request is given up.
-          ValueError: the answer was an error of TensorStore's that `remote_error` has not been asked about.
+          ValueError: the response was an error of TensorStore's that `remote_error` has not typed.
         """
         result = self._wait(request.future, request.begun, doing, self.url(request.key), leaf)
         if result.state != "value":
@@ -234,8 +234,8 @@ class Connection:
           LimitExceededError: a file is larger.
         """
         new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
-        # A request without an end is answered with whatever there is, so what is not known to be small is asked for one
-        # byte beyond the limit first.
+        # A request without an end returns whatever there is, so of a file that is not known to be small one byte beyond
+        # the limit is requested first.
         unknown = [key for key in new if key not in self._small or limit < _SMALL_BYTES]
         for key, too_long in zip(unknown, self._have_byte_each(unknown, limit), strict=True):
             if too_long:
@@ -304,7 +304,7 @@ class Connection:
           UnsupportedCheckpointError: the protocol has no lists.
         """
         if not self.can_list:
-            raise UnsupportedCheckpointError("web servers do not say which files they have", path=self.url(key))
+            raise UnsupportedCheckpointError("web servers do not list their files", path=self.url(key))
         if key not in self._lists:
             prefix = f"{key}/" if key else ""
             keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None
@@ -315,7 +315,7 @@ class Connection:
     def _list(self, key: str, keys: ts.KvStore.KeyRange | None) -> list[str]:
         future = self._kvstore.list(keys)
         try:
-            # A list comes in pages, and nothing tells of the single ones.
+            # A list comes in pages, and TensorStore does not report single ones.
             found = future.result(timeout=self.clock.timeout)
         except TimeoutError:
             cast(ReadFuture, future).cancel()

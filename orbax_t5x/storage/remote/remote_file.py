@@ -1,7 +1,7 @@
 """A file of a remote store: read by ranges, each response proven to be of the file that was found at opening.
 
-Reads that are announced are begun early, several at a time, so that their waits overlap. No store tells a size in a way
-that TensorStore passes on. Most formats tell themselves where a file must end, which two requests for single bytes
+Reads that are announced are begun early, several at a time, so that their waits overlap. TensorStore exposes no
+sizes of remote files. Most formats record where a file must end, which two requests for single bytes
 prove; where one does not, the size is searched for with such requests, many at once.
 """
 
@@ -102,7 +102,7 @@ class RemoteFile:
                 continue
             step = max(_BLOCK_BYTES, -(-(high - low) // _SIZE_PARTS))
             points = list(range(low + step, high, step))
-        # From a byte that is there: behind the last one there is no range to ask for.
+        # From a byte that is there: behind the last one there is no range to request.
         start = max(0, low - 1)
         rest = self._answer(self._begin(start, None), None)
         if not start:
@@ -137,7 +137,9 @@ class RemoteFile:
         self._state.require_open()
         if offset < 0 or size < 0 or (self._size is not None and offset + size > self._size):
             raise CorruptCheckpointError(
-                f"bytes {offset} to {offset + size} asked of a file of {self._size} bytes", path=self.path, leaf=leaf
+                f"bytes {offset} to {offset + size} requested of a file of {self._size} bytes",
+                path=self.path,
+                leaf=leaf,
             )
         if self._content is None and 0 < size <= _BLOCK_BYTES:
             if (small := self._connection.whole_if_small(self._key)) is not None:
@@ -215,7 +217,7 @@ class RemoteFile:
     def check_unchanged(self, *, leaf: str | None = None) -> None:
         """Implements `StoredFile.check_unchanged`.
 
-        Every answer was compared when it came; what is read from memory needs a look at what is there now.
+        Every answer was compared when it came; bytes from memory need a new stat.
         """
         self._state.require_open()
         if self._content is not None:
@@ -235,7 +237,7 @@ class RemoteFile:
 
         Raises:
           CheckpointGoneError: it is of another file, or of none.
-          CheckpointError: the store failed, or the file ends before the bytes that were asked for.
+          CheckpointError: the store failed, or the file ends before the requested bytes.
         """
         try:
             return self._proven(self._connection.end(request, doing="reading it", leaf=leaf), leaf)
@@ -259,7 +261,7 @@ class RemoteFile:
     def _proven(self, answer: _Generational | None, leaf: str | None) -> _Generational:
         """Returns a response, proven to be of the file that was opened.
 
-        A server without strong ETags tells no generation: nothing can be compared then.
+        A server without strong ETags sends no generation: nothing can be compared then.
         """
         if answer is None:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf)
@@ -289,7 +291,7 @@ class RemoteReadAhead:
         self._taken = 0
 
     def __del__(self) -> None:
-        # A read that failed leaves pieces that nobody takes.
+        # A read that failed leaves requests that are never awaited.
         self._ahead.give(self._taken)
 
     def _begin_more(self) -> None:

@@ -13,10 +13,10 @@ from orbax_t5x.storage.remote.connection import Connection, FileStat, connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
 from orbax_t5x.storage.remote.request_errors import remote_error
 from orbax_t5x.storage.remote.urls import kvstore_spec
-from orbax_t5x.storage.store import ArrayDirectory
+from orbax_t5x.storage.store import ArrayDirectory, OpenFiles, Snapshot, Store
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """The files below a URL; see `Store`. Made within a `remote_session`, and outlives it."""
 
     is_remote = True
@@ -42,63 +42,51 @@ class RemoteStore:
         return "/".join([self._key, *parts] if self._key else parts)
 
     def join(self, name: str) -> str:
-        """Implements `Store.join`."""
         return f"{self.path}/{name}" if name else self.path
 
     def locate(self, name: str, *, leaf: str | None = None) -> str:
-        """Implements `Store.locate`."""
         return self._connection.url(self.key(name, leaf=leaf))
 
     def open_files(self) -> RemoteFiles:
-        """Implements `Store.open_files`."""
         return RemoteFiles(self)
 
     def read_whole(self, name: str, *, limit: int, leaf: str | None = None) -> bytes:
-        """Implements `Store.read_whole`."""
         answer = self._connection.whole([self.key(name, leaf=leaf)], limit)[0]
         if answer is None:
             raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
         return answer.data
 
     def stat_ahead(self, names: Sequence[str]) -> None:
-        """Implements `Store.stat_ahead`."""
         self._connection.stat([self.key(name) for name in names])
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        """Implements `Store.read_ahead`."""
         self._connection.whole([self.key(name) for name in names], limit)
 
     def require_file(self, name: str) -> None:
-        """Implements `Store.require_file`."""
         if not self.has_file(name):
             raise CheckpointNotFoundError("no such file", path=self.join(name))
 
     def has_file(self, name: str) -> bool:
-        """Implements `Store.has_file`."""
         return self.has_files([name])[0]
 
     def has_files(self, names: Sequence[str]) -> list[bool]:
-        """Implements `Store.has_files`."""
         return [stat is not None for stat in self._connection.stat([self.key(name) for name in names])]
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        """Implements `Store.kvstore`."""
         spec = kvstore_spec(self._connection.base)
         return {**spec, "path": spec["path"] + self.key(name)}
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> RemoteSnapshot:
-        """Implements `Store.array_files`."""
         return RemoteSnapshot(self, f"{directory}/{metadata}" if directory else metadata, leaf)
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """Implements `Store.array_directory`."""
         path = self.locate(directory, leaf=leaf)
         files = self.array_files(directory, metadata, leaf=leaf)
         data = self.read_whole(f"{directory}/{metadata}", limit=limit, leaf=leaf)
         return ArrayDirectory(path, path, self.kvstore(directory), data, files)
 
 
-class RemoteFiles:
+class RemoteFiles(OpenFiles):
     """Files of a remote store that are open; implements `OpenFiles`."""
 
     def __init__(self, store: RemoteStore):
@@ -106,7 +94,6 @@ class RemoteFiles:
         self._state = OpenState(store.path)
 
     def file(self, name: str, *, leaf: str | None = None) -> RemoteFile:
-        """Implements `OpenFiles.file`."""
         key = self._store.key(name, leaf=leaf)
         found = self._store.connection.stat([key])[0]
         if found is None:
@@ -117,15 +104,13 @@ class RemoteFiles:
         return RemoteFile(self._store.connection, key, name, found.generation, self._state)
 
     def require_open(self) -> None:
-        """Implements `OpenFiles.require_open`."""
         self._state.require_open()
 
     def close(self) -> None:
-        """Implements `OpenFiles.close`."""
         self._state.closed = True
 
 
-class RemoteSnapshot:
+class RemoteSnapshot(Snapshot):
     """Snapshot by the generation of one metadata file, which stands for the files that it describes.
 
     The chunks have generations, too, but TensorStore reads them by itself, and a look at each would double the
@@ -148,18 +133,15 @@ class RemoteSnapshot:
             raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
 
     def count_absent(self, names: Collection[str]) -> int:
-        """Implements `Snapshot.count_absent`."""
         directory = self._key.rpartition("/")[0]
         found = self._connection.stat_again([f"{directory}/{name}" for name in names])
         return sum(stat is None for stat in found)
 
     def was_checked(self, execution: object) -> bool:
-        """Implements `Snapshot.was_checked`."""
         checked = self._checked_in
         return checked is not None and checked() is execution
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Implements `Snapshot.check_unchanged`."""
         with self._lock:
             if self.was_checked(execution):
                 return

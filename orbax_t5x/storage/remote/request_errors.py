@@ -65,7 +65,7 @@ def remote_error(error: BaseException, doing: str, *, path: str, leaf: str | Non
     if is_denied(error):
         return CheckpointIOError(f"{message}; credentials are missing or do not suffice", path=path, leaf=leaf)
     if status == "OUT_OF_RANGE":
-        return CorruptCheckpointError(f"{message}; the file ends before what was asked of it", path=path, leaf=leaf)
+        return CorruptCheckpointError(f"{message}; the file ends before the requested bytes", path=path, leaf=leaf)
     if status == "NOT_FOUND":
         return CheckpointNotFoundError(message, path=path, leaf=leaf)
     if is_ignored_range(error):

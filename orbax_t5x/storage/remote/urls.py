@@ -16,7 +16,7 @@ from orbax_t5x.storage.paths import url_scheme
 
 _HTTP = ("http", "https")
 _BUCKETS = {"s3": "s3", "gs": "gcs"}
-# Where a bucket of Amazon's protocol lies on another server; TensorStore asks for a region then, and any will do.
+# Server of a bucket of Amazon's protocol; TensorStore requires a region then, and any will do.
 _S3_ENDPOINT = "AWS_ENDPOINT_URL"
 _S3_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ANY_REGION = "us-east-1"

@@ -137,7 +137,7 @@ def test_a_million_colliding_keys(tmp_path):
 
 
 def test_keys_twice(tmp_path):
-    error = refused(write(tmp_path, b"\x81\xa1p\x82\xa1a\x01\xa1a\x02"), CorruptCheckpointError, "'a' stands twice")
+    error = refused(write(tmp_path, b"\x81\xa1p\x82\xa1a\x01\xa1a\x02"), CorruptCheckpointError, "'a' occurs twice")
     assert error.leaf == "p"
     many = b"".join(msgpack.packb(f"{k:06}") + b"\xc0" for k in range(50_000)) + b"\xa6000000\xc0"
     refused(write(tmp_path, struct.pack(">BI", 0xDF, 50_001) + many), CorruptCheckpointError, "twice")

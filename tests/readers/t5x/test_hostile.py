@@ -253,7 +253,7 @@ def test_transforms(step):
 )
 def test_specs_that_disagree_with_the_array(step, changes):
     save(step, spec(**changes))
-    error = broken(step, LeafMismatchError, "says")
+    error = broken(step, LeafMismatchError, "the msgpack file has")
     assert error.path.endswith(".zarray")
 
 

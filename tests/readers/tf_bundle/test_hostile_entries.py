@@ -150,7 +150,7 @@ def test_messages_in_messages_are_not_followed() -> None:
         (shape_proto([1 << 33, 1 << 33]), "more bytes than can be counted"),
         (shape_proto([0, 1 << 62, 1 << 62]), "more bytes than can be counted"),
         (shape_proto([1] * 300), "300 dimensions"),
-        (integer(3, 1), "rank is unknown"),
+        (integer(3, 1), "unknown rank"),
         (shape_proto([1 << 62]), "more bytes than can be counted"),
         (shape_proto([1 << 60]), "takes"),
         (message(2, message(1, b"6")), "wire type 2, not 0"),

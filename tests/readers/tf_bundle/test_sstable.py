@@ -200,11 +200,11 @@ def index_of_itself(handles: list) -> list:
         (with_first(1 << 60, 10), "reaches beyond"),
         (with_first(0, 32 << 30), "reaches beyond"),
         (with_first(0, 1 << 62), "reaches beyond"),
-        (index_of_itself, "lies inside another|reaches beyond"),
-        (lambda handles: [handles[0], (handles[1][0], *handles[0][1:]), *handles[2:]], "lies inside another"),
+        (index_of_itself, "begins inside another|reaches beyond"),
+        (lambda handles: [handles[0], (handles[1][0], *handles[0][1:]), *handles[2:]], "begins inside another"),
         (
             lambda handles: [handles[0], (handles[1][0], *handles[2][1:]), (handles[2][0], *handles[1][1:])],
-            "lies inside",
+            "begins inside",
         ),
         (lambda handles: [handles[0], (handles[0][0], *handles[1][1:]), *handles[2:]], "do not ascend"),
         (lambda handles: [(b"z", *handles[0][1:]), (b"a", *handles[1][1:]), *handles[2:]], "do not ascend"),
@@ -305,8 +305,8 @@ def snappy_block(claimed: int, elements: bytes) -> bytes:
         (snappy_block(9, b"\x20abc"), CorruptCheckpointError, "damaged"),  # a literal past the end
         (snappy_block(1, b"\x04ab"), CorruptCheckpointError, "damaged"),  # more than it says
         (snappy_block(9, b"\x04ab"), CorruptCheckpointError, "damaged"),  # less than it says
-        (one_block(b"", 1, compress=False), CorruptCheckpointError, "does not say its length"),
-        (one_block(b"\xff" * 12, 1, compress=False), CorruptCheckpointError, "does not say its length"),
+        (one_block(b"", 1, compress=False), CorruptCheckpointError, "has no length"),
+        (one_block(b"\xff" * 12, 1, compress=False), CorruptCheckpointError, "has no length"),
     ],
 )
 def test_snappy_that_lies(tmp_path: Path, data: bytes, kind: type[CheckpointError], text: str) -> None:
