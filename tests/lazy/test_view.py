@@ -5,6 +5,7 @@ import math
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -219,6 +220,7 @@ def _gap(size: int):
         yield
 
 
+@pytest.mark.slow
 @settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_composition_any_box_any_buffer_equals_numpy(data):

@@ -84,6 +84,7 @@ def test_names_of_more_than_64_levels_are_a_limit_in_every_format(write, tmp_pat
 DEEP = {f"{'a/' * depth}b": VALUE for depth in range(1200)}
 
 
+@pytest.mark.slow
 def test_trees_of_any_depth_are_flattened_and_shown(tmp_path):
     tree = unflatten(DEEP)
     assert list(flatten(tree)) == list(DEEP)

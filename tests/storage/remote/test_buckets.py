@@ -19,6 +19,8 @@ from tests.support.bundle_writer import bundle_of
 from tests.support.google_store import GoogleStore
 from tests.support.http_store import HttpStore, Request, serving
 
+pytestmark = pytest.mark.slow
+
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 
 
