@@ -1,0 +1,65 @@
+"""Tests lie where the package's modules lie: a folder for each room, and what several tests use is in `support`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import orbax_t5x as ot
+
+PACKAGE = Path(ot.__file__).parent
+TESTS = Path(__file__).parents[1]
+# `doors`: of modules that are rooms by themselves; `robustness`: what all formats promise; `house`: of the repository.
+OF_THE_WHOLE = {"doors", "robustness", "house"}
+# Files that are no tests: helpers, programs that tests start, and the fuzzer.
+OF_NO_TESTS = {"support", "fuzz", "goldens", "corpus", "multihost/jobs"}
+# The suites are tested in their subclasses, in the rooms of what they test.
+WITHOUT_A_FOLDER = {"testing"}
+TEST_FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
+
+
+def rooms() -> list[str]:
+    return sorted(path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
+
+
+@pytest.mark.parametrize("room", [room for room in rooms() if not room.startswith("_")])
+def test_each_room_has_tests(room):
+    if (PACKAGE / room).is_dir():
+        assert room in WITHOUT_A_FOLDER or any((TESTS / room).rglob("test_*.py"))
+    else:
+        assert (TESTS / "doors" / f"test_{room}.py").exists()
+
+
+def test_folders_of_tests_are_those_of_the_package():
+    folders = {str(path.parent) for path in TEST_FILES} - OF_THE_WHOLE
+    assert {folder for folder in folders if not (PACKAGE / folder / "__init__.py").exists()} == set()
+
+
+def test_helpers_are_no_tests():
+    def holds_no_tests(path: Path) -> bool:
+        return any(path.is_relative_to(folder) for folder in OF_NO_TESTS)
+
+    assert [path for path in TEST_FILES if holds_no_tests(path)] == []
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules that a file names in imports, in functions, too: `from tests import x` names `tests.x`."""
+    found = set()
+    for node in ast.walk(ast.parse((TESTS / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_no_module_imports_a_test():
+    tests = {".".join(("tests", *path.with_suffix("").parts)) for path in TEST_FILES}
+    every = [path.relative_to(TESTS) for path in TESTS.rglob("*.py")]
+    assert {str(path): found for path in every if (found := imported_modules(path) & tests)} == {}
+
+
+def test_each_test_file_has_tests():
+    empty = [path for path in TEST_FILES if "def test_" not in (TESTS / path).read_text()]
+    # A subclass of a suite inherits its tests.
+    assert [path for path in empty if "Suite" not in (TESTS / path).read_text()] == []
