@@ -1,5 +1,4 @@
-"""Work beside the caller's thread: event loops in threads, pools of threads, and waiting for several things at once;
-and how work is divided between processes.
+"""Runs work beside the caller's thread: event loops in threads, pools of threads, and waits for several results.
 
 Three rules hold for all of it. No function of a user can stop the machinery: what it raises is carried to the caller as
 a value, because an event loop ends on KeyboardInterrupt and SystemExit, takes CancelledError for its own, and cannot
@@ -7,12 +6,12 @@ store StopIteration. No wait is one long wait: a caller wakes several times a se
 the thread that it waits for has ended. And threads do not survive a fork: a child forgets them all and makes new ones
 on first use. No thread is made at import.
 
-One pool is made elsewhere: the workers of a restore (`restoring.execute.executor`) are as many as its plan can use, and
-end with it.
+One pool is made elsewhere: the workers of a restore (`restoring.executor`) are as many as its plan can use, and end
+with it.
 """
 
 from orbax_t5x.concurrency.carried import CarriedError, as_carried, call_carried, carry, first_failure, run_in_pool
-from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, ThreadCall
+from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
 from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
 from orbax_t5x.concurrency.sharing import balanced_shares
 from orbax_t5x.concurrency.waiting import Budget, await_to_end, wait_all
@@ -23,11 +22,11 @@ __all__ = [
     "CallerThread",
     "CarriedError",
     "LoopThread",
-    "ThreadCall",
     "as_carried",
     "await_to_end",
     "balanced_shares",
     "call_carried",
+    "call_in_thread",
     "carry",
     "first_failure",
     "function_pool",

@@ -1,4 +1,4 @@
-"""What a user's function raises, carried through event loops and threads as a value."""
+"""Carries what a user's function raises through event loops and threads, as a value."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class CarriedError(Exception):
-    """Carries an exception through an event loop that would not survive it.
+    """Carrier of an exception through an event loop that would not survive it.
 
     Attributes:
-      error: what the caller is to see.
+      error: the exception that is raised in the caller.
     """
 
     def __init__(self, error: BaseException):
@@ -27,7 +27,7 @@ class CarriedError(Exception):
 
 
 def as_carried(error: BaseException) -> Exception:
-    """An exception as one that event loops and futures pass on unchanged."""
+    """Turns an exception into one that event loops and futures pass on unchanged."""
     if isinstance(error, StopIteration):
         # Python itself turns a StopIteration that leaves a coroutine into a RuntimeError (PEP 479).
         failure = RuntimeError("a function raised StopIteration")
@@ -37,7 +37,7 @@ def as_carried(error: BaseException) -> Exception:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """What the caller is to see of a failure: of a group the first that names a leaf, else the first."""
+    """Returns the exception to raise for a failure: of a group the first that names a leaf, else the first."""
     flat = list(_leaves_of(error))
     return next((failure for failure in flat if isinstance(failure, CheckpointError)), flat[0])
 
@@ -54,7 +54,7 @@ def _leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 async def carry(awaitable: Awaitable[_Result]) -> _Result:
-    """Awaits what a user's code made; what it raises passes through event loops of ours.
+    """Awaits what a user's code made; what it raises passes through our event loops.
 
     Raises:
       CancelledError: this task was cancelled. One that the user's code raised by itself is carried like the rest.

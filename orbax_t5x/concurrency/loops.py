@@ -1,14 +1,15 @@
-"""Event loops and single calls in threads of their own, and the thread that waits for them."""
+"""Event loops and blocking calls in threads of their own, and the thread that waits for them."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from orbax_t5x.concurrency.carried import first_failure
 from orbax_t5x.errors import CheckpointIOError
@@ -23,10 +24,10 @@ _LOOP_DESCRIPTORS = 3
 
 
 class CallerThread:
-    """Functions that an event loop has run in the thread that waits for it.
+    """Queue of functions that an event loop has run in the thread that waits for it.
 
     JAX's settings (`enable_x64`, `default_device`, the mesh in use) belong to that thread. What a function raises is
-    raised there, so that no exception of a user's callback meets the event loop.
+    raised there, so that no exception of a user's callback reaches the event loop.
     """
 
     def __init__(self) -> None:
@@ -51,23 +52,63 @@ class CallerThread:
 
     def serve(self, timeout: float) -> None:
         """Runs the next function that comes within `timeout` seconds; what it raises is raised here."""
-        try:
+        with contextlib.suppress(queue.Empty):
             job = self._jobs.get(timeout=timeout)
-        except queue.Empty:
-            return
-        if job is not None:
-            job()
+            if job is not None:
+                job()
 
     def wake(self) -> None:
         """Ends a wait in `serve`."""
         self._jobs.put(None)
 
 
-class _EventLoop(asyncio.SelectorEventLoop):
-    """An event loop to which nothing is told after its end.
+class CallThread:
+    """Thread that makes blocking calls one after the other, so that what they allocate comes from one arena.
 
-    A future of TensorStore that is cancelled in the moment of its completion tells its loop nevertheless, as soon as
-    its thread gets the interpreter's lock: nobody waits for that, and the loop may be closed by then.
+    A daemon, unlike the threads of an executor: the exit of Python does not wait for a call that never returns.
+    """
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+    def submit(self, function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
+        """Has a function called, also where its caller waits for it no longer; it cannot be cancelled."""
+        future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()
+
+        def job() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.put(job)
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the calls that were submitted before."""
+        self._jobs.put(None)
+
+
+def call_in_thread(function: Callable[[], _Result], name: str) -> concurrent.futures.Future[_Result]:
+    """Has a function called in a thread of its own, as by `CallThread.submit`."""
+    thread = CallThread(name)
+    future = thread.submit(function)
+    thread.close()
+    return future
+
+
+class _EventLoop(asyncio.SelectorEventLoop):
+    """Event loop that ignores callbacks after it was closed.
+
+    A future of TensorStore that is cancelled in the moment of its completion calls its loop nevertheless, as soon as
+    its thread gets the interpreter's lock, and the loop may be closed by then.
     """
 
     def call_soon_threadsafe(self, callback: Any, *arguments: Any, context: Any = None) -> asyncio.Handle:
@@ -83,24 +124,24 @@ class _EventLoop(asyncio.SelectorEventLoop):
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """An event loop.
+    """Makes an event loop.
 
     Raises:
       CheckpointIOError: the process is short of descriptors.
     """
     try:
-        # A loop that cannot be made to its end complains when it is collected: whether it can is tried first.
+        # An event loop that is made in part complains when it is collected: whether it can be made is tried first.
         with contextlib.ExitStack() as spare:
             for _ in range(_LOOP_DESCRIPTORS):
                 spare.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         return _EventLoop()
     except OSError as error:
-        message = f"an event loop to read with cannot be made: {error.strerror}"
+        message = f"the event loop that reads cannot be made: {error.strerror}"
         raise CheckpointIOError(message, errno=error.errno) from error
 
 
 class LoopThread:
-    """An event loop in a thread of its own, on which coroutines are run for callers of other threads.
+    """Event loop in a thread of its own, on which coroutines are run for callers of other threads.
 
     Never the caller's loop or thread: it works where a loop is already running, and no coroutine that holds arrays is
     ever handed to `asyncio.run` (whose runner formats the finished task, and so the arrays, on exit).
@@ -120,11 +161,11 @@ class LoopThread:
                 self._loop.run_forever()
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread, where waiting for it would never end."""
+        """Tests whether the caller runs on this thread, where waiting for it would never end."""
         return threading.current_thread() is self._thread
 
     def is_alive(self) -> bool:
-        """Whether the thread still serves."""
+        """Tests whether the thread still serves."""
         return self._thread.is_alive() and not self._closing
 
     def run(
@@ -145,28 +186,41 @@ class LoopThread:
         Raises:
           RuntimeError: the thread has ended.
         """
-        call = _Call(coroutine, caller)
+        ended = threading.Event()
+        failures: list[BaseException] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        async def run_to_end() -> None:
+            try:
+                await coroutine
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                ended.set()
+                if caller is not None:
+                    caller.wake()
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
         try:
-            self._loop.call_soon_threadsafe(call.start)
-            while not call.ended.wait(_POLL_SECS if caller is None else 0):
+            self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(run_to_end())))
+            while not ended.wait(_POLL_SECS if caller is None else 0):
                 if caller is not None:
                     caller.serve(_POLL_SECS)
-                if not self._thread.is_alive() and not call.ended.is_set():
+                if not self._thread.is_alive() and not ended.is_set():
                     raise RuntimeError("the thread that reads has ended before this was read")
         except BaseException:
             if not self._thread.is_alive():
                 coroutine.close()
                 raise
-            self._loop.call_soon_threadsafe(call.cancel)
-            while wait_for_cancelled and self._thread.is_alive() and not call.ended.wait(_POLL_SECS):
+            self._loop.call_soon_threadsafe(cancel)
+            while wait_for_cancelled and self._thread.is_alive() and not ended.wait(_POLL_SECS):
                 pass
             raise
-        failure, call.failure = call.failure, None
-        if failure is not None:
-            try:
-                raise first_failure(failure)
-            finally:
-                del failure
+        if failures:
+            raise first_failure(failures.pop())
 
     def close(self) -> None:
         """Stops the loop; the thread ends."""
@@ -181,90 +235,3 @@ class LoopThread:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _Call:
-    """A coroutine that runs as a task of a loop of another thread; what it raises is kept as a value.
-
-    Attributes:
-      ended: set when it has ended.
-      failure: what it raised, if anything.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], caller: CallerThread | None):
-        self.ended = threading.Event()
-        self.failure: BaseException | None = None
-        self._coroutine = coroutine
-        self._caller = caller
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _run(self) -> None:
-        try:
-            await self._coroutine
-        except BaseException as error:
-            self.failure = error
-        finally:
-            self.ended.set()
-            if self._caller is not None:
-                self._caller.wake()
-
-
-class CallThread:
-    """A thread that makes blocking calls one after the other, so that what they allocate comes from one arena."""
-
-    def __init__(self, name: str):
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job
-
-    def put(self, job: Callable[[], None]) -> None:
-        """Has a function called that raises nothing."""
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Ends the thread after what was put before."""
-        self._jobs.put(None)
-
-
-class ThreadCall(Generic[_Result]):
-    """A blocking call in another thread, which goes on where its caller waits no longer.
-
-    Attributes:
-      ended: set when it has ended.
-    """
-
-    def __init__(self, function: Callable[[], _Result], name: str, thread: CallThread | None = None):
-        """Begins it, in `thread`, or in one of its own that has this name."""
-        self.ended = threading.Event()
-        self._function = function
-        self._outcome: list[_Result] = []
-        self._error: BaseException | None = None
-        if thread is not None:
-            thread.put(self._run)
-        else:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._outcome.append(self._function())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.ended.set()
-
-    def result(self) -> _Result:
-        """What the call returned, once it has ended; raises what it raised."""
-        if self._error is not None:
-            raise self._error
-        return self._outcome[0]

@@ -1,13 +1,14 @@
-"""The threads that live as long as the process, made on first use, and the work that is shared among them."""
+"""Threads that live as long as the process, made on first use, and the work that is divided between them."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from typing import Any, TypeVar
 
 from orbax_t5x.concurrency.loops import LoopThread
 
@@ -26,7 +27,7 @@ _FUNCTION_THREADS = 16
 
 
 class _ProcessThreads:
-    """The threads that live as long as the process, made on first use; a forked child makes its own."""
+    """Threads that live as long as the process, made on first use; a forked child makes its own."""
 
     def __init__(self) -> None:
         self._is_registered = False
@@ -38,25 +39,25 @@ class _ProcessThreads:
         self._read_thread: LoopThread | None = None
         self._pools: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
 
-    def _register(self) -> None:
-        if not self._is_registered:
-            os.register_at_fork(after_in_child=self._forget)
-            self._is_registered = True
+    @contextlib.contextmanager
+    def _locked(self) -> Generator[None, None, None]:
+        with self._lock:
+            if not self._is_registered:
+                os.register_at_fork(after_in_child=self._forget)
+                self._is_registered = True
+            yield
 
     def read_thread(self) -> LoopThread:
-        with self._lock:
-            self._register()
+        with self._locked():
             if self._read_thread is None or not self._read_thread.is_alive():
                 self._read_thread = LoopThread()
             return self._read_thread
 
     def pool(self, name: str, threads: int) -> concurrent.futures.ThreadPoolExecutor:
-        with self._lock:
-            self._register()
+        with self._locked():
             if name not in self._pools:
-                self._pools[name] = concurrent.futures.ThreadPoolExecutor(
-                    threads, thread_name_prefix=f"orbax_t5x-{name}"
-                )
+                prefix = f"orbax_t5x-{name}"
+                self._pools[name] = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=prefix)
             return self._pools[name]
 
 
@@ -64,17 +65,17 @@ _process_threads = _ProcessThreads()
 
 
 def reader_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Where event loops put blocking reads."""
+    """Returns the pool for blocking reads of event loops."""
     return _process_threads.pool("read", _READER_THREADS)
 
 
 def waiting_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Where event loops put calls that wait for another machine."""
+    """Returns the pool for calls of event loops that wait for another machine."""
     return _process_threads.pool("wait", _WAITING_THREADS)
 
 
 def function_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Where event loops put blocking functions of users."""
+    """Returns the pool for blocking functions of users."""
     return _process_threads.pool("get", _FUNCTION_THREADS)
 
 
@@ -89,46 +90,40 @@ def run_on_read_thread(coroutine: Coroutine[Any, Any, None]) -> None:
         own.run(coroutine)
 
 
-class _SharedJobs(Generic[_Result]):
-    """Jobs that several threads take in order, made as they are taken; the first error stops the rest."""
-
-    def __init__(self, jobs: Iterator[Callable[[], _Result]]):
-        self._jobs = jobs
-        self._lock = threading.Lock()
-        self._stop = False
-        self.results: list[_Result] = []
-
-    def work(self) -> None:
-        while not self._stop:
-            try:
-                with self._lock:
-                    job = next(self._jobs, None)
-                if job is None:
-                    return
-                self.results.append(job())
-            except BaseException:
-                self._stop = True
-                raise
-
-
 def run_jobs(jobs: Iterable[Callable[[], _Result]]) -> list[_Result]:
-    """The results of blocking jobs, in any order. An error is raised once no job is running any more.
+    """Runs blocking jobs, made as they are begun, and returns their results in any order.
 
-    The calling thread takes jobs, too, and waits only for those that a helper thread has begun, so that calls from
-    within a helper thread cannot starve each other.
+    The first error stops the rest, and is raised once no job is running any more. The calling thread takes jobs, too,
+    and waits only for those that a helper thread has begun, so that calls from within a helper thread cannot starve
+    each other.
     """
     jobs = iter(jobs)
     first = list(itertools.islice(jobs, 2))
     if len(first) < 2:
         return [job() for job in first]
-    shared = _SharedJobs(itertools.chain(first, jobs))
+    pending = itertools.chain(first, jobs)
+    results: list[_Result] = []
+    lock, failed = threading.Lock(), threading.Event()
+
+    def next_job() -> Callable[[], _Result] | None:
+        with lock:
+            return None if failed.is_set() else next(pending, None)
+
+    def work() -> None:
+        try:
+            while (job := next_job()) is not None:
+                results.append(job())
+        except BaseException:
+            failed.set()
+            raise
+
     pool = _process_threads.pool("help", _HELPER_THREADS)
-    helpers = [pool.submit(shared.work) for _ in range(_HELPER_THREADS)]
+    helpers = [pool.submit(work) for _ in range(_HELPER_THREADS)]
     try:
-        shared.work()
+        work()
     finally:
         begun = [helper for helper in helpers if not helper.cancel()]
         concurrent.futures.wait(begun)
     for helper in begun:
         helper.result()
-    return shared.results
+    return results

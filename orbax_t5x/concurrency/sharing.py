@@ -1,4 +1,4 @@
-"""Dividing work between processes."""
+"""Divides work between processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _Item = TypeVar("_Item")
 
 
 def balanced_shares(items: Iterable[_Item], size: Callable[[_Item], int], count: int) -> list[list[_Item]]:
-    """Deals items out into `count` shares of nearly the same size: the largest first, each to the smallest share.
+    """Divides items into `count` work shares of nearly the same size: the largest first, each to the smallest.
 
-    The same items in the same order give the same shares everywhere.
+    The same items in the same order give the same work shares everywhere.
     """
     shares: list[list[_Item]] = [[] for _ in range(count)]
     heap = [(0, share) for share in range(count)]

@@ -46,7 +46,7 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterabl
 
 
 async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
-    """Awaits what goes on although nobody waits for it; a cancellation is raised when it has ended."""
+    """Awaits what cannot be cancelled; a cancellation is raised when it has ended."""
 
     async def wait() -> _Result:
         return await awaitable
@@ -57,12 +57,12 @@ async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
     except asyncio.CancelledError:
         await asyncio.wait([waiting])
         if not waiting.cancelled():
-            waiting.exception()  # nobody else asks for it, and asyncio would complain on standard error
+            waiting.exception()  # which asyncio would otherwise report on standard error
         raise
 
 
 class Budget:
-    """Bytes in flight, granted first in, first out; a request above the whole budget waits until it is alone.
+    """Budget of bytes in flight, granted first in, first out; a request above the whole budget waits for all others.
 
     For coroutines of one event loop.
 
@@ -85,7 +85,7 @@ class Budget:
         await granted
 
     def give(self, size: int) -> None:
-        """Gives a share back."""
+        """Gives bytes back that were taken."""
         self._used -= size
         while self._waiting and self._fits(self._waiting[0][0]):
             next_size, granted = self._waiting.popleft()

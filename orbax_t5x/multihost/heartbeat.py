@@ -13,6 +13,7 @@ default, after which JAX ends this process.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from orbax_t5x.concurrency import CallThread, ThreadCall
+from orbax_t5x.concurrency import CallThread, call_in_thread
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.multihost.coordination import key_value_store
 
@@ -63,7 +64,7 @@ class Heartbeat:
         self._read_time = time.monotonic()
         self._unanswered_since: float | None = None
         self.count: int = 0
-        self._thread = ThreadCall(self._run, "orbax_t5x-beat")
+        self._thread = call_in_thread(self._run, "orbax_t5x-beat")
 
     def _run(self) -> None:
         for number in itertools.count(time.time_ns()):
@@ -111,7 +112,8 @@ class Heartbeat:
     def stop(self) -> None:
         """Records that this process is in no call any more."""
         self._stopped.set()
-        self._thread.ended.wait(POLL_SECS)  # not longer: it may wait for a service that does not answer
+        # Not longer: the thread may wait for a service that does not answer.
+        concurrent.futures.wait([self._thread], POLL_SECS)
 
 
 def read_heartbeats(store: Any) -> dict[int, str]:
@@ -188,13 +190,14 @@ def call_with_living_peers(
     with sending_heartbeats() as heartbeat:
         if heartbeat is None:
             return function()
-        return wait_with_living_peers(ThreadCall(function, "orbax_t5x-collective", thread), path)
+        future = call_in_thread(function, "orbax_t5x-collective") if thread is None else thread.submit(function)
+        return wait_with_living_peers(future, path)
 
 
-def wait_with_living_peers(call: ThreadCall[_Result], path: str | None) -> _Result:
+def wait_with_living_peers(future: concurrent.futures.Future[_Result], path: str | None) -> _Result:
     """Returns the result of a call that waits for other processes; arguments and errors as above."""
     with sending_heartbeats() as heartbeat:
-        while not call.ended.wait(POLL_SECS):
+        while not concurrent.futures.wait([future], POLL_SECS).done:
             if heartbeat is not None and (lost := heartbeat.lost_peer()) is not None:
                 raise CheckpointIOError(f"{lost}, and this call waits for it no longer.", path=path)
-        return call.result()
+        return future.result()

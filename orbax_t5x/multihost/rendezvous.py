@@ -12,6 +12,7 @@ A barrier is passed once for the backend and once for each set of devices.
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 import jax
 
-from orbax_t5x.concurrency import ThreadCall
+from orbax_t5x.concurrency import call_in_thread
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.multihost.coordination import (
     TIMED_OUT,
@@ -64,10 +65,10 @@ def rendezvous_before_backend() -> None:
             barrier.wait()
             jax.process_count()
 
-    def wait(call: ThreadCall[None]) -> None:
-        while not call.ended.wait(POLL_SECS):  # an interrupt is not noticed in a wait without a limit
-            pass
-        call.result()
+    def wait(future: concurrent.futures.Future[None]) -> None:
+        while not concurrent.futures.wait([future], POLL_SECS).done:
+            pass  # an interrupt is not noticed in a wait without a limit
+        future.result()
 
     barrier.pass_by(wait_and_make_backend, wait)
 
@@ -90,7 +91,7 @@ def rendezvous_before_collective(members: Sequence[int] | None, path: str | None
     if name not in _passed:
         expected = range(jax.process_count()) if members is None else members
         barrier = _Barrier(name, jax.process_index(), expected, path)
-        barrier.pass_by(barrier.wait, lambda call: wait_with_living_peers(call, path))
+        barrier.pass_by(barrier.wait, lambda future: wait_with_living_peers(future, path))
 
 
 class _Barrier:
@@ -105,10 +106,10 @@ class _Barrier:
         self._timeout_secs = _first_heartbeat_timeout_secs()
         self._is_abandoned = threading.Event()
 
-    def pass_by(self, function: Callable[[], None], wait: Callable[[ThreadCall[None]], None]) -> None:
+    def pass_by(self, function: Callable[[], None], wait: Callable[[concurrent.futures.Future[None]], None]) -> None:
         """Has the function, which waits at the barrier, called in another thread, and waits for it."""
         try:
-            wait(ThreadCall(function, "orbax_t5x-rendezvous"))
+            wait(call_in_thread(function, "orbax_t5x-rendezvous"))
             _passed.add(self._name)
         finally:
             self._is_abandoned.set()
