@@ -1,4 +1,4 @@
-"""Collectives of the processes of one call: gathering bytes and texts, and raising the same error on all of them.
+"""Collectives of the processes of one call: gathering arrays and bytes, and raising the same error on all of them.
 
 Every process must call each of them, also one that has failed: the others would wait for it.
 """
@@ -27,8 +27,8 @@ from orbax_t5x.errors import (
 from orbax_t5x.multihost.heartbeat import call_with_living_peers
 from orbax_t5x.multihost.rendezvous import rendezvous_before_collective
 
-# Errors that say the same on a process that only hears of them.
-_TOLD = {
+# Errors that are raised with the same type on the other processes.
+_SENT_KINDS = {
     kind.__name__: kind
     for kind in (
         CheckpointGoneError,
@@ -53,7 +53,7 @@ def collective(
     thread: CallThread | None = None,
     members: Sequence[int] | None = None,
 ) -> _Result:
-    """Calls what waits for other processes, once they have come.
+    """Calls what waits for other processes, once all have arrived.
 
     Args:
       function: what to call, in another thread.
@@ -63,7 +63,7 @@ def collective(
 
     Raises:
       CheckpointIOError: another process does not answer: JAX's runtime notices that one has died, `heartbeat` that one
-        was stopped or is parted from the others.
+        was stopped or is disconnected.
     """
     rendezvous_before_collective(members, path)
     try:
@@ -75,7 +75,7 @@ def collective(
 
 
 def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
-    """The arrays of all processes, one row each; every process must call it.
+    """Gathers the arrays of all processes, one row each.
 
     Args:
       mine: of one shape and dtype in all processes.
@@ -88,21 +88,49 @@ def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
     return rows.reshape(-1, *mine.shape)
 
 
-def gather_bytes(mine: bytes, path: str | None) -> list[bytes]:
-    """What each process tells, by its index; every process must call it.
+def exchange(mine: bytes, failed: bool, path: str | None) -> tuple[list[bytes], list[int]]:
+    """Gathers bytes of all processes, and which processes have failed.
+
+    Args:
+      mine: what this process sends.
+      failed: whether this process has failed.
+      path: of what is being restored, for the error.
+
+    Returns:
+      What each process sent, by its index; and the indices of those that failed.
 
     Raises:
       CheckpointIOError: as `collective`.
     """
-    sizes = gather(np.asarray([len(mine)], np.uint32), path)[:, 0].tolist()
-    padded = np.zeros(max(1, *sizes), np.uint8)
+    table = gather(np.asarray([len(mine), failed], np.uint32), path)
+    failures = np.flatnonzero(table[:, 1]).tolist()
+    sizes = table[:, 0].tolist()
+    if not any(sizes):
+        return [b""] * len(sizes), failures
+    padded = np.zeros(max(sizes), np.uint8)
     padded[: len(mine)] = np.frombuffer(mine, np.uint8)
     rows = gather(padded, path)
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)], failures
+
+
+def gather_bytes(mine: bytes, error: Exception | None, path: str | None) -> list[bytes]:
+    """Gathers bytes of all processes, or raises this process's error, or else that of another.
+
+    Returns:
+      What each process sent, by its index.
+
+    Raises:
+      CheckpointError: what another process could not do, as that process raises it.
+      CheckpointIOError: some process could not go on for another reason, or has died.
+    """
+    sent, failures = exchange(mine if error is None else error_as_bytes(error), error is not None, path)
+    if failures:
+        raise received_error(failures, sent[failures[0]], path) if error is None else error
+    return sent
 
 
 def any_failed(failed: bool, path: str | None) -> bool:
-    """Whether some process has failed; every process must call it.
+    """Tests whether some process has failed.
 
     Raises:
       CheckpointIOError: as `collective`.
@@ -111,61 +139,47 @@ def any_failed(failed: bool, path: str | None) -> bool:
 
 
 def raise_together(error: Exception | None, path: str | None) -> None:
-    """Raises this process's error, or else that of another; every process must call it.
-
-    Raises:
-      CheckpointError: what another process could not do, as that process has it.
-      CheckpointIOError: some process could not go on for another reason, or has died.
-    """
-    failures = np.flatnonzero(gather(np.asarray([error is not None], np.uint32), path)).tolist()
-    if failures:
-        told = gather_error(failures, error, path)
-        raise told if error is None else error
-
-
-def gather_error(failures: Sequence[int], error: Exception | None, path: str | None) -> CheckpointError:
-    """The error of the first process that failed; every process must call it, with its own error."""
-    told = gather_bytes(b"" if error is None else error_as_bytes(error), path)
-    return told_error(failures, told[failures[0]], path)
+    """Raises this process's error, or else that of another; as `gather_bytes`."""
+    gather_bytes(b"", error, path)
 
 
 def error_as_bytes(error: BaseException) -> bytes:
-    """What a process tells the others of its error."""
-    if not isinstance(error, CheckpointError) or type(error).__name__ not in _TOLD:
+    """Encodes an error to be sent to the other processes."""
+    if not isinstance(error, CheckpointError) or type(error).__name__ not in _SENT_KINDS:
         return json.dumps(None).encode()
     number = error.errno if isinstance(error, CheckpointIOError) else None
     return json.dumps([type(error).__name__, error.message, error.path, error.leaf, number]).encode()
 
 
-def told_error(failures: Sequence[int], told: bytes, path: str | None, what: str = "reading") -> CheckpointError:
-    """The error of another process as the same type, or that it has one of its own.
+def received_error(failures: Sequence[int], payload: bytes, path: str | None, what: str = "reading") -> CheckpointError:
+    """Returns the error of another process as the same type, or one that refers to it.
 
     Args:
       failures: the processes that failed.
-      told: by the first of them.
+      payload: what the first of them sent, by `error_as_bytes`.
       path: of what is being restored or converted.
       what: failed.
     """
-    known = json.loads(told)
+    known = json.loads(payload)
     if known is None:
-        who = ", ".join(map(str, failures))
-        return CheckpointIOError(f"{what} failed on process {who}; its own error says why", path=path)
+        noun = "process" if len(failures) == 1 else "processes"
+        text = f"{what} failed on {noun} {', '.join(map(str, failures))}; the error raised there has the reason"
+        return CheckpointIOError(text, path=path)
     name, message, where, leaf, number = known
     message = f"{message} (on process {failures[0]})"
-    if _TOLD[name] is CheckpointIOError:
+    if _SENT_KINDS[name] is CheckpointIOError:
         return CheckpointIOError(message, path=where, leaf=leaf, errno=number)
-    return _TOLD[name](message, path=where, leaf=leaf)
+    return _SENT_KINDS[name](message, path=where, leaf=leaf)
 
 
-def exchange_texts(mine: Sequence[bytes], path: str | None) -> list[list[bytes]]:
-    """The texts of each process, by its index; every process must call it.
+def gather_texts(mine: Sequence[bytes], path: str | None) -> list[list[bytes]]:
+    """Gathers the texts of each process, by its index.
 
     Raises:
-      CheckpointIOError: a process does not answer.
+      CheckpointIOError: as `collective`.
     """
     lengths = np.asarray([len(mine), *map(len, mine)], _LENGTH)
-    told = gather_bytes(lengths.tobytes() + b"".join(mine), path)
-    return [_texts(payload) for payload in told]
+    return [_texts(payload) for payload in gather_bytes(lengths.tobytes() + b"".join(mine), None, path)]
 
 
 def _texts(payload: bytes) -> list[bytes]:

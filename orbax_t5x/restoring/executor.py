@@ -45,7 +45,7 @@ from orbax_t5x.restoring.execute.buffers import check_value, make_value, pieces_
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard
 from orbax_t5x.restoring.execute.reading import Reader
-from orbax_t5x.restoring.execute.shared_checksums import gather_parts
+from orbax_t5x.restoring.execute.shared_checksums import gather_checksums
 from orbax_t5x.restoring.execute.steps import Part
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import ReadOptions
@@ -193,7 +193,7 @@ class _Execution:
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
-            parts = gather_parts(self._stats, self._leaves_in_order(), error=error, path=self._path)
+            parts = gather_checksums(self._stats, self._leaves_in_order(), error=error, path=self._path)
         except CheckpointError:
             if error is None:
                 raise

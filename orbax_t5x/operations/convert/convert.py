@@ -131,7 +131,7 @@ def convert_for(
 ) -> ConvertReport:
     """Converts with a target, whose names, shapes and dtypes are written; None: everything, as it is."""
     started = time.monotonic()
-    agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", tells_errors=True)
+    agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
         path = local_destination(destination)

@@ -120,7 +120,7 @@ class ConversionJob:
         stack.callback(_remove_empty, made)
         work = stack.enter_context(WorkDirectory(self._target))
         # Disconnected processes may still be writing, and the work of a job that lost a process is kept.
-        stack.callback(lambda: setattr(work, "is_kept", self._agreement.is_parted))
+        stack.callback(lambda: setattr(work, "is_kept", self._agreement.lost_peer))
         check_destination(self._target, self._writing)
         return work
 

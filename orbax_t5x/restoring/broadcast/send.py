@@ -21,7 +21,7 @@ from orbax_t5x.concurrency import CallThread, run_in_pool
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
-from orbax_t5x.multihost.collectives import any_failed, exchange_texts
+from orbax_t5x.multihost.collectives import any_failed, gather_texts
 from orbax_t5x.restoring.broadcast.all_gather import empty_row, exchange_rows
 from orbax_t5x.restoring.broadcast.schedule import Message, Round, Schedule, row_starts
 from orbax_t5x.restoring.execute.buffers import pieces_of
@@ -236,7 +236,7 @@ class Broadcast:
         if error is None:
             error = await _error_of(self._read_texts(mine, pool))
         failed = error is not None
-        told = await self._with_all(lambda: exchange_texts([] if failed else mine, self._path))
+        told = await self._with_all(lambda: gather_texts([] if failed else mine, self._path))
         assert isinstance(told, list)
         if await self._with_all(lambda: any_failed(failed, self._path)):
             return error

@@ -81,7 +81,7 @@ def gather_wanted(entries: Sequence[PlanEntry], path: str | None) -> list[Wanted
     Raises:
       CheckpointIOError: a process does not answer.
     """
-    told = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), path)
+    told = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, path)
     by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in told]
     return [_wanted(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]
 
