@@ -1,16 +1,16 @@
-"""All I/O of a restore: reads the boxes that a plan names straight into the buffers that become the arrays' shards.
+"""Executes a plan: reads its boxes directly into the buffers that become the arrays' shards.
 
-An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its share of one byte
-budget (first in, first out; a group larger than the budget goes alone), allocates 64-byte aligned buffers (which `jax`
-takes over without a copy on CPU), has its leaves read into them, and runs what views left to do (casts, averages,
-reshapes). Its arrays are made, and `progress` is called, in the thread of the caller, by whose JAX settings arrays are
-made. Leaves that are read by blocking calls are read in worker threads, a group per hop; leaves of asynchronous formats
-and of remote stores are awaited, many at a time. Leaves that share stored bytes are in one group, so that each box is
-read once.
+An event loop in a thread of its own takes groups of leaves in plan order. Each group waits for its bytes of one budget
+(first in, first out; a group larger than the budget waits for all others), allocates 64-byte aligned buffers (which
+`jax` takes over without a copy on CPU), has its leaves read into them, and runs what views have left to do (casts,
+averages, reshapes). Its arrays are made, and `progress` is called, in the thread of the caller, by whose JAX settings
+arrays are made. Leaves that are read by blocking calls are read in worker threads, a group per hop; leaves of
+asynchronous formats and of remote stores are awaited, many at a time. Leaves that share stored bytes are in one group,
+so that each box is read once.
 
-Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's share
-is given back when its arrays have arrived there. What leaves of chunked formats need to decode chunks has a budget of
-its own, of the same size at most (`decoding_bytes`).
+Host memory is bounded by the results that stay on the host plus the budget in flight. On accelerators a group's bytes
+are given back when its arrays have arrived there. The memory in which leaves of chunked formats decode chunks has a
+budget of its own, of the same size at most (`decoding_bytes`).
 
 With several processes and `broadcast`, what more than one of them needs is read by one and sent (`broadcast`), after
 what each reads for itself.
@@ -38,15 +38,15 @@ from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_bo
 from orbax_t5x.multihost.collectives import raise_together
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
-from orbax_t5x.restoring.broadcast.schedule import schedule_of
+from orbax_t5x.restoring.broadcast.needs import compare_plans, gather_needs
+from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
 from orbax_t5x.restoring.broadcast.send import Broadcast
-from orbax_t5x.restoring.broadcast.wanted import compare_plans, gather_wanted
-from orbax_t5x.restoring.execute.buffers import check_value, make_value, pieces_of
+from orbax_t5x.restoring.execute.buffers import check_value, layout_of, make_value
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard
 from orbax_t5x.restoring.execute.reading import Reader
 from orbax_t5x.restoring.execute.shared_checksums import gather_checksums
-from orbax_t5x.restoring.execute.steps import Part
+from orbax_t5x.restoring.execute.stages import Piece
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
@@ -65,11 +65,11 @@ _CHUNKS_PER_THREAD = 2
 def execute_plan(
     plan: PlanData, options: ReadOptions, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Any], RestoreReport]:
-    """Runs a plan; what `RestorePlan.execute` calls.
+    """Runs a plan for `RestorePlan.execute`.
 
     Args:
       plan: what to read.
-      options: how; its `progress` is not looked at.
+      options: how; its `progress` is ignored.
       on_progress: called when bytes have arrived.
 
     Returns:
@@ -85,7 +85,7 @@ def execute_plan(
 
 
 def decoding_bytes(leaves: Iterable[Leaf], limit: int) -> int:
-    """The memory in which leaves of chunked formats may decode chunks at a time, within the limit of an execution.
+    """Returns the memory in which leaves of chunked formats may decode chunks, within the limit of an execution.
 
     Enough to keep all cores at work; more would only be filled by reads that run ahead of decoding. Remote leaves get
     all of the limit: what is under way to them hides round trips.
@@ -103,7 +103,7 @@ _Buffers = dict[str, list[np.ndarray]]
 
 
 class _Execution:
-    """One run of one plan."""
+    """Execution of one plan."""
 
     def __init__(self, plan: PlanData, options: ReadOptions, on_progress: OnProgress | None):
         self._plan = plan
@@ -148,11 +148,11 @@ class _Execution:
     # -- reading
 
     def _broadcast(self, entries: Sequence[PlanEntry]) -> tuple[Broadcast, list[PlanEntry]]:
-        """The broadcast of what several processes need, and the entries that are read as without one."""
+        """Prepares the broadcast of what several processes need; returns also the entries that are read without it."""
         texts = [entry for entry in entries if _is_text(entry)]
         arrays = [entry for entry in entries if not _is_text(entry)]
         processes = jax.process_count()
-        schedule = schedule_of(gather_wanted(arrays, self._path), processes, self._limit)
+        schedule = schedule_broadcast(gather_needs(arrays, self._path), processes, self._limit)
         broadcast = Broadcast(
             schedule,
             texts,
@@ -163,7 +163,7 @@ class _Execution:
             limit=self._limit,
             path=self._path,
         )
-        return broadcast, list(schedule.alone)
+        return broadcast, list(schedule.unshared)
 
     def _read(self, groups: list[Group], broadcast: Broadcast | None) -> None:
         thread = LoopThread()
@@ -172,7 +172,7 @@ class _Execution:
                 error: BaseException | None = None
                 try:
                     thread.run(self._read_all(groups, pool), caller=self._caller)
-                except BaseException as caught:  # the other processes must hear of it before it goes on
+                except BaseException as caught:  # the other processes must receive it first
                     error = caught
                 if broadcast is not None and (error is None or isinstance(error, Exception)):
                     try:
@@ -181,8 +181,8 @@ class _Execution:
                         error = caught
                     self._bytes_received = broadcast.bytes_received
                 self._stop.set()
-                is_parted = broadcast is not None and broadcast.is_parted
-                if self._several and not is_parted and (error is None or isinstance(error, Exception)):
+                lost_peer = broadcast is not None and broadcast.lost_peer
+                if self._several and not lost_peer and (error is None or isinstance(error, Exception)):
                     self._verify_together(thread, error)
                 if error is not None:
                     raise error
@@ -193,27 +193,27 @@ class _Execution:
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""
         try:
-            parts = gather_checksums(self._stats, self._leaves_in_order(), error=error, path=self._path)
+            ranges = gather_checksums(self._stats, self._leaves_in_order(), error=error, path=self._path)
         except CheckpointError:
             if error is None:
                 raise
             return
         if self._stats.verify != "full":
-            thread.run(self._verify_all(self._leaves_in_order(), parts, self._stats))
+            thread.run(self._verify_all(self._leaves_in_order(), ranges, self._stats))
             return
         try:
-            thread.run(self._verify_rest(parts))
+            thread.run(self._verify_rest(ranges))
         except Exception as caught:
             error = caught
         raise_together(error, self._path)
 
-    async def _verify_rest(self, parts: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
-        """Compares checksums of what was read; leaves that this does not cover are read, a share by each process."""
-        await self._verify_all(self._leaves_in_order(), parts, ReadStats("touched"))
+    async def _verify_rest(self, ranges: Mapping[Leaf, Sequence[ChecksummedRange]]) -> None:
+        """Compares checksums of what was read; leaves that this does not cover are read, some by each process."""
+        await self._verify_all(self._leaves_in_order(), ranges, ReadStats("touched"))
         rest = [leaf for leaf, verified in self._verified.items() if verified is False]
-        shares = balanced_shares(rest, _stored_bytes, jax.process_count())
-        await self._verify_all(shares[jax.process_index()], parts, self._stats)
-        # Unless another process finds damage in its share: `raise_together` then raises that here, too.
+        work_shares = balanced_shares(rest, _stored_bytes, jax.process_count())
+        await self._verify_all(work_shares[jax.process_index()], ranges, self._stats)
+        # Unless another process finds damage in its own: `raise_together` then raises that here, too.
         self._verified.update(dict.fromkeys(rest, True))
 
     async def _read_all(self, groups: list[Group], pool: concurrent.futures.Executor) -> None:
@@ -230,7 +230,7 @@ class _Execution:
                     return
                 placed = await self._caller.run(self._place, group.entries, buffers)
                 if jax.default_backend() != "cpu":
-                    # Transfers run on: only when they have arrived may other groups take this share of the host's
+                    # Transfers run on: only when they have arrived may other groups take these bytes of the host's
                     # memory.
                     await run_in_pool(pool, jax.block_until_ready, placed)
                 await self._verify_group(group)
@@ -257,13 +257,13 @@ class _Execution:
 
     def _read_blocking(self, group: Group) -> _Buffers | None:
         """Reads and finishes one group in this worker thread; None where another group has failed meanwhile."""
-        buffers, steps = _allocate(group)
-        return buffers if self._reader.fill(steps, group.entries[0]) else None
+        buffers, stages = _allocate(group)
+        return buffers if self._reader.fill(stages, group.entries[0]) else None
 
     async def _read_awaited(self, group: Group, pool: concurrent.futures.Executor) -> _Buffers:
         """Awaits one group's reads; what computes is done in a worker thread."""
-        buffers, steps = _allocate(group)
-        await self._reader.fill_awaited(steps, group.entries[0], pool)
+        buffers, stages = _allocate(group)
+        await self._reader.fill_awaited(stages, group.entries[0], pool)
         return buffers
 
     # -- checksums
@@ -280,26 +280,26 @@ class _Execution:
                 self._verified[leaf] = await leaf.verify_checksum(self._stats, self._stats.ranges(leaf))
 
     async def _verify_all(
-        self, leaves: Iterable[Leaf], parts: Mapping[Leaf, Sequence[ChecksummedRange]], stats: ReadStats
+        self, leaves: Iterable[Leaf], ranges: Mapping[Leaf, Sequence[ChecksummedRange]], stats: ReadStats
     ) -> None:
         for leaf in leaves:
-            self._verified[leaf] = await leaf.verify_checksum(stats, parts.get(leaf, ()))
+            self._verified[leaf] = await leaf.verify_checksum(stats, ranges.get(leaf, ()))
 
     def _leaves_in_order(self) -> list[Leaf]:
-        """In plan order, which every process has alike; grouping depends on its own boxes."""
+        """Returns the leaves in plan order, the same on every process; grouping depends on its own boxes."""
         return list(dict.fromkeys(leaf for entry in self._plan.entries for leaf in entry.leaves))
 
     # -- results
 
     async def _place_arrived(self, entry: PlanEntry, buffers: list[np.ndarray]) -> None:
-        """Makes the value of what came in a broadcast, which goes on where this fails."""
-        placed, error = await self._caller.run(self._try_to_place, entry, buffers)
+        """Makes the value of what a broadcast received; the broadcast goes on where this fails."""
+        placed, error = await self._caller.run(self._place_or_error, entry, buffers)
         if error is not None:
             raise error
         if jax.default_backend() != "cpu":
             await run_in_pool(None, jax.block_until_ready, placed)
 
-    def _try_to_place(
+    def _place_or_error(
         self, entry: PlanEntry, buffers: list[np.ndarray]
     ) -> tuple[list[jax.Array], None] | tuple[None, Exception]:
         try:
@@ -321,22 +321,23 @@ class _Execution:
         return [value for value in placed.values() if isinstance(value, jax.Array)]
 
     def _computed_leaves(self, entries: Sequence[PlanEntry]) -> dict[Leaf, ValueLeaf]:
-        """What a function computes for leaves that it fills in part, or that are cast here: arrays of its own dtypes,
-        placed like these leaves.
+        """Computes the leaves that a fallback function fills partly, or that are cast here.
+
+        They are arrays of the function's own dtypes, placed like these leaves.
         """
         computed = [leaf for entry in entries for leaf in entry.leaves if isinstance(leaf, ComputedLeaf)]
         if not computed or self._plan.fallback is None:
             return {}
         targets = {entry.name: entry.leaf for entry in entries if entry.leaf is not None}
-        wanted = {leaf.name: dataclasses.replace(targets[leaf.name], dtype=leaf.dtype) for leaf in computed}
+        computed_targets = {leaf.name: dataclasses.replace(targets[leaf.name], dtype=leaf.dtype) for leaf in computed}
         arrays = {
             name: jax.random.key_data(value) if is_key_dtype(value.dtype) else value
-            for name, value in self._plan.fallback(wanted).items()
+            for name, value in self._plan.fallback(computed_targets).items()
         }
         return {leaf: ValueLeaf(arrays[leaf.name], leaf.name) for leaf in computed}
 
     def _computed(self) -> dict[str, Any]:
-        """Leaves that a fallback function computes as a whole, in the target's dtypes."""
+        """Computes the leaves that a fallback function fills completely, in the target's dtypes."""
         entries = [entry for entry in self._plan.entries if entry.action == "fallback" and entry.view is None]
         if not entries or self._plan.fallback is None:
             return {}
@@ -366,20 +367,22 @@ def _stored_bytes(leaf: Leaf) -> int:
 
 
 def _allocate(group: Group) -> tuple[_Buffers, list[list[Shard]]]:
-    """The buffers of each entry's shards, and what to read into them, step by step."""
+    """Allocates the buffers of each entry's shards; returns them and what to read into them, stage by stage."""
     buffers: _Buffers = {}
     outs: _Buffers = {}
     for entry in group.entries:
         assert entry.view is not None
         with naming_memory_errors(entry.leaves[0].path, entry.name):
-            buffers[entry.name], outs[entry.name] = pieces_of(entry).allocate(np.dtype(entry.view.dtype))
-    return buffers, [[_as_shard(part, outs[part.entry.name][part.place]) for part in step] for step in group.steps]
+            buffers[entry.name], outs[entry.name] = layout_of(entry).allocate(np.dtype(entry.view.dtype))
+    return buffers, [
+        [_as_shard(piece, outs[piece.entry.name][piece.box_index]) for piece in stage] for stage in group.stages
+    ]
 
 
-def _as_shard(part: Part, out: np.ndarray) -> Shard:
-    """A part with its part of the shard's buffer."""
-    whole = pieces_of(part.entry).reading[part.place]
-    return Shard(part.view, part.box, out if part.box == whole else out[slices_within(part.box, whole)])
+def _as_shard(piece: Piece, out: np.ndarray) -> Shard:
+    """Joins a piece with its slice of the shard's buffer."""
+    whole = layout_of(piece.entry).read_boxes[piece.box_index]
+    return Shard(piece.view, piece.box, out if piece.box == whole else out[slices_within(piece.box, whole)])
 
 
 def _is_text(entry: PlanEntry) -> bool:

@@ -92,4 +92,4 @@ def test_each_wait_for_other_processes_ends_when_one_is_lost():
     text = (package / collectives).read_text()
     assert text.count("process_allgather(") == text.count("collective(lambda: np.asarray(multihost_utils.") == 1
     text = (package / all_gather).read_text()
-    assert text.count("_all_gather(row, members)") == 1 and "collective(lambda: _all_gather(row, members)" in text
+    assert text.count("_all_gather(buffer, members)") == 1 and "collective(lambda: _all_gather(buffer, members)" in text

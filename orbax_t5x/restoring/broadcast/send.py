@@ -1,11 +1,11 @@
-"""A broadcast: this process reads its shares of what is stored, and all processes send one another what they need.
+"""Runs a broadcast: this process reads its chunks of what is stored, and all processes send each other what they need.
 
-While the rows of one round travel, what the next one sends is being read. Host memory is bounded by what stays on the
-host plus the budget: the rows of a round, and the shares that this round and the next are made of; a share larger than
-the budget goes alone.
+While the send buffers of one round travel, what the next one sends is being read. Host memory is bounded by what stays
+on the host plus the budget: the buffers of a round, and the chunks that this round and the next are made of; a chunk
+larger than the budget is sent by itself.
 
-Where a process fails, the others must not wait for it: it goes on sending rows, of anything, until the next of the
-points at which all processes tell each other whether they go on. There all stop together.
+Where a process fails, the others must not wait for it: it goes on sending buffers of any content until the next of the
+points at which all processes exchange whether they go on. There all stop together.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.multihost.collectives import any_failed, gather_texts
-from orbax_t5x.restoring.broadcast.all_gather import empty_row, exchange_rows
-from orbax_t5x.restoring.broadcast.schedule import Message, Round, Schedule, row_starts
-from orbax_t5x.restoring.execute.buffers import pieces_of
+from orbax_t5x.restoring.broadcast.all_gather import empty_buffer, exchange_buffers
+from orbax_t5x.restoring.broadcast.schedule import BroadcastRound, Message, Schedule, message_starts
+from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.lowering import Shard
 from orbax_t5x.restoring.execute.reading import Reader
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 
-# How many rounds pass until all processes tell each other whether they go on. More: rows for nothing for longer after a
-# failure. Fewer: more waiting of processes that have no round together.
+# After how many rounds all processes exchange whether they go on. More: more rounds of no use after a failure.
+# Fewer: more waiting of processes that have no round together.
 _ROUNDS_PER_CHECK = 16
 
-Place = Callable[[PlanEntry, list[np.ndarray]], Awaitable[None]]
+PlaceEntry = Callable[[PlanEntry, list[np.ndarray]], Awaitable[None]]
 """Makes the value of an entry from the buffers of its boxes."""
 
 
 class Broadcast:
-    """One broadcast, on this process.
+    """Broadcast of one restore, on this process.
 
     Attributes:
-      is_parted: whether another process does not answer any more: nobody is left to whom anything could be told.
+      lost_peer: whether another process does not answer any more: the process group is broken.
       bytes_received: from other processes, of what this one needs.
     """
 
@@ -51,7 +51,7 @@ class Broadcast:
         schedule: Schedule,
         texts: Sequence[PlanEntry],
         reader: Reader,
-        place: Place,
+        place: PlaceEntry,
         *,
         process: int,
         processes: int,
@@ -61,9 +61,9 @@ class Broadcast:
         """Begins nothing.
 
         Args:
-          schedule: which all processes have alike.
+          schedule: the same on all processes.
           texts: entries of strings, which all processes need whole.
-          reader: reads this process's shares.
+          reader: reads this process's chunks.
           place: called with each entry whose boxes are filled.
           process, processes: the index of this one, and how many there are.
           limit: bytes in flight.
@@ -79,9 +79,9 @@ class Broadcast:
         self._path = path
         self._reads: dict[int, asyncio.Task[list[np.ndarray]]] = {}
         self._last_round = _last_rounds(schedule, process)
-        self._new_shares = _new_shares(schedule, process)
-        self._arriving = {entry: _Arriving(entry) for entry in schedule.wanted}
-        self.is_parted = False
+        self._new_chunks = _new_chunks(schedule, process)
+        self._received = {entry: _ReceivedEntry(entry) for entry in schedule.needs}
+        self.lost_peer = False
         self.bytes_received: int = 0
 
     async def run(self, pool: concurrent.futures.Executor, error: Exception | None) -> None:
@@ -93,12 +93,12 @@ class Broadcast:
 
         Raises:
           CheckpointIOError: a process does not answer.
-          CheckpointError: this process could not read its shares. Where only others failed it returns.
+          CheckpointError: this process could not read its chunks. Where only others failed it returns.
         """
         self._thread = CallThread("orbax_t5x-rounds")
         try:
             error = await self._send_texts(pool, error)
-            error = await self._go_through_rounds(pool, error)
+            error = await self._run_rounds(pool, error)
         finally:
             self._thread.close()
             for task in self._reads.values():
@@ -108,23 +108,23 @@ class Broadcast:
             raise error
 
     async def _with_all(self, function: Callable[[], object]) -> object:
-        """Awaits a call that waits for other processes; in a thread that no read takes."""
+        """Awaits a call that waits for other processes, in a thread that no read uses."""
         try:
             return await run_in_pool(None, function)
         except CheckpointIOError:
-            self.is_parted = True
+            self.lost_peer = True
             raise
 
     # -- rounds
 
-    async def _go_through_rounds(self, pool: concurrent.futures.Executor, error: Exception | None) -> Exception | None:
+    async def _run_rounds(self, pool: concurrent.futures.Executor, error: Exception | None) -> Exception | None:
         rounds = self._schedule.rounds
         own = [number for number, one in enumerate(rounds) if self._process in one.members]
         following = dict(itertools.pairwise(own))
         # One for all rounds: its memory is free again when a round has ended.
-        whole_row = empty_row(max((rounds[number].row_bytes for number in own), default=0))
+        whole_buffer = empty_buffer(max((rounds[number].buffer_bytes for number in own), default=0))
         if error is None:
-            error = await _error_of(self._place_complete([entry for entry in self._arriving], pool))
+            error = await _error_of(self._place_complete([entry for entry in self._received], pool))
         for number, one in enumerate(rounds):
             if number % _ROUNDS_PER_CHECK == 0:
                 failed = error is not None
@@ -132,117 +132,119 @@ class Broadcast:
                     break
             if self._process not in one.members:
                 continue
-            row = whole_row[: one.row_bytes]
+            buffer = whole_buffer[: one.buffer_bytes]
             if error is None:
-                error = await _error_of(self._fill_row(row, number, pool))
+                error = await _error_of(self._fill_buffer(buffer, number, pool))
             if error is None:
                 self._read_ahead(one, following.get(number), pool)
-            rows = await self._with_all(
-                lambda row=row, one=one: exchange_rows(row, one.members, self._path, self._thread)
+            buffers = await self._with_all(
+                lambda buffer=buffer, one=one: exchange_buffers(buffer, one.members, self._path, self._thread)
             )
-            assert isinstance(rows, np.ndarray)
+            assert isinstance(buffers, np.ndarray)
             if error is None:
-                error = await _error_of(self._take(one, rows, pool))
+                error = await _error_of(self._receive(one, buffers, pool))
         return error
 
-    def _read_ahead(self, one: Round, following: int | None, pool: concurrent.futures.Executor) -> None:
-        """Begins to read what the next round sends, where there is memory for it beside the rows of this one."""
+    def _read_ahead(self, one: BroadcastRound, following: int | None, pool: concurrent.futures.Executor) -> None:
+        """Begins to read what the next round sends, where there is memory for it beside the buffers of this one."""
         if following is None:
             return
-        shares = self._schedule.shares
-        held = sum(shares[number].size for number in self._reads)
-        wanted = sum(shares[number].size for number in self._new_shares.get(following, ()))
-        if held + wanted + (len(one.members) + 1) * one.row_bytes <= self._limit:
+        chunks = self._schedule.chunks
+        in_memory = sum(chunks[number].size for number in self._reads)
+        needed = sum(chunks[number].size for number in self._new_chunks.get(following, ()))
+        if in_memory + needed + (len(one.members) + 1) * one.buffer_bytes <= self._limit:
             self._begin_reads(following, pool)
 
     def _begin_reads(self, number: int, pool: concurrent.futures.Executor) -> None:
-        """Begins to read the shares of which a round is the first to send something."""
-        for share in self._new_shares.pop(number, ()):
-            self._reads[share] = asyncio.create_task(self._read(share, pool))
+        """Begins to read the chunks of which a round is the first to send something."""
+        for chunk in self._new_chunks.pop(number, ()):
+            self._reads[chunk] = asyncio.create_task(self._read(chunk, pool))
 
     async def _read(self, number: int, pool: concurrent.futures.Executor) -> list[np.ndarray]:
-        """What the parts of a share hold."""
-        share = self._schedule.shares[number]
-        first = share.parts[0].entry
+        """Reads the pieces of a chunk."""
+        chunk = self._schedule.chunks[number]
+        first = chunk.pieces[0].entry
         shards: list[Shard] = []
         outs: dict[int, np.ndarray] = {}
         with naming_memory_errors(first.leaves[0].path, first.name):
-            for whole, inside in share.reads:
+            for whole, inside in chunk.reads:
                 out = empty_array(box_shape(whole.box), whole.view.dtype)
                 shards.append(Shard(whole.view, whole.box, out))
-                for part in inside:
-                    outs[part] = out[(*slices_within(share.parts[part].box, whole.box), ...)]  # a view of rank 0, too
-        steps = [shards]
-        if all(isinstance(leaf, BlockingLeaf) for part in share.parts for leaf in part.entry.leaves):
-            await run_in_pool(pool, self._reader.fill, steps, first)
+                for piece in inside:
+                    outs[piece] = out[
+                        (*slices_within(chunk.pieces[piece].box, whole.box), ...)
+                    ]  # a view of rank 0, too
+        stages = [shards]
+        if all(isinstance(leaf, BlockingLeaf) for piece in chunk.pieces for leaf in piece.entry.leaves):
+            await run_in_pool(pool, self._reader.fill, stages, first)
         else:
-            await self._reader.fill_awaited(steps, first, pool)
-        return [outs[part] for part in range(len(share.parts))]
+            await self._reader.fill_awaited(stages, first, pool)
+        return [outs[piece] for piece in range(len(chunk.pieces))]
 
-    async def _fill_row(self, row: np.ndarray, number: int, pool: concurrent.futures.Executor) -> None:
-        """This process's messages of a round; what was sent to the end is let go."""
+    async def _fill_buffer(self, buffer: np.ndarray, number: int, pool: concurrent.futures.Executor) -> None:
+        """Fills the send buffer of a round; chunks that are sent completely are released."""
         self._begin_reads(number, pool)
         one = self._schedule.rounds[number]
-        messages = one.rows[one.members.index(self._process)]
-        outs = {message.share: await self._reads[message.share] for message in messages}
-        await run_in_pool(pool, self._copy_into, row, messages, outs)
-        for share in outs:
-            if self._last_round[share] == number:
-                del self._reads[share]
+        messages = one.messages[one.members.index(self._process)]
+        outs = {message.chunk: await self._reads[message.chunk] for message in messages}
+        await run_in_pool(pool, self._copy_into, buffer, messages, outs)
+        for chunk in outs:
+            if self._last_round[chunk] == number:
+                del self._reads[chunk]
 
     def _copy_into(
-        self, row: np.ndarray, messages: Sequence[Message], outs: Mapping[int, Sequence[np.ndarray]]
+        self, buffer: np.ndarray, messages: Sequence[Message], outs: Mapping[int, Sequence[np.ndarray]]
     ) -> None:
-        for start, message in row_starts(messages):
-            part = self._schedule.shares[message.share].parts[message.part]
-            values = outs[message.share][message.part][slices_within(message.box, part.box)]
-            _as_values(row, start, message, values.dtype)[...] = values
+        for start, message in message_starts(messages):
+            piece = self._schedule.chunks[message.chunk].pieces[message.piece]
+            values = outs[message.chunk][message.piece][slices_within(message.box, piece.box)]
+            _as_values(buffer, start, message, values.dtype)[...] = values
 
-    # -- what arrives
+    # -- receiving
 
-    async def _take(self, one: Round, rows: np.ndarray, pool: concurrent.futures.Executor) -> None:
-        touched = await run_in_pool(pool, self._copy_from, one, rows)
+    async def _receive(self, one: BroadcastRound, buffers: np.ndarray, pool: concurrent.futures.Executor) -> None:
+        touched = await run_in_pool(pool, self._copy_from, one, buffers)
         await self._place_complete(touched, pool)
 
-    def _copy_from(self, one: Round, rows: np.ndarray) -> list[PlanEntry]:
-        """Takes what this process needs of the rows; returns the entries that it is of."""
+    def _copy_from(self, one: BroadcastRound, buffers: np.ndarray) -> list[PlanEntry]:
+        """Copies what this process needs of the buffers; returns the entries that received elements."""
         touched: dict[PlanEntry, None] = {}
-        for sender, row, messages in zip(one.members, rows, one.rows, strict=True):
-            for start, message in row_starts(messages):
-                part = self._schedule.shares[message.share].parts[message.part]
-                wanted = self._schedule.wanted[part.entry]
-                if self._process not in wanted.needers[part.place]:
+        for sender, buffer, messages in zip(one.members, buffers, one.messages, strict=True):
+            for start, message in message_starts(messages):
+                piece = self._schedule.chunks[message.chunk].pieces[message.piece]
+                needs = self._schedule.needs[piece.entry]
+                if self._process not in needs.needers[piece.box_index]:
                     continue
-                values = _as_values(row, start, message, part.view.dtype)
-                self._arriving[part.entry].take(wanted.boxes[part.place], message.box, values)
-                touched[part.entry] = None
+                values = _as_values(buffer, start, message, piece.view.dtype)
+                self._received[piece.entry].take(needs.boxes[piece.box_index], message.box, values)
+                touched[piece.entry] = None
                 if sender != self._process:
                     self.bytes_received += message.size
         return list(touched)
 
     async def _place_complete(self, entries: Sequence[PlanEntry], pool: concurrent.futures.Executor) -> None:
         for entry in entries:
-            if not self._arriving[entry].elements_left:
-                buffers = await run_in_pool(pool, self._arriving.pop(entry).buffers)
+            if not self._received[entry].elements_left:
+                buffers = await run_in_pool(pool, self._received.pop(entry).buffers)
                 await self._place(entry, buffers)
 
     # -- strings
 
     async def _send_texts(self, pool: concurrent.futures.Executor, error: Exception | None) -> Exception | None:
-        """Strings, whose sizes nobody knows before they are read: all at once, each process a part of them."""
+        """Sends all strings at once, as their sizes are not known before they are read; each process reads some."""
         if not self._texts:
             return error
         mine: list[bytes] = []
         if error is None:
             error = await _error_of(self._read_texts(mine, pool))
         failed = error is not None
-        told = await self._with_all(lambda: gather_texts([] if failed else mine, self._path))
-        assert isinstance(told, list)
+        sent = await self._with_all(lambda: gather_texts([] if failed else mine, self._path))
+        assert isinstance(sent, list)
         if await self._with_all(lambda: any_failed(failed, self._path)):
             return error
-        left = [iter(texts) for texts in told]
+        left = [iter(texts) for texts in sent]
         for number, entry in enumerate(self._texts):
-            outs, _ = pieces_of(entry).allocate(np.dtype(object))
+            outs, _ = layout_of(entry).allocate(np.dtype(object))
             for out in outs:
                 texts = left[number % self._processes]
                 out[...] = np.asarray([next(texts) for _ in range(out.size)], object).reshape(out.shape)
@@ -254,18 +256,18 @@ class Broadcast:
     async def _read_texts(self, texts: list[bytes], pool: concurrent.futures.Executor) -> None:
         for number, entry in enumerate(self._texts):
             if number % self._processes == self._process:
-                outs, _ = pieces_of(entry).allocate(np.dtype(object))
+                outs, _ = layout_of(entry).allocate(np.dtype(object))
                 assert entry.view is not None
                 shards = [Shard(entry.view, box, out) for box, out in zip(entry.boxes(), outs, strict=True)]
                 await self._reader.fill_awaited([shards], entry, pool)
                 texts += [text for out in outs for text in out.ravel().tolist()]
 
 
-class _Arriving:
-    """An entry of which this process waits for elements.
+class _ReceivedEntry:
+    """Entry of which this process receives elements.
 
     Attributes:
-      elements_left: how many have not come yet.
+      elements_left: how many have not arrived yet.
     """
 
     def __init__(self, entry: PlanEntry):
@@ -274,27 +276,27 @@ class _Arriving:
         self.elements_left = sum(map(box_size, entry.boxes()))
 
     def buffers(self) -> list[np.ndarray]:
-        """Those of the entry's boxes on this process, made when the first is wanted."""
+        """Returns the buffers of the entry's boxes on this process, allocated on first use."""
         if self._buffers is None:
             assert self._entry.view is not None
             with naming_memory_errors(self._entry.leaves[0].path, self._entry.name):
-                self._buffers, _ = pieces_of(self._entry).allocate(np.dtype(self._entry.view.dtype))
+                self._buffers, _ = layout_of(self._entry).allocate(np.dtype(self._entry.view.dtype))
         return self._buffers
 
     def take(self, whole: Box, box: Box, values: np.ndarray) -> None:
-        """Takes the elements of a box of one of the entry's boxes."""
-        place = self._entry.boxes().index(whole)
-        self.buffers()[place][slices_within(box, whole)] = values
+        """Takes the elements of a box within one of the entry's boxes."""
+        index = self._entry.boxes().index(whole)
+        self.buffers()[index][slices_within(box, whole)] = values
         self.elements_left -= values.size
 
 
-def _as_values(row: np.ndarray, start: int, message: Message, dtype: np.dtype) -> np.ndarray:
-    """The elements of a message, in the memory of the row."""
-    return row[start : start + message.size].view(dtype).reshape(box_shape(message.box))
+def _as_values(buffer: np.ndarray, start: int, message: Message, dtype: np.dtype) -> np.ndarray:
+    """Returns the elements of a message as a view of the buffer."""
+    return buffer[start : start + message.size].view(dtype).reshape(box_shape(message.box))
 
 
 async def _error_of(awaitable: Awaitable[None]) -> Exception | None:
-    """What an awaitable raises, as a value: who fails must go on sending."""
+    """Returns what an awaitable raises: a process that fails must go on sending."""
     try:
         await awaitable
     except Exception as error:
@@ -302,20 +304,20 @@ async def _error_of(awaitable: Awaitable[None]) -> Exception | None:
     return None
 
 
-def _new_shares(schedule: Schedule, process: int) -> dict[int, list[int]]:
-    """The shares of a process by the first round in which it sends something of them."""
+def _new_chunks(schedule: Schedule, process: int) -> dict[int, list[int]]:
+    """Returns the chunks of a process by the first round in which it sends something of them."""
     first: dict[int, int] = {}
     for number, message in _sent_by(schedule, process):
-        first.setdefault(message.share, number)
+        first.setdefault(message.chunk, number)
     by_round: dict[int, list[int]] = {}
-    for share, number in first.items():
-        by_round.setdefault(number, []).append(share)
+    for chunk, number in first.items():
+        by_round.setdefault(number, []).append(chunk)
     return by_round
 
 
 def _last_rounds(schedule: Schedule, process: int) -> dict[int, int]:
-    """The last round in which a process sends something of each of its shares."""
-    return {message.share: number for number, message in _sent_by(schedule, process)}
+    """Returns the last round in which a process sends something of each of its chunks."""
+    return {message.chunk: number for number, message in _sent_by(schedule, process)}
 
 
 def _sent_by(schedule: Schedule, process: int) -> list[tuple[int, Message]]:
@@ -323,5 +325,5 @@ def _sent_by(schedule: Schedule, process: int) -> list[tuple[int, Message]]:
         (number, message)
         for number, one in enumerate(schedule.rounds)
         if process in one.members
-        for message in one.rows[one.members.index(process)]
+        for message in one.messages[one.members.index(process)]
     ]

@@ -1,4 +1,4 @@
-"""Buffers that become arrays: where the shards of one array lie in one aligned allocation, and the array made of them.
+"""Allocates the buffers of an array's shards in one aligned allocation, and makes the array of them.
 
 `jax` takes a buffer at a 64-byte boundary over without a copy on CPU; shards of one array share one allocation, which
 lives exactly as long as the array. Nothing here reads.
@@ -27,16 +27,16 @@ _ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """The boxes of one array on this process, and where their buffers lie in one allocation.
+class BufferLayout:
+    """Layout of the boxes of one array on this process in one allocation.
 
     Attributes:
       boxes, shapes: of the unique shards.
       starts, stops: bytes within the allocation; each buffer begins at a 64-byte boundary.
       size: bytes of the allocation.
-      place_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
-      reading: the boxes to read. Shards that follow one another along the leading dimension, and so in memory, are read
-        as one: one request, one call and one checksum instead of one per device.
+      position_of: (start, stop) per dimension, as a shard's index has them -> position in `boxes`.
+      read_boxes: the boxes to read. Shards that follow one another along the leading dimension, and so in memory, are
+        read as one: one request, one call and one checksum instead of one per device.
     """
 
     boxes: tuple[Box, ...]
@@ -44,11 +44,11 @@ class Pieces:
     starts: tuple[int, ...]
     stops: tuple[int, ...]
     size: int
-    place_of: Mapping[Any, int]
-    reading: tuple[Box, ...]
+    position_of: Mapping[Any, int]
+    read_boxes: tuple[Box, ...]
 
     def allocate(self, dtype: np.dtype) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Uninitialised buffers: of all boxes, and, of the same memory, of the boxes to read.
+        """Allocates uninitialised buffers: of all boxes, and, of the same memory, of the boxes to read.
 
         All is one allocation, which lives as long as the array that adopts it.
 
@@ -64,14 +64,14 @@ class Pieces:
             memory[first + start : first + stop].view(dtype).reshape(shape)
             for start, stop, shape in zip(self.starts, self.stops, self.shapes, strict=True)
         ]
-        if self.reading is self.boxes:
+        if self.read_boxes is self.boxes:
             return outs, outs
-        (whole,) = self.reading
+        (whole,) = self.read_boxes
         return outs, [memory[first : first + self.size].view(dtype).reshape(box_shape(whole))]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], itemsize: int) -> Pieces:
+def _layout(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], itemsize: int) -> BufferLayout:
     boxes = addressable_boxes(sharding, shape)
     starts: list[int] = []
     stops: list[int] = []
@@ -81,16 +81,16 @@ def _pieces(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], item
         end = start + box_size(box) * itemsize
         starts.append(start)
         stops.append(end)
-    places = {box: place for place, box in enumerate(boxes)}
+    positions = {box: position for position, box in enumerate(boxes)}
     indices = () if sharding is None else shard_indices(sharding, shape)
-    place_of = {_raw_index(index): places[box_of_index(index or (), shape)] for index in indices}
+    position_of = {_raw_index(index): positions[box_of_index(index or (), shape)] for index in indices}
     joined = _joined(boxes, shape) if starts[1:] == stops[:-1] else None
-    reading = boxes if joined is None else (joined,)
-    return Pieces(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, place_of, reading)
+    read_boxes = boxes if joined is None else (joined,)
+    return BufferLayout(boxes, tuple(map(box_shape, boxes)), tuple(starts), tuple(stops), end, position_of, read_boxes)
 
 
 def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
-    """The one box that boxes are together which follow one another along the leading dimension, or None."""
+    """Joins boxes that follow one another along the leading dimension to one box; None where they do not."""
     if len(boxes) < 2 or any(box[1:] != full_box(shape[1:]) for box in boxes):
         return None
     if any(before[0][1] != after[0][0] for before, after in itertools.pairwise(boxes)):
@@ -99,18 +99,18 @@ def _joined(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
 
 
 def _raw_index(index: Sequence[slice] | None) -> tuple[tuple[int | None, int | None], ...]:
-    """A shard's index in a form that is hashable on Python 3.11, too."""
+    """Turns a shard's index into a form that is hashable on Python 3.11, too."""
     return tuple([(part.start, part.stop) for part in index or ()])
 
 
-def pieces_of(entry: PlanEntry) -> Pieces:
-    """Where the shards of one entry lie."""
+def layout_of(entry: PlanEntry) -> BufferLayout:
+    """Returns the layout of the shards of one entry."""
     assert entry.leaf is not None and entry.view is not None
-    return _pieces(entry.leaf.sharding, entry.leaf.shape, entry.view.dtype.itemsize)
+    return _layout(entry.leaf.sharding, entry.leaf.shape, entry.view.dtype.itemsize)
 
 
 def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
-    """The value of one leaf from the buffers of its boxes."""
+    """Makes the value of one leaf from the buffers of its boxes."""
     leaf, view = entry.leaf, entry.view
     assert leaf is not None and view is not None
     if leaf.kind in ("numpy", "scalar"):
@@ -118,23 +118,23 @@ def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
     if leaf.sharding is None:
         array = jax.device_put(buffers[0])
     elif not buffers:
-        # All devices are other processes'; `make_array_from_callback` would ask for data all the same.
+        # All devices are other processes'; `make_array_from_callback` would request data nevertheless.
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=view.dtype)
     else:
-        place_of = pieces_of(entry).place_of
+        position_of = layout_of(entry).position_of
         array = jax.make_array_from_callback(
             leaf.shape,
             leaf.layout if leaf.layout is not None else leaf.sharding,
-            lambda index: buffers[place_of[_raw_index(index)]],
+            lambda index: buffers[position_of[_raw_index(index)]],
         )
     return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
 
 
 def check_value(entry: PlanEntry, value: Any) -> None:
-    """Holds what was made against what the plan says; JAX narrows and places by settings that may have changed since.
+    """Compares a value with the plan: JAX narrows and places by settings that may have changed since.
 
     Raises:
-      RestorePlanError: the shape, dtype or placing is another.
+      RestorePlanError: the shape, dtype or sharding differs.
     """
     leaf = entry.leaf
     if leaf is None or leaf.kind == "scalar":
@@ -154,11 +154,11 @@ def check_value(entry: PlanEntry, value: Any) -> None:
     if clash is not None:
         kind, found, planned = clash
         fix = "plan and execute under the same JAX settings (jax_enable_x64, the mesh in use)"
-        raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan says {planned}", Fix(fix))])
+        raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan has {planned}", Fix(fix))])
 
 
 def _on_host(leaf: TargetLeaf, array: np.ndarray) -> Any:
-    """A value as the target wants it where that lives on the host."""
+    """Converts a value to the type of a target leaf on the host."""
     if leaf.kind == "numpy":
         return array.astype(leaf.dtype, copy=False)
     scalar_type = leaf.scalar_type

@@ -1,4 +1,4 @@
-"""Which leaves of a plan are read together: those that share stored bytes, and small neighbours."""
+"""Groups entries of a plan that are read together: those that share stored bytes, and small neighbours."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from orbax_t5x.lazy import BlockingLeaf, Box, Leaf
-from orbax_t5x.restoring.execute.buffers import pieces_of
-from orbax_t5x.restoring.execute.steps import Part, StoredBytesOf, steps_of, stored_bytes
+from orbax_t5x.restoring.execute.buffers import layout_of
+from orbax_t5x.restoring.execute.stages import Piece, StoredBytesOf, stages_of, stored_bytes
 from orbax_t5x.restoring.plan_data import PlanEntry
 
-# Small leaves travel together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first
+# Small leaves are read together: one hop between threads costs as much as reading 100 KB. Larger groups delay the first
 # bytes.
 _GROUP_BYTES = 4 << 20
 _GROUP_ENTRIES = 64
 
 
 class ReadsLeaves(Protocol):
-    """What reads boxes of leaves: an entry of a plan, for one process or for all."""
+    """Reader of boxes of leaves: an entry of a plan, for one process or for all."""
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """What it is made of."""
+        """The leaves that it is made of."""
         ...
 
     @property
@@ -37,13 +37,13 @@ _Reading = TypeVar("_Reading", bound=ReadsLeaves)
 
 @dataclasses.dataclass
 class Group:
-    """Entries that are read together, because they share stored bytes or because they are small.
+    """Group of entries that are read together, because they share stored bytes or because they are small.
 
     Attributes:
       entries: in plan order.
       size: bytes on the host while they are read: results and scratch.
       leaves: that they are made of, each once.
-      steps: what is read together, step by step.
+      stages: what is read together, one stage after another.
       blocking: whether all leaves are read by blocking calls, one after the other. Remote ones are not: their round
         trips overlap.
     """
@@ -51,15 +51,15 @@ class Group:
     entries: list[PlanEntry]
     size: int
     leaves: dict[Leaf, None]
-    steps: list[list[Part]]
+    stages: list[list[Piece]]
     blocking: bool
 
     def is_small(self) -> bool:
-        """Whether it may travel with neighbours."""
-        return self.size < _GROUP_BYTES and len(self.entries) == 1 and len(self.steps) == 1
+        """Tests whether the group may be joined with neighbours."""
+        return self.size < _GROUP_BYTES and len(self.entries) == 1 and len(self.stages) == 1
 
     def can_take(self, other: Group, limit: int) -> bool:
-        """Whether a small neighbour may travel with it."""
+        """Tests whether a small neighbour may be joined with the group."""
         return (
             self.blocking == other.blocking
             and self.size + other.size <= min(_GROUP_BYTES, limit)
@@ -71,11 +71,11 @@ class Group:
         self.entries += other.entries
         self.size += other.size
         self.leaves.update(other.leaves)
-        self.steps[0] += other.steps[0]
+        self.stages[0] += other.stages[0]
 
 
 def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
-    """Entries in plan order, joined where they share stored bytes, small neighbours together."""
+    """Groups entries in plan order: those that share stored bytes, and small neighbours."""
     groups: list[Group] = []
     small: Group | None = None
     for cluster in clusters_of(entries):
@@ -92,18 +92,18 @@ def group_entries(entries: Sequence[PlanEntry], limit: int) -> list[Group]:
 
 def _as_group(entries: list[PlanEntry]) -> Group:
     leaves = dict.fromkeys(leaf for entry in entries for leaf in entry.leaves)
-    steps = steps_of(entries)
-    size = sum(pieces_of(entry).size for entry in entries) + steps.scratch_bytes
+    stages = stages_of(entries)
+    size = sum(layout_of(entry).size for entry in entries) + stages.scratch_bytes
     blocking = all([isinstance(leaf, BlockingLeaf) and not leaf.is_remote for leaf in leaves])
-    return Group(entries, max(1, size), leaves, [list(parts) for parts in steps.parts], blocking)
+    return Group(entries, max(1, size), leaves, [list(pieces) for pieces in stages.pieces], blocking)
 
 
 def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_bytes) -> list[list[_Reading]]:
-    """Entries joined where they read the same leaf and share bytes of it; in order of their first ones.
+    """Joins entries that read the same leaf and share bytes of it; in order of their first ones.
 
     Args:
       entries: in plan order.
-      stored: tells the bytes that one read of boxes takes.
+      stored: counts the bytes that one read of boxes takes.
     """
     by_leaf: dict[Leaf, list[int]] = {}
     for index, entry in enumerate(entries):
@@ -129,7 +129,7 @@ def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_byte
 
 
 def _share_bytes(leaf: Leaf, users: Sequence[ReadsLeaves], stored: StoredBytesOf) -> bool:
-    """Whether reading a leaf for each user alone would read something twice."""
-    wanted: list[tuple[Box, ...]] = [boxes for entry in users for one, boxes in entry.reads if one is leaf]
-    alone = sum(stored(leaf, boxes) for boxes in wanted)
-    return alone > stored(leaf, itertools.chain.from_iterable(wanted))
+    """Tests whether reading a leaf for each user separately would read something twice."""
+    read: list[tuple[Box, ...]] = [boxes for entry in users for one, boxes in entry.reads if one is leaf]
+    separate = sum(stored(leaf, boxes) for boxes in read)
+    return separate > stored(leaf, itertools.chain.from_iterable(read))

@@ -1,4 +1,4 @@
-"""Boxes of views become reads of leaves: each distinct box of a leaf once."""
+"""Lowers boxes of views to reads of leaves: each distinct box of a leaf once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orbax_t5x.lazy import Box, Leaf, Request, View
 
 
 class Shard(NamedTuple):
-    """One box of one view, and the buffer that becomes it."""
+    """Shard: one box of one view, and the buffer that it is read into."""
 
     view: View
     box: Box
@@ -20,7 +20,7 @@ class Shard(NamedTuple):
 
 
 def lower_shards(shards: Iterable[Shard]) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
-    """Reads by leaf, each distinct box once, and what to do after them, in order."""
+    """Returns the reads by leaf, each distinct box once, and what to do after them, in order."""
     reads: dict[Leaf, dict[Box, Request]] = {}
     copies: list[Callable[[], None]] = []
     finish: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Filling shards: views are lowered to reads of leaves, the leaves are read, and what views have left to do is done."""
+"""Fills shards: lowers views to reads of leaves, reads the leaves, and does what views have left to do."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from orbax_t5x.restoring.execute.lowering import Shard, lower_shards
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.storage.memory import naming_memory_errors
 
-ShardSteps = Sequence[Sequence[Shard]]
+ShardStages = Sequence[Sequence[Shard]]
 
 
 class Reader:
-    """Fills shards, step by step.
+    """Reader that fills shards, stage by stage.
 
     Attributes:
       in_memory: what stands in for leaves that have no values before an execution.
     """
 
     def __init__(self, stats: ReadStats, stop: threading.Event):
-        """Args: what to count in, and what is set when nothing more is to be read."""
+        """Takes what to count in, and what is set when nothing more is to be read."""
         self._stats = stats
         self._stop = stop
         self.in_memory: Mapping[Leaf, ValueLeaf] = {}
 
-    def fill(self, steps: ShardSteps, entry: PlanEntry) -> bool:
+    def fill(self, stages: ShardStages, entry: PlanEntry) -> bool:
         """Fills shards of leaves that block; False where reading was stopped meanwhile.
 
         Args:
-          steps: what to fill together, step by step.
+          stages: what to fill together, stage by stage.
           entry: the first one concerned, for errors.
         """
-        for shards in steps:
+        for shards in stages:
             reads, finish = _lower(shards, entry)
             for leaf, requests in reads:
                 if self._stop.is_set():
@@ -45,9 +45,9 @@ class Reader:
             _finish(finish, entry)
         return True
 
-    async def fill_awaited(self, steps: ShardSteps, entry: PlanEntry, pool: concurrent.futures.Executor) -> None:
+    async def fill_awaited(self, stages: ShardStages, entry: PlanEntry, pool: concurrent.futures.Executor) -> None:
         """Fills shards of any leaves; what computes is done in a worker thread of `pool`."""
-        for shards in steps:
+        for shards in stages:
             reads, finish = _lower(shards, entry)
             await wait_all(self.in_memory.get(leaf, leaf).read_into(requests, self._stats) for leaf, requests in reads)
             if finish:
@@ -61,7 +61,7 @@ def _lower(
         return lower_shards(shards)
 
 
-def _finish(steps: Sequence[Callable[[], None]], entry: PlanEntry) -> None:
+def _finish(actions: Sequence[Callable[[], None]], entry: PlanEntry) -> None:
     with naming_memory_errors(entry.leaves[0].path, entry.name):
-        for step in steps:
-            step()
+        for action in actions:
+            action()

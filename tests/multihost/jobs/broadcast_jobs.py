@@ -186,16 +186,16 @@ def failures(folder):
 
 
 def _counting(number, then):
-    """The exchange of rows, with something else to do before one of them."""
-    real, calls = broadcast.exchange_rows, []
+    """The exchange of send buffers, with something else to do before one of them."""
+    real, calls = broadcast.exchange_buffers, []
 
-    def exchange_rows(*arguments):
+    def exchange_buffers(*arguments):
         calls.append(arguments)
         if len(calls) == number:
             then()
         return real(*arguments)
 
-    return patched(broadcast, "exchange_rows", exchange_rows)
+    return patched(broadcast, "exchange_buffers", exchange_buffers)
 
 
 def restore_where_one_dies(source):

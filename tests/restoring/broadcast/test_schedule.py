@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from orbax_t5x.lazy import as_view, stack
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices, slices_within
-from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, row_starts, schedule_of
-from orbax_t5x.restoring.broadcast.wanted import Wanted
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds
+from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, message_starts, schedule_broadcast
 from orbax_t5x.restoring.plan_data import PlanEntry
 from tests.support.memory_checkpoint import AwaitedLeaf
 
@@ -26,18 +26,18 @@ class Case:
     processes: int
 
 
-def grid(shape, parts):
-    """The boxes of an array that is cut into so many parts along each dimension."""
+def grid(shape, counts):
+    """The boxes of an array that is cut into so many pieces along each dimension."""
     sides = []
-    for size, count in zip(shape, parts, strict=True):
+    for size, count in zip(shape, counts, strict=True):
         edges = [size * index // count for index in range(count + 1)]
         sides.append(list(itertools.pairwise(edges)))
     return list(itertools.product(*sides))
 
 
-def wanted_of(name, view, needers):
+def needs_of(name, view, needers):
     entry = PlanEntry(name, (name,), view.shape, view.dtype, None, "read", view=view, leaves=view.leaves())
-    return Wanted(entry, tuple(needers), tuple(tuple(sorted(some)) for some in needers.values()))
+    return EntryNeeds(entry, tuple(needers), tuple(tuple(sorted(some)) for some in needers.values()))
 
 
 @st.composite
@@ -62,7 +62,7 @@ def cases(draw):
             arrays[key] = values
             boxes = grid(values.shape, [draw(st.integers(1, min(size, 3))) for size in values.shape])
             some = st.sets(st.integers(0, processes - 1), min_size=1)
-            wanted.append(wanted_of(key, one, {box: draw(some) for box in boxes}))
+            wanted.append(needs_of(key, one, {box: draw(some) for box in boxes}))
     return Case(arrays, wanted, processes)
 
 
@@ -80,33 +80,33 @@ def stored_elements(leaf, box):
 
 @given(cases(), st.sampled_from([1, 1 << 20]))
 def test_each_element_comes_once_and_no_stored_one_is_read_twice(case, limit):
-    schedule = schedule_of(case.wanted, case.processes, limit)
+    schedule = schedule_broadcast(case.needs, case.processes, limit)
     counted = {}
-    for one in schedule.wanted.values():
+    for one in schedule.needs.values():
         for box, needers in zip(one.boxes, one.needers, strict=True):
             for process in needers:
                 counted[one.entry.name, box, process] = np.zeros(box_shape(box), int)
     read = {}
-    for share in schedule.shares:
-        assert share.owner in share.members
+    for chunk in schedule.chunks:
+        assert chunk.owner in chunk.members
         masks = {}
-        for part in share.parts:
-            for leaf, box in part.view.requests(part.box):
+        for piece in chunk.pieces:
+            for leaf, box in piece.view.requests(piece.box):
                 masks[leaf] = masks.get(leaf, False) | stored_elements(leaf, box)
         for leaf, mask in masks.items():
             read[leaf] = read.get(leaf, 0) + mask.astype(int)
     for one in schedule.rounds:
         assert list(one.members) == sorted(set(one.members))
-        for sender, row in zip(one.members, one.rows, strict=True):
-            for start, message in row_starts(row):
-                assert start % ALIGNMENT == 0 and start + message.size <= one.row_bytes
-                share = schedule.shares[message.share]
-                assert (share.owner, share.members) == (sender, one.members)
-                part = share.parts[message.part]
-                wanted = schedule.wanted[part.entry]
-                whole = wanted.boxes[part.place]
-                for process in wanted.needers[part.place]:
-                    counted[part.entry.name, whole, process][slices_within(message.box, whole)] += 1
+        for sender, row in zip(one.members, one.messages, strict=True):
+            for start, message in message_starts(row):
+                assert start % ALIGNMENT == 0 and start + message.size <= one.buffer_bytes
+                chunk = schedule.chunks[message.chunk]
+                assert (chunk.owner, chunk.members) == (sender, one.members)
+                piece = chunk.pieces[message.piece]
+                wanted = schedule.needs[piece.entry]
+                whole = wanted.boxes[piece.box_index]
+                for process in wanted.needers[piece.box_index]:
+                    counted[piece.entry.name, whole, process][slices_within(message.box, whole)] += 1
     assert all((counts == 1).all() for counts in counted.values())
     assert all(counts.max(initial=0) <= 1 for counts in read.values())
 
@@ -114,9 +114,9 @@ def test_each_element_comes_once_and_no_stored_one_is_read_twice(case, limit):
 @given(cases())
 def test_what_is_read_alone_is_stored_apart(case):
     """No stored element of an entry that each process reads for itself is read by two of them."""
-    schedule = schedule_of(case.wanted, case.processes, 1 << 20)
-    alone = [one for one in case.wanted if one.entry in schedule.alone]
-    assert len(alone) + len(schedule.wanted) == len(case.wanted)
+    schedule = schedule_broadcast(case.needs, case.processes, 1 << 20)
+    alone = [one for one in case.needs if one.entry in schedule.unshared]
+    assert len(alone) + len(schedule.needs) == len(case.needs)
     readers = {}
     for one in alone:
         for box, needers in zip(one.boxes, one.needers, strict=True):
@@ -133,33 +133,33 @@ def test_a_replicated_array_is_read_by_all_in_equal_shares(chunks):
     leaf = AwaitedLeaf("a", np.broadcast_to(np.float32(0), (4096, 512)), chunks)
     view = as_view(leaf)
     processes, limit = 4, 1 << 20
-    wanted = wanted_of("a", view, {((0, 4096), (0, 512)): set(range(processes))})
-    schedule = schedule_of([wanted], processes, limit)
+    wanted = needs_of("a", view, {((0, 4096), (0, 512)): set(range(processes))})
+    schedule = schedule_broadcast([wanted], processes, limit)
     read = [0] * processes
-    for share in schedule.shares:
-        read[share.owner] += sum(box_size(part.box) * 4 for part in share.parts)
+    for chunk in schedule.chunks:
+        read[chunk.owner] += sum(box_size(piece.box) * 4 for piece in chunk.pieces)
         # A chunk of columns is as large as the whole budget.
-        assert share.size <= max(limit, 4096 * 64 * 4)
+        assert chunk.size <= max(limit, 4096 * 64 * 4)
     assert sum(read) == 4096 * 512 * 4 and max(read) <= 1.1 * sum(read) / processes
     for one in schedule.rounds:
-        assert (processes + 1) * one.row_bytes <= limit
+        assert (processes + 1) * one.buffer_bytes <= limit
     # Rows are full: the bytes that travel are hardly more than those of the array.
-    assert sum(one.row_bytes * processes for one in schedule.rounds) <= 1.3 * sum(read)
+    assert sum(one.buffer_bytes * processes for one in schedule.rounds) <= 1.3 * sum(read)
 
 
 def test_pairs_that_need_the_same_have_rounds_of_their_own():
     """Data-parallel over (0, 2) and (1, 3): nobody receives what it does not need."""
     view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32)))
-    wanted = wanted_of("a", view, {((0, 4), (0, 4)): {0, 2}, ((4, 8), (0, 4)): {1, 3}})
-    schedule = schedule_of([wanted], 4, 1 << 20)
+    wanted = needs_of("a", view, {((0, 4), (0, 4)): {0, 2}, ((4, 8), (0, 4)): {1, 3}})
+    schedule = schedule_broadcast([wanted], 4, 1 << 20)
     assert {one.members for one in schedule.rounds} == {(0, 2), (1, 3)}
 
 
 def test_what_a_process_alone_needs_is_read_by_it():
     view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32)))
-    wanted = wanted_of("a", view, {((0, 4), (0, 4)): {0}, ((4, 8), (0, 4)): {1}})
-    schedule = schedule_of([wanted], 2, 1 << 20)
-    assert schedule.alone == (wanted.entry,) and not schedule.rounds
+    wanted = needs_of("a", view, {((0, 4), (0, 4)): {0}, ((4, 8), (0, 4)): {1}})
+    schedule = schedule_broadcast([wanted], 2, 1 << 20)
+    assert schedule.unshared == (wanted.entry,) and not schedule.rounds
 
 
 def test_values_in_memory_are_taken_from_a_process_that_has_them():
@@ -167,8 +167,8 @@ def test_values_in_memory_are_taken_from_a_process_that_has_them():
     leaf, constant = AwaitedLeaf("a", np.zeros((8,), np.float32)), as_view(np.ones((8,), np.float32))
     view = stack([as_view(leaf), constant], 0)
     whole, rows = ((0, 2), (0, 8)), [((0, 2), (0, 4)), ((0, 2), (4, 8))]
-    replicated = schedule_of([wanted_of("a", view, {whole: {1, 2}})], 3, 1 << 20)
-    assert {share.owner for share in replicated.shares} <= {1, 2} and replicated.shares
+    replicated = schedule_broadcast([needs_of("a", view, {whole: {1, 2}})], 3, 1 << 20)
+    assert {chunk.owner for chunk in replicated.chunks} <= {1, 2} and replicated.chunks
     leaf.chunks = (8,)
-    split = schedule_of([wanted_of("a", view, dict(zip(rows, [{0}, {1}], strict=True)))], 3, 1 << 20)
-    assert len(split.alone) == 1
+    split = schedule_broadcast([needs_of("a", view, dict(zip(rows, [{0}, {1}], strict=True)))], 3, 1 << 20)
+    assert len(split.unshared) == 1

@@ -1,7 +1,7 @@
-"""What all processes of a restore want: the boxes of each entry, and which process needs which of them.
+"""Gathers what all processes of a restore need: the boxes of each entry, and the processes that need each of them.
 
-Each process tells its own boxes, so that targets may be placed differently on each of them; what they tell together is
-the same table on all, from which all derive the same schedule. Pure but for that one exchange.
+Each process sends its own boxes, so that targets may be placed differently on each of them; together they are the same
+table on all, from which all derive the same schedule.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, boxes_by_leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Wanted:
-    """The boxes of one entry that the processes of a job need.
+class EntryNeeds:
+    """Boxes of one entry that the processes of a job need.
 
     Attributes:
       entry: of the plan.
@@ -36,18 +36,18 @@ class Wanted:
 
     @property
     def view(self) -> View:
-        """What is read."""
+        """The view that is read."""
         assert self.entry.view is not None
         return self.entry.view
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """What the view is made of."""
+        """The leaves that the view is made of."""
         return self.entry.leaves
 
     @property
     def reads(self) -> tuple[tuple[Leaf, tuple[Box, ...]], ...]:
-        """The boxes of each leaf that all of it takes."""
+        """The boxes of each leaf that reading all of it takes."""
         return self._reads
 
     @functools.cached_property
@@ -62,12 +62,12 @@ def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
       RestorePlanError: they differ, on all processes.
       CheckpointIOError: a process does not answer.
     """
-    told = [
+    compared = [
         broadcast,
         [checkpoint.path for checkpoint in plan.checkpoints.values()],
         [(entry.name, entry.sources, entry.shape, str(entry.dtype), entry.action) for entry in plan.entries],
     ]
-    digest = hashlib.sha256(json.dumps(told).encode()).digest()
+    digest = hashlib.sha256(json.dumps(compared).encode()).digest()
     rows = gather(np.frombuffer(digest, np.uint8), path)
     if (rows != rows[0]).any():
         message = "the processes of this restore have different plans: other steps, sources, targets or broadcast="
@@ -75,20 +75,20 @@ def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
         raise RestorePlanError([Problem("target", None, message, Fix(fix))], path=path)
 
 
-def gather_wanted(entries: Sequence[PlanEntry], path: str | None) -> list[Wanted]:
-    """What all processes want of the entries, which all have alike; every process must call it.
+def gather_needs(entries: Sequence[PlanEntry], path: str | None) -> list[EntryNeeds]:
+    """Gathers what all processes need of the entries, which are the same on all; every process must call it.
 
     Raises:
       CheckpointIOError: a process does not answer.
     """
-    told = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, path)
-    by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in told]
-    return [_wanted(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]
+    sent = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, path)
+    by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in sent]
+    return [_needs_of(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]
 
 
-def _wanted(entry: PlanEntry, by_process: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Wanted:
+def _needs_of(entry: PlanEntry, by_process: Sequence[Sequence[Sequence[Sequence[int]]]]) -> EntryNeeds:
     needers: dict[Box, list[int]] = {}
     for process, boxes in enumerate(by_process):
         for box in boxes:
             needers.setdefault(tuple([(start, stop) for start, stop in box]), []).append(process)
-    return Wanted(entry, tuple(needers), tuple(map(tuple, needers.values())))
+    return EntryNeeds(entry, tuple(needers), tuple(map(tuple, needers.values())))
