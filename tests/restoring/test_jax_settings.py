@@ -52,7 +52,7 @@ def test_a_plan_of_64_bits_executed_with_32_is_an_error_and_never_other_values(k
     source = checkpoint(WIDE, kind)
     with jax.enable_x64(True):
         plan = ot.plan_restore(source, {"a": S((8,), WIDE[name].dtype)}, lambda state, _: {"a": state[name]})
-    with pytest.raises(ot.RestorePlanError, match="the plan says") as caught:
+    with pytest.raises(ot.RestorePlanError, match="the plan has") as caught:
         plan.execute()
     assert [(problem.kind, problem.leaf) for problem in caught.value.problems] == [("dtype", "a")]
 
