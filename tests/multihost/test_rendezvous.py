@@ -65,6 +65,8 @@ _INTERRUPTED = """
 from jax.experimental import multihost_utils
 process_allgather = multihost_utils.process_allgather
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def interrupt_when(waits):
     threading.Thread(target=lambda: (waits.wait(), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
 
