@@ -58,7 +58,7 @@ class Agreement:
                 yield
         except BaseException as error:
             if not self._failure_is_known:
-                # This process's own error has more to say than that it could not be sent.
+                # The error of this process is more useful than one that it could not be sent.
                 with contextlib.suppress(CheckpointIOError):
                     self._exchange(error_as_bytes(error), failed=True)
             raise

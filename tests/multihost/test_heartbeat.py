@@ -57,3 +57,25 @@ def test_a_process_that_has_left_its_call_is_not_lost():
                 assert "process 1" not in (own.lost_peer() or "")
         finally:
             own.stop()
+
+
+def test_a_process_that_reads_nothing_does_not_take_the_others_for_lost():
+    """What it has not read for long may have changed long ago."""
+    service, answers = Service(2), threading.Event()
+    read = service.key_value_dir_get
+
+    def read_once(prefix):
+        if service.reads.acquire(blocking=False):  # it was read before
+            answers.wait()
+        return read(prefix)
+
+    service.key_value_dir_get = read_once
+    with mock.patch.multiple(heartbeat, _BEAT_SECS=0.01, _SILENT_SECS=0.5):
+        own = heartbeat.Heartbeat(service, 7)
+        try:
+            while (lost := own.lost_peer()) is None:
+                pass
+        finally:
+            answers.set()
+            own.stop()
+    assert lost.startswith("the coordination service of JAX has not answered")

@@ -19,7 +19,7 @@ class Reader:
     """Reader that fills shards, stage by stage.
 
     Attributes:
-      in_memory: what stands in for leaves that have no values before an execution.
+      in_memory: replacements of leaves that have no values before an execution.
     """
 
     def __init__(self, stats: ReadStats, stop: threading.Event):

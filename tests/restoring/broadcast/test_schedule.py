@@ -1,5 +1,4 @@
-"""What all processes derive for a broadcast: each element that is needed comes once, no stored byte is read twice, and
-rows stay within the budget."""
+"""Schedules of broadcasts: each needed element is sent once, no stored byte is read twice, buffers are in the budget."""
 
 import dataclasses
 import itertools
@@ -22,7 +21,7 @@ class Case:
     """Entries over leaves with chunks, and which of a grid of boxes each process needs."""
 
     arrays: dict
-    wanted: list
+    needs: list
     processes: int
 
 
@@ -43,7 +42,7 @@ def needs_of(name, view, needers):
 @st.composite
 def cases(draw):
     processes = draw(st.integers(1, 5))
-    arrays, wanted = {}, []
+    arrays, needs = {}, []
     for name in "abc"[: draw(st.integers(1, 3))]:
         shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
         array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
@@ -62,8 +61,8 @@ def cases(draw):
             arrays[key] = values
             boxes = grid(values.shape, [draw(st.integers(1, min(size, 3))) for size in values.shape])
             some = st.sets(st.integers(0, processes - 1), min_size=1)
-            wanted.append(needs_of(key, one, {box: draw(some) for box in boxes}))
-    return Case(arrays, wanted, processes)
+            needs.append(needs_of(key, one, {box: draw(some) for box in boxes}))
+    return Case(arrays, needs, processes)
 
 
 def stored_elements(leaf, box):
@@ -103,9 +102,9 @@ def test_each_element_comes_once_and_no_stored_one_is_read_twice(case, limit):
                 chunk = schedule.chunks[message.chunk]
                 assert (chunk.owner, chunk.members) == (sender, one.members)
                 piece = chunk.pieces[message.piece]
-                wanted = schedule.needs[piece.entry]
-                whole = wanted.boxes[piece.box_index]
-                for process in wanted.needers[piece.box_index]:
+                needs = schedule.needs[piece.entry]
+                whole = needs.boxes[piece.box_index]
+                for process in needs.needers[piece.box_index]:
                     counted[piece.entry.name, whole, process][slices_within(message.box, whole)] += 1
     assert all((counts == 1).all() for counts in counted.values())
     assert all(counts.max(initial=0) <= 1 for counts in read.values())
@@ -120,9 +119,9 @@ def test_what_is_read_alone_is_stored_apart(case):
     readers = {}
     for one in alone:
         for box, needers in zip(one.boxes, one.needers, strict=True):
-            for leaf, wanted in one.view.requests(box):
+            for leaf, requested in one.view.requests(box):
                 for process in needers:
-                    mask = stored_elements(leaf, wanted)
+                    mask = stored_elements(leaf, requested)
                     readers.setdefault(leaf, {}).setdefault(process, np.zeros(leaf.shape, bool))[mask] = True
     for masks in readers.values():
         assert sum(mask.astype(int) for mask in masks.values()).max(initial=0) <= 1
@@ -133,8 +132,8 @@ def test_a_replicated_array_is_read_by_all_in_equal_shares(chunks):
     leaf = AwaitedLeaf("a", np.broadcast_to(np.float32(0), (4096, 512)), chunks)
     view = as_view(leaf)
     processes, limit = 4, 1 << 20
-    wanted = needs_of("a", view, {((0, 4096), (0, 512)): set(range(processes))})
-    schedule = schedule_broadcast([wanted], processes, limit)
+    needs = needs_of("a", view, {((0, 4096), (0, 512)): set(range(processes))})
+    schedule = schedule_broadcast([needs], processes, limit)
     read = [0] * processes
     for chunk in schedule.chunks:
         read[chunk.owner] += sum(box_size(piece.box) * 4 for piece in chunk.pieces)
@@ -150,16 +149,16 @@ def test_a_replicated_array_is_read_by_all_in_equal_shares(chunks):
 def test_pairs_that_need_the_same_have_rounds_of_their_own():
     """Data-parallel over (0, 2) and (1, 3): nobody receives what it does not need."""
     view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32)))
-    wanted = needs_of("a", view, {((0, 4), (0, 4)): {0, 2}, ((4, 8), (0, 4)): {1, 3}})
-    schedule = schedule_broadcast([wanted], 4, 1 << 20)
+    needs = needs_of("a", view, {((0, 4), (0, 4)): {0, 2}, ((4, 8), (0, 4)): {1, 3}})
+    schedule = schedule_broadcast([needs], 4, 1 << 20)
     assert {one.members for one in schedule.rounds} == {(0, 2), (1, 3)}
 
 
 def test_what_a_process_alone_needs_is_read_by_it():
     view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32)))
-    wanted = needs_of("a", view, {((0, 4), (0, 4)): {0}, ((4, 8), (0, 4)): {1}})
-    schedule = schedule_broadcast([wanted], 2, 1 << 20)
-    assert schedule.unshared == (wanted.entry,) and not schedule.rounds
+    needs = needs_of("a", view, {((0, 4), (0, 4)): {0}, ((4, 8), (0, 4)): {1}})
+    schedule = schedule_broadcast([needs], 2, 1 << 20)
+    assert schedule.unshared == (needs.entry,) and not schedule.rounds
 
 
 def test_values_in_memory_are_taken_from_a_process_that_has_them():
