@@ -47,11 +47,7 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterabl
 
 async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
     """Awaits what cannot be cancelled; a cancellation is raised when it has ended."""
-
-    async def wait() -> _Result:
-        return await awaitable
-
-    waiting = asyncio.ensure_future(wait())
+    waiting = asyncio.ensure_future(awaitable)
     try:
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:

@@ -142,7 +142,7 @@ def test_a_caller_notices_that_the_thread_has_ended():
     closer.join()
 
 
-def test_a_result_that_comes_after_the_end_of_a_loop_is_nobodys(monkeypatch):
+def test_a_result_that_comes_after_the_end_of_a_loop_is_ignored(monkeypatch):
     """TensorStore tells the loop, in a thread of its own, also of what was cancelled in that very moment."""
     told = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)

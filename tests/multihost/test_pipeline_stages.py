@@ -59,7 +59,7 @@ for source in sources:
 
 
 def arrays():
-    """What is stored, and what comes of it."""
+    """Returns stored arrays, and the arrays expected of a restore."""
     generator = np.random.default_rng(0)
     stored, expected = {}, {}
     for stage in _STAGES:

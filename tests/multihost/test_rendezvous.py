@@ -18,7 +18,7 @@ HANG_MS = 700_000
 source, folder = sys.argv[1:]
 store = ocp.multihost.get_jax_distributed_client()
 
-def wait_for_beats_of_first():
+def wait_for_heartbeats_of_first():
     seen = set()
     while len(seen) < 5:
         seen |= {text for key, text in store.key_value_dir_get("orbax_t5x/beat/") if key.endswith("/0")}
@@ -43,7 +43,7 @@ def noted(*arguments, **keywords):
 
 def late(state, target, *, is_resuming=False):
     if process == 1:
-        wait_for_beats_of_first()
+        wait_for_heartbeats_of_first()
         tell(store.key_value_dir_get("test/"))
     return state
 
@@ -55,7 +55,7 @@ tell([key for key, _ in store.key_value_dir_get("test/")])
 """
 
 
-def test_jax_waits_for_nobody_who_has_not_come(source, tmp_path):
+def test_a_collective_begins_when_all_processes_have_arrived(source, tmp_path):
     first, second = run_script(_BEGIN + _LATE, 2, source, tmp_path)
     assert second.pop(0) == []
     assert first == second == [list(range(12)), ["test/begun"]]
@@ -114,7 +114,7 @@ def test_an_interrupt_ends_the_wait_for_others(source, tmp_path):
     assert second == [1, False]
 
 
-# JAX's own end waits for the other process; it is not what is tried here.
+# JAX's own end waits for the other process, which is not tested here.
 _ENDS = """
 import atexit
 atexit.register(os._exit, 0)
@@ -133,7 +133,7 @@ except ot.errors.CheckpointError as error:
 """
 
 
-def test_who_fails_in_planning_and_ends_is_not_waited_for(source, tmp_path):
+def test_a_process_that_fails_in_planning_and_ends_is_not_waited_for(source, tmp_path):
     first, second = run_script(_BEGIN + _ENDS, 2, source, tmp_path)
     assert second[0][0] == "CheckpointNotFoundError"
     assert first[0][0] == "CheckpointIOError" and "process 1 has ended" in first[0][1]

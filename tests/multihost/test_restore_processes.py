@@ -20,7 +20,7 @@ def bundle(goldens):
 
 
 @pytest.mark.parametrize(("count", "spec"), [(2, "rows"), (4, "columns")])
-def test_each_process_reads_its_part_and_all_is_verified(bundle, count, spec):
+def test_each_process_reads_its_shards_and_all_is_verified(bundle, count, spec):
     results = run_job(count, "restore", bundle, spec)
     whole = ot.state_utils.flatten_state_dict(ot.restore(bundle, None, [ot.transforms.Translate()]))
     for result in results:
@@ -79,8 +79,8 @@ def matrices(request, bundle, tmp_path):
     return path, {name: whole[name] for name in names}
 
 
-def test_what_full_verification_reads_besides_is_shared_out(matrices):
-    """Each process restores a row of matrices; who reads the rest of one, is its only reader."""
+def test_full_verification_divides_its_extra_reads(matrices):
+    """Each process restores a row of matrices; the rest of each matrix is read by one process."""
     path, whole = matrices
     results = run_job(2, "restore_first_rows", path, *whole)
     rows = sum(array[:4].nbytes for array in whole.values())

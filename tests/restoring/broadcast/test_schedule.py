@@ -1,4 +1,4 @@
-"""Schedules of broadcasts: each needed element is sent once, no stored byte is read twice, buffers are in the budget."""
+"""Schedules of broadcasts: each needed element is sent once, no byte is read twice, buffers are within the budget."""
 
 import dataclasses
 import itertools
