@@ -163,13 +163,13 @@ class _Barrier:
         who = f"{noun} {listed(list(map(str, absent)), 5)}"
         if waited_secs >= self._timeout_secs:
             raise CheckpointIOError(
-                f"no first heartbeat has come from {who} within {self._timeout_secs:g} s. Fix: look for the reason in "
-                f"the log of that process; set {_TIMEOUT_VARIABLE} where processes need longer to start.",
+                f"no first heartbeat has come from {who} within {self._timeout_secs:g} s.\nFix: find the reason in the "
+                f"log of the {noun}, or set {_TIMEOUT_VARIABLE} if processes need longer to start",
                 path=self._path,
             )
         _logger.warning(
-            "Waiting for the first heartbeat of %s for %.0f s, until %g s (%s)",
-            *(who, waited_secs, self._timeout_secs, _TIMEOUT_VARIABLE),
+            "Have waited %.0f s for the first heartbeat of %s; the limit is %g s (%s)",
+            *(waited_secs, who, self._timeout_secs, _TIMEOUT_VARIABLE),
         )
 
 
