@@ -163,8 +163,10 @@ class Matcher:
 
     def _entry(self, name: str, leaf: TargetLeaf, source_name: str, value: Any) -> PlanEntry | None:
         """Makes the entry of a leaf from a value of the state dict; one that does not fit stays as it is."""
-        origin = "the checkpoint" if isinstance(value, LazyArray) else "the state dict"
-        if isinstance(value, LazyArray) and not isinstance(value, View):
+        # A view, as most values are, is a lazy array; that is quick to see by its exact type.
+        is_lazy = isinstance(value, View) or isinstance(value, LazyArray)
+        origin = "the checkpoint" if is_lazy else "the state dict"
+        if is_lazy and not isinstance(value, View):
             # Two leaves may have one array: its function is called once for both.
             value = self._function_views.setdefault(value, as_view(value, source_name))
         view = self._fitting.view(name, leaf, value, origin, source_name)

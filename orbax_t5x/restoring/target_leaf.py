@@ -185,7 +185,7 @@ def _abstract_mesh(name: str, leaf: Any) -> Problem:
 
 def _special_layout(leaf: Any, sharding: jax.sharding.Sharding | None) -> Format | None:
     """Returns the leaf's Format where its layout is not row-major, else None: passing the default costs more."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    if isinstance(leaf, jax.ShapeDtypeStruct) or isinstance(leaf, jax.Array):  # the check of jax.Array is slow
         layout = getattr(getattr(leaf, "format", None), "layout", None)
         order = getattr(layout, "major_to_minor", None)
         if order is not None and tuple(order) != tuple(range(len(order))):
