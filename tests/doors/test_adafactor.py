@@ -87,6 +87,7 @@ def test_every_golden_case_is_tested(goldens):
     assert {path.stem for path in (goldens / "adafactor").glob("*.npz")} == set(_CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["basic", "beta1_bf16"])
 def test_restored_state_goes_on_with_t5xs_numbers(goldens, case):
     golden = dict(np.load(goldens / "adafactor" / f"{case}.npz"))

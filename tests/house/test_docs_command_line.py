@@ -41,6 +41,7 @@ def commands(page):
         yield from (line for line in block.splitlines() if line.startswith("orbax-t5x "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [PAGE, ROOT / "README.md"], ids=["docs", "readme"])
 def test_commands_run(directory, capsys, page):
     found = list(commands(page))

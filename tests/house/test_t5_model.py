@@ -6,6 +6,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 
 from orbax_t5x.trees.flat import flatten
 from tests.support import t5_model
@@ -23,6 +24,7 @@ def test_names_and_shapes_are_t5xs(goldens):
     assert {name: leaf.shape for name, leaf in flatten(variables["params"]).items()} == expected
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_agree():
     unrolled, variables = t5_model.init(UNROLLED)
     inputs, targets = t5_model.batch(3)

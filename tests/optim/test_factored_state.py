@@ -88,6 +88,7 @@ def test_moments_are_the_same_numbers(momentum):
     assert all(name.endswith("/count") for name in back.unused)
 
 
+@pytest.mark.slow
 def test_a_matrix_trained_in_t5x_goes_on_in_optax():
     params = {name: value for name, value in _values(0).items() if value.ndim < 3}
     grads = [{name: _values(seed)[name] for name in params} for seed in range(1, 5)]

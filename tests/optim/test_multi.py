@@ -181,6 +181,7 @@ def test_a_single_optax_optimizer_over_a_part_freezes_the_rest():
     assert set(optimizer.state.param_states["0"][0].mu) == {"head"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_over_adafactor, _mixed])
 def test_saved_restored_and_continued_on_eight_devices(make, tmp_path):
     definition = make()

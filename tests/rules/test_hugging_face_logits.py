@@ -38,6 +38,7 @@ def test_all_four_kinds_are_here():
         assert has_head == kind.startswith("untied")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_transformers_to_t5x_and_back(tmp_path, capsys, kind):
     source, item, back = GOLDENS / kind, tmp_path / "t5x", tmp_path / "back"

@@ -56,6 +56,7 @@ def full(params):
 # -- between T5X's layouts
 
 
+@pytest.mark.slow
 def test_logits_agree_in_every_layout(networks):
     """The minimal network, and its parameters mapped into the other two, compute the same."""
     model, variables = networks["minimal"]

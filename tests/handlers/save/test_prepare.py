@@ -105,6 +105,7 @@ def test_arrays_may_be_given_away_once_an_asynchronous_save_has_returned(tmp_pat
     np.testing.assert_array_equal(stock(tmp_path / "stacked")["layers/w"], np.stack(list(values.values()), 1))
 
 
+@pytest.mark.slow
 def test_a_pack_and_its_inverse_are_applied_while_saving(tmp_path):
     config = t5_model.T5Config(encoder_layers=2, decoder_layers=2)
     params = {"target": jax.device_put(t5_model.init(config)[1]["params"], rows())}

@@ -42,6 +42,7 @@ def chunked(draw):
     return base, other, chunks
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(chunked(), st.sampled_from([8, 64, 400]))
 def test_blocks_make_up_the_whole(given, nbytes):
