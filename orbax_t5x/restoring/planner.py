@@ -1,8 +1,8 @@
 """Makes a plan from source leaves, transforms and a target, or one error that lists everything that is wrong.
 
 Nothing here reads or lists anything: the checkpoints are open, and whether the transforms were applied before is
-decided by the caller between `plan_inputs` and `build_plan`. Every stage gathers `Problem`s; only the end raises. The
-cost is linear in the number of leaves (closest names are looked for only for the first few that are missing).
+decided by the caller between `plan_inputs` and `build_plan`. Every stage gathers `Problem`s; only the end raises,
+after `diagnose` has explained them. The cost is linear in the number of leaves.
 """
 
 from __future__ import annotations
