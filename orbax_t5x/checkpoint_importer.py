@@ -185,7 +185,7 @@ def _in_words_of_a_state(
     for problem in error.problems:
         if problem.kind == "leftover":
             message = f"the checkpoint has {_names_text(extra)}, which the state lacks"
-            problems.append(Problem("leftover", None, message, Fix("pass strict=False to leave them out")))
+            problems.append(Problem("leftover", None, message, Fix.setting("pass {} to leave them out", strict=False)))
         elif problem.kind == "shape" and problem.leaf is not None:
             found, wanted = as_view(translated[problem.leaf]).shape, tuple(np.shape(state[problem.leaf]))
             shapes.append(Problem("shape", problem.leaf, f"has shape {found}, the state's is {wanted}"))

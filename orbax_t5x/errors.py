@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from orbax_t5x.text.fix import Fix as Fix
 from orbax_t5x.text.html import html_fragment, html_list
 from orbax_t5x.text.problem_lines import problem_lines
-from orbax_t5x.text.wording import counted, plain
+from orbax_t5x.text.wording import counted, ended, plain
 
 
 class CheckpointError(Exception):
@@ -29,17 +30,36 @@ class CheckpointError(Exception):
     Attributes:
       path: the file or directory concerned, as text, or None.
       leaf: the '/'-joined name of the leaf concerned, or None.
+      fix: what to do about it, or None.
     """
 
-    def __init__(self, message: str, *, path: str | os.PathLike[str] | None = None, leaf: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        leaf: str | None = None,
+        fix: Fix | None = None,
+    ):
         self.message = message
         self.path: str | None = None if path is None else os.fspath(path)
         self.leaf = leaf
+        self.fix = fix
+        super().__init__(self.described())
+
+    def described(self, fix_text: Callable[[Fix], str] = str, *, width: int | None = None) -> str:
+        """Returns the text of the error.
+
+        Args:
+          fix_text: gives the text of a fix.
+          width: columns of a terminal for a list of problems; None where lines are not broken.
+        """
         # A name of a directory may hold what a terminal obeys; the text is what Python's own traceback prints.
         where = [] if self.path is None else [plain(self.path)]
-        if leaf is not None:
-            where.append(f"leaf {leaf!r}")
-        super().__init__(": ".join([*where, message]))
+        if self.leaf is not None:
+            where.append(f"leaf {self.leaf!r}")
+        text = ": ".join([*where, self.message])
+        return text if self.fix is None else f"{ended(text)}\nFix: {fix_text(self.fix)}"
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -79,17 +99,18 @@ class CheckpointIOError(CheckpointError, OSError):
         *,
         path: str | os.PathLike[str] | None = None,
         leaf: str | None = None,
+        fix: Fix | None = None,
         errno: int | None = None,
     ):
-        super().__init__(message, path=path, leaf=leaf)
+        super().__init__(message, path=path, leaf=leaf, fix=fix)
         self.errno = errno
 
 
 def error_at(error: CheckpointError, *, path: str | os.PathLike[str] | None, leaf: str | None) -> CheckpointError:
     """The same error about another file or leaf; a new exception, because a traceback belongs to one raise."""
     if isinstance(error, CheckpointIOError):
-        return CheckpointIOError(error.message, path=path, leaf=leaf, errno=error.errno)
-    return type(error)(error.message, path=path, leaf=leaf)
+        return CheckpointIOError(error.message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
+    return type(error)(error.message, path=path, leaf=leaf, fix=error.fix)
 
 
 class LeafMismatchError(CheckpointError, ValueError):
@@ -133,51 +154,6 @@ ProblemKind = Literal[
 """
 
 
-class Arguments(Mapping[str, Any]):
-    """Immutable mapping of keyword arguments to values."""
-
-    def __init__(self, arguments: Mapping[str, Any] | None = None):
-        self._values = dict(arguments or {})
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return repr(self._values)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fix:
-    """What to do about a problem; one without transforms and arguments is advice in words.
-
-    Attributes:
-      text: the fix in words, for a program in Python.
-      transforms: transforms to add to those of the call.
-      arguments: keyword arguments to set in the call.
-    """
-
-    text: str
-    transforms: tuple[Any, ...] = dataclasses.field(default=(), hash=False)
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=Arguments, hash=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", Arguments(self.arguments))
-
-    def as_data(self) -> dict[str, Any]:
-        """Returns the fix for JSON; transforms are the code that makes them."""
-        transforms = [str(one) for one in self.transforms]
-        return {"text": self.text, "transforms": transforms, "arguments": dict(self.arguments)}
-
-    def __str__(self) -> str:
-        return self.text
-
-
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a restore, found before anything is read.
@@ -201,13 +177,18 @@ class Problem:
     message: str
     fix: Fix | None = None
 
-    def as_data(self) -> dict[str, Any]:
-        """Returns the problem for JSON; transforms are the code that makes them."""
-        return {"kind": self.kind, "leaf": self.leaf, "message": self.message, "fix": self.fix and self.fix.as_data()}
+    def as_data(self, fix_text: Callable[[Fix], str] = str) -> dict[str, Any]:
+        """Returns the problem for JSON; transforms are the code that makes them.
+
+        Args:
+          fix_text: gives the text of the fix.
+        """
+        fix = None if self.fix is None else {**self.fix.as_data(), "text": fix_text(self.fix)}
+        return {"kind": self.kind, "leaf": self.leaf, "message": self.message, "fix": fix}
 
     def __str__(self) -> str:
         where = "" if self.leaf is None else f"{self.leaf}: "
-        return f"[{self.kind}] {where}{self.message}" + ("" if self.fix is None else f" Fix: {self.fix}")
+        return f"[{self.kind}] {ended(where + self.message)}" + ("" if self.fix is None else f"\nFix: {self.fix}")
 
 
 class RestorePlanError(CheckpointError, ValueError):
@@ -229,15 +210,18 @@ class RestorePlanError(CheckpointError, ValueError):
 
     def __init__(self, problems: Sequence[Problem], *, path: str | os.PathLike[str] | None = None):
         self.problems: tuple[Problem, ...] = tuple(problems)
-        super().__init__("\n".join([problems_heading(self.problems), *problem_lines(self.problems)]), path=path)
+        self._heading = f"{counted(len(self.problems), 'problem')} between checkpoint, transforms and target:"
+        super().__init__("\n".join([self._heading, *problem_lines(self.problems)]), path=path)
         self.leaf: str | None = self.problems[0].leaf if len(self.problems) == 1 else None
+
+    def described(self, fix_text: Callable[[Fix], str] = str, *, width: int | None = None) -> str:
+        """See `CheckpointError.described`."""
+        where = "" if self.path is None else f"{plain(self.path)}: "
+        all_in = "`.problems`" if width is None else "`plan --json`"
+        lines = problem_lines(self.problems, width=width, all_in=all_in, fix_text=fix_text)
+        return "\n".join([where + self._heading, *lines])
 
     def _repr_html_(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
-        lines = [line.removeprefix("  - ") for line in problem_lines(self.problems)]
-        return html_fragment([html_list(lines, where + problems_heading(self.problems), is_open=True)])
-
-
-def problems_heading(problems: Sequence[Problem]) -> str:
-    """The line above problems."""
-    return f"{counted(len(problems), 'problem')} between checkpoint, transforms and target:"
+        items = ("\n" + "\n".join(problem_lines(self.problems))).split("\n  - ")[1:]
+        return html_fragment([html_list(items, where + self._heading, is_open=True)])

@@ -1,60 +1,83 @@
-"""Transforms that an error proposes, as Python text, in the words of the command line."""
+"""Fixes in the words of the command line: its options in place of keyword arguments and transforms."""
 
 from __future__ import annotations
 
-import ast
 import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
-_RULES = "ot.rules."
+from orbax_t5x.cli.rule_packs import AUTO
+from orbax_t5x.rules import RulePack
+from orbax_t5x.rules.pack import PackCall
+from orbax_t5x.text.fix import Fix
+from orbax_t5x.transforms import AssignmentMap, Translate
+
+_OTHER_TARGET = "choose another --target"
+# The option for each keyword argument that has one, by the value to set.
+_OPTIONS: Mapping[str, Callable[[Any], str | None]] = {
+    "strict": lambda value: None if value else "--no-strict",
+    "allow_lossy_cast": lambda value: "--allow-lossy-cast" if value else None,
+    "is_resuming": lambda value: f"--resuming {'yes' if value else 'no'}",
+    "overwrite": lambda value: "--overwrite" if value else None,
+    "on_unsupported": lambda value: f"--on-unsupported {value}",
+    "item": lambda value: "--item" if value is ... else f"--item {value}",
+    "transforms": lambda value: f"--rules {AUTO}" if value == AUTO else None,
+}
 
 
-def options_for(transforms: str) -> str | None:
-    """What a list of transforms is as options, such as `pass --rules hf_t5_to_t5x`.
-
-    Args:
-      transforms: a Python list of calls; `*transforms` in it stands for what was given already.
-
-    Returns:
-      None where one of them has no option.
-    """
-    try:
-        parsed = ast.parse(transforms, mode="eval").body
-    except SyntaxError:
-        return None
-    if not isinstance(parsed, ast.List):
-        return None
-    calls = [item for item in parsed.elts if not isinstance(item, ast.Starred)]
-    options = [_option(call) for call in calls]
-    return " and ".join(option for option in options if option) if calls and None not in options else None
+def fix_text(fix: Fix) -> str:
+    """Returns the text of a fix; what has no option here can be done in a program, and the text says so."""
+    texts = [text for way in fix.ways if (text := _way_text(way)) is not None]
+    return ", or ".join(dict.fromkeys(texts)) if texts else f"in Python, {fix.text}"
 
 
-def _option(call: ast.expr) -> str | None:
-    if not isinstance(call, ast.Call):
-        return None
-    function = ast.unparse(call.func)
-    if function == "ot.transforms.Translate" and not call.args and not call.keywords:
+def _way_text(way: Fix) -> str | None:
+    """Returns the text of a fix without alternatives; None where it has no option."""
+    given = way.arguments.get("transforms")
+    transforms = given if isinstance(given, tuple) else way.transforms
+    if transforms:
+        is_all = way.arguments.keys() <= {"transforms"}
+        return _transforms_text(transforms) if is_all else None
+    if way.arguments:
+        options = [_OPTIONS.get(name, lambda _: None)(value) for name, value in way.arguments.items()]
+        return None if None in options else way.words.replace("{}", " ".join(filter(None, options)))
+    if way.removed is not None:
+        return f"pass --no-translate {way.words}" if way.removed == Translate() else None
+    if way.rule is not None:
+        return f"write the rule as {_rule_text(way.rule)}"
+    return {"anywhere": way.text, "program": None, "target": _OTHER_TARGET}[way.scope]
+
+
+def _transforms_text(transforms: tuple[Any, ...]) -> str | None:
+    """Returns what stands for transforms; None where one of them has no option."""
+    texts = [_transform_text(transform) for transform in transforms]
+    return None if None in texts else " and ".join(filter(None, texts))
+
+
+def _transform_text(transform: Any) -> str | None:
+    call = transform.call if isinstance(transform, RulePack) else None
+    if transform == Translate():
         return "pass --translate"
-    if function == "ot.transforms.AssignmentMap" and len(call.args) == 1 and not call.keywords:
-        rules = [json.dumps(rule, ensure_ascii=False) for rule in ast.literal_eval(call.args[0])]
+    if call is not None:
+        return f"pass --rules {_pack_text(call)}"
+    if isinstance(transform, AssignmentMap) and transform.require_all_rules_match:
+        rules = [_rule_text(rule) for rule in transform.rules]
         return f"give the {'rule' if len(rules) == 1 else 'rules'} {', '.join(rules)} by --map"
-    pack = _pack(call)
-    return None if pack is None else f"pass --rules {pack}"
+    return None
 
 
-def _pack(call: ast.Call) -> str | None:
-    """A rule pack as `--rules` takes it: its name, its arguments and the direction."""
-    function = call.func
-    if isinstance(function, ast.Attribute) and function.attr == "inverse" and isinstance(function.value, ast.Call):
-        forwards = _pack(function.value)
-        return None if forwards is None else f"{forwards}:inverse"
-    name = ast.unparse(function)
-    if not name.startswith(_RULES):
-        return None
-    given = [_text(argument) for argument in call.args]
-    given += [f"{keyword.arg}={_text(keyword.value)}" for keyword in call.keywords]
-    return name.removeprefix(_RULES) + (f":{','.join(given)}" if given else "")
+def _pack_text(call: PackCall) -> str:
+    """Returns a rule pack as `--rules` takes it: its name, its arguments and the direction."""
+    given = ",".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in call.arguments
+    )
+    return f"{call.function}{f':{given}' if given else ''}{':inverse' if call.is_inverse else ''}"
 
 
-def _text(argument: ast.expr) -> str:
-    value = ast.literal_eval(argument)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _rule_text(rule: tuple[Any, str | None]) -> str:
+    """Returns a rule as a line of the file of rules."""
+    pattern, replacement = rule
+    return json.dumps(
+        [pattern.pattern if isinstance(pattern, re.Pattern) else pattern, replacement], ensure_ascii=False
+    )

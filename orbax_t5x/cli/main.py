@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from orbax_t5x import __version__
 from orbax_t5x.cli.arguments import UsageError, size_argument, tolerance_argument
-from orbax_t5x.cli.error_text import error_text, plain_lines
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.cli.output import plain_lines
+from orbax_t5x.errors import CheckpointError, Fix
+from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import plain
 
 PROGRAM = "orbax-t5x"
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(plain_lines(str(error)), _USAGE)
     except CheckpointError as error:
-        return _fail(error_text(error), _PROBLEM)
+        return _fail(plain_lines(error.described(_fix_text, width=terminal_width())), _PROBLEM)
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", _INTERRUPTED)
     except Exception as error:
         return _fail_unforeseen(error)
+
+
+def _fix_text(fix: Fix) -> str:
+    """Returns a fix with this program's options; only here is the module needed, and it imports JAX."""
+    return importlib.import_module("orbax_t5x.cli.fixes").fix_text(fix)
 
 
 def _fail_unforeseen(error: Exception) -> int:

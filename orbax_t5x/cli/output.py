@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+from orbax_t5x.text.wording import plain
+
 
 def emit(text: str) -> None:
     """Prints text; what the output's encoding lacks is escaped."""
@@ -14,6 +16,11 @@ def emit(text: str) -> None:
     except UnicodeEncodeError:
         encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def plain_lines(text: str) -> str:
+    """Returns text without what a terminal obeys, in its lines."""
+    return "\n".join(plain(line) for line in text.splitlines())
 
 
 def emit_json(value: Any) -> None:

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from orbax_t5x.cli.arguments import UsageError
-from orbax_t5x.cli.error_text import problem_with_options
+from orbax_t5x.cli.fixes import fix_text
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
 from orbax_t5x.cli.output import emit, emit_json
 from orbax_t5x.errors import RestorePlanError
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         except RestorePlanError as error:
             if not options.json:
                 raise
-            problems = [problem_with_options(problem).as_data() for problem in error.problems]
+            problems = [problem.as_data(fix_text) for problem in error.problems]
             emit_json({"problems": problems})
             return 1
         _show(plan, options)

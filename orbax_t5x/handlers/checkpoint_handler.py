@@ -282,7 +282,7 @@ def _without_target(args: TrainStateRestore, given: Sequence[str], directory: ep
     else:  # what stock Orbax's arguments call so
         message = "item= is a tree, and here it is the name of one of several items of a step"
         fix = "pass the tree as target="
-    return RestorePlanError([Problem("target", None, message, Fix(fix))], path=directory)
+    return RestorePlanError([Problem("target", None, message, Fix.in_program(fix))], path=directory)
 
 
 ocp.args.register_with_handler(TrainStateHandler, for_save=True)(TrainStateSave)

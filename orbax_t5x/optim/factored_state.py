@@ -24,7 +24,7 @@ STEPS = ("state/step", "step")
 """The step in T5X's train states, and in Flax's."""
 # Where a tree may keep the parameter: T5X's own place, and those that it may have in the other side's tree.
 _PARAMS = ("target/", "params/", "")
-_RESET = "start the optimizer anew: Drop the optimizer's leaves and give them by fallback="
+_RESET = Fix.setting("start the optimizer anew: Drop the optimizer's leaves and give {} values for them", fallback=...)
 
 
 @dataclasses.dataclass
@@ -157,7 +157,7 @@ class _Pairing:
         absent = [name for name in t5x_names.values() if name not in self.t5x] or (values[:1] if shape is None else [])
         if shape is None or absent:
             message = f"needed to convert Adafactor's state of {param}"
-            self.result.problems.append(Problem("missing", absent[0], message, Fix(_RESET)))
+            self.result.problems.append(Problem("missing", absent[0], message, _RESET))
             return
         try:
             matched = match_slots(
@@ -193,7 +193,7 @@ class _Pairing:
         self.result.renames[to] = origin
 
     def _problem(self, leaf: str, message: str) -> None:
-        self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", Fix(_RESET)))
+        self.result.problems.append(Problem("optimizer", leaf, f"no exact conversion: {message}", _RESET))
 
 
 def _step(names: Mapping[str, Shape]) -> str:

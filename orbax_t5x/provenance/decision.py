@@ -34,6 +34,7 @@ from orbax_t5x.provenance.records import (
     is_unrecorded,
     make_entry,
 )
+from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.narrow import is_mapping
 
@@ -44,8 +45,14 @@ or a new run (`convert`, `init_from=`, the command line)."""
 
 _SHOWN_DIFFERENCES = 8
 
-_ANSWERS = "pass is_resuming=True (they were applied already: the run goes on) or is_resuming=False (apply them now)"
-_NEW_OR_SAME_RUN = "pass is_resuming=False (a new run: apply them now) or is_resuming=True (the same run, edited rules)"
+_ANSWERS = Fix.any_of(
+    Fix.setting("pass {} (they were applied already: the run goes on)", is_resuming=True),
+    Fix.setting("pass {} (apply them now)", is_resuming=False),
+)
+_NEW_OR_SAME_RUN = Fix.any_of(
+    Fix.setting("pass {} (a new run: apply them now)", is_resuming=False),
+    Fix.setting("pass {} (the same run, edited rules)", is_resuming=True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Decision:
 
     is_resuming: bool
     lineage: Lineage
-    problem: tuple[str, str] | None = None
+    problem: tuple[str, Fix] | None = None
     warning: str = ""
     note: str = ""
 
@@ -137,8 +144,8 @@ def _answered(lineage: Lineage, context: ResumeContext) -> Decision:
         remembered = known or context.chain.digest is None
         return Decision(True, lineage if remembered else (*lineage, _entry(context)))
     if known and context.caller == "own step":
-        what = "is_resuming=False would apply transforms again that the run's own record says were applied already"
-        return Decision(False, lineage, problem=(what, "remove is_resuming=False"))
+        what = "transforms would be applied again that the run's own record says were applied already"
+        return Decision(False, lineage, problem=(what, Fix.setting("remove {}", is_resuming=False)))
     return _apply(lineage, context)
 
 
@@ -161,7 +168,7 @@ def _entry(context: ResumeContext) -> Entry:
     return make_entry(context.source, context.format, context.chain, is_resuming=answer)
 
 
-def _undecided(lineage: Lineage, context: ResumeContext, what: str, fix: str) -> Decision:
+def _undecided(lineage: Lineage, context: ResumeContext, what: str, fix: Fix) -> Decision:
     """Decides a row that asks: a problem, but not for `convert`, nor for transforms that change no value."""
     if context.caller == "convert":
         return dataclasses.replace(_apply(lineage, context), warning=f"{what}; the transforms are applied")
@@ -222,7 +229,7 @@ def combine(decisions: Mapping[str, Decision]) -> Decision:
     if len(set(answers.values())) > 1:
         answer_texts = "; ".join(f"{name!r}: {answer}" for name, answer in answers.items())
         what = f"the items of this step have differing records of what was applied to them: {answer_texts}"
-        return Decision(False, lineage, problem=(what, "restore one item at a time with item="))
+        return Decision(False, lineage, problem=(what, Fix.setting("restore one item at a time with {}", item=...)))
     warnings = dict.fromkeys(decision.warning for decision in decisions.values() if decision.warning)
     notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
     return Decision(first.is_resuming, lineage, first.problem, "; ".join(warnings), "; ".join(notes))

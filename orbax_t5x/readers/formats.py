@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import probe_path
@@ -87,5 +87,9 @@ def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoin
     if item is None:
         return row.open(path, limits=limits)
     if row.open_item is None:
-        raise UnsupportedCheckpointError(f"item={item!r} was given, but a {row.name} has no items", path=path)
+        raise UnsupportedCheckpointError(
+            f"the item {item!r} was given, but a {row.name} has no items",
+            path=path,
+            fix=Fix.setting("remove {}", item=item),
+        )
     return row.open_item(path, limits=limits, item=item)

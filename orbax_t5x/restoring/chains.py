@@ -24,6 +24,8 @@ from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
+_PASS_RULES = Fix.in_program("pass the rules: a pack of ot.rules, or transforms of ot.transforms")
+
 _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
@@ -142,8 +144,7 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
     """
     if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
-        fix = "pass the rules: a pack of ot.rules, or transforms of ot.transforms"
-        raise RestorePlanError([Problem("rule", None, what, Fix(fix))])
+        raise RestorePlanError([Problem("rule", None, what, _PASS_RULES)])
     return chain_of(transforms, has_target=False)
 
 
@@ -202,8 +203,8 @@ def written_out(
 def _found(source: FlatState, target: Mapping[str, Any], path: str | None) -> tuple[Transform, ...]:
     if not target:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
-        fix = "pass the target, or the rules: a pack of ot.rules, or transforms of ot.transforms"
-        raise RestorePlanError([Problem("rule", None, what, Fix(fix))], path=path)
+        fix = Fix.any_of(_PASS_RULES, Fix.in_program("pass the target"))
+        raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
     try:
         pack = infer({name: leaf for name, leaf in source.items() if leaf is not None}, target)
     except RestorePlanError as error:

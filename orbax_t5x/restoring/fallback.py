@@ -130,7 +130,7 @@ class Computation:
                     f"the fallback gives {_described(value)}, and gave {_described(planned)} when the plan was made"
                 )
                 fix = "plan and execute under the same JAX settings, with a function that gives the same each time"
-                problems.append(Problem("fallback", name, message, Fix(fix)))
+                problems.append(Problem("fallback", name, message, Fix.in_program(fix)))
         if problems:
             raise RestorePlanError(problems)
 
@@ -148,7 +148,8 @@ def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | 
         return Fallback(fallback)
     except Exception as error:  # whatever the caller's function raises under tracing
         message = f"the function given as fallback cannot be traced: {type(error).__name__}: {error}"
-        note(Problem("fallback", None, message, Fix("pass the tree itself: fallback=init_fn()")))
+        fix = Fix.setting("pass the tree itself that the function makes as {}", fallback=...)
+        note(Problem("fallback", None, message, fix))
         return None
 
 

@@ -22,6 +22,7 @@ from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.target_leaf import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
+from orbax_t5x.transforms import FALLBACK, Cast, Pad, Slice
 from orbax_t5x.trees.dtypes import conversion, kind_of
 
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
@@ -62,7 +63,9 @@ class Fitting:
             return self._fit(name, leaf, value, origin)
         if isinstance(value, jax.ShapeDtypeStruct):
             fix = "pass values, or a function that returns them"
-            return self._problem(_kind(origin), name, f"{origin} has an abstract leaf, which has no values", Fix(fix))
+            return self._problem(
+                _kind(origin), name, f"{origin} has an abstract leaf, which has no values", Fix.in_program(fix)
+            )
         if type(value) in (int, float, complex):
             value = self._weakly_typed(name, leaf, value, origin)
             if value is None:
@@ -77,7 +80,9 @@ class Fitting:
             view = as_view(value, label or name)
         except (TypeError, ValueError):  # ValueError: lists of several lengths
             message = f"{origin} has a {type(value).__name__}, which is no array"
-            return self._problem(_kind(origin), name, message, Fix("put an array, a scalar or a lazy array there"))
+            return self._problem(
+                _kind(origin), name, message, Fix.in_program("put an array, a scalar or a lazy array there")
+            )
         return self._fit(name, leaf, view, origin)
 
     # -- shapes and dtypes
@@ -122,11 +127,11 @@ class Fitting:
         impls = _stored_impls(view)
         same_width = view.shape[-1:] == leaf.shape[-1:]
         if origin == "the fallback":
-            fix = "give the fallback the target's shape"
+            fix = Fix("give the fallback the target's shape")
         elif leaf.kind == "key" and not same_width:
             fix = _key_width_fix([] if impls else impls_of_data(view.shape[-1:]))
         elif impls and not same_width:
-            fix = f"give the target such keys ({_key_text(impls[0])}), or the shape of their data"
+            fix = Fix.by_target(f"give the target such keys ({_key_text(impls[0])}), or the shape of their data")
         else:
             fix = _shape_fix(name, view.shape, leaf.shape, is_key=leaf.kind == "key")
         source_text = _described_source(name, view)
@@ -136,39 +141,36 @@ class Fitting:
         else:
             keys = f" (the data of PRNG keys of {listed(map(repr, impls), 2)})" if impls else ""
             message = f"{origin} has shape {view.shape}{keys}, the target {leaf.shape}{source_text}"
-        self._problem("shape", name, message, Fix(fix))
+        self._problem("shape", name, message, fix)
 
     def _dtype_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin, *, is_lossy: bool) -> None:
         if "object" in (kind_of(source), kind_of(leaf.dtype)):
             self._text_problem(name, leaf, source, origin)
             return
         if origin == "the fallback":
-            fix = "give the fallback the target's dtype" + (", or use allow_lossy_cast=True" if is_lossy else "")
+            ways = [Fix("give the fallback the target's dtype")]
+        elif is_lossy and leaf.is_param and kind_of(source) == kind_of(leaf.dtype) == "float":
+            ways = [Fix.setting("pass {} for the model's parameters", dtype=leaf.dtype.name)]
         else:
-            # One for all leaves where there is one: a model in another dtype is one decision.
-            fix = f"use ot.transforms.Cast({re.escape(name)!r}, {leaf.dtype.name!r})"
-            if is_lossy:
-                fix = "pass allow_lossy_cast=True"
-                if leaf.is_param and kind_of(source) == kind_of(leaf.dtype) == "float":
-                    fix = f"pass dtype={leaf.dtype.name!r} for the model's parameters, or allow_lossy_cast=True"
+            ways = [] if is_lossy else [Fix.adding(Cast(re.escape(name), leaf.dtype))]
+        if is_lossy:  # one for all leaves: a model in another dtype is one decision
+            ways.append(Fix.setting("pass {}", allow_lossy_cast=True))
         lost = "would lose values" if is_lossy else "is not done without being asked for"
         self._problem(
             "dtype",
             name,
             f"{origin} has dtype {source.name}, the target {leaf.dtype.name}: the conversion {lost}",
-            Fix(fix),
+            Fix.any_of(*ways),
         )
 
     def _text_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin) -> None:
         """Notes text in place of numbers or the reverse, which nothing converts, `Cast` included."""
         have = "text" if kind_of(source) == "object" else f"dtype {source.name}"
         wanted = "text" if kind_of(leaf.dtype) == "object" else f"dtype {leaf.dtype.name}"
-        fix = f"give the target {have} there"
+        fix = Fix.by_target(f"give the target {have} there" + (", such as an empty str" if have == "text" else ""))
         if origin == "the fallback":
-            fix = f"give the fallback {wanted} there"
-        elif have == "text":
-            fix += ", such as an empty str"
-        self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", Fix(fix))
+            fix = Fix(f"give the fallback {wanted} there")
+        self._problem("dtype", name, f"{origin} has {have}, the target {wanted}", fix)
 
     def _weakly_typed(self, name: str, leaf: TargetLeaf, value: complex, origin: Origin) -> Any:
         """Converts a Python scalar as JAX does: weakly typed where the kinds allow; None after a problem."""
@@ -178,7 +180,7 @@ class Fitting:
             bounds = ml_dtypes.iinfo(leaf.dtype)
             if not int(bounds.min) <= value <= int(bounds.max):
                 message = f"{origin} has the value {value}, which {leaf.dtype.name} cannot hold"
-                return self._problem("dtype", name, message, Fix("give the target a wider dtype"))
+                return self._problem("dtype", name, message, Fix.by_target("give the target a wider dtype"))
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(leaf.dtype)
 
@@ -188,8 +190,8 @@ class Fitting:
         """Returns True if typed keys may fill the leaf; otherwise notes a problem."""
         if leaf.kind != "key":
             message = f"{origin} has typed PRNG keys ({dtype}), the target {leaf.dtype.name}"
-            fix = "give the target typed keys, or pass jax.random.key_data(keys)"
-            self._problem("dtype", name, message, Fix(fix))
+            keys = Fix.in_program("pass jax.random.key_data(keys)")
+            self._problem("dtype", name, message, Fix.any_of(Fix.by_target("give the target typed keys"), keys))
             return False
         impl = key_impl_of(dtype)
         if impl != leaf.key_impl:
@@ -197,7 +199,7 @@ class Fitting:
                 "dtype",
                 name,
                 f"{origin} has PRNG keys of {impl or dtype!r}, the target keys of {leaf.key_impl!r}",
-                Fix(f"make the keys with jax.random.key(seed, impl={leaf.key_impl!r})"),
+                Fix.in_program(f"make the keys with jax.random.key(seed, impl={leaf.key_impl!r})"),
             )
             return False
         return True
@@ -205,7 +207,7 @@ class Fitting:
     def _raw_key(self, name: str, leaf: TargetLeaf) -> None:
         message = f"the fallback has no typed PRNG keys, the target keys of {leaf.key_impl!r}"
         fix = f"use jax.random.key(seed), or jax.random.wrap_key_data(data, impl={leaf.key_impl!r})"
-        self._problem("dtype", name, message, Fix(fix))
+        self._problem("dtype", name, message, Fix.in_program(fix))
 
     def _stored_key_fits(self, name: str, leaf: TargetLeaf, view: View) -> bool:
         """Returns True unless key data are recorded to be of another implementation; then notes a problem.
@@ -218,7 +220,7 @@ class Fitting:
                 "dtype",
                 name,
                 f"the checkpoint has PRNG keys of {impl!r}, the target keys of {leaf.key_impl!r}",
-                Fix(f"give the target keys of that implementation: {_key_text(impl)}"),
+                Fix.by_target(f"give the target keys of that implementation: {_key_text(impl)}"),
             )
         return not others
 
@@ -235,34 +237,29 @@ def _key_text(impl: str) -> str:
     return f"jax.random.key(seed, impl={impl!r})"
 
 
-def _key_width_fix(impls: list[str]) -> str:
+def _key_width_fix(impls: list[str]) -> Fix:
     """Returns the fix for key data that no key of the target's implementation has; `impls` have such data."""
     if not impls:
-        return "map a leaf to this name whose last dimension is that of such key data"
+        return Fix("map a leaf to this name whose last dimension is that of such key data")
     names = " or ".join(map(repr, impls))
-    return f"give the target keys of the implementation that made the data, {names}: {_key_text(impls[0])}"
+    text = f"give the target keys of the implementation that made the data, {names}: {_key_text(impls[0])}"
+    return Fix.by_target(text)
 
 
-def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> str:
+def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> Fix:
     """Returns the fix for a shape: `Pad` where the target is larger throughout, `Slice` where it is smaller."""
+    stored = Fix.by_target("give the target the checkpoint's shape")
     pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
+    pattern = re.escape(name)
     if pairs and all(have <= want for have, want in pairs):
-        grown = ", ".join("None" if have == want else str(want) for have, want in pairs) + ("," * (len(pairs) == 1))
-        pad = f"ot.transforms.Pad({re.escape(name)!r}, ({grown})"
-        if is_key:  # keys of zeros are all the same key
-            new = "value=ot.transforms.FALLBACK), which takes new keys from fallback="
-            return f"give the target the checkpoint's shape, or grow the leaf: {pad}, {new}"
-        return (
-            f"give the target the checkpoint's shape, or grow the leaf: {pad}, value=0), or "
-            "value=ot.transforms.FALLBACK, which takes new elements from fallback="
-        )
+        grown = tuple(None if have == want else want for have, want in pairs)
+        filled = Fix.adding(Pad(pattern, grown, FALLBACK)).also_setting("give {} values for what is new", fallback=...)
+        # Keys of zeros are all the same key.
+        return Fix.any_of(stored, *([] if is_key else [Fix.adding(Pad(pattern, grown, 0))]), filled)
     if pairs and all(have >= want for have, want in pairs):
-        part = ", ".join(":" if have == want else f":{want}" for have, want in pairs)
-        return (
-            "give the target the checkpoint's shape, or take a part of the leaf: "
-            f"ot.transforms.Slice({re.escape(name)!r}, np.s_[{part}])"
-        )
-    return "give the target the checkpoint's shape, or map it with Reshape, Transpose, Split or another transform"
+        index = tuple((None, None if have == want else want, None) for have, want in pairs)
+        return Fix.any_of(stored, Fix.adding(Slice(pattern, index)))
+    return Fix.any_of(stored, Fix.in_program("map it with Reshape, Transpose, Split or another transform"))
 
 
 def _key_dtype_of(value: Any) -> Any:
@@ -292,5 +289,5 @@ def _described_source(name: str, view: View) -> str:
 
 def _does_not_fit(message: str, leaf: Leaf) -> RestorePlanError:
     """Makes the error for a step's value that the target's narrower dtype cannot hold; a plan does not see values."""
-    problem = Problem("dtype", leaf.name, message, Fix("give the target the stored dtype"))
+    problem = Problem("dtype", leaf.name, message, Fix.by_target("give the target the stored dtype"))
     return RestorePlanError([problem], path=leaf.path or None)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine, decide
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
@@ -117,7 +117,7 @@ def decide_resuming(
     path = ", ".join(paths.values()) or None
     if decision.problem is not None:
         message, fix = decision.problem
-        raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=path)
+        raise RestorePlanError([Problem("provenance", None, message, fix)], path=path)
     if decision.warning:
         _logger.warning("%s: %s", path, decision.warning)
     if decision.note:

@@ -141,7 +141,9 @@ class Matcher:
                 None,
                 f"dtype={wanted.name} applies to the floating-point model parameters (under target/ or params/, or "
                 "nnx.Param), and the target has none",
-                Fix("use transforms=[..., ot.transforms.Cast(pattern, dtype)] and give the target that dtype"),
+                Fix.setting(
+                    "add ot.transforms.Cast(pattern, dtype) to {} and give the target that dtype", transforms=...
+                ),
             )
         return changed
 
@@ -202,8 +204,8 @@ class Matcher:
         if self._fallback is None or value is None:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
             message = f"Pad takes new elements from the fallback, and {lack}"
-            fix = f"give fallback= a value of shape {leaf.shape} for {name!r}, or pad with a number"
-            self._problem("fallback", name, message, Fix(fix))
+            value = Fix.setting(f"give {{}} a value of shape {leaf.shape} for {name!r}", fallback=...)
+            self._problem("fallback", name, message, Fix.any_of(value, Fix("pad with a number")))
             return None
         given = self._fitting.view(name, leaf, value, "the fallback")
         if given is None or (given.shape, given.dtype) != (view.shape, view.dtype):
@@ -221,7 +223,9 @@ class Matcher:
                 "dtype",
                 name,
                 f"the target's dtype {leaf.dtype.name} would be narrowed silently, because jax_enable_x64 is off",
-                Fix("set jax.config.update('jax_enable_x64', True), or ask for a 32-bit dtype or a NumPy target"),
+                Fix.in_program(
+                    "set jax.config.update('jax_enable_x64', True), or ask for a 32-bit dtype or a NumPy target"
+                ),
             )
         if leaf.sharding is None:
             if not self._one_process:
@@ -229,12 +233,12 @@ class Matcher:
                     "sharding",
                     name,
                     "the target leaf has no sharding, and there are several processes",
-                    Fix("give the leaf a sharding"),
+                    Fix.by_target("give the leaf a sharding"),
                 )
             return
         clash, fix = _placing_clash(leaf.sharding, leaf.shape)
         if clash:
-            self._problem("sharding", name, f"{leaf.sharding} {clash}", Fix(fix))
+            self._problem("sharding", name, f"{leaf.sharding} {clash}", Fix.by_target(fix))
 
     # -- what is missing
 

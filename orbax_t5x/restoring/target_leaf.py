@@ -113,7 +113,7 @@ def _unknown(name: str, leaf: Any, message: str) -> Problem:
         fix = (
             "give the shapes of what it makes: jax.eval_shape(function), of a linen model jax.eval_shape(model.init, …)"
         )
-    return Problem("target", name, message, Fix(fix))
+    return Problem("target", name, message, Fix.by_target(fix))
 
 
 def _describe_scalar(leaf: Any, is_param: bool, is_variable: bool) -> TargetLeaf:
@@ -179,7 +179,10 @@ def _abstract_mesh(name: str, leaf: Any) -> Problem:
     used = f"the mesh in use has axes {in_use}" if in_use else "no mesh is in use"
     message = f"its sharding is over an abstract mesh with axes {wanted}, which has no devices, and {used}"
     return Problem(
-        "sharding", name, message, Fix("call this within `with jax.set_mesh(mesh):`, or give shardings on a mesh")
+        "sharding",
+        name,
+        message,
+        Fix.in_program("call this within `with jax.set_mesh(mesh):`, or give shardings on a mesh"),
     )
 
 

@@ -163,11 +163,8 @@ class _Flattening:
 
     def _add_leaf(self, name: str, leaf: Any, is_param: bool, is_variable: bool = False) -> None:
         if name in self._leaves:
-            self._problems.append(
-                Problem(
-                    "duplicate", name, "two leaves of the target have this name", Fix("rename one of the target's keys")
-                )
-            )
+            fix = Fix.by_target("rename one of the target's keys")
+            self._problems.append(Problem("duplicate", name, "two leaves of the target have this name", fix))
             return
         described = describe_leaf(name, leaf, is_param=is_param, is_variable=is_variable)
         if isinstance(described, Problem):

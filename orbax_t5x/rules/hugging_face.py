@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, target_prefix
 from orbax_t5x.transforms.arrays import Transpose
 from orbax_t5x.transforms.base import Transform
@@ -224,9 +224,9 @@ def _pack(
 ) -> RulePack:
     """Makes the pack of a function: its own transforms, and those of both formats for biases, head and prefix."""
     arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
-    shown = [f"{name}={value}" for name, value in arguments.items() if value is not None]
-    shown += [] if prefix == "target/" else [f"prefix={prefix!r}"]
-    return RulePack(
+    given = {**arguments, "prefix": None if prefix == "target/" else prefix}
+    return pack_of(
+        PackCall(function, tuple((name, value) for name, value in given.items() if value is not None)),
         (
             *forwards,
             _SettleBias(),
@@ -235,9 +235,8 @@ def _pack(
         ),
         # Hugging Face keeps no optimizer state; here it would only be left over.
         (Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False), *back),
-        f"{function}({', '.join(shown)})",
-        example,
-        "target/encoder/layers_0/attention/query/kernel",
+        example=example,
+        back_example="target/encoder/layers_0/attention/query/kernel",
     )
 
 
@@ -252,7 +251,7 @@ def t5x_to_hf_t5() -> RulePack:
       >>> ot.rules.t5x_to_hf_t5()(state, {})
       {'shared.weight': 1, 'encoder.final_layer_norm.weight': 2}
     """
-    return dataclasses.replace(hf_t5_to_t5x().inverse(), name="t5x_to_hf_t5()")
+    return dataclasses.replace(hf_t5_to_t5x().inverse(), name="t5x_to_hf_t5()", _call=PackCall("t5x_to_hf_t5"))
 
 
 def hf_flax_t5_to_t5x(

@@ -20,7 +20,7 @@ from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
 from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
-from orbax_t5x.rules.pack import RulePack, joined
+from orbax_t5x.rules.pack import PackCall, RulePack, joined, pack_of
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.transforms import translate
 from orbax_t5x.transforms.base import Transform
@@ -88,7 +88,8 @@ def mesh_tf_to_t5x() -> RulePack:
       >>> ot.rules.mesh_tf_to_t5x()({"encoder/final_layer_norm/scale": 1}, {})
       {'target': {'encoder': {'encoder_norm': {'scale': 1}}}}
     """
-    return RulePack((translate.Translate(),), (), "mesh_tf_to_t5x()", "encoder/block_000/layer_000/SelfAttention/q")
+    call = PackCall("mesh_tf_to_t5x")
+    return pack_of(call, (translate.Translate(),), (), example="encoder/block_000/layer_000/SelfAttention/q")
 
 
 _MAXTEXT = frozenset({"maxtext", "maxtext scanned"})

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.steps import HeadsCheck
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.arrays import Reshape
@@ -79,7 +79,9 @@ class _MaxTextCheck(Transform):
                     "rule",
                     found[0] if len(found) == 1 else None,
                     f"{reason}. The checkpoint has {listed(found, 2)}",
-                    Fix(f"to leave them out all the same, put ot.transforms.Drop([{pattern!r}]) before the pack"),
+                    Fix.in_program(
+                        f"to leave them out all the same, put ot.transforms.Drop([{pattern!r}]) before the pack"
+                    ),
                 )
                 result = {name: value for name, value in result.items() if name not in found}
         return result
@@ -138,14 +140,15 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
         layers = f"{_MAXTEXT}decoder/layers"
         steps.append(StackLayers(rf"{layers}_(\d+)/(.*)", rf"{layers}/\2", axis, require_match=False))
         back.insert(0, UnstackLayers(rf"{layers}/(.*)", rf"{layers}_{{i}}/\1", axis, require_match=False))
-    shown = "" if scanned else ", scanned=False"
-    shown += "" if axis == 1 else f", scan_axis={axis}"
-    return RulePack(
+    given: list[tuple[str, Any]] = [("num_heads", heads), ("head_dim", dim)]
+    given += [] if scanned else [("scanned", False)]
+    given += [] if axis == 1 else [("scan_axis", axis)]
+    return pack_of(
+        PackCall("t5x_decoder_to_maxtext", tuple(given)),
         (FollowOptimizer(Chain(tuple(steps))),),
         (FollowOptimizer(Chain(tuple(back))),),
-        f"t5x_decoder_to_maxtext(num_heads={heads}, head_dim={dim}{shown})",
-        "target/decoder/layers_0/self_attention/query/kernel",
-        f"{_MAXTEXT}decoder/layers/self_attention/query/kernel",
+        example="target/decoder/layers_0/self_attention/query/kernel",
+        back_example=f"{_MAXTEXT}decoder/layers/self_attention/query/kernel",
         _before=(_MaxTextCheck(), _KnownPrefix(("target/", "params/", "")), HeadsCheck(ours, heads, dim)),
         _before_back=(_KnownPrefix((_MAXTEXT,)), HeadsCheck(theirs, heads, dim, axis if scanned else None)),
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.text.code import calls_code
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -14,6 +15,38 @@ from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.prefix import change_between, follow_target
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.flat import FlatState
+
+FIND_PACK = Fix.any_of(
+    Fix.setting("pass {}, which finds the pack that fits", transforms="auto"),
+    Fix.in_program("call ot.rules.infer(source_leaves, target_leaves)"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackCall:
+    """Call of a function of `orbax_t5x.rules`.
+
+    Attributes:
+      function: its name.
+      arguments: its keyword arguments, without those that have their default values.
+      is_inverse: whether the pack is the inverse of what the call returns.
+    """
+
+    function: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+    is_inverse: bool = False
+
+    @property
+    def name(self) -> str:
+        """The call as the name of a pack."""
+        return f"{'inverse of ' if self.is_inverse else ''}{self._text()}"
+
+    def as_code(self) -> str:
+        """Returns the Python call, with `ot` for this package."""
+        return f"ot.rules.{self._text()}{'.inverse()' if self.is_inverse else ''}"
+
+    def _text(self) -> str:
+        return f"{self.function}({', '.join(f'{name}={value!r}' for name, value in self.arguments)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,6 +81,12 @@ class RulePack(Chain):
     _before_back: tuple[Transform, ...] = ()
     _joined: tuple[Transform, ...] = ()
     _joined_back: tuple[Transform, ...] = ()
+    _call: PackCall | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def call(self) -> PackCall | None:
+        """The call that makes the pack; None of a joined pack and of one without steps."""
+        return self._call
 
     @property
     def has_inverse(self) -> bool:
@@ -68,6 +107,7 @@ class RulePack(Chain):
             raise RestorePlanError(
                 [Problem("rule", None, message, Fix("write ot.transforms.Rename rules for the way back"))]
             )
+        call = None if self._call is None else dataclasses.replace(self._call, is_inverse=not self._call.is_inverse)
         prefix = "inverse of "
         name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name
         return dataclasses.replace(
@@ -82,6 +122,7 @@ class RulePack(Chain):
             _before_back=self._before,
             _joined=self._joined_back,
             _joined_back=self._joined,
+            _call=call,
         )
 
     @property
@@ -108,7 +149,7 @@ class RulePack(Chain):
                 None,
                 f"{self.name}: no name is one of that layout's, such as {self.example!r}"
                 + (f"; closest: {near}" if near else ""),
-                Fix("ot.rules.infer(source_leaves, target_leaves) finds the pack that fits"),
+                FIND_PACK,
             )
         return follow_target(result, target, quiet)
 
@@ -119,9 +160,20 @@ class RulePack(Chain):
     def __repr__(self) -> str:
         return f"<RulePack {self.found or self.name}>"
 
+    def as_code(self) -> str:
+        """See `Transform.as_code`; a joined pack is the code of its parts, separated by commas."""
+        if self._call is not None:
+            return self._call.as_code()
+        return calls_code(self._joined) if self._joined else f"ot.rules.{self.name}"
+
     def describe(self) -> str:
         """Returns one line for people."""
         return f"rules.{self.name}" if not self.name.startswith("inverse of ") else f"rules: {self.name}"
+
+
+def pack_of(call: PackCall, steps: tuple[AnyTransform, ...], back: tuple[AnyTransform, ...], **fields: Any) -> RulePack:
+    """Makes the pack of a call."""
+    return RulePack(steps, back, call.name, _call=call, **fields)
 
 
 def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:

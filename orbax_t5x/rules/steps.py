@@ -10,6 +10,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import all_equal, repeat
+from orbax_t5x.rules.pack import FIND_PACK
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
@@ -147,9 +148,7 @@ class HeadsCheck(Transform):
             name,
             f"its shape {shape} has {size} for the heads, and {self.num_heads} heads of {self.head_dim} are "
             f"{self.num_heads * self.head_dim}",
-            Fix(
-                "give the pack the model's num_heads and head_dim, or use ot.rules.infer(source_leaves, target_leaves)"
-            ),
+            Fix.any_of(Fix("give the pack the model's num_heads and head_dim"), *FIND_PACK.ways),
         )
 
 

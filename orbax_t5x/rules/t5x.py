@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 
-from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.steps import HeadsCheck, MergeEqualLayers, RepeatPerLayer
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
@@ -109,12 +109,12 @@ def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) 
     """
     heads, dim = _checked_heads(num_heads, head_dim)
     axis = operator.index(scan_axis)
-    return RulePack(
+    return pack_of(
+        PackCall("t5_minimal_to_scanned", (("num_heads", heads), ("head_dim", dim), *_axis_argument(axis))),
         _follow((_bias_per_layer(axis), *_split_heads(heads, dim), _stack(axis)), axis),
         _follow((_unstack(axis), *_join_heads(heads, dim), _bias_per_tower()), axis),
-        f"t5_minimal_to_scanned(num_heads={heads}, head_dim={dim}{_axis_text(axis)})",
-        _MINIMAL_EXAMPLE,
-        _SCANNED_EXAMPLE,
+        example=_MINIMAL_EXAMPLE,
+        back_example=_SCANNED_EXAMPLE,
         _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
         _before_back=(HeadsCheck(rf"{_ROOT}{_TOWER}/\2/{_ATTENTION}", heads, dim, axis),),
     )
@@ -133,12 +133,12 @@ def t5_minimal_to_unscanned(num_heads: int, head_dim: int) -> RulePack:
       {'target': {'encoder': {'layers_0': {'attention': {'query': {'kernel': (16, 2, 8)}}}}}}
     """
     heads, dim = _checked_heads(num_heads, head_dim)
-    return RulePack(
+    return pack_of(
+        PackCall("t5_minimal_to_unscanned", (("num_heads", heads), ("head_dim", dim))),
         _follow((_bias_per_layer(None), *_split_heads(heads, dim)), None),
         _follow((*_join_heads(heads, dim), _bias_per_tower()), None),
-        f"t5_minimal_to_unscanned(num_heads={heads}, head_dim={dim})",
-        _MINIMAL_EXAMPLE,
-        _MINIMAL_EXAMPLE,
+        example=_MINIMAL_EXAMPLE,
+        back_example=_MINIMAL_EXAMPLE,
         _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
         _before_back=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
     )
@@ -157,14 +157,14 @@ def t5_unscanned_to_scanned(*, scan_axis: int = 1) -> RulePack:
       {'target': {'encoder': {'encoder': {'mlp': {'wo': {'kernel': (8, 2, 4)}}}}}}
     """
     axis = operator.index(scan_axis)
-    return RulePack(
+    return pack_of(
+        PackCall("t5_unscanned_to_scanned", _axis_argument(axis)),
         _follow((_stack(axis),), axis),
         _follow((_unstack(axis),), axis),
-        f"t5_unscanned_to_scanned({_axis_text(axis).removeprefix(', ')})",
-        _MINIMAL_EXAMPLE,
-        _SCANNED_EXAMPLE,
+        example=_MINIMAL_EXAMPLE,
+        back_example=_SCANNED_EXAMPLE,
     )
 
 
-def _axis_text(axis: int) -> str:
-    return "" if axis == 1 else f", scan_axis={axis}"
+def _axis_argument(axis: int) -> tuple[tuple[str, int], ...]:
+    return () if axis == 1 else (("scan_axis", axis),)

@@ -21,7 +21,7 @@ _STYLE = """
 .orbax-t5x .right {text-align: right}
 .orbax-t5x .how {opacity: .65}
 .orbax-t5x ul {margin: 2px 0 6px; padding-left: 20px; font-family: ui-monospace, monospace; font-size: 12px;
-  overflow-wrap: anywhere}
+  overflow-wrap: anywhere; white-space: pre-line}
 """
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.table import wrapped
-from orbax_t5x.text.wording import counted, leaves_text, plain
+from orbax_t5x.text.wording import counted, ended, leaves_text, plain
 
 MOST_LINES = 56
 # Entries of all kinds together, where no kind has fewer than three.
@@ -43,8 +44,8 @@ class DescribedProblem(Protocol):
         ...
 
     @property
-    def fix(self) -> object | None:
-        """What to do about it, as text; or None."""
+    def fix(self) -> Fix | None:
+        """What to do about it, or None."""
         ...
 
 
@@ -66,10 +67,10 @@ class _ProblemGroup:
         """The message and the fix; the leaves below where there are several rows of them."""
         labels = [plain(row.label) for row in self.leaves]
         where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
-        text = f"[{self.kind}] {where}{_cut(self.message, most_characters)}"
+        text = ended(f"[{self.kind}] {where}{_cut(self.message, most_characters)}")
         if self.fix:
             heading = "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
-            text += f" {heading}: {_cut(self.fix, most_characters)}"
+            text += f"\n{heading}: {_cut(self.fix, most_characters)}"
         first, *others = map(plain, text.splitlines())
         lines = wrapped(first, width, "  - ", "    ")
         lines += [line for other in others for line in wrapped(other, width, "    ", "    ")]
@@ -81,7 +82,11 @@ class _ProblemGroup:
 
 
 def problem_lines(
-    problems: Sequence[DescribedProblem], *, width: int | None = None, all_in: str = "`.problems`"
+    problems: Sequence[DescribedProblem],
+    *,
+    width: int | None = None,
+    all_in: str = "`.problems`",
+    fix_text: Callable[[Fix], str] = str,
 ) -> list[str]:
     """The lines for people, fewer than `MOST_LINES`.
 
@@ -89,9 +94,10 @@ def problem_lines(
       problems: all of them.
       width: columns of a terminal; None where lines are not broken.
       all_in: where all of them are, for what is not shown.
+      fix_text: gives the text of a fix.
     """
     entries_of: dict[str, list[_ProblemGroup]] = {}
-    for entry in _entries(problems):
+    for entry in _entries(problems, fix_text):
         entries_of.setdefault(entry.kind, []).append(entry)
     # The message of a single problem is shown whole: there is nothing that it could hide.
     most_characters = None if len(problems) == 1 else _MOST_CHARACTERS
@@ -108,13 +114,13 @@ def problem_lines(
     return [*lines[: MOST_LINES - 2], f"  … and more: see {all_in}"]
 
 
-def _entries(problems: Sequence[DescribedProblem]) -> Iterable[_ProblemGroup]:
+def _entries(problems: Sequence[DescribedProblem], fix_text: Callable[[Fix], str]) -> Iterable[_ProblemGroup]:
     """Problems whose messages are alike but for where a leaf is from, and whose fixes differ in its name alone."""
     folded = fold([(one.leaf or "", one.message) for one in problems], [one.kind for one in problems])
     entries: dict[tuple[str, str, str], _ProblemGroup] = {}
     for row in folded:
         first = problems[row.members[0]]
-        fix = original = "" if first.fix is None else str(first.fix)
+        fix = original = "" if first.fix is None else fix_text(first.fix)
         for name in (re.escape(first.leaf), first.leaf) if first.leaf else ():
             fix = fix.replace(name, "")
         message = _FROM.sub("", row.texts[1])

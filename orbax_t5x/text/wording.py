@@ -29,6 +29,11 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def ended(text: str) -> str:
+    """Returns text with a full stop, where it does not end with a mark."""
+    return text if text.endswith((".", "!", "?", ":", "…")) else f"{text}."
+
+
 def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str = ", ") -> str:
     """`a, b and 3 more`: the first few of several names, and how many are left.
 

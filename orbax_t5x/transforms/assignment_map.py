@@ -119,10 +119,12 @@ class AssignmentMap(Transform):
                 "unused_rule",
                 None,
                 f"Unused patterns in `assignment_map`: {{{', '.join(map(repr, unused))}}}",
-                Fix(
-                    ("closest target names: " + "; ".join(near) + ". " if near else "")
-                    + "A pattern must match a whole target name that no earlier rule matches; or pass "
-                    "require_all_rules_match=False"
+                Fix.any_of(
+                    Fix(
+                        "write patterns that match a whole target name that no earlier rule matches"
+                        + (f" (closest: {'; '.join(near)})" if near else "")
+                    ),
+                    Fix.in_program("pass require_all_rules_match=False"),
                 ),
             )
         else:
@@ -145,7 +147,7 @@ def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], di
             found[0].name if len(found) == 1 else None,
             f"{rule_text('AssignmentMap', rule)}: parameter {found[0].wanted!r} does not exist in restore "
             f"checkpoint{others}" + (f"; closest: {', '.join(near)}" if near else ""),
-            Fix(_fix(found, near, frozenset(names))),
+            _fix(found, near, frozenset(names)),
         )
         diagnostics.explained.update(one.name for one in found)
 
@@ -158,15 +160,19 @@ def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diag
         "missing",
         missing.name,
         f"Parameter {missing.wanted!r} does not exist in restore checkpoint. Must be one of: {shown}",
-        Fix(_fix([missing], near, frozenset(names)) + (f"; closest: {', '.join(near)}" if near else "")),
+        _fix([missing], near, frozenset(names)),
     )
 
 
-def _fix(missing: Sequence[_MissingParameter], near: Sequence[str], names: frozenset[str]) -> str:
+def _fix(missing: Sequence[_MissingParameter], near: Sequence[str], names: frozenset[str]) -> Fix:
     """Suggests a correction of a rule."""
     pattern, replacement = pattern_text(missing[0].rule[0]), missing[0].rule[1]
     assert replacement is not None  # a rule with None asks for nothing
     mended = corrected_template(replacement, [one.match for one in missing], near, names)
     if mended is not None:
-        return f"write the rule as ({pattern!r}, {mended!r})"
-    return f"correct the replacement {replacement!r}; None in its place leaves the leaf to fallback= values"
+        return Fix.writing(pattern, mended)
+    closest = f" (closest: {', '.join(near)})" if near and len(missing) == 1 else ""
+    return Fix.any_of(
+        Fix(f"correct the replacement {replacement!r}{closest}"),
+        Fix.setting("write None in its place and give {} values for the leaf", fallback=...),
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.provenance.digests import dataclass_digest
+from orbax_t5x.text.code import dataclass_call
 from orbax_t5x.transforms.describe import describe_fields
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState, NameClashError, StateDict, flatten, unflatten
@@ -77,6 +78,10 @@ class Transform:
     def describe(self) -> str:
         """Returns one line for people."""
         return describe_fields(self)
+
+    def as_code(self) -> str:
+        """Returns the Python call that makes the transform, with `ot` for this package."""
+        return dataclass_call(self, f"ot.transforms.{type(self).__name__}")
 
     def digest(self) -> str | None:
         """Returns 32 hexadecimal digits that are the same for equal transforms in every process.

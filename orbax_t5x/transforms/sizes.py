@@ -27,6 +27,10 @@ class Filling(enum.Enum):
     def __repr__(self) -> str:
         return self.name
 
+    def as_code(self) -> str:
+        """Returns the Python code of the constant."""
+        return f"ot.transforms.{self.name}"
+
 
 FALLBACK = Filling.FALLBACK
 """For `Pad`: new elements are those at the same place of the fallback's leaf.
@@ -166,9 +170,16 @@ class Slice(InPlace):
 
     def describe(self) -> str:
         """Returns one line for people, with the index in Python's notation."""
+        return f"Slice({self._arguments('')})"
+
+    def as_code(self) -> str:
+        """See `Transform.as_code`."""
+        return f"ot.transforms.Slice({self._arguments('np.s_')})"
+
+    def _arguments(self, before_index: str) -> str:
         parts = ", ".join(_index_item_text(part) for part in self.index)
         rest = "" if self.require_match else ", require_match=False"
-        return f"Slice({pattern_text(self.pattern)!r}, [{parts}]{rest})"
+        return f"{pattern_text(self.pattern)!r}, {before_index}[{parts}]{rest}"
 
     def _compute(self, view: View) -> View:
         return view[tuple(slice(*part) if isinstance(part, tuple) else part for part in self.index)]

@@ -83,7 +83,7 @@ class Average(Transform):
                     f"Average: {', '.join(map(repr, lacking))} {'lack' if len(lacking) > 1 else 'lacks'} {result!r}"
                 )
                 fix = f"take it from one source before: Rename([({next(iter(parts.values()))!r}, {result!r})])"
-                diagnostics.problem("missing", result, message, Fix(fix))
+                diagnostics.problem("missing", result, message, Fix.in_program(fix))
             else:
                 leaves = {parts[name]: state[parts[name]] for name in weights}
                 self._put_average(result, leaves, weights, new, diagnostics)
@@ -97,7 +97,7 @@ class Average(Transform):
             if lacking:
                 message = f"Average: there are no sources {lacking}; the names begin with {sources}"
                 diagnostics.problem(
-                    "missing", None, message, Fix("name the sources: ot.restore({'a': path, 'b': path}, …)")
+                    "missing", None, message, Fix.in_program("name the sources: ot.restore({'a': path, 'b': path}, …)")
                 )
                 return None
             return weights
@@ -204,7 +204,7 @@ class Overlay(Transform):
             if not leaves:
                 message = f"Overlay: there is no leaf of a source {first!r}"
                 diagnostics.problem(
-                    "missing", None, message, Fix("name the sources: ot.restore({'a': path, 'b': path}, …)")
+                    "missing", None, message, Fix.in_program("name the sources: ot.restore({'a': path, 'b': path}, …)")
                 )
             for rest, name in leaves:
                 if rest not in seen:

@@ -110,8 +110,9 @@ def _note_failures(translation: Translation, count: int, diagnostics: Diagnostic
         "translate",
         unmatched[0] if len(unmatched) == 1 else None,
         f"no translation rule matches {len(unmatched)} of {count} names: {listed(map(repr, unmatched), _SHOWN_NAMES)}",
-        Fix(
-            "leave Translate out where the checkpoint has the target's names already; otherwise take the names out "
-            "before it with Drop, or pass a CheckpointTranslator that knows them"
+        Fix.any_of(
+            Fix.removing(Translate(), "where the checkpoint has the target's names already"),
+            Fix.in_program("take the names out before it with ot.transforms.Drop"),
+            Fix.in_program("pass a CheckpointTranslator that knows them"),
         ),
     )

@@ -71,10 +71,10 @@ def test_one_dtype_for_a_whole_model_is_one_entry():
     arrays = {f"layers_{i}/{part}": np.zeros(4, np.float32) for i in range(26) for part in ("kernel", "bias")}
     error = caught(checkpoint(arrays), {name: np.zeros(4, np.float16) for name in arrays})
     assert len(error.problems) == 52
-    heading, entry, *leaves = str(error).splitlines()
+    heading, entry, fix, *leaves = str(error).splitlines()
     assert heading == "/memory: 52 problems between checkpoint, transforms and target:"
     assert entry.startswith("  - [dtype] 52 leaves: the checkpoint has dtype float32, the target float16: ")
-    assert entry.endswith(" Fix: pass allow_lossy_cast=True")
+    assert entry.endswith(" the conversion would lose values.") and fix == "    Fix: pass allow_lossy_cast=True"
     assert sorted(leaves) == ["      layers_{0…25}/bias ×26", "      layers_{0…25}/kernel ×26"]
 
 
@@ -83,8 +83,9 @@ def test_one_shape_for_leaves_of_other_names_is_one_entry():
     target = {f"model/{name}": np.zeros((4, 2), np.float32) for name in arrays}
     error = caught(checkpoint(arrays), target, ot.transforms.Rename([("(.*)", r"model/\1")]))
     assert len(error.problems) == 52 and error.problems[0].message.endswith("(from layers_0/bias)")
-    _, entry, *leaves = str(error).splitlines()
-    assert entry.startswith("  - [shape] 52 leaves: the checkpoint has shape (4,), the target (4, 2) Fix: ")
+    _, entry, fix, *leaves = str(error).splitlines()
+    assert entry == "  - [shape] 52 leaves: the checkpoint has shape (4,), the target (4, 2)."
+    assert fix.startswith("    Fix: give the target the checkpoint's shape, or ")
     assert len(leaves) == 2
 
 

@@ -35,7 +35,8 @@ def named(tmp_path):
 
 def mapping(problem):
     """The transform that a fix says to map with."""
-    return eval(str(problem.fix).removeprefix("map it with "), {"ot": ot})
+    (transform,) = problem.fix.transforms
+    return transform
 
 
 def load_with_v1(path, target):

@@ -52,10 +52,10 @@ def problems_of(source, target, transforms=(), **keywords):
 
 def applied(fix, transforms=()):
     """The transforms that a fix says to pass; its text and its data say the same."""
-    code = re.search(r"(?:transforms=|map it with )(\[.*\]|ot\..*\))", str(fix))
+    code = re.search(r"transforms=(\[.*\])", str(fix))
     assert code is not None, fix
-    result = eval(code[1] if code[1].startswith("[") else f"[{code[1]}]", {"ot": ot, "transforms": transforms})
-    assert tuple(result[-len(fix.transforms) :]) == fix.transforms
+    result = eval(code[1], {"ot": ot, "transforms": transforms})
+    assert tuple(result) == fix.arguments.get("transforms", (*transforms, *fix.transforms))
     return result
 
 

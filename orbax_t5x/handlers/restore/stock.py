@@ -83,7 +83,9 @@ def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[P
             sharding = recorded.to_jax_sharding()
         except ValueError as error:
             message = f"it was saved from devices that are not here: {error}"
-            problems.append(Problem("sharding", name, message, Fix("pass a target with shardings on the devices here")))
+            problems.append(
+                Problem("sharding", name, message, Fix.by_target("pass a target with shardings on the devices here"))
+            )
     return ocp.checkpoint_utils.construct_restore_args(leaf, sharding)
 
 
@@ -156,7 +158,7 @@ class HandledLeaves:
                 "target",
                 entry.name,
                 f"{name!r} is stored by the type handler for {self._own_types[name]!r}, and only that can restore it",
-                Fix(f"give {name!r} a place of that name in the target, without transforms"),
+                Fix.by_target(f"give {name!r} a place of that name in the target, without transforms"),
             )
             for entry in plan.entries
             for name in entry.sources

@@ -27,6 +27,8 @@ _FILES_OF_ITEMS = frozenset(
     {METADATA_FILE, STEP_METADATA_FILE, ARRAY_METADATAS, STRINGS_FILE, CHECKSUMS_FILE, "_sharding"}
 )
 
+_RENAME_OR_OCDBT = Fix.any_of(Fix("rename it"), Fix.in_program("save with use_ocdbt=True"))
+
 
 def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) -> None:
     """Refuses a tree that could not be opened again; None and empty containers are stored by name, too.
@@ -60,7 +62,8 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
                 problems.append(Problem("duplicate", name, message, Fix("rename one of the two")))
             elif in_directories and not isinstance(node, str) and not _is_directory(array_key(joined)):
                 message = f"its array would be stored in the directory {joined!r}, which an item cannot have"
-                problems.append(Problem("name", name, message, Fix("rename it, or save with use_ocdbt=True")))
+                fix = Fix.any_of(Fix("rename it"), Fix.in_program("save with use_ocdbt=True"))
+                problems.append(Problem("name", name, message, fix))
     if problems:
         raise RestorePlanError(problems)
 

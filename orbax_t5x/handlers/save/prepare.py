@@ -160,7 +160,7 @@ def _casts(
                     None,
                     f"dtype={wanted.name} applies to floating-point model parameters (under target/ or params/, or "
                     "nnx.Param), and there are none in this tree",
-                    Fix("use transforms=[ot.transforms.Cast(pattern, dtype)]"),
+                    Fix.in_program("use transforms=[ot.transforms.Cast(pattern, dtype)]"),
                 )
             ]
         )

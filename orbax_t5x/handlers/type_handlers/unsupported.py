@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.errors import Fix, UnsupportedCheckpointError
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.text.wording import listed
 
@@ -48,15 +48,16 @@ def check_leaves(
         return skipped
     shown = listed([f"{name!r} {reason}" for name, reason in reasons.items()], _SHOWN_LEAVES, separator="; ")
     if skip is None:
-        fix = "Leave them out of the tree"
+        fix = Fix("leave them out of the tree")
     elif len(reasons) == len(names):
-        fix = "Without them there is nothing to save"
+        fix = Fix("leave the save out: without them there is nothing to save")
     else:
-        fix = 'Leave them out of the tree, or pass on_unsupported="skip"'
+        fix = Fix.any_of(Fix("leave them out of the tree"), Fix.setting("pass {}", on_unsupported="skip"))
     first = next(iter(reasons))
     raise UnsupportedCheckpointError(
-        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}; nothing was written. {fix}",
+        f"{len(reasons)} of {len(names)} leaves cannot be stored by Orbax: {shown}; nothing was written",
         leaf=first if len(reasons) == 1 else None,
+        fix=fix,
     )
 
 

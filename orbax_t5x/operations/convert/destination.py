@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointIOError, Fix, UnsupportedCheckpointError
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.replaceable import reason_not_replaceable
 from orbax_t5x.readers import Checkpoint
@@ -43,7 +43,7 @@ def check_destination(target: Path, writing: WriteOptions) -> None:
     if not os.path.lexists(target):
         return
     if not writing.overwrite:
-        raise _exists(target, "exists already; overwrite=True replaces it")
+        raise _exists(target, "exists already", Fix.setting("pass {} to replace it", overwrite=True))
     if (reason := reason_not_replaceable(target, writing.format)) is not None:
         raise _exists(target, f"{reason}, so it is not replaced; remove it yourself or choose another name")
 
@@ -95,5 +95,5 @@ def _inside(target: Path, message: str) -> CheckpointIOError:
     return CheckpointIOError(message, path=target, errno=errno.EINVAL)
 
 
-def _exists(target: Path, message: str) -> CheckpointIOError:
-    return CheckpointIOError(message, path=target, errno=errno.EEXIST)
+def _exists(target: Path, message: str, fix: Fix | None = None) -> CheckpointIOError:
+    return CheckpointIOError(message, path=target, fix=fix, errno=errno.EEXIST)

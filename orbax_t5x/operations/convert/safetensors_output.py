@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.errors import Problem, RestorePlanError, UnsupportedCheckpointError
+from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers.stream import ChunkWriter
 from orbax_t5x.lazy import View
 from orbax_t5x.lazy.chunks import ChunkPreferences
@@ -133,10 +133,11 @@ def _unsupported(views: Mapping[str, View], *, skip: bool) -> dict[str, tuple[tu
     if not reasons or (skip and len(reasons) < len(views)):
         return {name: (tuple(views[name].shape), str(views[name].dtype)) for name in reasons}
     shown = listed([f"{name!r} {reason}" for name, reason in reasons.items()], _SHOWN_LEAVES, separator="; ")
-    fix = "" if skip else '; nothing was written. Drop them by a transform, or pass on_unsupported="skip"'
+    fix = Fix.any_of(Fix.setting("pass {}", on_unsupported="skip"), Fix.in_program("drop them by a transform"))
     raise UnsupportedCheckpointError(
-        f"{len(reasons)} of {len(views)} leaves cannot be stored in safetensors files: {shown}{fix}",
+        f"{len(reasons)} of {len(views)} leaves cannot be stored in safetensors files: {shown}; nothing was written",
         leaf=next(iter(reasons)) if len(reasons) == 1 else None,
+        fix=None if skip else fix,
     )
 
 

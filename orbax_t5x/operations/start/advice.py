@@ -1,56 +1,57 @@
-"""What `restore_or_initialize` says of a checkpoint that does not fit the target: fixes that it takes itself, and
-whether it is the checkpoint that is damaged.
+"""Errors of `restore_or_initialize` about a checkpoint that does not fit the target: fixes with its own keywords, and
+the damage that explains one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, Problem, RestorePlanError
 from orbax_t5x.readers import Limits, open_checkpoint
 
-# What is not given to a step of the run itself.
-_CHANGES = re.compile(r"fallback=|init_fn=|transforms\b|ot\.rules\b")
+_KEYWORDS = {"fallback": "init_fn"}
+# Keywords that are not given to a step of the run itself.
+_OF_NEW_RUNS = frozenset({"fallback", "transforms"})
 
 
 def with_init_fn(error: RestorePlanError) -> RestorePlanError:
-    """The same problems, for a call whose values of missing leaves come from `init_fn=`."""
-
-    def worded(text: str) -> str:
-        return text.replace("fallback=", "init_fn=")
-
+    """Returns the same problems, for a call whose values of missing leaves come from `init_fn=`."""
     problems = [
-        dataclasses.replace(
-            problem,
-            message=worded(problem.message),
-            fix=problem.fix and Fix(worded(str(problem.fix))),
-        )
+        problem if problem.fix is None else dataclasses.replace(problem, fix=problem.fix.with_keywords(_KEYWORDS))
         for problem in error.problems
     ]
     return RestorePlanError(problems, path=error.path)
 
 
 def of_own_step(error: RestorePlanError, path: str, items: Sequence[str]) -> RestorePlanError:
-    """The same problems, for a step of the run itself, which is restored as it is.
+    """Returns the same problems, for a step of the run itself, which is restored as it is.
 
     Args:
       error: of the plan.
       path: of the step.
       items: of the step, where all of several were to be restored.
     """
-    fix = (
-        "a step of the run is restored as it is: change the target, or begin a new run in a root of its own with "
-        f"init_from={path!r}, transforms= and init_fn="
+    new_run = Fix.setting(
+        "a step of the run is restored as it is: change the target, or begin a new run in a root of its own with {}",
+        init_from=path,
+        transforms=...,
+        init_fn=...,
     )
+    fix = new_run
     if items:
-        fix = f"name the item that is the state: item= one of {', '.join(map(repr, items))}; or else {fix}"
+        names = ", ".join(map(repr, items))
+        fix = Fix.any_of(Fix.setting(f"name the item that is the state: {{}} one of {names}", item=...), new_run)
 
     def advised(problem: Problem) -> Problem:
-        return dataclasses.replace(problem, fix=Fix(fix)) if _CHANGES.search(str(problem.fix)) else problem
+        is_for_new_run = problem.fix is not None and any(map(_is_for_new_run, problem.fix.ways))
+        return dataclasses.replace(problem, fix=fix) if is_for_new_run else problem
 
     return RestorePlanError([advised(problem) for problem in error.problems], path=error.path)
+
+
+def _is_for_new_run(fix: Fix) -> bool:
+    return bool(fix.transforms) or fix.removed is not None or not _OF_NEW_RUNS.isdisjoint(fix.arguments)
 
 
 def damage_of(path: str, limits: Limits | None) -> CheckpointError | None:

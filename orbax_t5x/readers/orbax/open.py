@@ -21,6 +21,7 @@ from orbax_t5x.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    Fix,
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
     error_at,
@@ -181,8 +182,8 @@ def _lost(root: Store, item: str, names: list[str]) -> CheckpointError:
     if item in subdirectories(root.path).outside:
         return UnsafeCheckpointError(LEADS_OUT, path=path)
     message = f"the metadata of the step name this item, and it has no {METADATA_FILE}, so the names of its leaves are"
-    others = f"; item=… restores another one: {_listed(names)}" if names else ""
-    return CorruptCheckpointError(f"{message} unknown{others}", path=path)
+    fix = Fix.setting(f"restore only another one with {{}}: {_listed(names)}", item=...) if names else None
+    return CorruptCheckpointError(f"{message} unknown", path=path, fix=fix)
 
 
 def _listed(names: list[str]) -> str:

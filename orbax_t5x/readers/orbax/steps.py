@@ -23,6 +23,7 @@ from orbax_t5x.errors import (
     CheckpointGoneError,
     CheckpointIOError,
     CorruptCheckpointError,
+    Fix,
     UnsupportedCheckpointError,
 )
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
@@ -86,9 +87,9 @@ def item_names(directory: str) -> list[str]:
     if not names:
         if is_url(directory) and not can_list(directory):
             raise UnsupportedCheckpointError(
-                "web servers do not list their files, and the metadata of this step do not name its items: name one by "
-                "item=… or open its own URL",
+                "web servers do not list their files, and the metadata of this step do not name its items",
                 path=directory,
+                fix=Fix.any_of(Fix.setting("name one by {}", item=...), Fix("open its own URL")),
             )
         names = subdirectories(directory).inside
     if is_url(directory):

@@ -13,7 +13,6 @@ from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.chains import FoundRules
-from orbax_t5x.restoring.diagnose.calls import calls_text
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.no_value import NoValue
 from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
@@ -141,15 +140,11 @@ def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
 def _fix(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
     if remedy.advice is not None:
         return Fix(remedy.advice)
-    calls = calls_text(remedy.transforms)
     if not is_added:
-        return Fix(f"pass transforms=[{calls}] for Translate()", remedy.transforms)
-    if not failure.given:
-        return Fix(f"add transforms=[{calls}]", remedy.transforms)
+        return Fix.setting("pass {} for Translate()", transforms=remedy.transforms)
     if any(isinstance(transform, FoundRules) for transform in failure.given):
-        every = (*failure.transforms, *remedy.transforms)
-        return Fix(f"pass transforms=[{calls_text(every)}]", every)
-    return Fix(f"pass transforms=[*transforms, {calls}]", remedy.transforms)
+        return Fix.setting("pass {}", transforms=(*failure.transforms, *remedy.transforms))
+    return Fix.adding(*remedy.transforms, to_others=bool(failure.given))
 
 
 def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:

@@ -20,7 +20,9 @@ class NoValue(Hypothesis):
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         for one in unmatched.missing:
             if one.is_none:
-                fix = Fix("put None in the target there, or give fallback= values")
+                fix = Fix.any_of(
+                    Fix.by_target("put None in the target there"), Fix.setting("give {} values", fallback=...)
+                )
                 yield Explanation(Problem("missing", one.name, _NONE, fix), (one.name,))
             elif one.is_reset:
                 yield Explanation(Problem("missing", one.name, _RESET, GIVE_VALUES), (one.name,))

@@ -11,7 +11,9 @@ from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Unm
 from orbax_t5x.text.wording import counted
 
 _LAYER = re.compile(r"(?P<tower>(?:.*?/)?)(?P<word>layers?|blocks?|h)[_/](?P<number>\d+)/.*")
-_FIX = Fix("build the model with as many layers, or give fallback= for the others")
+_FIX = Fix.any_of(
+    Fix.by_target("build the model with as many layers"), Fix.setting("give {} values for the others", fallback=...)
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,5 +27,5 @@ class OtherFeedForward(Hypothesis):
                 continue
             (theirs, activations), (ours, _) = (_PLAIN, _GATED) if match["gate"] else (_GATED, _PLAIN)
             message = f"the checkpoint's feed-forward layers are {theirs}, and the target's are {ours}"
-            fix = Fix(f"build the model as the checkpoint's was (T5X: mlp_activations={activations})")
+            fix = Fix.by_target(f"build the model as the checkpoint's was (T5X: mlp_activations={activations})")
             yield Explanation(Problem("missing", None, message, fix), (name,))

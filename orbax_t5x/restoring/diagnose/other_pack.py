@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.restoring.diagnose.calls import calls_text
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.rules import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.layouts import layout_of
@@ -39,8 +38,7 @@ class OtherPack(Hypothesis):
             message = (
                 f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
             )
-            add = (Translate(),)
-            yield Explanation(Problem("missing", None, message, Fix(f"add transforms=[{calls_text(add)}]", add)), ())
+            yield Explanation(Problem("missing", None, message, Fix.adding(Translate())), ())
 
 
 def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:

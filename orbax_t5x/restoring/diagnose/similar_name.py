@@ -14,7 +14,6 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.calls import calls_text
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves, as_template
 from orbax_t5x.restoring.diagnose.slots import SLOT_WORDS
 from orbax_t5x.transforms import AssignmentMap
@@ -42,11 +41,9 @@ class SimilarName(Hypothesis):
         for name in itertools.islice(unmatched.wanted, _LOOKUPS):
             same = names.to(name)
             if same is not None:
-                add = (AssignmentMap(((re.escape(name), as_template(same)),)),)
+                fix = Fix.adding(AssignmentMap(((re.escape(name), as_template(same)),)))
                 message = f"the checkpoint has no such leaf; {same!r} has its shape and dtype"
-                yield Explanation(
-                    Problem("missing", name, message, Fix(f"map it with {calls_text(add)}", add)), (name,)
-                )
+                yield Explanation(Problem("missing", name, message, fix), (name,))
 
 
 class SimilarNames:

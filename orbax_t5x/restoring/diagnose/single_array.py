@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.diagnose.calls import calls_text
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves, as_template
 from orbax_t5x.transforms import AssignmentMap
 
@@ -24,8 +23,7 @@ class SingleArray(Hypothesis):
         arrays = [(name, tuple(array.shape), str(array.dtype)) for name, array in unmatched.arrays.items()]
         for name, missing in unmatched.wanted.items():
             message = f"the checkpoint has no such leaf: the {'checkpoint' if name else 'target'} is {NO_NAME}"
-            fix = Fix("pass the target's leaf by itself" if name else "name the target's leaf, {name: leaf}")
+            fix = Fix.by_target("pass the target's leaf by itself" if name else "name the target's leaf, {name: leaf}")
             if [array[1:] for array in arrays] == [(missing.leaf.shape, str(missing.leaf.dtype))]:
-                add = (AssignmentMap(((re.escape(name), as_template(arrays[0][0])),)),)
-                fix = Fix(f"map it with {calls_text(add)}", add)
+                fix = Fix.adding(AssignmentMap(((re.escape(name), as_template(arrays[0][0])),)))
             yield Explanation(Problem("missing", name, message, fix), (name,))

@@ -31,10 +31,8 @@ class TiedLogits(Hypothesis):
             "the checkpoint's model computes logits with a matrix of its own, and the target has none: the target "
             f"would tie its logits to the embedding and compute different values ({listed(head, _SHOWN_NAMES)})"
         )
-        fix = (
-            "build the model with an output projection (T5X: logits_via_embedding=False, which makes "
-            "decoder/logits_dense/kernel)"
-        )
+        build = "build the model with an output projection (T5X: logits_via_embedding=False, which makes "
+        ways = [Fix.by_target(f"{build}decoder/logits_dense/kernel)")]
         if any(name.endswith("lm_head.weight") for name in head):
-            fix += "; or, if config.json has tie_word_embeddings: true, pass that to the rule pack"
-        yield Explanation(Problem("leftover", head[0] if len(head) == 1 else None, message, Fix(fix)), head)
+            ways.append(Fix("if config.json has tie_word_embeddings: true, pass that to the rule pack"))
+        yield Explanation(Problem("leftover", head[0] if len(head) == 1 else None, message, Fix.any_of(*ways)), head)

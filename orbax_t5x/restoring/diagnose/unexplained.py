@@ -17,7 +17,9 @@ _LOOKUPS = 20
 # Leftover names shown in the one problem that counts them.
 _SHOWN_LEFTOVERS = 5
 
-GIVE_VALUES = Fix("give fallback= values, or put ... in the target to leave it out")
+GIVE_VALUES = Fix.any_of(
+    Fix.setting("give {} values", fallback=...), Fix.by_target("put ... in the target to leave it out")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Unexplained(Hypothesis):
             shown = listed([name or NO_NAME for name in names], _SHOWN_LEFTOVERS)
             has = "has" if len(names) == 1 else "have"
             message = f"{leaves_text(len(names))} of the checkpoint {has} no place in the target: {shown}"
-            fix = "strict=False leaves them unread; ot.transforms.Drop(pattern) says so in the rules"
+            fix = Fix.any_of(
+                Fix.setting("pass {} to leave them unread", strict=False),
+                Fix.in_program("put ot.transforms.Drop(pattern) into the rules"),
+            )
             leaf = names[0] if len(names) == 1 else None
-            yield Explanation(Problem("leftover", leaf, message, Fix(fix, arguments={"strict": False})), names)
+            yield Explanation(Problem("leftover", leaf, message, fix), names)

@@ -153,8 +153,8 @@ def check_value(entry: PlanEntry, value: Any) -> None:
             clash = "sharding", value.sharding, leaf.sharding
     if clash is not None:
         kind, found, planned = clash
-        fix = "plan and execute under the same JAX settings (jax_enable_x64, the mesh in use)"
-        raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan has {planned}", Fix(fix))])
+        fix = Fix.in_program("plan and execute under the same JAX settings (jax_enable_x64, the mesh in use)")
+        raise RestorePlanError([Problem(kind, entry.name, f"JAX made {found}, the plan has {planned}", fix)])
 
 
 def _on_host(leaf: TargetLeaf, array: np.ndarray) -> Any:

@@ -152,7 +152,7 @@ def test_save_time_transforms_leave_the_lineage_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("transforms", "error", "text"),
     [
-        ("auto", ot.errors.RestorePlanError, r"a save has no target Fix: pass the rules: a pack of ot\.rules"),
+        ("auto", ot.errors.RestorePlanError, r"a save has no target\.\s+Fix: pass the rules: a pack of ot\.rules"),
         (["auto"], ot.errors.RestorePlanError, "a save has no target"),
         ("foo", TypeError, r"transforms='foo' is text; pass transforms of ot\.transforms"),
         ("hf_t5_to_t5x", TypeError, r"pass ot\.rules\.hf_t5_to_t5x\(\)$"),

@@ -8,9 +8,9 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x import rules
-from orbax_t5x.restoring.diagnose.calls import calls_text
 from orbax_t5x.restoring.diagnose.other_pack import OtherPack
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
+from orbax_t5x.text.code import calls_code
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support import t5_model
 from tests.support.failed_plans import (
@@ -33,7 +33,7 @@ def test_a_pack_is_proposed_as_text_that_makes_it(is_scanned):
         (remedy,) = OtherPack().remedies(unmatched_of(checkpoint.leaves, target))
         expected = run(rules.infer(checkpoint.leaves, target), checkpoint.leaves, target)[0]
         result = dict(checkpoint.leaves)
-        for step in eval(f"[{calls_text(remedy.transforms)}]", {"ot": ot}):
+        for step in eval(f"[{calls_code(remedy.transforms)}]", {"ot": ot}):
             result = dict(run(step, result, target)[0])
         assert {name: np.asarray(as_numpy(value)).shape for name, value in result.items()} == {
             name: leaf.shape for name, leaf in target.items()

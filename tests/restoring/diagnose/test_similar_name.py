@@ -38,7 +38,7 @@ def test_a_name_that_can_only_mean_one_leaf_is_a_rule(theirs):
     array, other = np.ones((2, 3), np.float32), np.zeros((2, 3), np.float32)
     source = checkpoint({theirs: array, "decoder/mlp_1/wi/kernel": other})
     (problem,) = problems_of(source, {"decoder/layers_1/attention/kernel": other}, strict=False)
-    rule = re.fullmatch(r"map it with (ot\.transforms\.AssignmentMap\(.*\))", str(problem.fix))
+    rule = re.fullmatch(r"add transforms=\[(ot\.transforms\.AssignmentMap\(.*\))\]", str(problem.fix))
     got = ot.restore(source, {"decoder/layers_1/attention/kernel": other}, eval(rule[1], {"ot": ot}), strict=False)
     np.testing.assert_array_equal(got["decoder/layers_1/attention/kernel"], array)
 

@@ -6,14 +6,14 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x import rules
-from orbax_t5x.restoring.diagnose.calls import calls_text
+from orbax_t5x.text.code import calls_code
 from tests.support.failed_plans import HF, HF_CONFIG, parameters
 
 
 def test_the_way_back_is_proposed_in_the_order_of_its_packs():
     both = rules.infer(ot.open_checkpoint(HF).leaves, parameters(dataclasses.replace(HF_CONFIG, scan_layers=True)))
     back = [rules.t5_minimal_to_scanned(6, 8).inverse(), rules.hf_t5_to_t5x().inverse()]
-    assert eval(f"[{calls_text(both.inverse().parts)}]", {"ot": ot}) == back
+    assert eval(f"[{calls_code(both.inverse().parts)}]", {"ot": ot}) == back
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_the_way_back_is_proposed_in_the_order_of_its_packs():
     ],
 )
 def test_calls_are_written_without_defaults(text):
-    assert calls_text(eval(f"[{text}]", {"ot": ot})) == text
+    assert calls_code(eval(f"[{text}]", {"ot": ot})) == text
