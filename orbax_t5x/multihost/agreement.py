@@ -33,7 +33,7 @@ class Agreement:
     """
 
     def __init__(self, primary: int, path: str, what: str = "restore", *, sends_errors: bool = False):
-        """Every process must make it, with the same arguments.
+        """Begins a call, which every process must make with the same arguments.
 
         Args:
           primary: the index of the process whose record counts.
