@@ -63,7 +63,7 @@ class CheckpointError(Exception):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Nothing at the path is a checkpoint; the text says what was looked for."""
+    """Error: the path has no checkpoint; the text lists what was looked for."""
 
 
 class CheckpointGoneError(CheckpointError, FileNotFoundError):
@@ -107,7 +107,7 @@ class CheckpointIOError(CheckpointError, OSError):
 
 
 def error_at(error: CheckpointError, *, path: str | os.PathLike[str] | None, leaf: str | None) -> CheckpointError:
-    """The same error about another file or leaf; a new exception, because a traceback belongs to one raise."""
+    """Returns the same error about another file or leaf; a new exception, because a traceback belongs to one raise."""
     if isinstance(error, CheckpointIOError):
         return CheckpointIOError(error.message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
     return type(error)(error.message, path=path, leaf=leaf, fix=error.fix)
@@ -156,7 +156,7 @@ ProblemKind = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a restore, found before anything is read.
+    """Problem of a restore, found before anything is read.
 
     Attributes:
       kind: a stable short word for programs; see `ProblemKind`.
@@ -192,7 +192,7 @@ class Problem:
 
 
 class RestorePlanError(CheckpointError, ValueError):
-    """What disagrees between a checkpoint, its transforms and a target; all of it at once, in `problems`.
+    """Error with all disagreements between a checkpoint, its transforms and a target, in `problems`.
 
     The text has problems that are alike as one entry and stays under 60 lines.
 

@@ -64,7 +64,7 @@ def _fix_text(fix: Fix) -> str:
 
 
 def _fail_unforeseen(error: Exception) -> int:
-    """For an error that is not one of the library's: a defect, or a fault of the machine such as a full disk."""
+    """Reports an error that is not the library's: a defect, or a fault of the machine such as a full disk."""
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
         hint = ""
@@ -80,7 +80,7 @@ def _fail(text: str, code: int) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; a command's module is not imported for it."""
+    """Makes the parser of all commands; a command's module is not imported for it."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Checkpoints of the T5 family: look at them, plan a restore, convert, compare and verify them.",
@@ -124,7 +124,7 @@ def _add_inspect(commands) -> None:
 
 
 def _add_rules(parser: argparse.ArgumentParser, source: str) -> None:
-    """Under which names leaves come out: the same options for `plan`, `convert` and `diff`."""
+    """Adds the options for names of leaves, the same for `plan`, `convert` and `diff`."""
     parser.add_argument(
         "--translate",
         action=argparse.BooleanOptionalAction,
@@ -155,7 +155,7 @@ def _add_memory_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_mapping(parser: argparse.ArgumentParser) -> None:
-    """What becomes of which leaf: the same options for `plan` and `convert`."""
+    """Adds the options for the use of leaves, the same for `plan` and `convert`."""
     parser.add_argument(
         "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
     )

@@ -38,7 +38,7 @@ class Arguments(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Fix:
-    """What to do about a problem; one without transforms and arguments is advice in words.
+    """Fix of a problem; one without transforms and arguments is advice in words.
 
     Attributes:
       text: the fix in words, for a program in Python.

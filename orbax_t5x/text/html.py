@@ -31,18 +31,18 @@ def html_fragment(parts: Iterable[str]) -> str:
 
 
 def html_paragraph(text: str, *, bold: bool = False) -> str:
-    """A paragraph of text."""
+    """Makes a paragraph of text."""
     return f"<p><b>{escape(text)}</b></p>" if bold else f"<p>{escape(text)}</p>"
 
 
 def html_list(items: Iterable[str], title: str, *, is_open: bool = False) -> str:
-    """A list that opens and closes by a click on its title."""
+    """Makes a list that opens and closes by a click on its title."""
     lines = "".join(f"<li>{escape(item)}</li>" for item in items)
     return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary><ul>{lines}</ul></details>"
 
 
 def html_table(rows: Sequence[TableRow], heads: TableRow) -> str:
-    """A table; columns that no row fills are left out."""
+    """Makes a table; columns that no row fills are left out."""
     if not rows:
         return ""
     names = ["label", *(name for name in ("array", "placing", "size") if any(getattr(row, name) for row in rows))]

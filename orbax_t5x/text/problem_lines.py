@@ -26,11 +26,11 @@ _MOST_CHARACTERS = 600
 
 
 class DescribedProblem(Protocol):
-    """What a problem has; `orbax_t5x.errors.Problem` is one."""
+    """Protocol of a problem; `orbax_t5x.errors.Problem` is one."""
 
     @property
     def kind(self) -> str:
-        """What it is about."""
+        """The kind of the problem."""
         ...
 
     @property
@@ -40,12 +40,12 @@ class DescribedProblem(Protocol):
 
     @property
     def message(self) -> str:
-        """What is wrong."""
+        """The disagreement, in words."""
         ...
 
     @property
     def fix(self) -> Fix | None:
-        """What to do about it, or None."""
+        """The fix, or None."""
         ...
 
 
@@ -64,7 +64,7 @@ class _ProblemGroup:
     count: int
 
     def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
-        """The message and the fix; the leaves below where there are several rows of them."""
+        """Returns the message and the fix; the leaves below where there are several rows of them."""
         labels = [plain(row.label) for row in self.leaves]
         where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
         text = ended(f"[{self.kind}] {where}{_cut(self.message, most_characters)}")
@@ -88,7 +88,7 @@ def problem_lines(
     all_in: str = "`.problems`",
     fix_text: Callable[[Fix], str] = str,
 ) -> list[str]:
-    """The lines for people, fewer than `MOST_LINES`.
+    """Returns the lines for people, fewer than `MOST_LINES`.
 
     Args:
       problems: all of them.

@@ -1,4 +1,4 @@
-"""How sizes, arrays and shardings are written for people; no JAX needed to say it."""
+"""Sizes, arrays and shardings as text for people, without JAX."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def size_text(count: int) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """`1 leaf`, `2 leaves`, with thousands apart."""
+    """Returns a count with its noun: `1 leaf`, `2 leaves`, with separated thousands."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
@@ -35,7 +35,7 @@ def ended(text: str) -> str:
 
 
 def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str = ", ") -> str:
-    """`a, b and 3 more`: the first few of several names, and how many are left.
+    """Returns `a, b and 3 more`: the first few of several names, and how many are left.
 
     Args:
       names: all of them.
@@ -50,18 +50,18 @@ def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str =
 
 
 def leaves_text(count: int) -> str:
-    """`1 leaf`, `12,000 leaves`."""
+    """Returns `1 leaf`, `12,000 leaves`."""
     return counted(count, "leaf", "leaves")
 
 
 def dtype_text(dtype: Any) -> str:
-    """A dtype's name; strings have dtype object and are called what they are."""
+    """Returns a dtype's name; strings have dtype object and are called what they are."""
     return "bytes" if np.dtype(dtype) == np.dtype(object) else np.dtype(dtype).name
 
 
 @functools.lru_cache(maxsize=4096)
 def array_text(dtype: Any, shape: tuple[int, ...]) -> str:
-    """`float32[768,2048]`, as JAX writes it."""
+    """Returns `float32[768,2048]`, as JAX writes it."""
     return f"{dtype_text(dtype)}[{','.join(map(str, shape))}]"
 
 
@@ -72,7 +72,7 @@ def array_bytes(dtype: Any, shape: Sequence[int]) -> int:
 
 
 def sharding_text(sharding: Any) -> str:
-    """`P('data', None)` for a NamedSharding, `1 device`, or the class's name; empty for None."""
+    """Returns `P('data', None)` for a NamedSharding, `1 device`, or the class's name; empty for None."""
     if sharding is None:
         return ""
     memory = getattr(sharding, "memory_kind", None)
@@ -91,7 +91,7 @@ def _axis_text(axis: Any) -> str:
 
 
 def mesh_text(sharding: Any) -> str:
-    """`data=2, model=4 (8 devices)` for a NamedSharding; empty otherwise."""
+    """Returns `data=2, model=4 (8 devices)` for a NamedSharding; empty otherwise."""
     mesh = getattr(sharding, "mesh", None)
     if mesh is None:
         return ""
@@ -100,7 +100,7 @@ def mesh_text(sharding: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Text from a file without control characters: what a name holds must not move a terminal's cursor."""
+    """Returns text from a file without control characters, which would move a terminal's cursor."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

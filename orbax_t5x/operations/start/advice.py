@@ -55,7 +55,7 @@ def _is_for_new_run(fix: Fix) -> bool:
 
 
 def damage_of(path: str, limits: Limits | None) -> CheckpointError | None:
-    """What shows, without reading an array, that an item or step is damaged; None where nothing does.
+    """Describes the damage of a step, or returns None where it is not damaged.
 
     An array cannot be opened, or the checksums are of other names or shapes than the metadata.
     """
