@@ -68,20 +68,10 @@ def test_clauses_are_found(first, well):
     assert begins_well(first) is well
 
 
-# Files whose docstrings are still to be rewritten.
-TO_DO: frozenset[str] = frozenset(
-    """
-    cli/error_text.py cli/fixes.py cli/main.py errors.py operations/start/advice.py text/html.py
-    text/problem_lines.py text/wording.py
-    """.split()
-)
-
-
 def test_docstrings_begin_with_a_verb_or_a_noun():
     found = [
         f"{path.relative_to(PACKAGE)}: {name}: {first[1]}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if str(path.relative_to(PACKAGE)) not in TO_DO
         for name, first in first_words(ast.parse(path.read_text()))
         if not begins_well(first)
     ]
