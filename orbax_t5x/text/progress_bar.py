@@ -1,19 +1,18 @@
-"""A progress bar on a terminal, drawn by `rich`; nothing anywhere else.
+"""A progress bar on a terminal; nothing anywhere else.
 
-No thread draws it: it is redrawn when bytes arrive. What is written to the terminal is numbers and our own words, never
-a leaf's name. `sys.stdout` and `sys.stderr` stay as they are.
+No thread draws it: it is redrawn when bytes arrive. It shows numbers and the verb, never a leaf's name, which could be
+wider than the terminal or hold control characters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Generator
 from typing import Literal, TextIO
-
-import rich.progress
-from rich.console import Console
 
 from orbax_t5x.text.wording import size_text
 
@@ -23,55 +22,67 @@ OnProgress = Callable[[int, int, str], None]
 Progress = OnProgress | Literal["bar"]
 """`progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar": a bar on a terminal."""
 
-# Redrawing more often costs more than it tells.
 _INTERVAL_SECS = 0.1
-_BAR_WIDTH = 24
+_MOST_BAR_COLUMNS = 24
+_LEAST_BAR_COLUMNS = 6
+_CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressBar:
-    """`progress(done_bytes, total_bytes, leaf)` as a line on standard error; leaving its context wipes it."""
+    """`progress(done_bytes, total_bytes, leaf)` as a line on a terminal; leaving its context removes the line."""
 
     def __init__(self, verb: str, stream: TextIO | None = None):
         """Args: `verb`: what is going on, such as "restoring"; `stream`: standard error if None."""
-        console = Console(file=sys.stderr if stream is None else stream, force_jupyter=False)
-        # `rich` by itself draws into a pipe where FORCE_COLOR is set.
-        self._is_shown = console.file.isatty() and not console.is_dumb_terminal
-        self._is_started = False
+        self._verb = verb
+        self._stream = sys.stderr if stream is None else stream
+        self._is_shown = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._started = time.monotonic()
-        self._drawn = 0.0
-        self._progress = rich.progress.Progress(
-            rich.progress.TextColumn(verb, markup=False),
-            rich.progress.BarColumn(_BAR_WIDTH),
-            rich.progress.TextColumn("{task.percentage:>3.0f}%  {task.fields[amount]}", markup=False),
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._progress.add_task("", total=1, amount="")
+        self._drawn: float | None = None
 
     def __call__(self, done: int, total: int, leaf: str) -> None:
-        """Draws, if it is time to."""
+        """Draws the line, if the last one is old enough or this is the end."""
         now = time.monotonic()
-        if not self._is_shown or (now - self._drawn < _INTERVAL_SECS and done < total):
+        is_early = self._drawn is not None and now - self._drawn < _INTERVAL_SECS
+        if not self._is_shown or (is_early and done < total):
             return
-        if not self._is_started:
-            self._progress.start()
-            self._is_started = True
         self._drawn = now
         rate = size_text(round(done / max(now - self._started, 1e-3)))
-        amount = f"{size_text(done)} of {size_text(total)}  {rate}/s"
-        # Nothing to do is done.
-        self._progress.update(self._task, completed=done or not total, total=total or 1, amount=amount, refresh=True)
+        self._write(_CLEAR_LINE + bar_line(self._verb, done, total, rate, _columns(self._stream)))
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # Stopping what has not begun would write an empty line.
-        if self._is_started:
-            self._progress.stop()
+        if self._drawn is not None:
+            self._write(_CLEAR_LINE)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def bar_line(verb: str, done: int, total: int, rate: str, columns: int) -> str:
+    """Returns `verb ###... 50%  1 GiB of 2 GiB  1 GiB/s` without what does not fit: a full line would wrap."""
+    fraction = done / total if total else 1.0
+    percent = f" {fraction:4.0%}"
+    free = columns - 1 - len(verb + percent)
+    text = ""
+    for more, needed in ((f"  {size_text(done):>8} of {size_text(total)}", 0), (f"  {rate:>8}/s", _LEAST_BAR_COLUMNS)):
+        if len(more) + needed > free:
+            break
+        text, free = text + more, free - len(more)
+    bar_columns = min(_MOST_BAR_COLUMNS, free - 1)
+    bar = "#" * int(fraction * bar_columns)
+    shown_bar = f" {bar.ljust(bar_columns, '.')}" if bar_columns >= _LEAST_BAR_COLUMNS else ""
+    return (verb + shown_bar + percent + text)[: columns - 1]
+
+
+def _columns(stream: TextIO) -> int:
+    """Returns the width of the terminal that a stream writes to, which need not be that of standard output."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        if columns := os.get_terminal_size(stream.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns
 
 
 def check_progress(progress: Progress | None) -> None:

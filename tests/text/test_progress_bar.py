@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.text.progress_bar import ProgressBar
+from orbax_t5x.text.progress_bar import ProgressBar, bar_line
 
 BUNDLE = Path(__file__).parents[1] / "goldens" / "tf_bundle" / "t5_1_1_f32"
 
@@ -42,8 +42,7 @@ def test_a_bar_is_for_terminals(monkeypatch):
     assert pipe.getvalue() == ""
     drawn = terminal.getvalue()
     assert "100%  1.00 GiB of 1.00 GiB" in drawn
-    # It is taken away, and the cursor is shown again.
-    assert drawn.endswith("\x1b[1A\x1b[2K") and drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1
+    assert drawn.endswith("\r\x1b[2K") and "\n" not in drawn
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_nothing(monkeypatch):
@@ -69,11 +68,27 @@ def test_a_bar_that_was_never_called_draws_nothing():
 
 
 def test_names_of_leaves_are_not_drawn():
-    """What a name holds must not move a cursor or be taken for rich's markup."""
+    """What a name holds must not move a cursor or make the line wrap."""
     terminal = Terminal()
     with ProgressBar("converting", terminal) as bar:
-        bar(1, 1, "[bold red]\x1b[2J")
-    assert "\x1b[2J" not in terminal.getvalue() and "bold" not in terminal.getvalue()
+        bar(1, 1, "層" * 100 + "\x1b[2J")
+    assert "\x1b[2J" not in terminal.getvalue() and "層" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("columns", [1, 10, 20, 40, 80, 300])
+@pytest.mark.parametrize(("done", "total"), [(0, 0), (0, 1), (1, 3), (2**50 - 1, 2**50), (5, 4)])
+def test_the_line_never_fills_the_terminal(columns, done, total):
+    line = bar_line("restoring", done, total, "1.00 GiB", columns)
+    assert len(line) < columns and line.startswith("restoring"[: columns - 1])
+
+
+def test_a_narrow_terminal_loses_the_rate_then_the_bar_then_the_amount():
+    assert [bar_line("saving", 1 << 29, 1 << 30, "1.00 GiB", columns) for columns in (80, 50, 35, 20)] == [
+        "saving ############............  50%   512 MiB of 1.00 GiB  1.00 GiB/s",
+        "saving #######........  50%   512 MiB of 1.00 GiB",
+        "saving  50%   512 MiB of 1.00 GiB",
+        "saving ###....  50%",
+    ]
 
 
 def test_bar_is_a_keyword_of_every_way_to_restore_and_save(monkeypatch, tmp_path):
@@ -105,21 +120,13 @@ def test_no_other_text_is_taken_for_progress(tmp_path, progress):
         checkpointer.save(tmp_path / "x", args=ot.args.TrainStateSave({"a": np.ones(2)}, progress=progress))
 
 
-def test_an_interrupt_takes_the_bar_away(monkeypatch):
+def test_an_interrupt_takes_the_bar_away():
     terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-
-    def interrupted(state, target, *, is_resuming=False):
-        def get():
-            raise KeyboardInterrupt
-
-        lazy = ot.LazyThreadPoolArray((2,), np.float32, get)
-        return {"a": np.ones(2, np.float32), "b": lazy}
-
-    with pytest.raises(KeyboardInterrupt):
-        ot.restore(BUNDLE, None, interrupted, progress="bar")
+    with pytest.raises(KeyboardInterrupt), ProgressBar("restoring", terminal) as bar:
+        bar(1, 2, "a")
+        raise KeyboardInterrupt
     drawn = terminal.getvalue()
-    assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h")
+    assert "50%" in drawn and drawn.endswith("\r\x1b[2K")
 
 
 # -- the log
