@@ -1,17 +1,20 @@
 """The ordered table of formats, and `open_checkpoint`, which looks a path up in it.
 
-Each row has a recogniser, a function of what was found at the path (names and a few bytes), and an opener. The first
-row that recognises the path opens it; where none does, the error names what was sought and found.
+Each row has recognisers, functions of what was found at the path (names and a few bytes), and an opener. A directory
+belongs to the format that owns it, whatever else is in it: first the formats that mark a checkpoint, then a root by its
+finished steps, then the formats that mark a directory of files, then files that any directory may hold. Where no format
+owns the path, the error names what was sought and found.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
-from orbax_t5x.readers.detect.probe import probe_path
+from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import check_item, path_text
 from orbax_t5x.readers.flax_msgpack.format import FORMAT as FLAX_MSGPACK
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
@@ -21,8 +24,14 @@ from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.unrecognised import missing, unrecognised
 from orbax_t5x.storage.limits import Limits, check_limits
+from orbax_t5x.storage.locations import is_link, is_url
 from orbax_t5x.storage.remote.connection import remote_session
 
+# Formats whose marks make a directory one checkpoint; in a root, files of the others lie beside the steps.
+_CHECKPOINTS: tuple[Format, ...] = (ORBAX, T5X)
+_FILES: tuple[Format, ...] = (TF_BUNDLE, SAFETENSORS, FLAX_MSGPACK)
+# A dataset's iterator is a bundle, so that a bundle without a mark comes last.
+_UNMARKED: tuple[Format, ...] = (SAFETENSORS, TF_BUNDLE)
 FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS)
 
 
@@ -73,13 +82,29 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
     probe = probe_path(text)
     if probe.kind == "special":
         raise CheckpointNotFoundError("a FIFO, a socket or a device, not a checkpoint", path=text)
-    for row in FORMATS:
-        if row.recognise(probe):
-            return _open(row, probe.path, limits, item)
-    if probe.kind == "directory" and (steps := finished_steps(probe.path)):
-        return _open_path(newest_directory(probe.path, steps), None, item, limits)
+    if probe.kind == "directory":
+        return _open_directory(probe, item, limits)
+    if row := next((row for row in FORMATS if row.recognise(probe)), None):
+        return _open(row, probe.path, limits, item)
     if probe.kind == "missing":
         raise missing(probe.path, text)
+    raise unrecognised(probe, FORMATS)
+
+
+def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Checkpoint:
+    """Opens a directory by the format that owns it."""
+    for row in _CHECKPOINTS:
+        if row.recognise(probe):
+            return _open(row, probe.path, limits, item)
+    # A remote directory is listed only where none of the files is there that make a checkpoint.
+    steps = [] if is_url(probe.path) else finished_steps(probe.path)
+    if any(not is_link(os.path.join(probe.path, step.name)) for step in steps):
+        return _open_path(newest_directory(probe.path, steps), None, item, limits)
+    marked = (row for row in _FILES if row.recognise(probe))
+    if row := next(itertools.chain(marked, (row for row in _UNMARKED if row.recognise_unmarked(probe))), None):
+        return _open(row, probe.path, limits, item)
+    if steps := finished_steps(probe.path):
+        return _open_path(newest_directory(probe.path, steps), None, item, limits)
     raise unrecognised(probe, FORMATS)
 
 

@@ -34,9 +34,11 @@ class Format:
     Attributes:
       name: the value of `Checkpoint.format` and of the argument `format` of `open_checkpoint`.
       sought: what the recogniser looks for, for errors.
-      recognise: whether what was found at a path is of this format.
+      recognise: whether a file is of this format, or a directory is marked as this format's own, by a file that no other
+        format's directory holds.
       open: opens the path.
       open_item: opens one item of it, where the format has items.
+      recognise_unmarked: whether a directory without such a mark holds files of this format.
     """
 
     name: str
@@ -44,3 +46,4 @@ class Format:
     recognise: Callable[[PathProbe], bool]
     open: Opener
     open_item: ItemOpener | None = None
+    recognise_unmarked: Callable[[PathProbe], bool] = lambda probe: False

@@ -5,16 +5,12 @@ from __future__ import annotations
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, is_msgpack_map
 from orbax_t5x.readers.flax_msgpack.open import HUB_FILE, open_flax_msgpack
-from orbax_t5x.readers.safetensors.format import is_safetensors
 
 
 def is_flax_msgpack(probe: PathProbe) -> bool:
-    """Reports whether a path is a msgpack map, or a directory with Hugging Face's file.
-
-    Of a directory that Hugging Face saved in several formats, the safetensors are read.
-    """
+    """Reports whether a path is a msgpack map, or a directory with Hugging Face's file."""
     if probe.kind == "directory":
-        return HUB_FILE in probe.names and not is_safetensors(probe)
+        return HUB_FILE in probe.names
     return is_msgpack_map(probe)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from orbax_t5x.readers.detect.format import Format
-from orbax_t5x.readers.detect.probe import PathProbe, is_msgpack_map, is_t5x_state
+from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, is_t5x_state
 from orbax_t5x.readers.orbax.open import open_orbax
-from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, MSGPACK_FILE, is_item, is_step_directory
+from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, MSGPACK_FILE, STEP_METADATA_FILE, is_item, is_step_directory
 
 
 def is_orbax(probe: PathProbe) -> bool:
     """Reports whether a directory is a step or an item, also one without its list of names or of an early Orbax."""
     if probe.kind != "directory":
         return False
-    if MANIFEST_FILE in probe.names or is_item(probe.path) or is_step_directory(probe.path):
+    if MANIFEST_FILE in probe.names or is_item(probe.path) or is_file(probe.path, STEP_METADATA_FILE):
         return True
-    if MSGPACK_FILE not in probe.names:
-        return False
-    file = probe.inside(MSGPACK_FILE)
-    return is_msgpack_map(file) and not is_t5x_state(file)
+    if MSGPACK_FILE in probe.names and is_msgpack_map(file := probe.inside(MSGPACK_FILE)):
+        return not is_t5x_state(file)
+    return is_step_directory(probe.path)
 
 
 FORMAT = Format(

@@ -4,7 +4,8 @@ A finished step is a directory whose name is a number, perhaps padded and perhap
 the metadata of at least one item; step 0 is one. A rename makes a local step visible, so a temporary suffix, or a name
 that is no number for any other reason, means unfinished; an empty directory or one whose deletion was interrupted has
 no item left. Where Orbax writes steps in place, a file that it writes last marks the finished ones. No file is opened
-here but a step's own metadata where that file is missing, and the record of an item's deletion.
+here but a step's own metadata where that file is missing, the record of an item's deletion, and a local file
+`checkpoint`, which TensorFlow's directories hold too.
 
 Of a remote step the items are those that its metadata name: web servers list nothing, and a list of a bucket names
 every chunk. A bucket cannot rename, so a step in one is finished when it has that mark, or is T5X's own.
@@ -26,7 +27,7 @@ from orbax_t5x.errors import (
     Fix,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.readers.detect.probe import is_file, subdirectories
+from orbax_t5x.readers.detect.probe import PathProbe, is_bundle_state, is_file, subdirectories
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.storage.locations import can_list, has_known_names, is_url, open_store, stat_ahead
 from orbax_t5x.storage.paths import is_name
@@ -191,7 +192,7 @@ def is_step(directory: str) -> bool:
     if is_url(directory):
         return _is_remote_step(directory)
     try:
-        if is_item(directory) or is_file(directory, MSGPACK_FILE):
+        if is_item(directory) or (is_file(directory, MSGPACK_FILE) and not _is_bundle_directory(directory)):
             return True
         names = item_names(directory)
         items_are_marked = any(has_commit_file(os.path.join(directory, name)) for name in names)
@@ -204,6 +205,10 @@ def is_step(directory: str) -> bool:
         if error.errno != errno.EACCES:
             raise
         return False
+
+
+def _is_bundle_directory(directory: str) -> bool:
+    return is_bundle_state(PathProbe(directory, "directory").inside(MSGPACK_FILE))
 
 
 def _deleted_item_if_known(directory: str) -> str | None:

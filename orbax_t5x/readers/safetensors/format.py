@@ -5,14 +5,19 @@ from __future__ import annotations
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe
 from orbax_t5x.readers.safetensors.header import LENGTH_BYTES
-from orbax_t5x.readers.safetensors.open import INDEX_SUFFIX, SUFFIX, open_safetensors
+from orbax_t5x.readers.safetensors.open import INDEX_FILE, INDEX_SUFFIX, SINGLE_FILE, SUFFIX, open_safetensors
 
 
 def is_safetensors(probe: PathProbe) -> bool:
-    """Reports whether a path is a file, an index, or a directory with either."""
+    """Reports whether a path is a file, an index, or a directory with either under Hugging Face's name."""
     if probe.kind == "directory":
-        return bool(probe.with_suffix(SUFFIX) or probe.with_suffix(INDEX_SUFFIX))
+        return SINGLE_FILE in probe.names or INDEX_FILE in probe.names
     return probe.kind == "file" and (probe.path.endswith((SUFFIX, INDEX_SUFFIX)) or _begins_with_header(probe))
+
+
+def has_safetensors(probe: PathProbe) -> bool:
+    """Reports whether a directory holds a file or an index under any name."""
+    return bool(probe.with_suffix(SUFFIX) or probe.with_suffix(INDEX_SUFFIX))
 
 
 def _begins_with_header(probe: PathProbe) -> bool:
@@ -24,4 +29,6 @@ def _begins_with_header(probe: PathProbe) -> bool:
     )
 
 
-FORMAT = Format("safetensors", "safetensors files", is_safetensors, open_safetensors)
+FORMAT = Format(
+    "safetensors", "safetensors files", is_safetensors, open_safetensors, recognise_unmarked=has_safetensors
+)

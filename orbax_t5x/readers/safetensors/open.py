@@ -33,8 +33,8 @@ from orbax_t5x.storage.strict_json import parse_object, read_small
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _LFS = b"version https://git-lfs"
 # How the Hugging Face trainer names its steps.
@@ -97,10 +97,10 @@ class _SafetensorsOpening:
         names = locations.names(self._root.path)
         indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
         files = [name for name in names if name.endswith(SUFFIX)]
-        if _SINGLE in files:
-            self.add_file(_SINGLE)
-        elif _INDEX in indexes or len(indexes) == 1:
-            self.add_index(_INDEX if _INDEX in indexes else indexes[0])
+        if SINGLE_FILE in files:
+            self.add_file(SINGLE_FILE)
+        elif INDEX_FILE in indexes or len(indexes) == 1:
+            self.add_index(INDEX_FILE if INDEX_FILE in indexes else indexes[0])
         elif indexes:
             raise UnsupportedCheckpointError(f"several indexes: open one of {', '.join(indexes)}", path=self._root.path)
         elif files:

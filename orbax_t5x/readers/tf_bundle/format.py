@@ -10,6 +10,8 @@ from orbax_t5x.readers.detect.probe import PathProbe, is_bundle_state, is_file, 
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 
 _STATE_FILE = "checkpoint"
+# T5X keeps the iterator of each host's training data in a step.
+_ITERATOR = re.compile(r"train_ds-[0-9]+-of-[0-9]+\.index", re.ASCII)
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)\.data-[0-9]{5}-of-[0-9]{5}", re.ASCII | re.DOTALL)
 
 
@@ -20,22 +22,34 @@ def prefix_of_shard(name: str) -> str | None:
 
 
 def is_tf_bundle(probe: PathProbe) -> bool:
-    """Reports whether a path is a bundle's prefix or one of its files, or a directory with a bundle."""
+    """Reports whether a path is a bundle's prefix or one of its files, or a directory whose text file names a bundle."""
     if probe.kind == "directory":
-        return _is_bundle_directory(probe)
+        return _STATE_FILE in probe.names and is_bundle_state(probe.inside(_STATE_FILE))
     if probe.kind == "file" and (probe.path.endswith(".index") or is_bundle_state(probe)):
         return True
     directory, prefix = os.path.split(prefix_of_shard(probe.path) or probe.path)
     return is_file(directory, f"{prefix}.index")
 
 
-def _is_bundle_directory(probe: PathProbe) -> bool:
-    if _STATE_FILE in probe.names and is_bundle_state(probe.inside(_STATE_FILE)):
-        return True
-    prefixes = {prefix for name in probe.names if (prefix := prefix_of_shard(name)) is not None}
-    return any(f"{prefix}.index" in probe.names for prefix in prefixes) or any(
-        is_sstable(probe.inside(name)) for name in probe.with_suffix(".index")
+def has_bundle(probe: PathProbe) -> bool:
+    """Reports whether a directory holds the files of a bundle, other than a dataset's iterator.
+
+    A file called `checkpoint` belongs to another format, or is damaged; a bundle beside it was not what it named.
+    """
+    if _STATE_FILE in probe.names:
+        return False
+    shards = {prefix_of_shard(name) for name in probe.names}
+    return any(
+        name.removesuffix(".index") in shards or is_sstable(probe.inside(name))
+        for name in probe.with_suffix(".index")
+        if not _ITERATOR.fullmatch(name)
     )
 
 
-FORMAT = Format("tf_bundle", "a TensorFlow bundle (prefix.index, prefix.data-…)", is_tf_bundle, open_tf_bundle)
+FORMAT = Format(
+    "tf_bundle",
+    "a TensorFlow bundle (prefix.index, prefix.data-…)",
+    is_tf_bundle,
+    open_tf_bundle,
+    recognise_unmarked=has_bundle,
+)
