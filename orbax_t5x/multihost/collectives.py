@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -19,6 +19,7 @@ from orbax_t5x.errors import (
     CheckpointIOError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    Fix,
     LeafMismatchError,
     LimitExceededError,
     UnsafeCheckpointError,
@@ -148,7 +149,8 @@ def error_as_bytes(error: BaseException) -> bytes:
     if not isinstance(error, CheckpointError) or type(error).__name__ not in _SENT_KINDS:
         return json.dumps(None).encode()
     number = error.errno if isinstance(error, CheckpointIOError) else None
-    return json.dumps([type(error).__name__, error.message, error.path, error.leaf, number]).encode()
+    fixes = [] if error.fix is None else [_fix_as_data(way) for way in error.fix.ways]
+    return json.dumps([type(error).__name__, error.message, error.path, error.leaf, number, fixes]).encode()
 
 
 def received_error(failures: Sequence[int], payload: bytes, path: str | None, what: str = "reading") -> CheckpointError:
@@ -165,11 +167,27 @@ def received_error(failures: Sequence[int], payload: bytes, path: str | None, wh
         noun = "process" if len(failures) == 1 else "processes"
         text = f"{what} failed on {noun} {', '.join(map(str, failures))}; the error raised there has the reason"
         return CheckpointIOError(text, path=path)
-    name, message, where, leaf, number = known
+    name, message, where, leaf, number, fixes = known
     message = f"{message} (on process {failures[0]})"
+    fix = Fix.any_of(*map(_fix_from_data, fixes)) if fixes else None
     if _SENT_KINDS[name] is CheckpointIOError:
-        return CheckpointIOError(message, path=where, leaf=leaf, errno=number)
-    return _SENT_KINDS[name](message, path=where, leaf=leaf)
+        return CheckpointIOError(message, path=where, leaf=leaf, fix=fix, errno=number)
+    return _SENT_KINDS[name](message, path=where, leaf=leaf, fix=fix)
+
+
+def _fix_as_data(way: Fix) -> list[Any]:
+    """Returns a fix without alternatives for JSON: words, scope and keyword arguments, a value to choose as []."""
+    arguments = {name: [] if value is ... else [value] for name, value in way.arguments.items()}
+    if way.transforms or not all(isinstance(value, str | bool) for given in arguments.values() for value in given):
+        return [way.text, "program", {}]
+    return [way.words or way.text, way.scope, arguments]
+
+
+def _fix_from_data(data: Sequence[Any]) -> Fix:
+    words, scope, arguments = data
+    if not arguments:
+        return Fix(words, scope=scope)
+    return Fix.setting(words, **{name: value[0] if value else ... for name, value in arguments.items()})
 
 
 def gather_texts(mine: Sequence[bytes], path: str | None) -> list[list[bytes]]:

@@ -6,12 +6,10 @@ backend exists, tests whether it exists, or returns the key-value store.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jax._src import distributed, xla_bridge
-
-# How JAX reports that a time limit has passed.
-TIMED_OUT = "DEADLINE_EXCEEDED"
 
 
 def key_value_store() -> Any:
@@ -24,6 +22,22 @@ def key_value_store() -> Any:
     if client is None:
         raise RuntimeError("jax.distributed is not initialized")
     return client
+
+
+def waited_for_key(store: Any, key: str, timeout_secs: float) -> bool:
+    """Waits until a key of the store is set, and returns False if the time has passed before.
+
+    Raises:
+      RuntimeError: a process has died, or the service cannot be reached.
+    """
+    try:
+        store.blocking_key_value_get(key, math.ceil(1000 * timeout_secs))
+    except RuntimeError as error:
+        # JAX raises the same type for every failure; the status code at the text's beginning is all that differs.
+        if "DEADLINE_EXCEEDED" in str(error):
+            return False
+        raise
+    return True
 
 
 def service_process_id() -> int:

@@ -24,13 +24,13 @@ from typing import Any
 import jax
 
 from orbax_t5x.concurrency import call_in_thread
-from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.errors import CheckpointIOError, Fix
 from orbax_t5x.multihost.coordination import (
-    TIMED_OUT,
     has_backend,
     key_value_store,
     service_process_count,
     service_process_id,
+    waited_for_key,
 )
 from orbax_t5x.multihost.heartbeat import POLL_SECS, read_heartbeats, wait_with_living_peers
 from orbax_t5x.text.wording import listed
@@ -147,12 +147,8 @@ class _Barrier:
                 self._report(sorted(absent - read_heartbeats(store).keys()), waited)
             remaining = self._timeout_secs - waited
             pause = min(_REPORT_SECS, remaining) if remaining > 0 else _REPORT_SECS
-            try:
-                store.blocking_key_value_get(complete, math.ceil(1000 * pause))
+            if waited_for_key(store, complete, pause):
                 return
-            except RuntimeError as error:
-                if TIMED_OUT not in str(error):
-                    raise
             if self._is_abandoned.is_set():
                 raise CheckpointIOError("the wait for the other processes was interrupted", path=self._path)
 
@@ -163,9 +159,12 @@ class _Barrier:
         who = f"{noun} {listed(list(map(str, absent)), 5)}"
         if waited_secs >= self._timeout_secs:
             raise CheckpointIOError(
-                f"no first heartbeat has come from {who} within {self._timeout_secs:g} s.\nFix: find the reason in the "
-                f"log of the {noun}, or set {_TIMEOUT_VARIABLE} if processes need longer to start",
+                f"no first heartbeat has come from {who} within {self._timeout_secs:g} s",
                 path=self._path,
+                fix=Fix(
+                    f"find the reason in the log of the {noun}, or set {_TIMEOUT_VARIABLE} if processes need longer to "
+                    "start"
+                ),
             )
         _logger.warning(
             "Have waited %.0f s for the first heartbeat of %s; the limit is %g s (%s)",

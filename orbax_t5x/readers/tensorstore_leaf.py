@@ -25,6 +25,7 @@ from orbax_t5x.errors import (
     CheckpointIOError,
     CorruptCheckpointError,
     LimitExceededError,
+    error_at,
 )
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
@@ -119,7 +120,7 @@ class TensorStoreLeaf(Leaf):
                 chunks_per_shard = math.prod(shard) // math.prod(chunk)
                 limits.require_chunk(chunks_per_shard * _SHARD_INDEX_BYTES, f"the index of a shard of shape {shard}")
         except LimitExceededError as error:
-            self.error = LimitExceededError(error.message, path=path, leaf=name)
+            self.error = error_at(error, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
         self._sums: BoxSums | CheckpointError | None = self._usable(sums)
         self._array: ts.TensorStore | None = array if opened else None

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from orbax_t5x.errors import LimitExceededError
+from orbax_t5x.errors import LimitExceededError, error_at
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PHYSICAL_BYTES = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
@@ -122,4 +122,4 @@ def naming_memory_errors(path: str | None, leaf: str) -> Generator[None, None, N
     except LimitExceededError as error:
         if error.leaf is not None or error.path is not None:
             raise
-        raise LimitExceededError(error.message, path=path or None, leaf=leaf) from None
+        raise error_at(error, path=path or None, leaf=leaf) from None

@@ -104,9 +104,10 @@ class Fix:
     @classmethod
     def any_of(cls, *ways: Fix) -> Fix:
         """Makes a fix of several, each of which is enough; the first is the best."""
-        first = ways[0]
+        if len(ways) == 1:
+            return ways[0]
         text = ", or ".join(way.text for way in ways)
-        return dataclasses.replace(first, text=text, alternatives=ways)
+        return dataclasses.replace(ways[0], text=text, alternatives=ways)
 
     @property
     def ways(self) -> tuple[Fix, ...]:

@@ -172,7 +172,7 @@ class _MessageWalker:
         try:
             header = self.reader.header()
         except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(error.message, path=self._path, leaf=self._name) from None
+            raise error_at(error, path=self._path, leaf=self._name) from None
         if header.kind == "value":
             return header.value
         if header.kind == "extension":

@@ -165,7 +165,7 @@ def _parse_entry(name: str, entry: Any, begin: int, path: str, limits: Limits) -
     try:
         limits.require_rank(len(shape))
     except LimitExceededError as error:
-        raise LimitExceededError(error.message, path=path, leaf=name) from None
+        raise error_at(error, path=path, leaf=name) from None
     offsets = _integers(entry.get("data_offsets"), "data_offsets", name, path)
     if len(offsets) != 2 or offsets[1] < offsets[0]:
         raise CorruptCheckpointError(f"data_offsets are {list(offsets)}, not a begin and an end", path=path, leaf=name)

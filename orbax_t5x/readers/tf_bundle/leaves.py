@@ -199,7 +199,7 @@ class BundleLeaves:
             raise self._corrupt(leaf, f"at byte {entry.offset} of its shard")
         file = self.shard(entry.shard)
         if isinstance(file, CheckpointError):
-            raise type(file)(file.message, path=file.path, leaf=leaf)
+            raise error_at(file, path=file.path, leaf=leaf)
         # A remote store reports the size only when the bytes are read.
         if file.known_size is not None and entry.offset + entry.size > file.known_size:
             raise CorruptCheckpointError(
