@@ -2,7 +2,7 @@
 
 Each layer is a function from values to bytes, so that a test changes one thing (a field, a handle, a length) and seals
 what is around it: damage that a checksum would catch first proves nothing about what lies behind. TensorFlow itself
-reads what is written soundly here (`test_tf_bundle_oracle.py`).
+reads what is written soundly here (`test_tensorflow_oracle.py`).
 """
 
 from __future__ import annotations

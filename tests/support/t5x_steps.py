@@ -1,8 +1,15 @@
 """T5X steps of one array that is sound and one that a test makes hostile; links in place of files."""
 
+import hashlib
+import json
+
 import flax.serialization
 import numpy as np
+import pytest
 import tensorstore as ts
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointError
 
 GOOD = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -38,3 +45,38 @@ def link(place, target):
     elif place.exists():
         place.unlink()
     place.symlink_to(target)
+
+
+def digest(directory):
+    """Names and bytes of everything below a directory."""
+    found = hashlib.sha256()
+    for path in sorted(directory.rglob("*")):
+        found.update(repr((str(path), path.is_symlink() or path.is_dir())).encode())
+        if path.is_file() and not path.is_symlink():
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def broken(step, kind, match=None):
+    """The error of the leaf `bad`, beside which `good` is read; nothing was written."""
+    before = digest(step.parent)
+    with ot.open_checkpoint(step) as checkpoint:
+        assert list(checkpoint.leaves) == ["bad", "good"]
+        np.testing.assert_array_equal(checkpoint.leaves["good"].get(), GOOD)
+        with pytest.raises(CheckpointError, match=match) as caught:
+            checkpoint.leaves["bad"].get()
+    assert type(caught.value) is kind, repr(caught.value)
+    assert caught.value.leaf == "bad" and str(step) in (caught.value.path or "")
+    assert digest(step.parent) == before
+    return caught.value
+
+
+def good(step):
+    with ot.open_checkpoint(step) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["bad"].get(), GOOD)
+
+
+def edit(step, **changes):
+    path = step / "bad" / ".zarray"
+    said = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))

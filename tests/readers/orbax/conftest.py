@@ -3,6 +3,7 @@
 import logging
 import shutil
 
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -40,3 +41,23 @@ def item(saved, tmp_path):
         return shutil.copytree(saved / f"{ocdbt}{zarr3}", tmp_path / to, symlinks=True)
 
     return copy
+
+
+@pytest.fixture(scope="module")
+def several_items(tmp_path_factory):
+    root = tmp_path_factory.mktemp("several")
+    options = ocp.CheckpointManagerOptions(
+        enable_async_checkpointing=False, step_prefix="ckpt", step_format_fixed_length=8
+    )
+    with ocp.CheckpointManager(root, options=options) as manager:
+        manager.save(
+            40,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave({"w": np.ones(2)}),
+                opt=ocp.args.PyTreeSave({"m": {"w": np.zeros(2)}, "count": None}, custom_metadata={"x": 1}),
+                array=ocp.args.ArraySave(np.arange(3)),
+                config=ocp.args.JsonSave({"lr": 0.1}),
+            ),
+            metrics={"loss": 1.0},
+        )
+    return root

@@ -3,19 +3,15 @@
 import collections
 import json
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
-from orbax.checkpoint import type_handlers
 
 import orbax_t5x as ot
 from orbax_t5x.lazy.leaf import Request
-from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read
 from tests.support.format_suites import OrbaxSuite, nest, save_orbax
 
@@ -191,26 +187,6 @@ def test_a_standard_checkpointer(tmp_path):
             np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(64.0).reshape(8, 8))
 
 
-@pytest.fixture(scope="module")
-def several_items(tmp_path_factory):
-    root = tmp_path_factory.mktemp("several")
-    options = ocp.CheckpointManagerOptions(
-        enable_async_checkpointing=False, step_prefix="ckpt", step_format_fixed_length=8
-    )
-    with ocp.CheckpointManager(root, options=options) as manager:
-        manager.save(
-            40,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave({"w": np.ones(2)}),
-                opt=ocp.args.PyTreeSave({"m": {"w": np.zeros(2)}, "count": None}, custom_metadata={"x": 1}),
-                array=ocp.args.ArraySave(np.arange(3)),
-                config=ocp.args.JsonSave({"lr": 0.1}),
-            ),
-            metrics={"loss": 1.0},
-        )
-    return root
-
-
 def test_several_items(several_items):
     for path in (several_items, several_items / "ckpt_00000040"):
         with ot.open_checkpoint(path) as checkpoint:
@@ -311,32 +287,6 @@ def test_a_multi_optimizers_none_leaves(tmp_path):
         assert checkpoint.leaves["state/step"].dtype == np.int32
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("ocdbt", "zarr3"), LAYOUTS)
-def test_our_spec_is_orbaxs(tmp_path, ocdbt, zarr3):
-    """Driver, place and name of each array, as Orbax's own (deprecated) function gives them."""
-    path = save_orbax(tmp_path / "item", {"a": {"w": np.ones((2, 3))}}, ocdbt=ocdbt, zarr3=zarr3)
-    info = type_handlers.ParamInfo(
-        name="a.w",
-        path=path / "a.w",
-        parent_dir=path,
-        is_ocdbt_checkpoint=ocdbt,
-        use_zarr3=zarr3,
-        raise_array_data_missing_error=True,
-    )
-    theirs = type_handlers.get_json_tspec_read(info, use_ocdbt=ocdbt)
-    ours = array_spec({"driver": "file", "path": str(path)}, "a.w", ocdbt=ocdbt, zarr3=zarr3)
-    context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 1 << 20}})
-    for spec in (theirs, ours):
-        array = ts.open(spec, open=True, read=True, context=context).result()
-        assert_same(np.asarray(array), np.ones((2, 3)))
-        spec["kvstore"]["path"] = spec["kvstore"]["path"].rstrip("/")
-        # How Orbax writes, which says nothing about reading.
-        spec["kvstore"].pop("manifest", None)
-        spec["kvstore"].get("base", {}).pop("file_io_locking", None)
-    assert ours == theirs
-
-
 def test_absent_chunks_of_an_early_zarr3_writer_are_the_fill_value(tmp_path):
     """Early writers left out zarr v3 chunks of zeros; their metadata does not say that every chunk is stored."""
     path = save_orbax(tmp_path / "item", {"w": rows_and_columns(jnp.ones((8, 8)))}, ocdbt=False, zarr3=True)
@@ -372,67 +322,3 @@ def test_hundreds_of_leaves(tmp_path):
         for k in (0, 17, 149):
             assert checkpoint.leaves[f"layer_{k}/bias"].get() == k
             np.testing.assert_array_equal(checkpoint.leaves[f"layer_{k}/kernel"].get(), np.full((2, 2), k))
-
-
-def touch_step(root: Path, name: str) -> Path:
-    (root / name / "state").mkdir(parents=True)
-    (root / name / "state" / "_METADATA").write_text("{}")
-    return root / name
-
-
-def test_latest_step_of_names(tmp_path):
-    assert ot.latest_step(tmp_path / "nowhere") is None
-    assert ot.latest_step(tmp_path) is None
-    touch_step(tmp_path, "checkpoint_0")
-    assert ot.latest_step(tmp_path) == 0
-    for name in ("checkpoint_9", "checkpoint_10", "00000007", "dataset_8"):
-        touch_step(tmp_path, name)
-    assert ot.latest_step(str(tmp_path)) == 10
-    (tmp_path / "checkpoint_12").mkdir()  # empty
-    (tmp_path / "checkpoint_13" / "state" / "d").mkdir(parents=True)  # half deleted
-    (tmp_path / "checkpoint_14").write_text("a file")
-    touch_step(tmp_path, "checkpoint_15.orbax-checkpoint-tmp-1700000000")
-    touch_step(tmp_path, "16.orbax-checkpoint-tmp")
-    touch_step(tmp_path, "checkpoint_17.tmp-1700000000")
-    touch_step(tmp_path, "checkpoint_x18y")
-    touch_step(tmp_path, "checkpoint_\u0661\u0669")
-    (tmp_path / "checkpoint_20" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
-    (tmp_path / "checkpoint_20" / "state.orbax-checkpoint-tmp" / "_METADATA").write_text("{}")
-    (tmp_path / "checkpoint_21").symlink_to("checkpoint_21")
-    assert ot.latest_step(tmp_path) == 10
-
-
-def test_latest_step_counts_native_t5x_steps(tmp_path):
-    touch_step(tmp_path, "checkpoint_5")
-    (tmp_path / "checkpoint_8").mkdir()
-    (tmp_path / "checkpoint_8" / "checkpoint").write_bytes(b"\x82\xa7version\x03\xa9optimizer\x80")
-    assert ot.latest_step(tmp_path) == 8
-
-
-def test_latest_step_agrees_with_orbax(several_items, tmp_path):
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    with ocp.CheckpointManager(tmp_path, options=options) as manager:
-        for step in (0, 2, 11):
-            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(2)}))
-        assert ot.latest_step(tmp_path) == manager.latest_step() == 11
-    for root in (several_items, tmp_path):
-        assert ot.latest_step(root) == max(ocp.path.step.checkpoint_steps(root))
-
-
-def test_validated_skips_what_does_not_open(tmp_path):
-    for step in (1, 2, 3, 4):
-        save_orbax(tmp_path / f"{step}" / "state", {"w": np.ones(2), "v": np.ones(2)}, ocdbt=False)
-    (tmp_path / "4" / "state" / "_METADATA").write_text("{")
-    (tmp_path / "3" / "state" / "w" / ".zarray").unlink()
-    assert ot.latest_step(tmp_path) == 4
-    with pytest.warns(UserWarning, match="is skipped") as caught:
-        assert ot.latest_step(tmp_path, validated=True) == 2
-    assert len(caught) == 2
-
-
-def test_two_directories_of_one_step(tmp_path):
-    touch_step(tmp_path, "3")
-    touch_step(tmp_path, "checkpoint_3")
-    assert ot.latest_step(tmp_path) == 3
-    with pytest.raises(ot.errors.UnsupportedCheckpointError, match="'3', 'checkpoint_3'"):
-        ot.open_checkpoint(tmp_path)

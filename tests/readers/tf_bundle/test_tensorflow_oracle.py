@@ -4,7 +4,6 @@ The one test module that imports TensorFlow (seconds, 0.7 GB), and only once a t
 """
 
 import faulthandler
-import importlib
 import itertools
 import os
 import pickle
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
-from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, parse_header
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from tests.support.array_strategies import random_bits
 from tests.support.bundle_mutations import sealed_mutation, values_of
@@ -31,16 +29,6 @@ from tests.support.bundle_writer import DTYPES, Bundle, bundle_of, np_dtype, par
 pytestmark = pytest.mark.slow
 
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
-
-
-@pytest.fixture(scope="module")
-def tf() -> ModuleType:
-    with warnings.catch_warnings():
-        # TensorFlow's own import of NumPy's and Python's deprecated names is not ours to mend.
-        warnings.simplefilter("ignore")
-        module = importlib.import_module("tensorflow")
-        importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
-    return module
 
 
 @st.composite
@@ -218,71 +206,3 @@ def test_where_tensorflow_gives_values_we_give_none_other(tf, tmp_path: Path) ->
             agreed += 1
     # Most of these make TensorFlow abort; without any agreement the comparison would say nothing.
     assert agreed >= 5 and aborted >= 1, (agreed, aborted)
-
-
-INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
-INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
-
-
-@given(
-    INT32,
-    st.lists(INT64, max_size=5) | st.none(),
-    INT32,
-    INT64,
-    INT64,
-    st.integers(0, (1 << 32) - 1),
-    st.lists(st.lists(st.tuples(INT64, INT64 | st.none()), max_size=3), max_size=3),
-)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_entries_parse_as_protobuf_parses_them(tf, dtype, shape, shard, offset, size, crc, slices) -> None:
-    pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
-    proto = pb.BundleEntryProto(dtype=dtype, shard_id=shard, offset=offset, size=size, crc32c=crc)
-    if shape is None:
-        proto.shape.unknown_rank = True
-    else:
-        for dim in shape:
-            proto.shape.dim.add(size=dim)
-    for extents in slices:
-        one = proto.slices.add()
-        for start, length in extents:
-            extent = one.extent.add(start=start)
-            if length is not None:
-                extent.length = length
-    parsed = parse_entry(proto.SerializeToString(), 32, 100)
-    assert parsed == (
-        dtype,
-        None if shape is None else tuple(shape),
-        shard,
-        offset,
-        size,
-        crc,
-        tuple(tuple(Extent(start, -1 if length is None else length) for start, length in one) for one in slices),
-    )
-
-
-@given(INT32, st.integers(0, 1), INT32, INT32)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_headers_parse_as_protobuf_parses_them(tf, shards, endianness, producer, min_consumer) -> None:
-    pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
-    proto = pb.BundleHeaderProto(num_shards=shards, endianness=endianness)
-    proto.version.producer, proto.version.min_consumer = producer, min_consumer
-    proto.version.bad_consumers.extend([1, 2])
-    assert parse_header(proto.SerializeToString()) == (shards, endianness, producer, min_consumer)
-
-
-@given(st.binary(max_size=40))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_what_we_accept_protobuf_accepts(tf, data: bytes) -> None:
-    """Ours is the stricter one: what it takes, protobuf takes, with the same values."""
-    pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
-    try:
-        parsed = parse_entry(data, 32, 100)
-    except BadMessage:
-        return
-    proto = pb.BundleEntryProto.FromString(data)
-    assert (parsed.dtype, parsed.shard, parsed.offset, parsed.size) == (
-        proto.dtype,
-        proto.shard_id,
-        proto.offset,
-        proto.size,
-    )

@@ -19,8 +19,12 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.lazy import ReadStats, Request, ValueLeaf, box_shape, box_size, box_slices
 from orbax_t5x.readers.chunk_grid import boxes_by_chunk, count_chunks
+from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.restoring import executor
+from orbax_t5x.testing.leaf_reads import leaf_of
+from orbax_t5x.testing.leaf_suite import BrokenLeafSuite, LeafSuite
 from tests.support.array_strategies import boxes
+from tests.support.leaf_arrays import ARRAY, LARGE
 
 _CHUNK_BYTES = 64 << 20
 _ROWS = 4
@@ -160,3 +164,45 @@ def test_memory_for_decoding_follows_the_largest_chunk(megabytes, is_remote, exp
         leaves.append(leaf)
     assert executor.decoding_bytes(leaves, 256 << 20) == expected << 20
     assert executor.decoding_bytes(leaves, 16 << 20) == 16 << 20
+
+
+class OrbaxLeaf(LeafSuite):
+    ocdbt = True
+    zarr3 = False
+
+    @pytest.fixture
+    def expected(self):
+        return LARGE
+
+    @pytest.fixture
+    def leaf(self, tmp_path, expected):
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=self.ocdbt, use_zarr3=self.zarr3)) as checkpointer:
+            save_args = {"x": ocp.SaveArgs(chunk_byte_size=1 << 19)}
+            checkpointer.save(tmp_path / "item", args=ocp.args.PyTreeSave({"x": expected}, save_args=save_args))
+        with ot.open_checkpoint(tmp_path / "item") as checkpoint:
+            leaf = leaf_of(checkpoint, "x")
+            assert type(leaf) is TensorStoreLeaf
+            yield leaf
+
+
+class TestTensorStoreDatabase(OrbaxLeaf):
+    pass
+
+
+class TestTensorStoreZarr(OrbaxLeaf):
+    ocdbt = False
+
+
+class TestTensorStoreZarr3(OrbaxLeaf):
+    ocdbt = False
+    zarr3 = True
+
+
+class TestBrokenArrayOfOrbax(BrokenLeafSuite):
+    @pytest.fixture
+    def leaf(self, tmp_path):
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+            checkpointer.save(tmp_path / "item", args=ocp.args.PyTreeSave({"x": ARRAY, "y": ARRAY}))
+        (tmp_path / "item/x/.zarray").write_text("{}")
+        with ot.open_checkpoint(tmp_path / "item") as checkpoint:
+            yield leaf_of(checkpoint, "x")

@@ -1,4 +1,4 @@
-"""Slices of partitioned variables that do not tile them."""
+"""Leaves of a bundle's entries: slices, sound and damaged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +9,19 @@ import pytest
 from orbax_t5x.errors import (
     CorruptCheckpointError,
 )
+from orbax_t5x.lazy.box import box_slices, full_box
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent, slice_key
-from orbax_t5x.testing.leaf_reads import leaf_of, read_whole, same_bits
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from tests.support.bundle_damage import GOOD, costs_one_leaf
 from tests.support.bundle_writer import (
     Bundle,
     bundle_of,
     entry,
+    np_dtype,
+    partitions,
+    shard_path,
 )
 
 W = np.arange(40, dtype=np.float32).reshape(8, 5)
@@ -92,3 +97,63 @@ def test_very_many_slices_are_checked_quickly_or_refused(tmp_path: Path) -> None
         for extents in slices:
             bundle.entries[slice_key(b"bad", tuple(extents))] = b""
         costs_one_leaf(bundle.write(tmp_path), CorruptCheckpointError, text)
+
+
+ARRAYS = {
+    "a": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
+    "b/c": np.array(7, np.int64),
+    "b/d": np.zeros((0, 5), np.float16),
+    "c64": np.array([1 + 2j, -3j], np.complex64),
+    "bits": np.array([True, False, True]),
+    "bf": np.arange(5).astype(np_dtype("bfloat16")),
+    "f8": np.arange(5).astype(np_dtype("float8_e4m3fn")),
+    "i4": np.arange(-3, 4).astype(np_dtype("int4")),
+}
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "string"])
+def test_partitioned_variables(tmp_path: Path, rows: int, columns: int, dtype: str) -> None:
+    value = np.arange(42).reshape(7, 6)
+    array = value.astype(np_dtype(dtype)) if dtype != "string" else np.array([b"%d" % n for n in range(42)], object)
+    array = array.reshape(7, 6)
+    bundle = Bundle(2)
+    bundle.add("plain", np.arange(3))
+    bundle.add_sliced("w", array, partitions(rows, columns))
+    checkpoint = open_tf_bundle(bundle.write(tmp_path))
+    assert list(checkpoint.leaves) == ["plain", "w"]
+    leaf = leaf_of(checkpoint, "w")
+    assert (leaf.shape, leaf.dtype) == (array.shape, array.dtype)
+    assert same_bits(read_whole(leaf), array)
+    for box in [((2, 6), (1, 5)), ((0, 7), (3, 4)), ((6, 7), (0, 6)), ((3, 3), (0, 6))]:
+        reading = read_boxes(leaf, [box, full_box(array.shape)])
+        assert same_bits(reading.arrays[0], array[box_slices(box)].copy())
+        assert same_bits(reading.arrays[1], array)
+        assert reading.verified is True
+
+
+def test_a_box_touches_only_its_slices(tmp_path: Path) -> None:
+    array = np.arange(300, dtype=np.float32).reshape(30, 10)
+    bundle = Bundle(3)
+    bundle.add_sliced("w", array, [[Extent(k * 10, 10), Extent(0, -1)] for k in range(3)])
+    prefix = bundle.write(tmp_path)
+    leaf = leaf_of(open_tf_bundle(prefix), "w")
+    reading = read_boxes(leaf, [((10, 20), (0, 10))])
+    assert reading.stats.bytes_read == 400 and reading.verified is False
+    assert read_boxes(leaf, [((10, 20), (0, 10))], "full").verified is True
+    data = bytearray(shard_path(prefix, 2, 3).read_bytes())
+    data[7] ^= 1
+    shard_path(prefix, 2, 3).write_bytes(bytes(data))
+    leaf = leaf_of(open_tf_bundle(prefix), "w")
+    assert read_boxes(leaf, [((0, 20), (0, 10))]).verified is False
+    with pytest.raises(CorruptCheckpointError, match="crc32c"):
+        read_boxes(leaf, [((19, 30), (0, 10))], "full")
+    with pytest.raises(CorruptCheckpointError, match="crc32c"):
+        read_boxes(leaf)
+
+
+def test_too_many_dimensions_cost_one_leaf(tmp_path: Path) -> None:
+    checkpoint = open_tf_bundle(bundle_of(ARRAYS).write(tmp_path), limits=Limits(rank=2))
+    with pytest.raises(CorruptCheckpointError, match=r"Limits\.rank"):
+        read_boxes(leaf_of(checkpoint, "a"), [])
+    assert same_bits(read_whole(leaf_of(checkpoint, "bf")), ARRAYS["bf"])

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -12,6 +13,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.restoring.run_steps import newest_lineage, step_item
+from tests.support.format_suites import save_orbax
 
 IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
@@ -159,3 +161,67 @@ def test_a_damaged_record_is_an_error_as_in_orbax(step, text):
     with pytest.raises(CorruptCheckpointError, match="_CHECKPOINT_DELETION"):
         ot.restore(step, None)
     assert ot.latest_step(step.parent) == 4
+
+
+def touch_step(root: Path, name: str) -> Path:
+    (root / name / "state").mkdir(parents=True)
+    (root / name / "state" / "_METADATA").write_text("{}")
+    return root / name
+
+
+def test_latest_step_of_names(tmp_path):
+    assert ot.latest_step(tmp_path / "nowhere") is None
+    assert ot.latest_step(tmp_path) is None
+    touch_step(tmp_path, "checkpoint_0")
+    assert ot.latest_step(tmp_path) == 0
+    for name in ("checkpoint_9", "checkpoint_10", "00000007", "dataset_8"):
+        touch_step(tmp_path, name)
+    assert ot.latest_step(str(tmp_path)) == 10
+    (tmp_path / "checkpoint_12").mkdir()  # empty
+    (tmp_path / "checkpoint_13" / "state" / "d").mkdir(parents=True)  # half deleted
+    (tmp_path / "checkpoint_14").write_text("a file")
+    touch_step(tmp_path, "checkpoint_15.orbax-checkpoint-tmp-1700000000")
+    touch_step(tmp_path, "16.orbax-checkpoint-tmp")
+    touch_step(tmp_path, "checkpoint_17.tmp-1700000000")
+    touch_step(tmp_path, "checkpoint_x18y")
+    touch_step(tmp_path, "checkpoint_\u0661\u0669")
+    (tmp_path / "checkpoint_20" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
+    (tmp_path / "checkpoint_20" / "state.orbax-checkpoint-tmp" / "_METADATA").write_text("{}")
+    (tmp_path / "checkpoint_21").symlink_to("checkpoint_21")
+    assert ot.latest_step(tmp_path) == 10
+
+
+def test_latest_step_counts_native_t5x_steps(tmp_path):
+    touch_step(tmp_path, "checkpoint_5")
+    (tmp_path / "checkpoint_8").mkdir()
+    (tmp_path / "checkpoint_8" / "checkpoint").write_bytes(b"\x82\xa7version\x03\xa9optimizer\x80")
+    assert ot.latest_step(tmp_path) == 8
+
+
+def test_latest_step_agrees_with_orbax(several_items, tmp_path):
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for step in (0, 2, 11):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.ones(2)}))
+        assert ot.latest_step(tmp_path) == manager.latest_step() == 11
+    for root in (several_items, tmp_path):
+        assert ot.latest_step(root) == max(ocp.path.step.checkpoint_steps(root))
+
+
+def test_validated_skips_what_does_not_open(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_orbax(tmp_path / f"{step}" / "state", {"w": np.ones(2), "v": np.ones(2)}, ocdbt=False)
+    (tmp_path / "4" / "state" / "_METADATA").write_text("{")
+    (tmp_path / "3" / "state" / "w" / ".zarray").unlink()
+    assert ot.latest_step(tmp_path) == 4
+    with pytest.warns(UserWarning, match="is skipped") as caught:
+        assert ot.latest_step(tmp_path, validated=True) == 2
+    assert len(caught) == 2
+
+
+def test_two_directories_of_one_step(tmp_path):
+    touch_step(tmp_path, "3")
+    touch_step(tmp_path, "checkpoint_3")
+    assert ot.latest_step(tmp_path) == 3
+    with pytest.raises(ot.errors.UnsupportedCheckpointError, match="'3', 'checkpoint_3'"):
+        ot.open_checkpoint(tmp_path)

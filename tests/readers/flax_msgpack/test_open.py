@@ -17,12 +17,8 @@ import pytest
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.readers.flax_msgpack.leaves import named_nodes
-from orbax_t5x.readers.flax_msgpack.walk import StoredText, walk
-from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import Root
-from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
+from orbax_t5x.testing.leaf_reads import assert_same
 from orbax_t5x.testing.reader_suite import ReaderSuite
 from orbax_t5x.trees.flat import unflatten
 from tests.support.format_suites import FlaxMsgpackSuite
@@ -52,11 +48,6 @@ def open_bytes(directory, data, name="state.msgpack", **limits):
     path = directory / name
     path.write_bytes(data)
     return ot.open_checkpoint(path, format="flax_msgpack", limits=Limits(**limits))
-
-
-def walked(directory, data):
-    (directory / "file").write_bytes(data)
-    return walk(FileSet(Root(directory)).file("file"), Limits()).tree
 
 
 NUMBER_TYPES = [
@@ -123,60 +114,6 @@ def test_what_flax_writes_is_read_as_flax_reads_it(tmp_path_factory, tree):
                 assert_same(checkpoint.leaves[name].get(), wanted)
 
 
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, width=32) | st.text(),
-    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
-    max_leaves=60,
-)
-
-
-@hypothesis.given(value=PLAIN, single=st.booleans())
-@hypothesis.settings(max_examples=60)
-def test_the_walk_finds_the_structure_that_msgpack_finds(tmp_path_factory, value, single):
-    data = msgpack.packb(value, use_single_float=single)
-
-    def plain(node):
-        if isinstance(node, StoredText):
-            assert data[node.start : node.start + node.size] == node.short
-            return node.short.decode()
-        if isinstance(node, dict):
-            return {key: plain(inner) for key, inner in node.items()}
-        return [plain(inner) for inner in node] if isinstance(node, list) else node
-
-    assert plain(walked(tmp_path_factory.getbasetemp(), data)) == msgpack.unpackb(data)
-
-
-@pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000])
-def test_headers_of_every_width(tmp_path, size):
-    for value in ([None] * size, {f"{k:05}": k for k in range(size)}, "x" * size, b"x" * size):
-        data = msgpack.packb({"value": value})
-        node = walked(tmp_path, data)["value"]
-        if isinstance(node, StoredText):
-            assert data[node.start : node.start + node.size] == (value.encode() if isinstance(value, str) else value)
-            assert (node.short is None) == (size > 4096)
-        else:
-            assert node == value
-
-
-def test_a_long_text_is_read_when_it_is_wanted(tmp_path):
-    text = "grüße" * 5000
-    with open_bytes(tmp_path, msgpack.packb({"a": text, "b": 1})) as checkpoint:
-        assert checkpoint.index_bytes < 2 * 4096 + 32
-        assert checkpoint.leaves["a"].get()[()] == text.encode()
-        assert checkpoint.leaves["b"].get() == 1
-    with pytest.raises(ValueError, match="closed"):
-        checkpoint.leaves["b"].get()
-
-
-@pytest.mark.slow
-def test_a_linear_number_of_bytes_is_read_to_open(tmp_path):
-    """Small values follow each other in few, growing pieces, none of them twice."""
-    for count in (1000, 10_000, 100_000):
-        data = msgpack.packb({f"{k:06}": k for k in range(count)})
-        with open_bytes(tmp_path, data) as checkpoint:
-            assert len(data) <= checkpoint.index_bytes <= len(data) + 1000
-
-
 @pytest.mark.parametrize("name", ["t5_1_1", "t5_1_0"])
 def test_a_model_saved_by_transformers(goldens, name):
     directory = goldens / "flax_msgpack" / name
@@ -217,20 +154,6 @@ def test_safetensors_come_first_in_a_directory_of_both(goldens, tmp_path):
         assert checkpoint.format == "safetensors"
     with ot.open_checkpoint(tmp_path, format="flax_msgpack") as checkpoint:
         assert list(checkpoint.leaves) == ["w"]
-
-
-def test_boxes_of_a_chunked_array_read_their_bytes_alone(tmp_path):
-    value = np.random.default_rng(0).random((64, 1000), np.float32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 9_999)
-        data = flax.serialization.msgpack_serialize({"w": value})
-    with open_bytes(tmp_path, data) as checkpoint:
-        leaf = leaf_of(checkpoint, "w")
-        reading = read_boxes(leaf, [((3, 9), (0, 1000)), ((0, 64), (500, 501)), ((63, 64), (999, 1000))])
-        assert_same(reading.arrays[0], value[3:9])
-        assert_same(reading.arrays[1], value[:, 500:501])
-        assert_same(reading.arrays[2], value[63:, 999:])
-        assert reading.stats.bytes_read == 4 * (6 * 1000 + 58 + 1)
 
 
 CHILD = """
@@ -281,14 +204,3 @@ def test_a_file_of_3_gib_opens_and_reads_in_little_memory(tmp_path):
     assert index_bytes < MIB
     assert opened < 64 * MIB
     assert beyond_the_leaf < 64 * MIB
-
-
-def test_names_of_a_deep_tree_are_bounded_by_the_file(tmp_path):
-    """A long key around many small values would make far more of names than the file has bytes."""
-    data = msgpack.packb({"x" * 4000: {f"{k:04}": None for k in range(5000)}})
-    with pytest.raises(ot.errors.LimitExceededError, match="names"):
-        open_bytes(tmp_path, data)
-    (tmp_path / "file").write_bytes(data)
-    file = FileSet(Root(tmp_path)).file("file")
-    with pytest.raises(ot.errors.LimitExceededError):
-        list(named_nodes(walk(file, Limits()).tree, file, Limits()))

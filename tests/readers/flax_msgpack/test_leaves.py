@@ -1,0 +1,55 @@
+"""Leaves of a msgpack tree: chunked arrays, texts, names."""
+
+import flax.serialization
+import msgpack
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.readers.flax_msgpack.leaves import named_nodes
+from orbax_t5x.readers.flax_msgpack.walk import walk
+from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, read_boxes
+
+
+def open_bytes(directory, data, name="state.msgpack", **limits):
+    path = directory / name
+    path.write_bytes(data)
+    return ot.open_checkpoint(path, format="flax_msgpack", limits=Limits(**limits))
+
+
+def test_a_long_text_is_read_when_it_is_wanted(tmp_path):
+    text = "grüße" * 5000
+    with open_bytes(tmp_path, msgpack.packb({"a": text, "b": 1})) as checkpoint:
+        assert checkpoint.index_bytes < 2 * 4096 + 32
+        assert checkpoint.leaves["a"].get()[()] == text.encode()
+        assert checkpoint.leaves["b"].get() == 1
+    with pytest.raises(ValueError, match="closed"):
+        checkpoint.leaves["b"].get()
+
+
+def test_boxes_of_a_chunked_array_read_their_bytes_alone(tmp_path):
+    value = np.random.default_rng(0).random((64, 1000), np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 9_999)
+        data = flax.serialization.msgpack_serialize({"w": value})
+    with open_bytes(tmp_path, data) as checkpoint:
+        leaf = leaf_of(checkpoint, "w")
+        reading = read_boxes(leaf, [((3, 9), (0, 1000)), ((0, 64), (500, 501)), ((63, 64), (999, 1000))])
+        assert_same(reading.arrays[0], value[3:9])
+        assert_same(reading.arrays[1], value[:, 500:501])
+        assert_same(reading.arrays[2], value[63:, 999:])
+        assert reading.stats.bytes_read == 4 * (6 * 1000 + 58 + 1)
+
+
+def test_names_of_a_deep_tree_are_bounded_by_the_file(tmp_path):
+    """A long key around many small values would make far more of names than the file has bytes."""
+    data = msgpack.packb({"x" * 4000: {f"{k:04}": None for k in range(5000)}})
+    with pytest.raises(ot.errors.LimitExceededError, match="names"):
+        open_bytes(tmp_path, data)
+    (tmp_path / "file").write_bytes(data)
+    file = FileSet(Root(tmp_path)).file("file")
+    with pytest.raises(ot.errors.LimitExceededError):
+        list(named_nodes(walk(file, Limits()).tree, file, Limits()))

@@ -1,0 +1,64 @@
+"""Paths that cannot be opened: errors name what was looked for and what is near."""
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
+from tests.support.bundle_writer import bundle_of
+
+
+def test_nothing_there(tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path / "a\0b", "", tmp_path / ("x" * 300)):
+        with pytest.raises((CheckpointNotFoundError, CheckpointIOError)):
+            ot.open_checkpoint(path)
+    (tmp_path / "diagnostics.txt").write_text("")
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        ot.open_checkpoint(tmp_path)
+    for word in ("looked for", "TensorFlow bundle", "_METADATA", "safetensors", "found diagnostics.txt"):
+        assert word in str(caught.value)
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_root_without_finished_steps(tmp_path):
+    (tmp_path / "checkpoint_3").mkdir()
+    (tmp_path / "4.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match="a root with finished steps"):
+        ot.open_checkpoint(tmp_path)
+
+
+def test_a_directory_of_checkpoints_is_none_of_them(tmp_path):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        for name in ("small", "large"):
+            checkpointer.save(tmp_path / name, {"w": np.ones(3)})
+    with pytest.raises(UnsupportedCheckpointError, match="a directory of checkpoints: 'large', 'small'; open one"):
+        ot.open_checkpoint(tmp_path)
+    with ot.open_checkpoint(tmp_path, item="small") as checkpoint:
+        assert list(checkpoint.leaves) == ["w"]
+    both = ot.restore({name: tmp_path / name for name in ("small", "large")}, None)
+    assert sorted(both) == ["large", "small"]
+
+
+def test_a_name_of_the_hub():
+    with pytest.raises(CheckpointNotFoundError, match="open 'hf://google/flan-t5-small'"):
+        ot.open_checkpoint("google/flan-t5-small")
+
+
+def test_a_digit_that_is_missing(tmp_path):
+    bundle_of({"w": np.ones(2, np.float32)}, 2).write(tmp_path, "model.ckpt-1000000")
+    with pytest.raises(CheckpointNotFoundError, match=r"beside it: 'model\.ckpt-1000000'"):
+        ot.open_checkpoint(tmp_path / "model.ckpt-100000")
+    with pytest.raises(CheckpointNotFoundError, match=rf"in {tmp_path.parent} there is {tmp_path.name!r}"):
+        ot.open_checkpoint(tmp_path.with_name(tmp_path.name[:-1]) / "model.ckpt-1000000")
+
+
+def test_a_step_that_is_not_there(tmp_path):
+    for step in range(0, 50, 10):
+        bundle = tmp_path / str(step) / "state"
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(bundle, {"w": np.ones(3)})
+    with pytest.raises(
+        CheckpointNotFoundError, match="finished steps beside it, the newest first: '40', '30', '20' and 2 more"
+    ):
+        ot.open_checkpoint(tmp_path / "99")
