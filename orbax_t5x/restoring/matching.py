@@ -204,7 +204,7 @@ class Matcher:
         if self._fallback is None or value is None:
             lack = "no fallback was given" if self._options.fallback is None else "that has no such leaf"
             message = f"Pad takes new elements from the fallback, and {lack}"
-            value = Fix.setting(f"give {{}} a value of shape {leaf.shape} for {name!r}", fallback=...)
+            value = Fix.setting(f"give {{}} a value of shape {leaf.shape} for it", fallback=...)
             self._problem("fallback", name, message, Fix.any_of(value, Fix("pad with a number")))
             return None
         given = self._fitting.view(name, leaf, value, "the fallback")

@@ -6,8 +6,9 @@ The text is made from the data. Another interface, such as the command line, wri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, Literal, cast
 
 from orbax_t5x.text.code import arguments_code, calls_code, code_of
 
@@ -141,6 +142,15 @@ class Fix:
             texts.append(f"leave {code_of(self.removed)} out {self.words}")
         return dataclasses.replace(self, text=" and ".join(texts))
 
+    def without(self, leaf: str | None) -> Hashable:
+        """Returns the data without a leaf's name, which is equal for fixes that differ only in their own leaf's."""
+        own = () if leaf is None else (leaf, re.escape(leaf))
+        return tuple(_without(way._contents(), own) for way in self.ways)
+
+    def _contents(self) -> tuple[Any, ...]:
+        words = self.words or (self.text if not self.transforms and self.rule is None else "")
+        return (words, self.scope, self.transforms, self.rule, self.removed, tuple(self.arguments.items()))
+
     def as_data(self) -> dict[str, Any]:
         """Returns the fix for JSON; transforms are the code that makes them."""
         data: dict[str, Any] = {
@@ -156,6 +166,18 @@ class Fix:
 
     def __str__(self) -> str:
         return self.text
+
+
+def _without(value: Any, texts: tuple[str, ...]) -> Hashable:
+    """Returns the contents of a value in tuples, without some of its texts."""
+    if isinstance(value, str):
+        return None if value in texts else value
+    if isinstance(value, tuple):
+        return tuple(_without(item, texts) for item in cast("tuple[Any, ...]", value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return (type(value).__name__, *(_without(field, texts) for field in fields))
+    return repr(value)
 
 
 def _plain_value(value: Any) -> Any:

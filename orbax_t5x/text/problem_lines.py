@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
 from orbax_t5x.text.fix import Fix
@@ -115,20 +115,21 @@ def problem_lines(
 
 
 def _entries(problems: Sequence[DescribedProblem], fix_text: Callable[[Fix], str]) -> Iterable[_ProblemGroup]:
-    """Problems whose messages are alike but for where a leaf is from, and whose fixes differ in its name alone."""
+    """Groups problems whose messages differ only in where a leaf is from, and whose fixes only in its name."""
     folded = fold([(one.leaf or "", one.message) for one in problems], [one.kind for one in problems])
-    entries: dict[tuple[str, str, str], _ProblemGroup] = {}
+    entries: dict[Hashable, _ProblemGroup] = {}
     for row in folded:
         first = problems[row.members[0]]
-        fix = original = "" if first.fix is None else fix_text(first.fix)
-        for name in (re.escape(first.leaf), first.leaf) if first.leaf else ():
-            fix = fix.replace(name, "")
+        fix = first.fix
         message = _FROM.sub("", row.texts[1])
-        entry = entries.setdefault(
-            (first.kind, message, fix),
-            _ProblemGroup(first.kind, row.texts[1], original, fix != original, [], 0),
-        )
-        if entry.message != row.texts[1]:
+        shared = None if fix is None else fix.without(first.leaf)
+        entry = entries.get((first.kind, message, shared))
+        if entry is None:
+            names_leaf = fix is not None and shared != fix.without(None)
+            text = "" if fix is None else fix_text(fix)
+            entry = _ProblemGroup(first.kind, row.texts[1], text, names_leaf, [], 0)
+            entries[first.kind, message, shared] = entry
+        elif entry.message != row.texts[1]:
             entry.message = message
         entry.count += len(row.members)
         if first.leaf:

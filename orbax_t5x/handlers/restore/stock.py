@@ -158,7 +158,7 @@ class HandledLeaves:
                 "target",
                 entry.name,
                 f"{name!r} is stored by the type handler for {self._own_types[name]!r}, and only that can restore it",
-                Fix.by_target(f"give {name!r} a place of that name in the target, without transforms"),
+                Fix.by_target("keep its name in the target, and leave out the transforms that change it"),
             )
             for entry in plan.entries
             for name in entry.sources
