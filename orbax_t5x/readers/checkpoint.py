@@ -106,7 +106,7 @@ class Checkpoint:
         for name, value in self._leaves.items():
             _insert(root, name, value)
         for name, value in self._empties.items():
-            if name:  # the whole may be empty
+            if name or self._leaves or len(self._empties) > 1:  # else the whole is empty
                 _insert(root, name, value)
         return root
 

@@ -125,12 +125,16 @@ class Limits:
         Raises:
           LimitExceededError: it is.
         """
-        if len(name) > self.name_bytes or len(name.encode()) > self.name_bytes:
-            raise LimitExceededError(f"a name of more than Limits.name_bytes = {self.name_bytes} bytes", path=path)
+        self.require_name_length(max(len(name), len(name.encode())), path)
         if name.count("/") >= self.name_levels:
             raise LimitExceededError(
                 f"a name of {name.count('/') + 1} levels, more than Limits.name_levels = {self.name_levels}", path=path
             )
+
+    def require_name_length(self, nbytes: int, path: str) -> None:
+        """Refuses a name of so many bytes, which need not be joined yet; see `require_name`."""
+        if nbytes > self.name_bytes:
+            raise LimitExceededError(f"a name of more than Limits.name_bytes = {self.name_bytes} bytes", path=path)
 
     def require_chunk(self, nbytes: int, what: str) -> None:
         """Refuses a chunk that takes too much memory.

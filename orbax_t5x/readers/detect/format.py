@@ -34,8 +34,8 @@ class Format:
     Attributes:
       name: the value of `Checkpoint.format` and of the argument `format` of `open_checkpoint`.
       sought: what the recogniser looks for, for errors.
-      recognise: whether a file is of this format, or a directory is marked as this format's own, by a file that no other
-        format's directory holds.
+      recognise: whether a file is of this format, or a directory is marked as this format's own, by a file that no
+        other format's directory holds.
       open: opens the path.
       open_item: opens one item of it, where the format has items.
       recognise_unmarked: whether a directory without such a mark holds files of this format.

@@ -24,7 +24,7 @@ from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText
+from orbax_t5x.readers.flax_msgpack.walk import BrokenNode, Node, StoredArray, StoredText, most_leaves, too_many
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.extents import ByteExtent, JoinedExtents
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, RangeLeaf
@@ -35,8 +35,9 @@ _CHUNKED = "__msgpack_chunked_array__"
 # Flax cuts into chunks of 1 GiB; this many would be an array that no file system holds.
 _MOST_CHUNKS = 10_000
 # Names repeat the keys of the maps around them; what a deep tree makes of a small file is bounded by this factor.
-_NAME_BYTES_PER_FILE_BYTE = 16
+_NAME_BYTES_PER_FILE_BYTE = 4
 _FREE_NAME_BYTES = 1 << 20
+_END: tuple[None, Node] = (None, None)
 # Under which Flax's functions kept arrays beside the file.
 _BESIDE = b"//GDAPlaceholder:"
 
@@ -54,19 +55,35 @@ def named_nodes(
 
     Raises:
       CorruptCheckpointError: two nodes have one name.
-      LimitExceededError: the names are too long.
+      LimitExceededError: the names are too long, or too many for the size of the file.
     """
+
+    def entries_of(node: Node) -> Iterator[tuple[str, Node]] | None:
+        if isinstance(node, dict) and node and _CHUNKED not in node and not is_leaf(node):
+            return iter(node.items())
+        return ((str(index), child) for index, child in enumerate(node)) if isinstance(node, list) and node else None
+
+    if is_empty(tree):
+        return
+    entries = entries_of(tree)
+    if entries is None:
+        yield "", tree
+        return
     seen: set[str] = set()
     budget = _FREE_NAME_BYTES + _NAME_BYTES_PER_FILE_BYTE * file.size
-    stack: list[tuple[str, Node]] = [] if is_empty(tree) else [("", tree)]
+    most = most_leaves(file.size)
+    stack = [("", entries)]
     while stack:
-        name, node = stack.pop()
-        prefix = f"{name}/" if name else ""
-        if isinstance(node, dict) and node and _CHUNKED not in node and not is_leaf(node):
-            stack += [(prefix + key, child) for key, child in reversed(node.items())]
+        prefix, entries = stack[-1]
+        key, node = next(entries, _END)
+        if key is None:
+            stack.pop()
             continue
-        if isinstance(node, list) and node:
-            stack += [(f"{prefix}{index}", node[index]) for index in range(len(node) - 1, -1, -1)]
+        # A name is joined once it is known to be short: one key may be above very many values.
+        limits.require_name_length(len(prefix) + len(key), file.path)
+        name = prefix + key
+        if (inner := entries_of(node)) is not None:
+            stack.append((f"{name}/", inner))
             continue
         limits.require_name(name, file.path)
         budget -= len(name.encode())
@@ -75,6 +92,8 @@ def named_nodes(
                 f"all names together have more than {_NAME_BYTES_PER_FILE_BYTE} times the bytes of the file",
                 path=file.path,
             )
+        if len(seen) >= most:
+            raise too_many("leaves", most, file)
         if name in seen:
             raise CorruptCheckpointError("two leaves have this name", path=file.path, leaf=name)
         seen.add(name)

@@ -17,6 +17,7 @@ import numpy as np
 from orbax_t5x.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    Fix,
     LimitExceededError,
     UnsupportedCheckpointError,
     error_at,
@@ -30,6 +31,14 @@ _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 # Longer texts stay in the file; names of dtypes, paths and drivers are shorter.
 _KEPT_TEXT_BYTES = 4096
 _LONGEST_DTYPE_BYTES = 64
+# A value takes some 100 bytes of memory, and one byte of the file; the specs of T5X have one for 15 bytes.
+_FREE_VALUES = 1 << 17
+_FILE_BYTES_PER_VALUE = 32
+# A leaf takes some 600 bytes of memory and ten microseconds; arrays are larger than this, but for a few.
+_FREE_LEAVES = 1 << 15
+_FILE_BYTES_PER_LEAF = 256
+# Each broken leaf keeps an error; a file with more is no checkpoint with a few damaged leaves.
+_MOST_BROKEN = 1000
 
 _DTYPES: dict[str, np.dtype] = {
     dtype.name: dtype
@@ -69,7 +78,7 @@ class StoredText(NamedTuple):
 
 
 class BrokenNode(NamedTuple):
-    """A leaf that is invalid."""
+    """A leaf that is invalid; the error does not name it, for names are joined when they are known to be few."""
 
     error: CheckpointError
 
@@ -84,6 +93,21 @@ class MsgpackTree(NamedTuple):
 
     tree: Node
     bytes_read: int
+
+
+def most_leaves(file_bytes: int) -> int:
+    """Returns the most leaves that a file of this size may have."""
+    return _FREE_LEAVES + file_bytes // _FILE_BYTES_PER_LEAF
+
+
+def too_many(what: str, most: int, file: StoredFile) -> LimitExceededError:
+    """Makes the error of a file with too many small values for its size."""
+    return LimitExceededError(
+        f"more than {most} {what} in a file of {file.size} bytes: so many small values take far more memory than the "
+        "file",
+        path=file.path,
+        fix=Fix("store many numbers as one array"),
+    )
 
 
 def walk(file: StoredFile, limits: Limits) -> MsgpackTree:
@@ -112,9 +136,13 @@ class _MessageWalker:
     def __init__(self, file: StoredFile, limits: Limits):
         self.reader = HeaderReader(file)
         self._path = file.path
+        self._file = file
         self._limits = limits
         self._keys: list[str] = []
         self._values = 0
+        self._broken = 0
+        self._arrays = 0
+        self._most_values = _FREE_VALUES + file.size // _FILE_BYTES_PER_VALUE
 
     def run(self) -> Node:
         """Walks over the file and returns its tree."""
@@ -167,8 +195,7 @@ class _MessageWalker:
     def _value(self, depth: int) -> Node | _OpenContainer:
         """Reads the next value; of a container that is not empty, the container before its first entry."""
         self._values += 1
-        if self._values > self._limits.entries:
-            raise LimitExceededError(f"more values than Limits.entries = {self._limits.entries}", path=self._path)
+        self._require_values(self._values)
         try:
             header = self.reader.header()
         except CorruptCheckpointError as error:
@@ -179,6 +206,7 @@ class _MessageWalker:
             return self._extension(header)
         if header.kind in ("text", "bytes"):
             return self._text(header.size)
+        self._require_values(self._values + header.size)
         node: dict[str, Node] | list[Node] = {} if header.kind == "map" else []
         if depth >= self._limits.msgpack_depth:
             raise LimitExceededError(
@@ -188,6 +216,12 @@ class _MessageWalker:
                 leaf=self._name,
             )
         return _OpenContainer(node, header.size) if header.size else node
+
+    def _require_values(self, values: int) -> None:
+        if values > self._limits.entries:
+            raise LimitExceededError(f"more values than Limits.entries = {self._limits.entries}", path=self._path)
+        if values > self._most_values:
+            raise too_many("values", self._most_values, self._file)
 
     @property
     def _name(self) -> str | None:
@@ -205,6 +239,9 @@ class _MessageWalker:
     def _extension(self, header: Header) -> Node:
         """Parses an extension, or returns its fault; the walk continues behind it."""
         reader = self.reader
+        self._arrays += 1
+        if self._arrays > most_leaves(self._file.size):
+            raise too_many("arrays", self._arrays - 1, self._file)
         end, outer = reader.position + header.size, reader.stop
         reader.stop = end
         try:
@@ -212,9 +249,14 @@ class _MessageWalker:
                 return self._complex()
             if header.value in (_ARRAY, _SCALAR):
                 return self._array()
-            raise reader.corrupt(f"the extension {header.value} is none of Flax's", self._name)
+            raise reader.corrupt(f"the extension {header.value} is none of Flax's")
         except CheckpointError as error:
-            return BrokenNode(error_at(error, path=self._path, leaf=self._name))
+            self._broken += 1
+            if self._broken > _MOST_BROKEN:
+                raise LimitExceededError(
+                    f"more than {_MOST_BROKEN} arrays in it are invalid; the last one: {error.message}", path=self._path
+                ) from None
+            return BrokenNode(error_at(error, path=self._path, leaf=None))
         finally:
             reader.stop = outer
             reader.skip(end - reader.position)

@@ -22,7 +22,7 @@ def prefix_of_shard(name: str) -> str | None:
 
 
 def is_tf_bundle(probe: PathProbe) -> bool:
-    """Reports whether a path is a bundle's prefix or one of its files, or a directory whose text file names a bundle."""
+    """Reports whether a path is a bundle's prefix or file, or a directory whose text file names a bundle."""
     if probe.kind == "directory":
         return _STATE_FILE in probe.names and is_bundle_state(probe.inside(_STATE_FILE))
     if probe.kind == "file" and (probe.path.endswith(".index") or is_bundle_state(probe)):
@@ -32,12 +32,7 @@ def is_tf_bundle(probe: PathProbe) -> bool:
 
 
 def has_bundle(probe: PathProbe) -> bool:
-    """Reports whether a directory holds the files of a bundle, other than a dataset's iterator.
-
-    A file called `checkpoint` belongs to another format, or is damaged; a bundle beside it was not what it named.
-    """
-    if _STATE_FILE in probe.names:
-        return False
+    """Reports whether a directory holds the files of a bundle, other than a dataset's iterator."""
     shards = {prefix_of_shard(name) for name in probe.names}
     return any(
         name.removesuffix(".index") in shards or is_sstable(probe.inside(name))

@@ -87,7 +87,7 @@ NEIGHBOURS = {
     "safetensors": lambda directory: safetensors.numpy.save_file(OTHER, directory / "adapter.safetensors"),
     "the index of safetensors": lambda directory: (directory / "a.safetensors.index.json").write_text("{}"),
     "msgpack": lambda directory: (directory / "checkpoint_9").write_bytes(_MSGPACK),
-    "npz": lambda directory: np.savez(directory / "other.npz", **OTHER),
+    "npz": lambda directory: np.savez(directory / "other.npz", other=OTHER["other"]),
     "PyTorch": lambda directory: (directory / "pytorch_model.bin").write_bytes(b"PK\x03\x04"),
     "GGUF": lambda directory: (directory / "model.gguf").write_bytes(b"GGUF"),
     "the directory of a bundle": lambda directory: _bundle(_made(directory / "eval_9")),

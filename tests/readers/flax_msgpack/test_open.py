@@ -87,7 +87,7 @@ def flat_values(tree, prefix=""):
     for key, value in items:
         name = f"{prefix}{key}"
         if isinstance(value, (dict, list)) and value:
-            yield from flat_values(value, f"{name}/" if name else "")
+            yield from flat_values(value, f"{name}/")
         else:
             yield name, value
 
@@ -204,3 +204,26 @@ def test_a_file_of_3_gib_opens_and_reads_in_little_memory(tmp_path):
     assert index_bytes < MIB
     assert opened < 64 * MIB
     assert beyond_the_leaf < 64 * MIB
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        *({"": {"x": 1}, "y": 2}, {"": {"x": 1}, "x": 2}, {"": 3, "y": {"": 4}}, {"": {"": {"": 5}}}, {"": 6}),
+        *({"": {"a": {"": 7}}, "b": [8, {"": 9}]}, {"a": {"": {"x": 1}, "x": 2}}),
+    ],
+)
+def test_empty_keys_are_parts_of_names_as_flax_joins_them(tmp_path, tree):
+    data = flax.serialization.msgpack_serialize(tree)
+    restored = flax.serialization.msgpack_restore(data)
+    state = flax.serialization.to_state_dict(restored)
+    with open_bytes(tmp_path, data) as checkpoint:
+        assert {name: leaf.get() for name, leaf in checkpoint.leaves.items()} == flax.traverse_util.flatten_dict(
+            state, sep="/"
+        )
+        assert ot.restore(checkpoint, None) == state
+
+
+def test_an_empty_map_under_an_empty_key_is_kept(tmp_path):
+    with open_bytes(tmp_path, msgpack.packb({"": {}, "y": 2})) as checkpoint:
+        assert checkpoint.tree()[""] == {} and list(checkpoint.leaves) == ["y"]
