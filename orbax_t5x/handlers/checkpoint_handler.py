@@ -112,11 +112,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         self._begin(directory, in_background=True)
         try:
             with self._registry.remembering(), self._summing(directory, later=True) as sums:
-                prepared = self._prepare(directory, args, sums, deferred=False)
+                prepared, recorded = self._prepare(directory, args, sums, deferred=False)
                 futures = await self._orbax.async_save(directory, args=_orbax_args(args, prepared))
         except BaseException:
             self._clean_up(directory)
             raise
+        recorded.remember()
         commit = GuardedCommit(futures or (), directory, self._is_primary())
         if sums is not None:
             commit.meanwhile, commit.finish = sums.sum_kept, partial(sums.write, directory)
@@ -130,11 +131,12 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         self._begin(directory, in_background=False)
         with self._summing(directory, later=False) as sums:
             try:
-                prepared = self._prepare(directory, args, sums, deferred=True)
+                prepared, recorded = self._prepare(directory, args, sums, deferred=True)
             except BaseException:
                 self._clean_up(directory)
                 raise
             self._save(directory, args, prepared, sums)
+        recorded.remember()
 
     def _save(self, directory: epath.Path, args: TrainStateSave, prepared: PreparedSave, sums: SaveSums | None) -> None:
         try:
@@ -164,7 +166,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     def _prepare(
         self, directory: epath.Path, args: TrainStateSave, sums: SaveSums | None, *, deferred: bool
-    ) -> PreparedSave:
+    ) -> tuple[PreparedSave, SavedLineage]:
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
         recorded = SavedLineage(directory, args.provenance, primary=self._is_primary())
@@ -177,8 +179,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             processes=self._active_processes,
             in_directories=not self._use_ocdbt,
         )
-        recorded.remember()
-        return prepared
+        return prepared, recorded
 
     def _begin(self, directory: epath.Path, *, in_background: bool) -> None:
         if self._is_primary():

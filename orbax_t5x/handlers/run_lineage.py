@@ -5,6 +5,7 @@ The primary process reads and writes it; the others receive it when they restore
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +14,10 @@ from etils import epath
 
 from orbax_t5x.provenance import records
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.runs import known_lineage, remember
-from orbax_t5x.restoring.run_steps import StepItem, has_older_record, newest_lineage, step_item
+from orbax_t5x.provenance.runs import forget_root, known_run, note_restored, note_saved
+from orbax_t5x.restoring.run_steps import StepItem, has_finished_step, has_older_record, newest_lineage, step_item
+
+_logger = logging.getLogger(__name__)
 
 
 class SavedLineage:
@@ -32,21 +35,39 @@ class SavedLineage:
           given: `provenance=` of the save.
           primary: whether this is the process that writes metadata.
         """
-        item = step_item(directory) if primary else None
+        self._item = step_item(directory) if primary else None
+        self._is_given = given is not None
         checked = None if given is None else records.given_lineage(given)
-        self._item = item
-        self.lineage: records.Lineage = records.extended(None if item is None else _known(item), checked)
+        known = None if self._item is None else _known(self._item, is_given=self._is_given)
+        self.lineage: records.Lineage = records.extended(known, checked)
 
     def remember(self) -> None:
         """Sets the lineage of the run, once the save is made."""
         if self._item is not None:
-            remember(self._item.run, self.lineage)
+            note_saved(self._item.run, self.lineage, is_given=self._is_given)
 
 
-def _known(item: StepItem) -> records.Lineage | None:
+def _known(item: StepItem, *, is_given: bool) -> records.Lineage | None:
     """Returns the lineage that this process knows of a run, or else that of its newest step."""
-    known = known_lineage(item.run)
-    return newest_lineage(item.run, except_step=item.step) if known is None else known
+    known = known_run(item.run)
+    if known is not None and not known.is_begun and not has_finished_step(item.run, except_step=item.step):
+        forget_root(item.run.root)  # it was deleted: another run begins here
+        known = None
+    if known is None:
+        return newest_lineage(item.run, except_step=item.step)
+    if not known.is_ambiguous:
+        return known.lineage
+    if not is_given and not known.is_warned:
+        _logger.warning(
+            "%s: this process restored steps with different histories of transforms, and which of them step %d holds "
+            "(item %r) is not known: it is recorded as unrecorded, and the next restore with transforms asks. "
+            "Fix: save with provenance= (handler.provenance after the restore that the state comes from, or "
+            "plan.provenance; () where nothing was applied)",
+            item.run.root,
+            item.step,
+            item.run.item,
+        )
+    return None
 
 
 def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> records.Lineage:
@@ -67,7 +88,7 @@ def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> reco
 
 
 def remember_restored(directory: epath.Path, lineage: records.Lineage) -> None:
-    """Sets the lineage of a run to that of its own step that was restored: the next save continues it."""
+    """Notes that a step of the run was restored: the next save continues its lineage, if it is the only one."""
     item = step_item(directory)
     if item is not None:
-        remember(item.run, lineage)
+        note_restored(item.run, lineage)

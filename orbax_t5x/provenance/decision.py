@@ -5,7 +5,7 @@ Transforms happen once within a run. The first row that fits decides, unless the
 | the source's record | own step of the run | restore of anything else | convert |
 |---|---|---|---|
 | none, or nothing was applied | apply | apply | apply |
-| unrecorded | ask | ask | apply, one warning |
+| unrecorded, and no later entry has the same digest | ask | ask | apply, one warning |
 | an entry has the same digest | applied already | the same, and a warning | the same, and a warning |
 | no digest on one side | ask | ask | apply, one warning |
 | other digests | a problem: what differs | apply | apply |
@@ -31,8 +31,8 @@ from orbax_t5x.provenance.records import (
     applied_rules,
     has_digest,
     has_same_digest,
-    is_unrecorded,
     make_entry,
+    since_unrecorded,
 )
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.wording import listed
@@ -110,7 +110,8 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     if context.is_resuming is not None:
         return _answered(lineage, context)
     applied = [entry for entry in lineage if applied_rules(entry)]
-    if lineage and is_unrecorded(lineage[-1]):
+    since = since_unrecorded(lineage)
+    if since is not None and not any(has_same_digest(entry, context.chain) for entry in since):
         what = "nothing records what was applied to this state before it was saved"
         return _undecided(lineage, context, what, _ANSWERS)
     if not applied:
@@ -124,7 +125,7 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
         whose = "those given" if context.chain.digest is None else f"those recorded ({_brief(opaque[-1])})"
         what = (
             f"{_brief(applied[-1])} was applied to this state before, and whether that is what is given now cannot be "
-            f"told: {whose} hold a lambda, a closure or a callable object, which has no digest"
+            f"told: {whose} hold a lambda, a closure, a callable object or too much data, and so have no digest"
         )
         return _undecided(lineage, context, what, _ANSWERS)
     if context.caller == "own step" and not _changes_no_value(context):
@@ -140,8 +141,10 @@ def _answered(lineage: Lineage, context: ResumeContext) -> Decision:
     """Follows the caller's `is_resuming`, which the next save records."""
     known = any(has_same_digest(entry, context.chain) for entry in lineage)
     if context.is_resuming:
+        since = since_unrecorded(lineage)
+        found = known if since is None else any(has_same_digest(entry, context.chain) for entry in since)
         # Without a digest the entry could not be found again.
-        remembered = known or context.chain.digest is None
+        remembered = found or context.chain.digest is None
         return Decision(True, lineage if remembered else (*lineage, _entry(context)))
     if known and context.caller == "own step":
         what = "transforms would be applied again that the run's own record says were applied already"
@@ -153,7 +156,8 @@ def _resumed(lineage: Lineage, context: ResumeContext) -> Decision:
     """Resumes a run: nothing is applied, nothing is asked; other rules than recorded are a warning and are recorded."""
     decision = _answered(lineage, dataclasses.replace(context, is_resuming=True))
     applied = [entry for entry in lineage if applied_rules(entry)]
-    if decision.lineage == lineage or not applied or not all(map(has_digest, applied)):
+    known = any(has_same_digest(entry, context.chain) for entry in applied)
+    if known or decision.lineage == lineage or not applied or not all(map(has_digest, applied)):
         return decision
     what = f"the run began with other transforms than those given: {_differences(applied[-1], context.chain)}"
     return dataclasses.replace(decision, warning=f"{what}; it goes on without those given, which are recorded")

@@ -1,13 +1,15 @@
 """Digests of transforms: equal for equal rules in every process, different for other rules, or None.
 
 A dataclass counts by its fields, a `functools.partial` by its function and arguments, a module-level function by its
-qualified name, an object with a `digest()` method by what that returns, a NumPy array of at most 1 MiB by its contents,
-any other array by its shape and dtype. What a lambda, a closure or another callable object does cannot be told from
-outside, so it has no digest, and neither has anything that holds one.
+qualified name, an object with a `digest()` method by what that returns, an array of NumPy or JAX by its contents. What
+a lambda, a closure or another callable object does cannot be told from outside, so it has no digest; nor has an array
+of which this process does not hold all, nor a chain with more than 256 MiB of arrays, nor anything that holds one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -16,15 +18,17 @@ import json
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
+import jax
 import numpy as np
 
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
-# Larger arrays take longer to hash than a restore should take to plan; their shape and dtype stand for them.
-_CONTENT_LIMIT_BYTES = 1 << 20
+# All arrays of a chain; more take longer to hash than a restore should take to plan.
+_CONTENT_LIMIT_BYTES = 256 << 20
+_bytes_left: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("bytes_left", default=None)
 # Hexadecimal digits of a transform's own digest.
 _TRANSFORM_DIGITS = 32
 
@@ -46,9 +50,10 @@ def chain_digest(chain: Sequence[Any]) -> str | None:
         return None
     digest = hashlib.sha256()
     try:
-        for transform in chain:
-            digest.update(_transform_text(transform).encode())
-            digest.update(b"\0")
+        with _limited():
+            for transform in chain:
+                digest.update(_transform_text(transform).encode())
+                digest.update(b"\0")
     except NoDigestError:
         return None
     return f"sha256:{digest.hexdigest()}"
@@ -57,7 +62,8 @@ def chain_digest(chain: Sequence[Any]) -> str | None:
 def dataclass_digest(value: Any) -> str | None:
     """Computes the digest of a dataclass by its fields, 32 hexadecimal digits; None where a field has none."""
     try:
-        return _hashed(_fields(value))[:_TRANSFORM_DIGITS]
+        with _limited():
+            return _hashed(_fields(value))[:_TRANSFORM_DIGITS]
     except NoDigestError:
         return None
 
@@ -170,19 +176,61 @@ def _encoded_other(value: Any) -> Any:
 
 
 def _array(value: Any) -> dict[str, Any]:
+    """Encodes an array by its contents, however it is stored.
+
+    Raises:
+      NoDigestError: it is lazy or traced, this process does not hold all of it, or the chain holds too much data.
+    """
     encoded: dict[str, Any] = {"array": [int(size) for size in value.shape], "dtype": str(value.dtype)}
-    if not _is_on_host(value) or value.nbytes > _CONTENT_LIMIT_BYTES:
+    if isinstance(value, jax.ShapeDtypeStruct):
         return encoded
-    if value.dtype.hasobject:
+    array = _held(value)
+    if array.dtype.hasobject:
         # Bytes of an array of objects are addresses.
-        encoded["items"] = [_encoded(item) for item in value.ravel().tolist()]
+        encoded["items"] = [_encoded(item) for item in array.ravel().tolist()]
     else:
-        encoded["sha256"] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        encoded["sha256"] = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
     return encoded
 
 
-def _is_on_host(value: Any) -> bool:
-    return isinstance(value, (np.ndarray, np.generic))
+def _held(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
+    """Copies an array to the host, if all of it is held here."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        if not (value.is_fully_addressable or value.is_fully_replicated):
+            raise NoDigestError
+        data = jax.random.key_data(value) if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+        _take(data.nbytes)
+        return np.asarray(jax.device_get(data))
+    if not isinstance(value, (np.ndarray, np.generic)):
+        raise NoDigestError
+    held = cast("np.ndarray[Any, np.dtype[Any]]", np.asarray(cast(Any, value)))
+    _take(held.nbytes)
+    return held
+
+
+def _take(nbytes: int) -> None:
+    """Takes bytes from what is left of the chain's limit.
+
+    Raises:
+      NoDigestError: less is left.
+    """
+    left = _bytes_left.get()
+    if left is None or left[0] < nbytes:
+        raise NoDigestError
+    left[0] -= nbytes
+
+
+@contextlib.contextmanager
+def _limited() -> Generator[None]:
+    """Begins to count the bytes of arrays, unless a chain does already."""
+    if _bytes_left.get() is not None:
+        yield
+        return
+    token = _bytes_left.set([_CONTENT_LIMIT_BYTES])
+    try:
+        yield
+    finally:
+        _bytes_left.reset(token)
 
 
 def _function(value: Any) -> str:

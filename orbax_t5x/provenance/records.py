@@ -102,6 +102,28 @@ def has_same_digest(entry: Entry, chain: ChainRecord) -> bool:
     return chain.digest is not None and entry.get("digest") == chain.digest
 
 
+def since_unrecorded(lineage: Lineage) -> Lineage | None:
+    """Returns the entries after the last unrecorded save; None where all is recorded."""
+    last = max((index for index, entry in enumerate(lineage) if is_unrecorded(entry)), default=None)
+    return None if last is None else lineage[last + 1 :]
+
+
+def same_history(one: Lineage, other: Lineage) -> bool:
+    """Tests whether two lineages record the same transforms, whatever they were applied to.
+
+    Entries that only answer "applied already" do not count: they changed no value.
+    """
+    return _history(one) == _history(other)
+
+
+def _history(lineage: Lineage) -> list[Any]:
+    return [
+        (entry.get("digest"), applied_rules(entry), is_unrecorded(entry))
+        for entry in lineage
+        if is_unrecorded(entry) or (applied_rules(entry) and not entry.get("is_resuming"))
+    ]
+
+
 # -- reading and writing
 
 

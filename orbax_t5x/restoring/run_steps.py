@@ -104,6 +104,13 @@ def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
     return None
 
 
+def has_finished_step(run: RunKey, *, except_step: int) -> bool:
+    """Tests whether the root of a run has a finished step, other than one that is being saved."""
+    with remote_session():
+        steps = [one for one in _steps(run.root) if one.step != except_step]
+        return any(_is_finished(steps, index) for index in range(len(steps)))
+
+
 def has_older_record(directory: str | os.PathLike[str]) -> bool:
     """Tests whether an older finished step of the same run has a record.
 

@@ -39,8 +39,8 @@ class Intersect(Transform):
 class Merge(Transform):
     """T5X's `merge_state`: adds the leaves of another state dict.
 
-    Equal when the names are and each leaf is the same object or holds equal numbers. The digest counts names
-    and the contents of NumPy arrays of at most 1 MiB; larger arrays, and those of JAX, by shape and dtype.
+    Equal when the names are and each leaf is the same object or holds equal numbers. The digest counts names and the
+    contents of arrays; with more than 256 MiB of them there is none.
 
     Attributes:
       from_scratch_state: nested (or a flat) state dict; it is not changed. Its arrays are kept as they are, not copied.

@@ -5,7 +5,11 @@ converted, and restored beside a teacher. Values of all leaves differ, and rules
 were applied twice, or not at all, show.
 """
 
+import contextlib
 import dataclasses
+import functools
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,13 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import orbax_t5x as ot
-from orbax_t5x.provenance import runs
+from orbax_t5x.provenance import records, runs
+from orbax_t5x.provenance.chains import ChainRecord
 
 NAMES = ("x", "y", "z")
 TARGET = {name: np.zeros(2, np.float32) for name in NAMES}
@@ -36,7 +42,9 @@ RULES = {
     name: ot.transforms.Rename([(old, new) for new, old in move.items() if old != new]) for name, move in MOVES.items()
 }
 ITEMS = ("model", "ema")
+DIGESTS = {name: ChainRecord.of([transform]).digest for name, transform in RULES.items()}
 chains = st.sampled_from(sorted(MOVES))
+telling = st.sampled_from(["plan", "nothing applied", "not told"])
 items = st.sampled_from(ITEMS)
 
 
@@ -44,31 +52,64 @@ def moved(state, chain):
     return {new: state[old] for new, old in MOVES[chain].items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """What a record must say: the chains that were applied, and whether somebody saved without knowing."""
+UNKNOWN = "?"
 
-    chains: frozenset = frozenset()
-    unrecorded: bool = False
 
-    def asks_about(self, chain):
-        return self.unrecorded or (bool(self.chains) and chain not in self.chains)
+def history_of(entries):
+    """Chains that changed values. An entry that ends with "+" is an answer, "applied already"."""
+    return [entry for entry in entries if not entry.endswith("+")]
 
-    def answered(self, chain):
-        return Known(self.chains | {chain}, False)
+
+def verdict(entries, chain):
+    """What a restore of an own step does: "apply", "once" or "ask"."""
+    names = [entry.rstrip("+") for entry in entries]
+    since = names[len(names) - names[::-1].index(UNKNOWN) :] if UNKNOWN in names else names
+    if chain in since:
+        return "once"
+    return "ask" if names else "apply"
+
+
+@dataclasses.dataclass
+class Entry:
+    """The model of an entry in the table of runs."""
+
+    entries: tuple
+    restored: bool = False
+    ambiguous: bool = False
 
 
 @dataclasses.dataclass
 class Item:
-    """One item of the run: its values, what is known of them now, and both in each step."""
+    """One item of the run: the state in memory, the entry of the table, and what each step holds and records."""
 
     values: dict
-    known: Known | None = None
-    steps: list = dataclasses.field(default_factory=list)
+    entries: tuple = ()
+    provenance: tuple | None = None
+    table: Entry | None = None
+    steps: dict = dataclasses.field(default_factory=dict)
+
+    def note_restored(self, entries):
+        if self.table is None or not self.table.restored:
+            self.table = Entry(entries, True)
+        elif history_of(self.table.entries) == history_of(entries):
+            answers = [entry for entry in entries if entry.endswith("+") and entry not in self.table.entries]
+            self.table.entries += tuple(answers)
+        else:
+            self.table.ambiguous = True
+
+    def record(self, given=None):
+        """Returns what a save records."""
+        table = self.table or Entry(self.steps[max(self.steps)][1] if self.steps else (UNKNOWN,))
+        if given is not None:
+            table = Entry(given, table.restored)
+        elif table.ambiguous:
+            table.entries = (UNKNOWN,)
+        self.table = table
+        return table.entries
 
 
 class Lineages(RuleBasedStateMachine):
-    """Histories of one root with two items."""
+    """Histories of a root with two items, in one process and in several."""
 
     def __init__(self):
         super().__init__()
@@ -84,109 +125,188 @@ class Lineages(RuleBasedStateMachine):
     def teardown(self):
         shutil.rmtree(self.base)
 
-    def manager(self):
-        return ocp.CheckpointManager(self.root, item_handlers={name: ot.TrainStateHandler() for name in ITEMS})
+    def manager(self, handlers=None):
+        handlers = handlers or {name: ot.TrainStateHandler() for name in ITEMS}
+        return ocp.CheckpointManager(self.root, item_handlers=handlers)
 
-    def restored(self, item, chain, step=None, **keywords):
+    @contextlib.contextmanager
+    def v1_checkpointer(self):
+        with ot.v1.context(), v1.training.Checkpointer(self.root) as checkpointer:
+            yield checkpointer
+
+    def restored(self, item, transforms, step=None, *, by_v1=False, **keywords):
+        """Returns the restored item, and the provenance to pass (version 0 only)."""
         step = self.newest() if step is None else step
-        args = ot.args.TrainStateRestore(TARGET, RULES[chain], **keywords)
-        with self.manager() as manager:
-            return manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+        if by_v1:
+            with self.v1_checkpointer() as checkpointer:
+                abstract = {item: ot.v1.AbstractTrainState(TARGET, transforms, **keywords)}
+                return checkpointer.load_checkpointables(step, abstract)[item], None
+        handlers = {name: ot.TrainStateHandler() for name in ITEMS}
+        args = ocp.args.Composite(**{item: ot.args.TrainStateRestore(TARGET, transforms, **keywords)})
+        with self.manager(handlers) as manager:
+            return manager.restore(step, args=args)[item], handlers[item].provenance
 
     def newest(self):
-        return len(self.items["model"].steps) - 1
+        return max(self.items["model"].steps, default=-1)
 
-    def write(self, provenance=None):
-        """Saves all items as they should be."""
-        given = provenance or {}
-        saved = {
-            name: ot.args.TrainStateSave(item.values, provenance=given.get(name)) for name, item in self.items.items()
-        }
-        with self.manager() as manager:
-            assert manager.save(self.newest() + 1, args=ocp.args.Composite(**saved))
-        for item in self.items.values():
-            if item.known is None:
-                item.known = item.steps[-1][1] if item.steps else Known(unrecorded=True)
-            item.steps.append((item.values, item.known))
+    def write(self, given=None, *, by_v1=False):
+        """Saves all items; `given`: item -> (what the model records, `provenance=`)."""
+        given, step = given or {}, self.newest() + 1
+        ambiguous = [item for item in self.items.values() if item.table and item.table.ambiguous]
+        expected = {name: item.record(given.get(name, (None,))[0]) for name, item in self.items.items()}
+        if by_v1:
+            with self.v1_checkpointer() as checkpointer:
+                tree = {name: item.values for name, item in self.items.items()}
+                assert checkpointer.save_checkpointables(step, tree)
+        else:
+            saved = {
+                name: ot.args.TrainStateSave(item.values, provenance=given.get(name, (None, None))[1])
+                for name, item in self.items.items()
+            }
+            with self.manager() as manager:
+                assert manager.save(step, args=ocp.args.Composite(**saved))
+        for name, item in self.items.items():
+            recorded = records.from_metadata(json.loads((self.root / str(step) / name / "_METADATA").read_text()))
+            names = [UNKNOWN if "unrecorded" in one else one["digest"] for one in recorded if one.get("digest", 1)]
+            assert names == [DIGESTS.get(one.rstrip("+"), one) for one in expected[name]]
+            if item not in ambiguous and UNKNOWN not in expected[name]:
+                assert history_of(expected[name]) == history_of(item.entries)
+            item.steps[step] = (item.values, expected[name])
+            item.entries = expected[name]
 
-    @initialize(chain=chains, told=st.sampled_from(["plan", "nothing applied", "not told"]))
-    def start(self, chain, told):
+    def begin(self, chain, told):
         plan = ot.plan_restore(self.base / "source", TARGET, RULES[chain])
         values = plan.execute()
         assert_equal(values, moved(SOURCE, chain))
-        known = {"plan": Known(frozenset([chain])), "nothing applied": Known(), "not told": None}[told]
-        given = {"plan": plan.provenance, "nothing applied": (), "not told": None}[told]
-        self.items = {"model": Item(values, known), "ema": Item(SOURCE, Known())}
-        self.write({"model": given, "ema": ()})
+        given = {"plan": ((chain,), plan.provenance), "nothing applied": ((), ()), "not told": (None, None)}[told]
+        self.items = {"model": Item(values, given[0] or ()), "ema": Item(SOURCE)}
+        self.write({"model": given, "ema": ((), ())})
 
-    @rule()
-    def train_and_save(self):
+    @initialize(chain=chains, told=telling)
+    def start(self, chain, told):
+        self.begin(chain, told)
+
+    @rule(chain=chains, told=telling, by_manager=st.booleans())
+    def delete_all_and_start_anew(self, chain, told, by_manager):
+        if by_manager:
+            with self.manager() as manager:
+                for step in self.items["model"].steps:
+                    manager.delete(step)
+        else:
+            shutil.rmtree(self.root)
+        self.begin(chain, told)
+
+    @rule(by_v1=st.booleans())
+    def train_and_save(self, by_v1):
         for item in self.items.values():
             item.values = {name: array + 1 for name, array in item.values.items()}
-        self.write()
+        self.write(by_v1=by_v1)
+
+    @rule()
+    def save_with_what_the_restore_did(self):
+        given = {
+            name: (item.entries, item.provenance)
+            for name, item in self.items.items()
+            if item.provenance is not None
+            and item.table
+            and (item.table.ambiguous or item.table.entries == item.entries)
+        }
+        self.write(given)
 
     @rule()
     def new_process(self):
         runs.forget_all()
         for item in self.items.values():
             # It goes on from the newest step, whatever the old process had done since.
-            item.values, item.known = item.steps[-1][0], None
+            item.values, item.entries = item.steps[self.newest()]
+            item.table = item.provenance = None
 
-    @rule(item=items, chain=chains, goes_on=st.booleans())
-    def resume(self, item, chain, goes_on):
-        model = self.items[item]
-        model.values, known = model.steps[-1]
-        if known.asks_about(chain):
+    @rule()
+    def go_on_in_a_copy(self):
+        self.converted += 1
+        copied = self.base / f"run_of_{self.converted}"
+        shutil.copytree(self.root, copied)
+        self.root = copied
+        for item in self.items.values():
+            item.values, item.entries = item.steps[self.newest()]
+            item.table = item.provenance = None
+
+    @rule()
+    def copy_a_step(self):
+        newest = self.newest()
+        shutil.copytree(self.root / str(newest), self.root / str(newest + 1))
+        for item in self.items.values():
+            item.steps[newest + 1] = item.steps[newest]
+
+    @rule(
+        item=items, chain=chains, goes_on=st.booleans(), older=st.booleans(), adopts=st.booleans(), by_v1=st.booleans()
+    )
+    def restore_a_step(self, item, chain, goes_on, older, adopts, by_v1):
+        """Resumes from the newest or the oldest step, or only evaluates it."""
+        model, step = self.items[item], (min if older else max)(self.items[item].steps)
+        values, entries = model.steps[step]
+        outcome = verdict(entries, chain)
+        call = functools.partial(self.restored, item, RULES[chain], step, by_v1=by_v1)
+        if outcome == "ask":
             with pytest.raises(ot.RestorePlanError) as raised:
-                self.restored(item, chain)
+                call()
             assert [problem.kind for problem in raised.value.problems] == ["provenance"]
-            state = self.restored(item, chain, is_resuming=goes_on)
-            model.values = model.values if goes_on else moved(model.values, chain)
-        elif chain in known.chains:
-            state = self.restored(item, chain)
-            with pytest.raises(ot.RestorePlanError, match="remove is_resuming=False"):
-                self.restored(item, chain, is_resuming=False)
+            if not goes_on and chain in entries:
+                goes_on = True  # the record holds it already: False is refused
+            state, provenance = call(is_resuming=goes_on)
+            values, entries = (
+                (values, (*entries, f"{chain}+")) if goes_on else (moved(values, chain), (*entries, chain))
+            )
         else:
-            state = self.restored(item, chain)
-            model.values = moved(model.values, chain)
-        model.known = known.answered(chain)
-        assert_equal(state, model.values)
+            state, provenance = call()
+            if outcome == "once":
+                with pytest.raises(ot.RestorePlanError, match="remove is_resuming=False"):
+                    call(is_resuming=False)
+            else:
+                values, entries = moved(values, chain), (*entries, chain)
+        assert_equal(state, values)
+        self.took(model, values, entries, provenance, adopts)
 
-    @rule(item=items)
-    def restore_plainly(self, item):
+    @rule(item=items, older=st.booleans(), adopts=st.booleans(), by_v1=st.booleans())
+    def restore_plainly(self, item, older, adopts, by_v1):
+        model, step = self.items[item], (min if older else max)(self.items[item].steps)
+        values, entries = model.steps[step]
+        state, provenance = self.restored(item, (), step, by_v1=by_v1)
+        assert_equal(state, values)
+        self.took(model, values, entries, provenance, adopts)
+
+    @rule(item=items, adopts=st.booleans())
+    def restore_as_stock(self, item, adopts):
         model = self.items[item]
-        model.values, model.known = model.steps[-1]
-        with self.manager() as manager:
-            args = ocp.args.Composite(**{item: ot.args.TrainStateRestore(TARGET)})
-            assert_equal(manager.restore(self.newest(), args=args)[item], model.values)
+        values, entries = model.steps[self.newest()]
+        handlers = {name: ot.TrainStateHandler() for name in ITEMS}
+        with self.manager(handlers) as manager:
+            args = ocp.args.Composite(**{item: ot.args.TrainStateRestore()})
+            assert_equal(manager.restore(self.newest(), args=args)[item], values)
+        self.took(model, values, entries, handlers[item].provenance, adopts)
+
+    def took(self, item, values, entries, provenance, adopts):
+        """Takes a restored state for the job's, or leaves it; the first in a process is the job's."""
+        is_first = item.table is None or not item.table.restored
+        item.note_restored(entries)
+        if adopts or is_first:
+            item.values, item.entries, item.provenance = values, entries, provenance
 
     @rule(item=items, chain=chains)
     def restore_a_teacher(self, item, chain):
-        assert_equal(self.restored(item, chain, source=self.base / "teacher"), moved(TEACHER, chain))
+        state, _ = self.restored(item, RULES[chain], source=self.base / "teacher")
+        assert_equal(state, moved(TEACHER, chain))
 
     @rule(item=items, chain=chains)
     def convert_and_start_another_run(self, item, chain):
-        values, known = self.items[item].steps[-1]
+        values, entries = self.items[item].steps[self.newest()]
         self.converted += 1
         converted = self.base / f"converted_{self.converted}"
         # What nobody recorded is transformed, with a warning; what was applied already is not.
         ot.convert(self.root / str(self.newest()) / item, converted, RULES[chain])
-        applied = not known.unrecorded and chain in known.chains
-        expected = values if applied else moved(values, chain)
+        expected = values if verdict(entries, chain) == "once" else moved(values, chain)
         assert_equal(ot.restore(converted, TARGET), expected)
         assert_equal(ot.restore(converted, TARGET, RULES[chain]), expected)
-
-    @rule(chain=chains)
-    @precondition(lambda self: self.newest() > 0)
-    def restore_an_older_step(self, chain):
-        values, known = self.items["model"].steps[0]
-        if known.asks_about(chain):
-            state = self.restored("model", chain, 0, is_resuming=True)
-        else:
-            state = self.restored("model", chain, 0)
-            values = values if chain in known.chains else moved(values, chain)
-        assert_equal(state, values)
-        self.items["model"].values, self.items["model"].known = values, known.answered(chain)
 
 
 def assert_equal(state, expected):
@@ -196,7 +316,10 @@ def assert_equal(state, expected):
 
 
 Lineages.TestCase.settings = settings(
-    max_examples=6, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("LINEAGE_HISTORIES", 6)),
+    stateful_step_count=8,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestLineages = Lineages.TestCase
 

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
+from orbax_t5x.provenance.digests import chain_digest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
@@ -40,6 +41,8 @@ with ocp.CheckpointManager(sys.argv[1], item_handlers=ot.TrainStateHandler()) as
     manager.save(1, args=ot.args.TrainStateSave(restored))
     manager.wait_until_finished()
     attempt(1, target, swap)
+# No process holds all of it.
+assert chain_digest([ot.transforms.Merge(state)]) is None
 tell(told)
 """
 

@@ -76,7 +76,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
           UnsupportedCheckpointError: leaves that Orbax cannot store, by name; nothing was written.
         """
         try:
-            prepared = self._prepare(directory, checkpointable)
+            prepared, recorded = self._prepare(directory, checkpointable)
             tree, copies = prepared.tree, None
             if self.options.checksums:
                 tree, copies = copy_tree_to_host(tree, self._context)
@@ -85,10 +85,11 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             if self._is_primary():
                 discard_refused(directory.path)
             raise
+        recorded.remember()
         rest = partial(finish, directory, written, copies, prepared.custom_metadata, primary=self._is_primary())
         return RunningSave(written, rest)
 
-    def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> PreparedSave:
+    def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> tuple[PreparedSave, SavedLineage]:
         saved = tree.state_dict() if is_train_state(tree) else tree
         leaves = jax.tree_util.tree_leaves_with_path(saved)
         lazy = [leaf_name(path) for path, leaf in leaves if isinstance(leaf, LazyArray)]
@@ -101,8 +102,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         types = _StoredTypes(self._orbax, [leaf for _, leaf in leaves])
         in_directories = writes_directories(self._context)
         prepared = prepare(args, recorded.lineage, types, deferred=True, in_directories=in_directories)
-        recorded.remember()
-        return prepared
+        return prepared, recorded
 
     def _is_primary(self) -> bool:
         return v1.multihost.is_primary_host(self._context.multiprocessing.primary_host)
@@ -122,8 +122,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             # Here and not in the background: what is raised there, `load_checkpointables` hides in an error that calls
             # the handler incompatible.
             return _LoadedValue(load_into(directory, abstract, self._context))
-        loading = await self._orbax.load(directory, abstract_checkpointable)
-        return self._load_saved(directory, loading) if abstract_checkpointable is None else loading
+        return self._load_saved(directory, await self._orbax.load(directory, abstract_checkpointable))
 
     async def _load_saved(self, directory: epath.Path, loading: Awaitable[Any]) -> Any:
         loaded = await loading

@@ -34,7 +34,7 @@ from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
 from orbax_t5x.provenance.decision import CallerKind, Decision
 from orbax_t5x.provenance.records import Lineage, applied_rules
-from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin, remember
+from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin, note_restored
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
@@ -206,7 +206,7 @@ class _JobStart:
             attempt = self._attempt(directory, chain)
             if isinstance(attempt, _RestoreResult):
                 for item, lineage in attempt.lineages(single=self._item_in(directory)).items():
-                    remember(run_of(self._root, item), lineage)
+                    note_restored(run_of(self._root, item), lineage)
                 return TrainingStart(attempt.state, step, "resumed")
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
