@@ -122,7 +122,7 @@ PROBLEMS = st.lists(
         st.sampled_from(KINDS),
         st.none() | st.from_regex(r"[ab]{1,3}/layers_[0-9]{1,2}/[cd]", fullmatch=True),
         st.text("ab\n1", max_size=200),
-        st.text("ab\n", max_size=30),
+        st.builds(errors.Fix, st.text("ab\n", max_size=30)),
     ),
     min_size=1,
     max_size=120,
