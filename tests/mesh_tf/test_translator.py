@@ -8,35 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from orbax_t5x.errors import LeafMismatchError, RestorePlanError
-from orbax_t5x.lazy import LazyThreadPoolArray, Leaf, as_view
+from orbax_t5x.errors import LeafMismatchError
+from orbax_t5x.lazy import LazyThreadPoolArray, as_view
 from orbax_t5x.mesh_tf.rules import t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.translate import Translate
-
-BUNDLES = ["lm_transformer", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_f32", "t5_1_1_perlayer_rel"]
-
-
-class Unreadable(Leaf):
-    """A leaf that nobody may read: names, shapes and dtypes must do."""
-
-    path = "nowhere"
-
-    def __init__(self, name: str, shape=(), dtype="float32"):
-        self.name, self.shape, self.dtype = name, tuple(shape), np.dtype(getattr(ml_dtypes, dtype, dtype))
-
-    async def read_into(self, requests, stats):
-        raise AssertionError(f"{self.name} was read")
-
-    async def verify_checksum(self, stats, parts):
-        raise AssertionError(f"{self.name} was read")
-
-
-def unreadable(names):
-    """A flat state dict of views, by name, or by name and shape."""
-    shapes = names if isinstance(names, dict) else dict.fromkeys(names, ())
-    return {name: as_view(Unreadable(name, shape)) for name, shape in shapes.items()}
+from tests.support.mesh_tf_names import Unreadable, problems, translate, unreadable
 
 
 def bundle(goldens, name):
@@ -44,38 +22,8 @@ def bundle(goldens, name):
     return {key: as_view(Unreadable(key, leaf["shape"], leaf["dtype"])) for key, leaf in meta["tensors"].items()}
 
 
-def imported(goldens, name):
-    """What T5X's importer made of a bundle: shape and dtype by name."""
-    leaves = json.loads((goldens / "importer" / f"{name}.json").read_text())["leaves"]
-    return {key: (tuple(leaf["shape"]), leaf["dtype"]) for key, leaf in leaves.items()}
-
-
-def translate(source, target=None, translator=None):
-    diagnostics = Diagnostics()
-    result = Translate(translator).apply(source, target or {}, diagnostics)
-    assert diagnostics.problems == []
-    return result
-
-
-def problems(source, target=None, translator=None):
-    diagnostics = Diagnostics()
-    Translate(translator).apply(source, target or {}, diagnostics)
-    return diagnostics.problems
-
-
 def like(shapes):
     return {name: np.empty(shape, getattr(ml_dtypes, dtype, dtype)) for name, (shape, dtype) in shapes.items()}
-
-
-@pytest.mark.parametrize("name", BUNDLES)
-@pytest.mark.parametrize("with_target", [False, True])
-def test_names_shapes_and_dtypes_are_t5xs(goldens, name, with_target):
-    expected = imported(goldens, name)
-    source = bundle(goldens, name)
-    before = dict(source)
-    result = translate(source, like(expected) if with_target else None)
-    assert {key: (tuple(value.shape), value.dtype.name) for key, value in result.items()} == expected
-    assert source == before
 
 
 def test_placeholders_are_zeros_and_notes_tell_the_rule(goldens):
@@ -89,70 +37,6 @@ def test_placeholders_are_zeros_and_notes_tell_the_rule(goldens):
     assert "attention_layers" in diagnostics.rule_for[f"{kernel}/v_row"]
     assert "rel_embeddings" in diagnostics.rule_for["target/encoder/relpos_bias/rel_embedding"]
     assert set(diagnostics.rule_for) == set(result)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("global_step", "state/step"),
-        ("shared/embedding", "target/token_embedder/embedding"),
-        ("shared/embedding_slot_vr", "state/param_states/token_embedder/embedding/v_row"),
-        ("encoder/embedding", "target/encoder/token_embedder/embedding"),
-        ("decoder/embedding_slot_vc", "state/param_states/decoder/token_embedder/embedding/v_col"),
-        ("transformer/embedding", "target/decoder/token_embedder/embedding"),
-        ("encoder/block_010/layer_000/SelfAttention/q", "target/encoder/layers_10/attention/query/kernel"),
-        ("decoder/block_123/layer_000/SelfAttention/o", "target/decoder/layers_123/self_attention/out/kernel"),
-        (
-            "decoder/block_000/layer_001/EncDecAttention/v_slot_v",
-            "state/param_states/decoder/layers_0/encoder_decoder_attention/value/kernel/v",
-        ),
-        ("transformer/block_002/layer_000/SelfAttention/k", "target/decoder/layers_2/self_attention/key/kernel"),
-        ("encoder/block_000/layer_001/DenseReluDense/wi/kernel", "target/encoder/layers_0/mlp/wi/kernel"),
-        ("decoder/block_000/layer_002/DenseReluDense/wi_1/kernel", "target/decoder/layers_0/mlp/wi_1/kernel"),
-        ("transformer/block_000/layer_001/DenseReluDense/wo/kernel", "target/decoder/layers_0/mlp/wo/kernel"),
-        ("encoder/block_000/layer_000/rms_norm/scale", "target/encoder/layers_0/pre_attention_layer_norm/scale"),
-        ("encoder/block_000/layer_001/layer_norm/scale", "target/encoder/layers_0/pre_mlp_layer_norm/scale"),
-        ("decoder/block_000/layer_000/rms_norm/scale", "target/decoder/layers_0/pre_self_attention_layer_norm/scale"),
-        ("decoder/block_000/layer_001/rms_norm/scale", "target/decoder/layers_0/pre_cross_attention_layer_norm/scale"),
-        ("decoder/block_000/layer_002/rms_norm/scale", "target/decoder/layers_0/pre_mlp_layer_norm/scale"),
-        (
-            "transformer/block_000/layer_000/rms_norm/scale",
-            "target/decoder/layers_0/pre_self_attention_layer_norm/scale",
-        ),
-        ("transformer/block_000/layer_001/rms_norm/scale", "target/decoder/layers_0/pre_mlp_layer_norm/scale"),
-        ("encoder/final_layer_norm/scale", "target/encoder/encoder_norm/scale"),
-        ("decoder/rms_norm/scale_slot_v", "state/param_states/decoder/decoder_norm/scale/v"),
-        ("transformer/rms_norm/scale", "target/decoder/decoder_norm/scale"),
-        ("decoder/logits/kernel", "target/decoder/logits_dense/kernel"),
-        ("transformer/logits/kernel_slot_vr", "state/param_states/decoder/logits_dense/kernel/v_row"),
-    ],
-)
-def test_each_rule(source, expected):
-    assert list(t5_importer.apply({source: np.float32(1)})) == [expected]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "encoder/block_000/layer_000/EncDecAttention/q",  # encoders have none
-        "encoder/block_000/layer_002/layer_norm/scale",
-        "transformer/block_000/layer_002/layer_norm/scale",
-        "encoder/logits/kernel",
-        "encoder/block_000/layer_001/DenseReluDense/wo_0/kernel",
-        "shared/embedding_slot_x",
-        "shared/embedding_slot_vr ",
-        "global_step2",
-        "my/global_step",
-        "decoder/block_000/layer_002/SelfAttention/relative_attention_bias",  # T5X knows that of layer_000
-        "encoder/block_003/layer_001/SelfAttention/relative_attention_bias_slot_v",
-        "encoder/block_000/layer_0/SelfAttention/relative_attention_bias",
-    ],
-)
-def test_a_name_that_no_rule_knows_is_named(name):
-    with pytest.raises(ValueError, match=name.strip()):
-        t5_importer.apply({name: np.ones(3)})
-    (problem,) = problems(unreadable([name]))
-    assert (problem.kind, problem.leaf) == ("translate", name)
 
 
 # The relative bias.
@@ -326,33 +210,6 @@ def test_all_problems_are_gathered():
     assert "Drop" in str(unmatched.fix)
 
 
-def test_by_hand_on_nested_dicts_the_first_problem_is_raised():
-    nested = {"shared": {"embedding": np.ones((2, 2))}, "global_step": np.int64(3)}
-    result = Translate()(nested, {})
-    assert result["target"]["token_embedder"]["embedding"] is nested["shared"]["embedding"]
-    assert result["state"]["step"] == 3
-    with pytest.raises(RestorePlanError, match="other"):
-        Translate()({"other": np.ones(2)}, {})
-    assert Translate()(nested, {}, is_resuming=True) is nested
-
-
-def test_digests_tell_tables_apart():
-    def table(pattern):
-        translator = CheckpointTranslator()
-
-        @translator.add(pattern)
-        def rule(opts, key, val):
-            return key, val
-
-        return translator
-
-    assert Translate().digest() == Translate().digest()
-    assert Translate(table("a")).digest() == Translate(table("a")).digest()
-    assert len({Translate().digest(), Translate(table("a")).digest(), Translate(table("b")).digest()}) == 3
-    assert Translate().describe() == "Translate()"
-    assert Translate(table("a")).describe() == "Translate(<CheckpointTranslator: 1 rule>)"
-
-
 # Translators of the caller's own.
 
 
@@ -406,26 +263,3 @@ def test_two_sources_on_one_name_are_an_error():
         translator.apply({"layer1/w": 1, "layer01/w": 2})
     assert "'layer1/w'" in str(caught.value)
     assert "'l1'" in str(caught.value)
-
-
-def test_without_a_target_a_callers_rules_are_all_that_happens():
-    translator = CheckpointTranslator()
-    translator.add(r"(.*)_slot")(lambda opts, key, val, name: (f"state/param_states/{name}/v", val))
-    translator.add(r".*")(lambda opts, key, val: (f"target/{key}", val))
-    source = unreadable(["w", "w_slot"])
-    assert set(translate(source, translator=translator)) == {"target/w", "state/param_states/w/v"}
-    target = {f"state/param_states/w/{slot}": np.zeros(1, np.float32) for slot in ("v", "v_row", "v_col", "m")}
-    assert set(translate(source, target, translator)) == {"target/w", *target}
-
-
-def test_any_object_with_apply_is_a_translator():
-    class Other:
-        def apply(self, flatdict, **opts):
-            if "bad" in flatdict:
-                raise ValueError("cannot translate bad")
-            return {f"target/{name}": value for name, value in flatdict.items()}
-
-    source = unreadable(["w"])
-    assert translate(source, translator=Other()) == {"target/w": source["w"]}
-    (problem,) = problems(unreadable(["bad"]), translator=Other())
-    assert "cannot translate bad" in problem.message

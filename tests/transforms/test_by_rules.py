@@ -1,29 +1,15 @@
 """Rules of transforms: what cannot work is an error at once, what matches nothing is a problem."""
 
-import dataclasses
 import re
 
 import numpy as np
 import pytest
 
 from orbax_t5x import transforms as tr
-from orbax_t5x.testing.transform_suite import assert_same, run
 from tests.support.transform_cases import (
     AB,
-    TWO,
-    only_problem,
     problems,
 )
-
-
-def test_shadowed_and_repeated_rules_are_warnings():
-    rules = [("a|b", "z/\\g<0>"), ("a", "x"), ("a|b", "y")]
-    result, diagnostics = run(tr.Rename(rules), AB)
-    assert sorted(result) == ["c", "z/a", "z/b"] and not diagnostics.problems
-    assert [("shadowed" in text, "given twice" in text) for text in diagnostics.warnings] == [
-        (True, False),
-        (False, True),
-    ]
 
 
 def test_bad_groups_are_problems_that_name_the_rule():
@@ -93,38 +79,6 @@ def test_what_can_never_work_is_an_error_at_once(make):
 def test_wrong_types_are_type_errors(make):
     with pytest.raises(TypeError):
         make()
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        tr.Rename([("q", "r")]),
-        tr.Drop("q"),
-        tr.Keep(["q"]),
-        tr.StackLayers(r"q(\d)", "r", 0),
-        tr.UnstackLayers("q", "r{i}", 0),
-        tr.Split("q", ["r", "s"], 0),
-        tr.Concat(["q"], "r", 0),
-        tr.Reshape("q", (1,)),
-        tr.Transpose("q"),
-        tr.Cast("q", "float32"),
-        tr.Repeat("q", 2, 0),
-        tr.Pad("q", (3,)),
-        tr.Slice("q", 0),
-        tr.AddLowRank("q", "a", "b", 1),
-        tr.Average({"x": 1, "y": 1}, pattern="q"),
-    ],
-    ids=lambda transform: type(transform).__name__,
-)
-def test_a_pattern_that_matches_nothing_is_a_problem(transform):
-    problem = only_problem(transform, TWO)
-    assert problem.kind == "unused_rule" and "'q" in problem.message
-    if hasattr(transform, "require_match"):
-        allowed = dataclasses.replace(transform, require_match=False)
-        result, diagnostics = run(allowed, TWO)
-        assert diagnostics.problems == [] and len(diagnostics.warnings) == 1
-        if not isinstance(transform, tr.Keep):
-            assert_same(result, TWO)
 
 
 @pytest.mark.parametrize("rules", ["ab", [("a", "b", "c")], ("a", "b")], ids=["text", "three", "one pair"])

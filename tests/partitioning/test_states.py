@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -136,21 +134,6 @@ def test_a_mesh_axis_that_the_mesh_lacks_splits_nothing():
     assert specs(with_shardings(state, mesh((8,), ("model",))))["target/w"] == P(None, "model")
     assert specs(with_shardings(state, mesh((8,), ("data",))))["target/w"] == P("data", None)
     assert specs(with_shardings(state, mesh((8,), ("x",))))["target/w"] == P(None, None)
-
-
-def test_rules_of_the_caller():
-    state = state_of((8, 16), ("a", "b"))
-
-    def spec(*rules, on=None):
-        return specs(with_shardings(state, on or mesh(), rules))["target/w"]
-
-    assert spec(("b", ("data", "model"))) == P(None, ("data", "model"))
-    assert spec(("a", "model"), ("b", "model"), ("b", "data")) == P("model", "data")
-    assert spec(("b", "model"), ("a", "model")) == P(None, "model")
-    # Of several mesh axes those count that exist; a rule without any leaves room for the next.
-    assert spec(("b", ("data", "replica")), on=mesh((8,), ("data",))) == P(None, ("data",))
-    assert spec(("b", "replica"), ("b", "data"), on=mesh((8,), ("data",))) == P(None, "data")
-    assert spec() == P(None, None)
 
 
 def test_uneven_dimensions_are_all_named(variables):
@@ -334,36 +317,6 @@ def test_a_sharding_as_metadata_of_an_nnx_variable():
     with nnx.use_eager_sharding(False):
         variable = nnx.Param(jnp.ones((8, 8)), out_sharding=NamedSharding(mesh(), P("data")))
     assert with_shardings(nnx.State({"w": variable}), mesh())["w"].get_value().sharding.spec == P("data")
-
-
-def test_rules_for_names_split_any_tree():
-    model = nn.Dense(16)
-
-    def create():
-        params = model.init(jax.random.key(0), jnp.ones((2, 8)))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adafactor(1e-3))
-
-    rules = [(r"(params|opt_state/.*/(mu|nu))/kernel", P("data", "model")), (r".*/bias", P("nowhere"))]
-    sharded = with_shardings(jax.eval_shape(create), mesh(), rules)
-    assert sharded.params["kernel"].sharding.spec == P("data", "model")
-    assert sharded.params["bias"].sharding.spec == P(None)
-    # Names go before axes, in T5X's states and in boxes too.
-    state = state_of((4, 8), ("embed", "mlp"))
-    assert specs(with_shardings(state, mesh(), [("target/w", P("data")), ("mlp", "model")]))["target/w"] == P("data")
-    boxed = {"w": nn.Partitioned(np.ones((4, 8)), ("data", "model"))}
-    assert with_shardings(boxed, mesh(), [("w", P())])["w"].value.sharding.spec == P()
-
-
-def test_a_rule_that_no_leaf_takes_is_a_warning():
-    """`kernel` is no whole name: without a word the leaf would be on every device."""
-    tree = {"layer": {"kernel": np.ones((4, 8)), "bias": np.ones(8)}}
-    rules = [("kernel", P("data")), (".*/bias", P()), ("layer/bias", P("model"))]
-    with pytest.warns(UserWarning, match=r"no leaf's whole name matches.*: 'kernel', 'layer/bias'\."):
-        found = with_shardings(tree, mesh(), rules)
-    assert found["layer"]["kernel"].sharding.spec == P()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with_shardings(tree, mesh(), [(".*/kernel", P("data")), (".*", P())])
 
 
 def test_metadata_that_does_not_fit_is_named():
