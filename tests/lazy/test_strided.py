@@ -4,33 +4,9 @@ import numpy as np
 
 import orbax_t5x as ot
 from orbax_t5x import lazy
-from orbax_t5x.lazy import as_view, full_box
+from orbax_t5x.lazy import as_view
 from orbax_t5x.testing.array_leaf import ArrayLeaf
-from tests.support.lazy_views import leaf_names, view_of
-
-
-def test_a_slice_of_a_stack_knows_only_the_inputs_that_it_touches():
-    views = [view_of((2, 3), name=f"layer{i}") for i in range(6)]
-    stacked = lazy.stack(views, 1)
-    assert leaf_names(stacked) == [f"layer{i}" for i in range(6)]
-    assert stacked[:, 4].node is views[4].node
-    assert leaf_names(stacked[:, 1:3]) == ["layer1", "layer2"]
-    assert leaf_names(stacked[:, ::-2]) == ["layer5", "layer3", "layer1"]
-    assert leaf_names(stacked.T[2, -1]) == ["layer5"]
-    assert leaf_names(stacked.astype("float64")[:, 2].T) == ["layer2"]
-    box = ((0, 2), (2, 3), (1, 3))
-    assert stacked.requests(box) == [(views[2].leaves()[0], ((0, 2), (1, 3)))]
-
-
-def test_a_slice_of_a_concatenation_knows_only_the_inputs_that_it_touches():
-    views = [view_of((2, size), name=f"part{size}") for size in (3, 0, 4, 5)]
-    joined = lazy.concatenate(views, 1)
-    assert leaf_names(joined[:, :3]) == ["part3"]
-    assert joined[:, 3:7].node is views[2].node
-    assert leaf_names(joined[:, 2:4]) == ["part3", "part4"]
-    assert leaf_names(joined[:, 7]) == ["part5"]
-    assert leaf_names(joined[0, ::-6]) == ["part5", "part4"]
-    assert joined.requests(((1, 2), (3, 4))) == [(views[2].leaves()[0], ((1, 2), (0, 1)))]
+from tests.support.lazy_views import view_of
 
 
 def test_compositions_that_undo_each_other_cost_nothing():
@@ -54,34 +30,6 @@ def test_steps_read_row_by_row_where_rows_are_large_and_the_covering_box_where_n
     small = view_of((10, 8))
     assert [box for _, box in small[::4].requests(((0, 3), (0, 8)))] == [((0, 9), (0, 8))]
     assert [box for _, box in small[::-4].requests(((1, 3), (0, 8)))] == [((1, 6), (0, 8))]
-
-
-def test_a_reshape_reads_runs_and_reads_over_small_gaps_only():
-    heads = view_of((6, 4096)).reshape(6, 4, 1024)
-    assert [box for _, box in heads.requests(((0, 6), (1, 3), (0, 1024)))] == [((0, 6), (1024, 3072))]
-    # Half of each head: gaps of 2 KiB lie between.
-    assert [box for _, box in heads.requests(((0, 6), (1, 3), (0, 512)))] == [((0, 6), (1024, 2560))]
-    wide = view_of((6, 16384)).reshape(6, 4, 4096)
-    # Gaps of 8 KiB.
-    boxes = [box for _, box in wide.requests(((0, 6), (1, 3), (0, 2048)))]
-    assert boxes == [((0, 6), (4096, 6144)), ((0, 6), (8192, 10240))]
-    joined = view_of((4, 16)).reshape(64)
-    boxes = [box for _, box in joined.requests(((10, 50),))]
-    assert boxes == [((0, 1), (10, 16)), ((1, 3), (0, 16)), ((3, 4), (0, 2))]
-
-
-def test_a_reshape_into_a_scattered_buffer_is_cut_where_the_pieces_are_large_only():
-    def pieces(view, scattered_axis):
-        # A buffer whose leading dimensions up to this one cannot be joined with what follows.
-        padded = [size + (axis == scattered_axis + 1) for axis, size in enumerate(view.shape)]
-        out = np.zeros(padded, view.dtype)[tuple(slice(0, size) for size in view.shape)]
-        return [request.box for _, request in view.lower(full_box(view.shape), out).reads]
-
-    heads_first = view_of((128, 1024)).reshape(4, 32, 1024)
-    assert pieces(heads_first, 0) == [((32 * i, 32 * i + 32), (0, 1024)) for i in range(4)]
-    assert pieces(heads_first, 1) == [((0, 128), (0, 1024))]
-    # Heads of 64 floats: a quarter of a kilobyte each is not worth a request of its own.
-    assert pieces(view_of((128, 768)).reshape(128, 12, 64), 1) == [((0, 128), (0, 768))]
 
 
 def test_a_repeat_reads_once():

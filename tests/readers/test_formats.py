@@ -3,7 +3,6 @@
 import errno
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -16,8 +15,7 @@ from etils import epath
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
-from tests.support.bundle_writer import bundle_of
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 
 T5X_STATE = b"\x82\xa7version\x03\xa9optimizer\x82\xa6target\x80\xa5state\x80"
 BUNDLE_STATE = 'model_checkpoint_path: "model.ckpt-7"\nall_model_checkpoint_paths: "model.ckpt-7"\n'
@@ -29,22 +27,6 @@ def test_paths_of_all_kinds(orbax_item, kind):
         with ot.open_checkpoint(kind(path)) as checkpoint:
             assert (checkpoint.format, checkpoint.step) == ("orbax", 3)
         assert ot.latest_step(kind(orbax_item.parent.parent)) == 3
-
-
-def test_relative_paths_and_trailing_slashes(orbax_item, monkeypatch):
-    monkeypatch.chdir(orbax_item.parent)
-    for path in ("state", "./state/", ".", "..", f"{orbax_item}//"):
-        with ot.open_checkpoint(path) as checkpoint:
-            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(3))
-
-
-def test_a_path_behind_a_link(orbax_item, tmp_path):
-    """What the caller names is trusted: a link to a checkpoint is that checkpoint."""
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "latest").symlink_to(orbax_item.parent)
-    with ot.open_checkpoint(tmp_path / "links" / "latest") as checkpoint:
-        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(3))
-        assert checkpoint.step == 3
 
 
 def test_the_bundles_of_tensorflow(goldens):
@@ -85,17 +67,6 @@ def test_a_flax_msgpack_file_without_arrays(tmp_path):
     with ot.open_checkpoint(tmp_path / "checkpoint_3") as checkpoint:
         assert (checkpoint.format, checkpoint.step) == ("flax_msgpack", 3)
         assert checkpoint.tree() == {"params": {"w": None}}
-
-
-@pytest.mark.parametrize("url", ["file:///tmp", "ftp://x/y", "gs://", "https://user:word@x/y", "https://x/y?z"])
-def test_urls_that_no_store_is_behind_are_refused_without_a_packet(url, monkeypatch):
-    def no_socket(*args, **kwargs):
-        raise AssertionError("a socket was made")
-
-    monkeypatch.setattr(socket, "socket", no_socket)
-    for call in (ot.open_checkpoint, ot.latest_step):
-        with pytest.raises(UnsupportedCheckpointError, match=url.split("://")[0]):
-            call(url)
 
 
 @pytest.mark.parametrize("place", ["", "checkpoint", "model.safetensors", "x.index", "_METADATA", "3"])
@@ -151,11 +122,6 @@ def test_steps_that_are_items_themselves(tmp_path):
         assert checkpoint.leaves["w"].get()[0] == 10
 
 
-def test_a_path_that_is_no_text(tmp_path):
-    with pytest.raises(TypeError):
-        ot.open_checkpoint(str(tmp_path).encode())
-
-
 def test_a_directory_that_may_not_be_listed(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
@@ -202,26 +168,6 @@ def test_detection_never_raises_anything_else(tmp_path_factory, name, head, tail
         assert str(directory) in str(error)
 
 
-# -- paths as people write them
-
-
-def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    bundle_of({"w": np.ones(2, np.float32)}).write(tmp_path, "model.ckpt-3")
-    with ot.open_checkpoint("~/model.ckpt-3") as checkpoint:
-        assert list(checkpoint.leaves) == ["w"]
-
-
-def test_an_empty_path_and_a_list_of_paths(tmp_path):
-    with pytest.raises(CheckpointNotFoundError, match=r"^the path is empty"):
-        ot.open_checkpoint("")
-    with pytest.raises(TypeError, match="one path is opened at a time"):
-        ot.open_checkpoint([tmp_path, tmp_path])
-    for nothing in (None, 3):
-        with pytest.raises(TypeError, match=r"a checkpoint's path is text or an os\.PathLike, not"):
-            ot.open_checkpoint(nothing)
-
-
 def test_an_item_is_a_name(orbax_item, tmp_path):
     """What Orbax's older interface calls so is the target here."""
     tree = {"w": np.ones(2, np.float32)}
@@ -233,9 +179,6 @@ def test_an_item_is_a_name(orbax_item, tmp_path):
         ):
             with pytest.raises(TypeError, match=r"item= is the name of an item .* not a dict; .* target"):
                 call()
-
-
-# -- parsers whose time grows with their input and no faster
 
 
 def test_many_blank_lines_before_nothing(tmp_path):
@@ -252,3 +195,19 @@ def test_many_keys_of_which_the_last_stands_twice(tmp_path):
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="'k199999' occurs twice"):
         ot.open_checkpoint(path)
+
+
+def test_relative_paths_and_trailing_slashes(orbax_item, monkeypatch):
+    monkeypatch.chdir(orbax_item.parent)
+    for path in ("state", "./state/", ".", "..", f"{orbax_item}//"):
+        with ot.open_checkpoint(path) as checkpoint:
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(3))
+
+
+def test_a_path_behind_a_link(orbax_item, tmp_path):
+    """What the caller names is trusted: a link to a checkpoint is that checkpoint."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "latest").symlink_to(orbax_item.parent)
+    with ot.open_checkpoint(tmp_path / "links" / "latest") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), np.arange(3))
+        assert checkpoint.step == 3

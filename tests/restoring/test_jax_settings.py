@@ -47,16 +47,6 @@ def test_a_fallback_function_computes_with_64_bits_under_the_context_manager():
         np.testing.assert_array_equal(np.asarray(got["a"]), WIDE["int"])
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_a_plan_of_64_bits_executed_with_32_is_an_error_and_never_other_values(kind, name):
-    source = checkpoint(WIDE, kind)
-    with jax.enable_x64(True):
-        plan = ot.plan_restore(source, {"a": S((8,), WIDE[name].dtype)}, lambda state, _: {"a": state[name]})
-    with pytest.raises(ot.RestorePlanError, match="the plan has") as caught:
-        plan.execute()
-    assert [(problem.kind, problem.leaf) for problem in caught.value.problems] == [("dtype", "a")]
-
-
 def test_the_default_device_of_the_caller_is_used(kind):
     device = jax.devices()[3]
     source = checkpoint({"a": np.ones(2, np.float32)}, kind)

@@ -8,48 +8,18 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.testing.transform_suite import as_numpy, run
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.conftest import GOLDENS
-from tests.support import t5_model
 from tests.support.memory_checkpoint import checkpoint
+from tests.support.pytrees import assert_trees_equal
 
 T, R = ot.transforms, ot.rules
 BUNDLE = GOLDENS / "tf_bundle" / "t5_1_1_f32"
-SCANNED = t5_model.T5Config(scan_layers=True)
 SWAP = T.Rename([("a", "b"), ("b", "a")])
-
-
-def double(state_dict, target_state_dict):
-    """A function of T5X's protocol, of this module."""
-    assert set(target_state_dict) == {"x", "y"}
-    return {name: np.asarray(leaf) * 2 for name, leaf in state_dict.items()}
-
-
-@pytest.fixture(scope="module")
-def parameters():
-    """The bundle's parameters by name, as T5X's importer made them."""
-    with np.load(GOLDENS / "importer" / "t5_1_1_f32.npz") as values:
-        return {name.removeprefix("target/"): values[name] for name in values if name.startswith("target/")}
-
-
-def scanned_target():
-    return {"params": jax.eval_shape(lambda: t5_model.init(SCANNED)[1]["params"])}
-
-
-def assert_trees_equal(tree, expected):
-    tree, expected = flatten(tree), flatten(expected)
-    assert tree.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(as_numpy(tree[name]), as_numpy(value), err_msg=name)
 
 
 def arrays(**values):
     return checkpoint({name: np.full((2,), value, np.float32) for name, value in values.items()})
-
-
-# -- Source
 
 
 def test_one_source_is_its_path_and_its_transforms():
@@ -62,49 +32,6 @@ def test_one_source_is_its_path_and_its_transforms():
     assert plan.execute()["c"][0] == 2
     written = ot.plan_restore(source, {"c": target["a"]}, [SWAP, T.Keep("a"), T.Rename([("a", "c")])])
     assert plan.provenance[0]["digest"] == written.provenance[0]["digest"]
-
-
-def test_each_of_several_sources_has_its_own_transforms():
-    both = {
-        "one": ot.Source(arrays(a=1, b=2), [SWAP]),
-        "two": ot.Source(arrays(a=3), double),
-        "three": arrays(a=4),
-    }
-    target = {"x": np.zeros(2, np.float32), "y": np.zeros(2, np.float32)}
-    plan = ot.plan_restore(both, target, T.AssignmentMap([("x", "one/a"), ("y", "two/a")]), strict=False)
-    got = plan.execute()
-    assert (got["x"][0], got["y"][0]) == (2, 6)
-    everything = ot.restore({**both, "two": arrays(a=3)}, None)
-    assert {name: leaf[0] for name, leaf in flatten(everything).items()} == {
-        "one/a": 2,
-        "one/b": 1,
-        "two/a": 3,
-        "three/a": 4,
-    }
-    (entry,) = plan.provenance
-    assert entry["source"] == dict.fromkeys(both, "/memory")
-    assert any("SWAP" not in rule and "'one'" in rule and "Rename" in rule for rule in entry["transforms"])
-    assert any("double" in rule for rule in entry["transforms"])
-
-
-def test_a_sources_transforms_count_in_the_digest():
-    def digest(**sources):
-        plan = ot.plan_restore(sources, None)
-        return plan.provenance[0]["digest"]
-
-    swapped, kept = ot.Source(arrays(a=1, b=2), SWAP), ot.Source(arrays(a=1, b=2), T.Keep(["a", "b"]))
-    plain = arrays(a=1, b=2)
-    digests = [
-        digest(x=swapped, y=plain),
-        digest(x=plain, y=swapped),
-        digest(x=kept, y=plain),
-        digest(x=plain, y=plain),
-    ]
-    assert len(set(digests)) == 4 and digests[-1] is None and None not in digests[:-1]
-    assert digest(x=swapped, y=plain) == digests[0]
-    assert digest(x=ot.Source(plain, lambda state, target: state), y=plain) is None
-    only = ot.plan_restore({"x": kept, "y": plain}, None)
-    assert ChainRecord.of([T.Keep("a")]).only_selects and only.provenance[0]["transforms"]
 
 
 def test_sources_stay_in_their_order():
@@ -226,92 +153,3 @@ def test_handlers_and_convert_take_a_source(tmp_path):
         }
     ot.convert(source, tmp_path / "one")
     assert ot.restore(tmp_path / "one", None)["a"][0] == 2
-
-
-# -- "auto"
-
-
-def test_auto_applies_what_infer_finds_and_records_it_as_written_out(parameters):
-    target = scanned_target()
-    plan = ot.plan_restore(BUNDLE, target, "auto")
-    expected = t5_model.scanned_from(unflatten(parameters), SCANNED)
-    assert_trees_equal(plan.execute(), {"params": expected})
-    with ot.open_checkpoint(BUNDLE) as opened:
-        parts = R.infer(opened, target).parts
-    assert plan.provenance == ot.plan_restore(BUNDLE, target, parts).provenance
-    rules = plan.provenance[0]["transforms"]
-    assert "mesh_tf_to_t5x()" in rules[0] and "t5_minimal_to_scanned(num_heads=4, head_dim=4)" in rules[1]
-
-
-def test_auto_from_hugging_face():
-    source = GOLDENS / "safetensors" / "t5_1_1"
-    config = t5_model.T5Config(embed=32, heads=6, head_dim=8, mlp=64, encoder_layers=2, decoder_layers=3)
-    target = {"target": jax.eval_shape(lambda: t5_model.init(config)[1]["params"])}
-    assert_trees_equal(ot.restore(source, target, "auto"), ot.restore(source, target, [R.hf_t5_to_t5x()]))
-
-
-def test_auto_applies_nothing_where_names_fit():
-    target = dict.fromkeys("ab", np.zeros(2, np.float32))
-    plan = ot.plan_restore(arrays(a=1, b=2), target, "auto")
-    assert plan.provenance[0]["transforms"] is None
-    assert plan.execute()["a"][0] == 1
-
-
-def test_auto_begins_a_run_and_goes_on_with_it(tmp_path):
-    target = scanned_target()
-
-    def restored(step, **source):
-        with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
-            return manager.restore(step, args=ot.args.TrainStateRestore(target, "auto", **source))
-
-    plan = ot.plan_restore(BUNDLE, target, "auto")
-    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
-        manager.save(0, args=ot.args.TrainStateSave(plan.execute(), provenance=plan.provenance))
-        manager.wait_until_finished()
-    assert_trees_equal(restored(0), plan.execute())
-    assert_trees_equal(restored(0, source=BUNDLE), plan.execute())
-    # What was found is in the record, so the same rules written out are not applied again.
-    with ot.open_checkpoint(BUNDLE) as opened:
-        parts = R.infer(opened, target).parts
-    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler()) as manager:
-        again = manager.restore(0, args=ot.args.TrainStateRestore(target, parts))
-    assert_trees_equal(again, plan.execute())
-
-
-def test_auto_says_what_it_looked_at_where_nothing_fits(tmp_path):
-    with pytest.raises(RestorePlanError) as caught:
-        ot.restore(arrays(a=1), scanned_target(), "auto")
-    (problem,) = caught.value.problems
-    assert problem.kind == "rule" and "auto" in problem.message and "unknown names" in problem.message
-    for call in (lambda: ot.restore(BUNDLE, None, "auto"), lambda: ot.convert(BUNDLE, tmp_path / "out", "auto")):
-        with pytest.raises(RestorePlanError) as caught:
-            call()
-        (problem,) = caught.value.problems
-        assert "there is no target" in problem.message and "ot.rules" in str(problem.fix)
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(TypeError, match="is no transform"):
-        ot.restore(BUNDLE, scanned_target(), ["auto"])
-
-
-def test_auto_drops_the_optimizer_of_a_model_that_has_none(parameters):
-    """Evaluation from a checkpoint of training: what is dropped is listed."""
-    target = {"params": unflatten(parameters)}
-    values = {f"target/{name}": value for name, value in parameters.items()}
-    moments = {f"state/param_states/0/mu/{name}": value for name, value in parameters.items()}
-    source = checkpoint({**values, **moments, "state/step": np.int32(3)})
-    plan = ot.plan_restore(source, target, "auto")
-    assert set(plan.dropped) == {*moments, "state/step"}
-    same_names = ot.plan_restore(source, {"target": unflatten(parameters)}, "auto")
-    assert set(same_names.dropped) == {*moments, "state/step"}
-    assert_trees_equal(plan.execute()["params"], same_names.execute()["target"])
-
-
-def test_a_pack_after_a_sources_own_transforms():
-    """ "auto" sees what the source's transforms leave."""
-    source, _ = run(
-        R.hf_t5_to_t5x().inverse(), {f"target/{n}": v for n, v in flatten(t5_model.init()[1]["params"]).items()}
-    )
-    named = checkpoint({f"model.{name}": as_numpy(value) for name, value in source.items()})
-    target = {"params": jax.eval_shape(lambda: t5_model.init()[1]["params"])}
-    got = ot.restore(ot.Source(named, [T.Rename([(r"model\.(.*)", r"\1")])]), target, "auto")
-    assert_trees_equal(got["params"], t5_model.init()[1]["params"])

@@ -66,3 +66,16 @@ def assert_cured(source, target, transforms=(), **keywords):
     plan = ot.plan_restore(source, target, applied(problem.fix, transforms), **keywords)
     assert {entry.action for entry in plan.entries} <= {"read", "value"} and not plan.unused
     return plan, problem
+
+
+def failing(source, target, *arguments, **keywords):
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(source, target, *arguments, **keywords)
+    assert isinstance(caught.value, ValueError)
+    return caught.value.problems
+
+
+def problems(*arguments, **keywords):
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.plan_restore(*arguments, **keywords)
+    return [(problem.kind, problem.leaf) for problem in caught.value.problems]

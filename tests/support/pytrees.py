@@ -6,6 +6,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import orbax_t5x as ot
+from orbax_t5x.testing.transform_suite import as_numpy
+from orbax_t5x.trees.flat import flatten
 
 LAZY = ocp.RestoreArgs(restore_type=ot.LazyArray)
 
@@ -23,3 +25,10 @@ def restore(path, restore_args=None, **options):
 
 def noise(*shape, dtype=np.float32):
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def assert_trees_equal(tree, expected):
+    tree, expected = flatten(tree), flatten(expected)
+    assert tree.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(as_numpy(tree[name]), as_numpy(value), err_msg=name)

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.cli.main import main
@@ -43,9 +42,6 @@ TREE = {
 def changed():
     other = {"params": {f"layers_{n}": {"kernel": np.array(TREE["params"][f"layers_{n}"]["kernel"])} for n in range(4)}}
     return {**other, "step": 3, "text": "words"}
-
-
-# -- what is told
 
 
 def test_equal_checkpoints_are_equal_whatever_their_layout(tmp_path):
@@ -136,9 +132,6 @@ def test_json_holds_everything_and_nothing_that_json_lacks(tmp_path):
     assert told["leaves"][0]["absolute"]["a"] == "1j" and told["leaves"][1]["one_nan"] == 1
 
 
-# -- names and transforms
-
-
 @pytest.mark.parametrize("name", ["t5_1_1_f32", "t5_1_0_bf16", "t5_1_1_bf16_snappy"])
 def test_a_bundle_and_its_conversion(tmp_path, name):
     bundle = GOLDENS / "tf_bundle" / name
@@ -212,9 +205,6 @@ def test_transforms_that_were_applied_before_are_not_applied_again(tmp_path):
         ot.diff(tmp_path / "new", tmp_path / "new", rename, is_resuming=False)
 
 
-# -- damage
-
-
 def test_damaged_leaves_do_not_stop_the_others(tmp_path, capsys):
     tree = {"bad": np.ones(9), "good": np.ones(9), "other": np.ones(9), "gone": np.ones(9)}
     a = save(tmp_path / "a", tree, {"use_ocdbt": False, "use_compression": False})
@@ -258,9 +248,6 @@ def test_what_a_function_raises_is_raised():
         ot.diff(one, one, function)
 
 
-# -- what is called wrongly
-
-
 @pytest.mark.parametrize(
     ("keywords", "error", "said"),
     [
@@ -285,81 +272,6 @@ def test_arguments_that_cannot_be(tmp_path, keywords, error, said):
 def test_states_are_no_checkpoints(tmp_path, wrong):
     with pytest.raises(TypeError, match="path"):
         ot.diff(save(tmp_path / "one", {"w": np.ones(3)}), wrong)
-
-
-# -- the command
-
-
-def test_exit_codes_and_json(tmp_path, capsys):
-    other = changed()
-    other["params"]["layers_1"]["kernel"][0, 0] += 0.25
-    a, b = save(tmp_path / "a", TREE), save(tmp_path / "b", other)
-    assert run(capsys, a, a)[0] == 0
-    code, out, _ = run(capsys, a, b)
-    assert code == 1 and "params/layers_1/kernel" in out and "5 leaves equal" in out
-    assert run(capsys, a, b, "--values", "no")[0] == run(capsys, a, b, "--atol", "0.25")[0] == 0
-    assert run(capsys, a, b, "--rtol", "1e-9")[0] == 1
-    code, out, _ = run(capsys, a, b, "--json", "--memory-limit", "2M")
-    told = json.loads(out)
-    assert code == 1 and told["equal"] is False
-    assert [leaf["status"] for leaf in told["leaves"]].count("values") == 1
-
-
-def test_names_on_the_command_line(tmp_path, capsys):
-    bundle = GOLDENS / "tf_bundle" / "t5_1_1_f32"
-    ot.convert(bundle, tmp_path / "t5x", ot.transforms.Translate())
-    assert run(capsys, bundle, tmp_path / "t5x")[0] == 0  # a bundle's names are translated by themselves
-    assert run(capsys, bundle, bundle)[0] == 0  # and are not where the other side is a bundle, too
-    assert run(capsys, bundle, tmp_path / "t5x", "--no-translate")[0] == 1
-    hf = GOLDENS / "safetensors" / "t5_1_1"
-    ot.convert(hf, tmp_path / "from_hf", ot.rules.hf_t5_to_t5x())
-    assert run(capsys, hf, tmp_path / "from_hf", "--rules", "auto")[0] == 0
-    assert run(capsys, hf, tmp_path / "from_hf", "--rules", "hf_t5_to_t5x")[0] == 0
-    for name in ("old", "new"):
-        (tmp_path / name).mkdir()
-    safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "old" / "model.safetensors")
-    safetensors.numpy.save_file({"b": np.ones(3, np.float32)}, tmp_path / "new" / "model.safetensors")
-    (tmp_path / "rules.json").write_text('[["b", "a"]]')
-    assert run(capsys, tmp_path / "old", tmp_path / "new", "--map", tmp_path / "rules.json")[0] == 0
-
-
-def test_items_on_the_command_line(tmp_path, capsys):
-    handlers = {"one": ot.TrainStateHandler(), "two": ot.TrainStateHandler()}
-    with ocp.CheckpointManager(tmp_path / "run", item_handlers=handlers) as manager:
-        tree = ot.args.TrainStateSave({"w": np.ones(2)})
-        manager.save(1, args=ocp.args.Composite(one=tree, two=ot.args.TrainStateSave({"w": np.zeros(2)})))
-    root = tmp_path / "run"
-    assert run(capsys, root, root)[0] == run(capsys, root, root, "--item", "one")[0] == 0
-    assert run(capsys, root, root, "--item", "one", "--item-b", "two")[0] == 1
-    code, _, err = run(capsys, root, root, "--item", "three")
-    assert code == 1 and "three" in err and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["a"], "usage"),
-        (["a", "b", "--values", "maybe"], "invalid choice"),
-        (["a", "b", "--atol", "-1"], "no tolerance"),
-        (["a", "b", "--rtol", "few"], "no tolerance"),
-        (["a", "b", "--memory-limit", "many"], "no size"),
-        (["a", "b", "--rules", "auto", "--translate"], "--rules auto"),
-        (["a", "b", "--rules", "hf_t5_to_t5"], "closest: hf_t5_to_t5x"),
-        (["a", "b", "--map", "nowhere.json"], "nowhere.json"),
-    ],
-)
-def test_wrong_usage_is_2(capsys, arguments, said):
-    code, out, err = run(capsys, *arguments)
-    assert code == 2 and not out and said in err
-
-
-def test_a_terminal_is_not_moved_by_names(tmp_path, capsys):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    safetensors.numpy.save_file({"\x1b[2Ja": np.ones(3, np.float32)}, tmp_path / "one" / "model.safetensors")
-    safetensors.numpy.save_file({"b": np.ones(3, np.float32)}, tmp_path / "two" / "model.safetensors")
-    code, out, _ = run(capsys, tmp_path / "one", tmp_path / "two")
-    assert code == 1 and "\x1b" not in out
 
 
 def test_checkpoints_of_t5x(tmp_path):

@@ -144,9 +144,6 @@ def test_a_checksum_that_nobody_asked_for_is_not_said_to_be_missing(goldens):
         assert plan.report.verified == tuple(checkpoint.leaves) and plan.report.unverified == ()
 
 
-# -- what is no array, and text
-
-
 @pytest.mark.parametrize(
     "value", [[np.ones(1), np.ones(2)], [[1], [1, 2]], object()], ids=["arrays", "lists", "object"]
 )

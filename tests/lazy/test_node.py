@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from orbax_t5x import lazy
 from orbax_t5x.lazy import box_shape, full_box
+from orbax_t5x.lazy.node import memoryless
 from orbax_t5x.testing.array_leaf import ArrayLeaf
-from tests.support.array_strategies import ML_DTYPES, boxes
+from tests.support.array_strategies import DTYPES, ML_DTYPES, boxes
+from tests.support.lazy_views import view_of
 
 # Python's own objects: lists, tuples, array headers, and about half a kilobyte for a request and its place. Arrays here
 # are far larger.
@@ -138,3 +140,12 @@ def test_scratch_bytes_bounds_any_box_of_a_long_chain(data):
     bound = view.scratch_bytes(box, out)
     pieces = len(view.lower(box, out).reads)
     assert _peak(view, box, out) <= bound + _OBJECTS_BYTES + _PIECE_BYTES * pieces, view
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_a_view_takes_is_known_in_every_dtype(dtype):
+    """Some dtypes of `ml_dtypes` have a text that NumPy takes for none, or for another one."""
+    buffer = memoryless((2, 0, 3), dtype)
+    assert (buffer.shape, buffer.dtype) == ((2, 0, 3), dtype)
+    view = lazy.stack([view_of((2, 4)).astype(dtype)] * 2, 0)
+    assert view.scratch_bytes(((0, 2), (0, 2), (0, 4))) >= 0

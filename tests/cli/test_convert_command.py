@@ -1,0 +1,50 @@
+"""`convert`: a checkpoint of any format becomes another."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import safetensors.numpy
+
+import orbax_t5x as ot
+from orbax_t5x.cli import inspect_command
+
+BUNDLE = Path(inspect_command.__file__).parent / "demo_data" / "model.ckpt-1000000"
+
+
+def test_convert_a_bundle_is_what_stock_orbax_reads(run, tmp_path):
+    code, out, err = run("convert", BUNDLE, tmp_path / "out")
+    assert code == 0 and not err and out.startswith(f"261 leaves (74.3 KiB) in {tmp_path}/out, in ")
+    tree = ocp.PyTreeCheckpointer().restore(tmp_path / "out")
+    with np.load(BUNDLE.parent / "as_t5x_imports_it.npz") as expected:
+        embedding = tree["target"]["token_embedder"]["embedding"]
+        np.testing.assert_array_equal(embedding, expected["target/token_embedder/embedding"])
+
+
+def test_convert_never_overwrites_unasked(run, tmp_path):
+    assert run("convert", BUNDLE, tmp_path / "out")[0] == 0
+    code, _, err = run("convert", BUNDLE, tmp_path / "out")
+    assert code == 1 and "--overwrite" in err
+    code, out, _ = run("convert", BUNDLE, tmp_path / "out", "--overwrite", "--dtype", "bfloat16", "--json")
+    assert code == 0 and json.loads(out)["leaves"] == 261
+    with ot.open_checkpoint(tmp_path / "out") as checkpoint:
+        assert checkpoint.leaves["target/token_embedder/embedding"].dtype == ml_dtypes.bfloat16
+        assert checkpoint.leaves["state/param_states/token_embedder/embedding/v_row"].dtype == np.float32
+
+
+def test_convert_names_what_orbax_cannot_store(run, tmp_path):
+    path = tmp_path / "empty.safetensors"
+    safetensors.numpy.save_file({"none": np.zeros((0, 2), np.float32), "some": np.ones(2, np.float32)}, path)
+    code, _, err = run("convert", path, tmp_path / "out")
+    assert code == 1 and "'none'" in err and "--on-unsupported skip" in err
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty.safetensors"]
+    code, out, _ = run("convert", path, tmp_path / "out", "--on-unsupported", "skip")
+    assert code == 0 and out.startswith("1 leaf (8 B)")
+    assert "left out, because Orbax cannot store it: none  float32[0,2]" in out
+
+
+def test_convert_refuses_an_unknown_dtype(run, tmp_path):
+    code, _, err = run("convert", BUNDLE, tmp_path / "out", "--dtype", "bflat16")
+    assert code == 2 and "bflat16" in err and not (tmp_path / "out").exists()

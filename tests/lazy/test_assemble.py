@@ -1,0 +1,28 @@
+"""Stacks and concatenations read only the inputs that a box overlaps."""
+
+from orbax_t5x import lazy
+from tests.support.lazy_views import leaf_names, view_of
+
+
+def test_a_slice_of_a_stack_knows_only_the_inputs_that_it_touches():
+    views = [view_of((2, 3), name=f"layer{i}") for i in range(6)]
+    stacked = lazy.stack(views, 1)
+    assert leaf_names(stacked) == [f"layer{i}" for i in range(6)]
+    assert stacked[:, 4].node is views[4].node
+    assert leaf_names(stacked[:, 1:3]) == ["layer1", "layer2"]
+    assert leaf_names(stacked[:, ::-2]) == ["layer5", "layer3", "layer1"]
+    assert leaf_names(stacked.T[2, -1]) == ["layer5"]
+    assert leaf_names(stacked.astype("float64")[:, 2].T) == ["layer2"]
+    box = ((0, 2), (2, 3), (1, 3))
+    assert stacked.requests(box) == [(views[2].leaves()[0], ((0, 2), (1, 3)))]
+
+
+def test_a_slice_of_a_concatenation_knows_only_the_inputs_that_it_touches():
+    views = [view_of((2, size), name=f"part{size}") for size in (3, 0, 4, 5)]
+    joined = lazy.concatenate(views, 1)
+    assert leaf_names(joined[:, :3]) == ["part3"]
+    assert joined[:, 3:7].node is views[2].node
+    assert leaf_names(joined[:, 2:4]) == ["part3", "part4"]
+    assert leaf_names(joined[:, 7]) == ["part5"]
+    assert leaf_names(joined[0, ::-6]) == ["part5", "part4"]
+    assert joined.requests(((1, 2), (3, 4))) == [(views[2].leaves()[0], ((1, 2), (0, 1)))]

@@ -1,0 +1,123 @@
+"""Models of the Hugging Face hub, on a stand-in."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from tests.support.http_store import HttpStore
+
+pytestmark = pytest.mark.slow
+W = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+class Hub(HttpStore):
+    """The part of the hub's API that `snapshot_download` uses; one commit."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    revisions = ("main", "v1", commit)
+
+    def answer_to(self, name, query):
+        parts = name.split("/")
+        if parts[:2] == ["api", "models"] and "/".join(parts[2:4]) == "google/tiny":
+            return self.describe(parts[4:])
+        if parts[2:3] == ["resolve"] and parts[3] in self.revisions and "/".join(parts[:2]) == "google/tiny":
+            data = self.files.get("/".join(parts[4:]))
+            if data is not None:
+                return 200, data, {"X-Repo-Commit": self.commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+            return 404, b"", {"X-Error-Code": "EntryNotFound"}
+        return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
+
+    def describe(self, parts):
+        if len(parts) >= 2 and parts[1] not in self.revisions:
+            return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
+        if parts[:1] == ["tree"]:
+            files = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.files.items()
+            ]
+            return 200, json.dumps(files).encode(), {}
+        siblings = [{"rfilename": name} for name in self.files]
+        described = {"id": "google/tiny", "modelId": "google/tiny", "sha": self.commit, "siblings": siblings}
+        return 200, json.dumps(described).encode(), {}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    server = Hub()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    # A stand-in hub has no store of chunks.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    yield server
+    server.close()
+
+
+def asked_for(server: HttpStore) -> set[str]:
+    return {
+        Path(request.name).name for request in server.log if "/resolve/" in request.name and request.method == "GET"
+    }
+
+
+@pytest.mark.parametrize("path", ["google/tiny", "google/tiny@v1", "google/tiny/model.safetensors"])
+def test_safetensors_of_the_hub(hub, path):
+    hub.files = {
+        "model.safetensors": safetensors.numpy.save({"w": W}),
+        "config.json": b'{"model_type": "t5"}',
+        "pytorch_model.bin": b"\x80\x02",
+        "flax_model.msgpack": b"",
+    }
+    target = {"w": jax.ShapeDtypeStruct(W.shape, jnp.float32)}
+    np.testing.assert_array_equal(ot.restore(f"hf://{path}", target)["w"], W)
+    assert asked_for(hub) == {"model.safetensors", "config.json"}
+    with ot.open_checkpoint(f"hf://{path}") as checkpoint:
+        assert checkpoint.metadata["config"] == {"model_type": "t5"}
+
+
+def test_shards_and_directories_of_the_hub(hub):
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    for prefix in ("", "other/"):
+        hub.files[f"{prefix}model.safetensors.index.json"] = json.dumps(index).encode()
+        hub.files[f"{prefix}model-00001-of-00001.safetensors"] = safetensors.numpy.save({"w": W})
+    for path in ("", "/model.safetensors.index.json", "/other", "/other/model.safetensors.index.json"):
+        with ot.open_checkpoint(f"hf://google/tiny{path}") as checkpoint:
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+def test_flax_of_the_hub(hub):
+    hub.files = {"flax_model.msgpack": flax.serialization.msgpack_serialize({"w": W}), "config.json": b"{}"}
+    with ot.open_checkpoint("hf://google/tiny") as checkpoint:
+        assert checkpoint.format == "flax_msgpack"
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+def test_the_cache_is_enough(hub):
+    hub.files = {"model.safetensors": safetensors.numpy.save({"w": W})}
+    ot.open_checkpoint("hf://google/tiny").close()
+    hub.fault = lambda request: "500"
+    with ot.open_checkpoint("hf://google/tiny") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+def test_what_is_not_on_the_hub(hub):
+    hub.files = {"pytorch_model.bin": b"\x80\x02"}
+    with pytest.raises(UnsupportedCheckpointError, match=r"neither model\.safetensors"):
+        ot.open_checkpoint("hf://google/tiny")
+    for path in ("google/other", "google/tiny@v9", "google/tiny/model.safetensors"):
+        with pytest.raises(CheckpointNotFoundError):
+            ot.open_checkpoint(f"hf://{path}")
+    for path in ("tiny", "google", "a b/c"):
+        with pytest.raises(UnsupportedCheckpointError, match="hf://org/name"):
+            ot.open_checkpoint(f"hf://{path}")
+    with pytest.raises(ot.errors.UnsafeCheckpointError):
+        ot.open_checkpoint("hf://google/tiny/../../etc")

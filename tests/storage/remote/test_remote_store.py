@@ -1,0 +1,57 @@
+"""Files below a URL: few requests, no names above it."""
+
+import numpy as np
+import pytest
+
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsafeCheckpointError
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.locations import open_store
+from orbax_t5x.storage.remote.connection import remote_session
+from tests.support.http_store import serving
+
+DATA = np.random.default_rng(1).bytes(5 << 20)
+
+
+@pytest.fixture(scope="module")
+def store():
+    with serving() as running:
+        yield running
+
+
+def file_of(store, data):
+    store.files["file"] = data
+    with remote_session(Limits()):
+        return open_store(store.url).open_files().file("file")
+
+
+def test_small_reads_come_from_few_requests(store):
+    file = file_of(store, DATA[:200_000])
+    store.forget()
+    for offset in range(0, 60_000, 100):
+        assert bytes(file.read(offset, 100)) == DATA[offset : offset + 100]
+    assert len(store.log) == 1
+    with pytest.raises(CorruptCheckpointError, match="ends before byte"):
+        file.read(199_950, 100)
+
+
+def test_whole_files_have_a_limit(store):
+    store.files["small"] = DATA[:1000]
+    with remote_session(Limits()):
+        root = open_store(store.url)
+        assert root.read_whole("small", limit=1000) == DATA[:1000]
+    with remote_session(Limits()):
+        store.forget()
+        with pytest.raises(LimitExceededError):
+            open_store(store.url).read_whole("small", limit=999)
+        assert store.bytes_sent < 100
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "%2e%2e/x", "a\\b", "a\0b"])
+def test_names_stay_below_the_root(store, name):
+    store.forget()
+    with remote_session(Limits()):
+        root = open_store(f"{store.url}/directory")
+        for use in (root.locate, root.has_file, root.kvstore, root.open_files().file):
+            with pytest.raises(UnsafeCheckpointError):
+                use(name)
+    assert not store.log

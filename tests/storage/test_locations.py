@@ -1,0 +1,43 @@
+"""Paths as callers give them: URLs, home directories, links."""
+
+import socket
+
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from tests.support.bundle_writer import bundle_of
+
+
+@pytest.mark.parametrize("url", ["file:///tmp", "ftp://x/y", "gs://", "https://user:word@x/y", "https://x/y?z"])
+def test_urls_that_no_store_is_behind_are_refused_without_a_packet(url, monkeypatch):
+    def no_socket(*args, **kwargs):
+        raise AssertionError("a socket was made")
+
+    monkeypatch.setattr(socket, "socket", no_socket)
+    for call in (ot.open_checkpoint, ot.latest_step):
+        with pytest.raises(UnsupportedCheckpointError, match=url.split("://")[0]):
+            call(url)
+
+
+def test_a_path_that_is_no_text(tmp_path):
+    with pytest.raises(TypeError):
+        ot.open_checkpoint(str(tmp_path).encode())
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    bundle_of({"w": np.ones(2, np.float32)}).write(tmp_path, "model.ckpt-3")
+    with ot.open_checkpoint("~/model.ckpt-3") as checkpoint:
+        assert list(checkpoint.leaves) == ["w"]
+
+
+def test_an_empty_path_and_a_list_of_paths(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"^the path is empty"):
+        ot.open_checkpoint("")
+    with pytest.raises(TypeError, match="one path is opened at a time"):
+        ot.open_checkpoint([tmp_path, tmp_path])
+    for nothing in (None, 3):
+        with pytest.raises(TypeError, match=r"a checkpoint's path is text or an os\.PathLike, not"):
+            ot.open_checkpoint(nothing)
