@@ -58,8 +58,8 @@ class CheckpointError(Exception):
         where = [] if self.path is None else [plain(self.path)]
         if self.leaf is not None:
             where.append(f"leaf {self.leaf!r}")
-        text = ": ".join([*where, self.message])
-        return text if self.fix is None else f"{ended(text)}\nFix: {fix_text(self.fix)}"
+        text = ended(": ".join([*where, self.message]))
+        return text if self.fix is None else f"{text}\nFix: {fix_text(self.fix)}"
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -1,8 +1,8 @@
 """`orbax-t5x`: reads the arguments, runs one command, and turns what goes wrong into one line and an exit code.
 
-Exit codes: 0 ok; 1 a difference, damage or a problem; 2 usage; 3 nothing there that can be verified; 130 interrupted;
-141 whoever read the output stopped. What nobody foresaw is one line and 1, too; with ORBAX_T5X_TRACEBACK set its
-traceback is printed before. A command's module is imported when it runs, so that `inspect` need not wait for JAX.
+Exit codes: 0 ok; 1 a difference, damage or a problem; 2 usage; 3 nothing to verify; 130 interrupted; 141 closed pipe.
+An unexpected error is one line and 1, too; with ORBAX_T5X_TRACEBACK set its traceback is printed before. A command's
+module is imported when it runs, so that `inspect` need not wait for JAX.
 """
 
 from __future__ import annotations
@@ -87,39 +87,50 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_inspect(commands)
-    _add_plan(commands)
-    _add_convert(commands)
-    _add_diff(commands)
-    _add_verify(commands)
-    _add_demo(commands)
-    _add_completion(commands)
+    for add in (_add_inspect, _add_plan, _add_convert, _add_diff, _add_others):
+        add(commands)
     return parser
 
 
-def _add(commands, name: str, module: str, summary: str, more: str = "") -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {more}".strip())
-    parser.set_defaults(module=f"orbax_t5x.cli.{module}")
+def _add(
+    commands,
+    name: str,
+    summary: str,
+    more: str,
+    *,
+    source: str | None = None,
+    json: str | None = None,
+    module: str = "",
+) -> argparse.ArgumentParser:
+    """Adds a command.
+
+    Args:
+      commands: those of the program.
+      name: of the command.
+      summary: for the list of commands.
+      more: further sentences for the command's own help.
+      source: name of the argument for a checkpoint; None where there is none.
+      json: what `--json` prints; None where there is no such option.
+      module: module that runs it; None for the one with the command's name.
+    """
+    parser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {more}")
+    parser.set_defaults(module=f"orbax_t5x.cli.{module or f'{name}_command'}")
+    if source is not None:
+        parser.add_argument(
+            source,
+            help="a TensorFlow bundle (prefix, .index or directory), a T5X or Orbax step or root, an Orbax item, Flax "
+            "msgpack or safetensors",
+        )
+        parser.add_argument("--item", help="the item of an Orbax step")
+    if json is not None:
+        parser.add_argument("--json", action="store_true", help=f"print {json}, for programs")
     return parser
-
-
-def _add_source(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(
-        name,
-        help="a TensorFlow bundle (prefix, .index or directory), a T5X or Orbax step or root, an Orbax item, Flax "
-        "msgpack or safetensors",
-    )
-    parser.add_argument("--item", help="which item of an Orbax step")
-
-
-def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--json", action="store_true", help=f"{what}, for programs")
 
 
 def _add_inspect(commands) -> None:
-    parser = _add(commands, "inspect", "inspect_command", "list what a checkpoint holds", "No array is read.")
-    _add_source(parser, "path")
-    _add_json(parser, "everything")
+    parser = _add(
+        commands, "inspect", "list the leaves of a checkpoint", "No array is read.", source="path", json="everything"
+    )
     parser.add_argument("--all", action="store_true", help="every leaf on a line of its own, repeated layers included")
 
 
@@ -159,9 +170,9 @@ def _add_mapping(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", help="a checkpoint whose names, shapes and dtypes are to be filled (default: everything)"
     )
-    parser.add_argument("--target-item", help="which item of the target's Orbax step")
+    parser.add_argument("--target-item", help="the item of the target's Orbax step")
     _add_rules(parser, "the source")
-    parser.add_argument("--no-strict", dest="strict", action="store_false", help="leaves without a place stay unread")
+    parser.add_argument("--no-strict", dest="strict", action="store_false", help="ignore leaves that the target lacks")
     parser.add_argument("--allow-lossy-cast", action="store_true", help="permit conversions that may lose values")
 
 
@@ -169,28 +180,27 @@ def _add_plan(commands) -> None:
     parser = _add(
         commands,
         "plan",
-        "plan_command",
-        "say what a restore would read from where, and what is wrong with it",
+        "show what a restore would read from where, and what is wrong with it",
         "No array is read. Exit code 1 when something is wrong.",
+        source="source",
+        json="the plan, or its problems",
     )
-    _add_source(parser, "source")
     _add_mapping(parser)
-    parser.add_argument("--explain", metavar="LEAF", help="all about one leaf of the target or of the source")
-    _add_json(parser, "the plan, or its problems")
+    parser.add_argument("--explain", metavar="LEAF", help="show all about one leaf of the target or of the source")
 
 
 def _add_convert(commands) -> None:
     parser = _add(
         commands,
         "convert",
-        "convert_command",
         "write a checkpoint as a plain Orbax one, or as safetensors files",
         "Leaf by leaf, in bounded memory; what cannot be stored is named before anything is written.",
+        source="source",
+        json="what was done",
     )
-    _add_source(parser, "source")
     parser.add_argument("destination", help="a directory that does not exist yet")
     parser.add_argument(
-        "--format", choices=("orbax", "safetensors"), default="orbax", help="what is written (default: orbax)"
+        "--format", choices=("orbax", "safetensors"), default="orbax", help="format to write (default: orbax)"
     )
     parser.add_argument("--config", metavar="FILE", help="the config.json to put beside safetensors files")
     _add_mapping(parser)
@@ -203,23 +213,22 @@ def _add_convert(commands) -> None:
         help="what to do with leaves that the format cannot store (default: error)",
     )
     _add_memory_limit(parser)
-    _add_json(parser, "what was done")
 
 
 def _add_diff(commands) -> None:
     parser = _add(
         commands,
         "diff",
-        "diff_command",
         "compare two checkpoints: names, shapes, dtypes and values",
         "Block by block, in bounded memory. Exit code 1 when something differs or is damaged.",
+        source="a",
+        json="what was found for each leaf",
     )
-    _add_source(parser, "a")
     parser.add_argument("b", help="the other one, of any format")
-    parser.add_argument("--item-b", help="which item of b's Orbax step (default: that of --item)")
+    parser.add_argument("--item-b", help="the item of b's Orbax step (default: that of --item)")
     _add_rules(parser, "a")
     parser.add_argument(
-        "--values", choices=("yes", "no"), default="yes", help="no: names, shapes and dtypes alone (default: yes)"
+        "--values", choices=("yes", "no"), default="yes", help="no: only names, shapes and dtypes (default: yes)"
     )
     for name in ("atol", "rtol"):
         parser.add_argument(
@@ -230,40 +239,30 @@ def _add_diff(commands) -> None:
             help="elements are equal where |a - b| <= atol + rtol * |b| (default: 0)",
         )
     _add_memory_limit(parser)
-    _add_json(parser, "what was found for each leaf")
 
 
-def _add_verify(commands) -> None:
-    parser = _add(
+def _add_others(commands) -> None:
+    """Adds the commands that have hardly any options."""
+    _add(
         commands,
         "verify",
-        "verify_command",
         "read all of a checkpoint and compare it with its checksums",
         "Exit code 1 when a leaf is damaged or cannot be read, 3 when there is nothing to compare with.",
+        source="path",
+        json="what was found for each leaf",
     )
-    _add_source(parser, "path")
-    _add_json(parser, "what was found for each leaf")
-
-
-def _add_demo(commands) -> None:
-    parser = _add(
+    demo = _add(
         commands,
         "demo",
-        "demo.command",
         "do the whole job once, on a small checkpoint that comes along",
         "Restores sharded over eight CPU devices, saves through Orbax, restores again and compares every bit.",
+        module="demo.command",
     )
-    parser.add_argument(
-        "--keep", metavar="DIR", help="leave what is written in this new directory (default: nothing is left)"
-    )
-
-
-def _add_completion(commands) -> None:
-    parser = _add(
+    demo.add_argument("--keep", metavar="DIR", help="keep what is written, in this new directory (default: remove it)")
+    completion = _add(
         commands,
         "completion",
-        "completion_command",
         "print a script that completes commands and options in a shell",
         'For bash: eval "$(orbax-t5x completion bash)" in ~/.bashrc; for zsh alike in ~/.zshrc.',
     )
-    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+    completion.add_argument("shell", choices=("bash", "zsh"), help="the shell")

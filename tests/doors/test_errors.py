@@ -47,7 +47,7 @@ def test_every_kind_is_documented():
 def test_an_error_of_the_system_has_its_number(number):
     error = errors.CheckpointIOError("cannot be read", path="/a/b", leaf="x", errno=number)
     assert isinstance(error, OSError) and error.errno == number
-    assert str(error) == "/a/b: leaf 'x': cannot be read"
+    assert str(error) == "/a/b: leaf 'x': cannot be read."
 
 
 def test_a_refused_directory_has_the_number_of_the_system(tmp_path):

@@ -47,6 +47,7 @@ from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.run_steps import run_of
 from orbax_t5x.restoring.sources import AnySource, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.text.wording import ended
 
 # Orbax's name for the item of a manager that has one item without a name.
 _DEFAULT_ITEM = "default"
@@ -210,8 +211,8 @@ class _JobStart:
                 return TrainingStart(attempt.state, step, "resumed")
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
-            advice = f"no step up to {step} is saved before manager.delete({step})"
-            warnings.warn(f"step {step} is skipped: {attempt.reason}; {advice}", stacklevel=3)
+            advice = f"No step up to {step} is saved before manager.delete({step})."
+            warnings.warn(f"step {step} is skipped: {ended(attempt.reason)} {advice}", stacklevel=3)
         if refused:
             message = f"none of the run's steps can be read, so the run is not begun anew: {refused}"
             raise CheckpointIOError(message, path=self._root)
