@@ -133,6 +133,7 @@ ProblemKind = Literal[
     "translate",
     "optimizer",
     "provenance",
+    "nothing_restored",
 ]
 """What a `Problem` is about. The words are stable, and programs may compare them:
 
@@ -151,6 +152,7 @@ ProblemKind = Literal[
 * "translate": a name of Mesh TensorFlow has no translation into T5X's.
 * "optimizer": two optimizers keep states that cannot be converted exactly.
 * "provenance": what was applied to this state before disagrees with what is to be applied now.
+* "nothing_restored": no leaf of the checkpoint has a place in the target, and the fallback would fill it alone.
 """
 
 

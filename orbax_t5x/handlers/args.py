@@ -22,6 +22,7 @@ from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.transforms.patterns.table import Pattern
 
 
 class _Missing(enum.Enum):
@@ -103,6 +104,7 @@ class TrainStateRestore(ocp.args.CheckpointArgs):
     progress: Progress | None = ReadOptions.progress
     limits: Limits | None = PlanOptions.limits
     broadcast: bool = ReadOptions.broadcast
+    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for
 
     def given(self) -> list[str]:
         """Returns the names of the keywords that are not at their defaults."""

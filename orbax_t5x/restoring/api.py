@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from orbax_t5x.lazy.read_stats import Verify
@@ -19,6 +19,7 @@ from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
 from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.transforms.patterns.table import Pattern
 
 
 def plan_restore(
@@ -33,6 +34,7 @@ def plan_restore(
     dtype: Any = PlanOptions.dtype,
     allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
     limits: Limits | None = PlanOptions.limits,
+    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
 ) -> RestorePlan:
     """Plans a restore: reads metadata only, and finds everything that is wrong before an array byte is read.
 
@@ -51,7 +53,7 @@ def plan_restore(
       >>> [(entry.name, entry.action) for entry in plan.entries], len(plan.unused)
       ([('shared/embedding', 'read')], 142)
     """
-    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
+    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     with contextlib.ExitStack() as stack:
         plan = _plan(source, target, transforms, options, stack)
         stack.pop_all()
@@ -74,6 +76,7 @@ def restore(
     progress: Progress | None = ReadOptions.progress,
     limits: Limits | None = PlanOptions.limits,
     broadcast: bool = ReadOptions.broadcast,
+    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
 ) -> Any:
     """Restores a checkpoint of any format into a target, each process reading only what its own shards need.
 
@@ -101,6 +104,8 @@ def restore(
       limits: what a file's headers may claim.
       broadcast: with several processes, each stored byte is read by one of them and sent to those that need it; every
         process passes the same. With one process nothing changes.
+      fallback_for: regexes; the fallback fills only target leaves whose whole name one of them matches. None: it fills
+        all that are missing, with a warning where model parameters are, and a problem where nothing is restored.
 
     Returns:
       The target's structure, with its types, dtypes and shardings.
@@ -117,7 +122,7 @@ def restore(
       >>> state["table"].shape, state["table"].addressable_shards[0].data.shape
       ((128, 16), (16, 16))
     """
-    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
+    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
     rendezvous_before_backend()
     with sending_heartbeats(), open_plan(source, target, transforms, options) as plan:

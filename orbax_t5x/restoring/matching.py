@@ -22,9 +22,14 @@ from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.target_leaf import MissingLeaf, TargetLeaf, is_key_dtype
 from orbax_t5x.restoring.targets import MODEL_PARAMETERS, Target
+from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.trees.dtypes import kind_of
+from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
 
+_NOTHING_RESTORED = Fix.any_of(
+    Fix("give transforms that lead from the checkpoint's names to the target's"),
+    Fix.in_program("if nothing of the checkpoint is wanted, pass fallback_for=['.*']"),
+)
 _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
@@ -43,6 +48,7 @@ class Matcher:
       target, state, diagnostics: as given.
       problems: of target leaves for which there is a value that cannot be used.
       missing: the leaves of the target that nothing fills, in order.
+      restores_nothing: whether there is no value for the target but what the fallback gives; valid after `entries`.
       unfilled: names of the target's leaves for which the state dict has nothing of their shape, in order; some of
         them the fallback may fill.
     """
@@ -62,9 +68,12 @@ class Matcher:
         self.problems: list[Problem] = []
         self.missing: list[MissingLeaf] = []
         self.unfilled: list[str] = []
+        self.restores_nothing = False
         self._function_views: dict[LazyArray, View] = {}
         self._options = options
         self._fallback = fallback
+        patterns = options.fallback_for
+        self._fillable = None if patterns is None else [compile_pattern(one, "fallback_for") for one in patterns]
         self._stored_names = stored_names
         # The leaf of a checkpoint under the name of a faulty target leaf is not left over.
         self._taken = {problem.leaf for problem in target.problems if problem.leaf is not None}
@@ -79,8 +88,25 @@ class Matcher:
 
     def entries(self) -> list[PlanEntry]:
         """Returns one entry per target leaf; what is wrong is in `problems` and `missing`."""
-        entries = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
-        return [entry for entry in entries if entry is not None]
+        planned = [self._plan_leaf(name, leaf) for name, leaf in self._leaves.items()]
+        entries = [entry for entry in planned if entry is not None]
+        filled = sum(entry.action == "fallback" for entry in entries)
+        barred = sum(one.is_barred for one in self.missing)
+        self.restores_nothing = bool(barred or (filled and self._fillable is None)) and not self._has_place()
+        if self.restores_nothing:
+            count = counted(filled + barred, "leaf", "leaves")
+            message = f"no leaf of the checkpoint has a place in the target, whose {count} the fallback would fill"
+            self.problems.insert(0, Problem("nothing_restored", None, message, _NOTHING_RESTORED))
+        return entries
+
+    def _has_place(self) -> bool:
+        """Returns True if a leaf of the target has the name of something that comes from the checkpoint."""
+        return any(
+            value is not None
+            and (name in self._taken or self.target.is_kept(name))
+            and not (isinstance(value, View) and self._stored_names.keys().isdisjoint(value.leaves()))
+            for name, value in self.state.items()
+        )
 
     @functools.cached_property
     def leftovers(self) -> list[str]:
@@ -131,9 +157,7 @@ class Matcher:
             return {}
         wanted = np.dtype(self._options.dtype)
         changed = {
-            name: dataclasses.replace(leaf, dtype=wanted)
-            for name, leaf in leaves.items()
-            if leaf.is_param and leaf.kind in ("jax", "numpy") and kind_of(leaf.dtype) == "float"
+            name: dataclasses.replace(leaf, dtype=wanted) for name, leaf in leaves.items() if leaf.is_float_param
         }
         if not changed:
             self._problem(
@@ -242,14 +266,21 @@ class Matcher:
 
     # -- what is missing
 
+    def unused_patterns(self) -> list[str]:
+        """Returns the patterns of `fallback_for` that match no leaf of the target."""
+        patterns = self._fillable or ()
+        return [pattern_text(one) for one in patterns if not any(map(one.fullmatch, self._leaves))]
+
     def _plan_fallback(self, name: str, leaf: TargetLeaf, is_none: bool) -> PlanEntry | None:
         self.unfilled.append(name)
         fidelity = self.diagnostics.fidelity.get(name, "")
         value = None if self._fallback is None else self._fallback.leaves.get(name)
-        if self._fallback is None or value is None:
+        may_fill = self._fillable is None or any(pattern.fullmatch(name) for pattern in self._fillable)
+        if self._fallback is None or value is None or not may_fill:
             # The transform that should have made an explained one says why it could not.
             if name not in self.diagnostics.explained:
-                self.missing.append(MissingLeaf(name, leaf, is_none, fidelity == "reset"))
+                is_barred = value is not None and not may_fill
+                self.missing.append(MissingLeaf(name, leaf, is_none, fidelity == "reset", is_barred))
             return None
         view = self._fitting.view(name, leaf, value, "the fallback")
         if view is not None and _is_left_to_jax(leaf, view):

@@ -8,6 +8,7 @@ PlanOptions.strict`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 from orbax_t5x.lazy.read_stats import Verify
@@ -15,6 +16,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.readers.detect.user_path import check_item
 from orbax_t5x.storage.limits import check_limits, check_memory_limit
 from orbax_t5x.text.progress_bar import Progress, check_progress
+from orbax_t5x.transforms.patterns.table import Pattern, pattern_tuple
 from orbax_t5x.trees.narrow import check_flag
 
 MEMORY_LIMIT_BYTES = 256 << 20
@@ -47,9 +49,12 @@ class PlanOptions(_FromKeywords):
       dtype: replaces the target's dtype only for floating-point model parameters.
       allow_lossy_cast: permits conversions that may lose values.
       limits: what a file's headers may claim; None: `Limits()`.
+      fallback_for: regexes; the fallback fills only target leaves whose whole name one of them matches. None: it fills
+        all that are missing, with a warning where model parameters are, and a problem where nothing is restored.
 
     Raises:
       TypeError: `item` is no name, or another keyword has a value of another type.
+      ValueError: a pattern is no regular expression.
     """
 
     item: str | None = None
@@ -59,6 +64,7 @@ class PlanOptions(_FromKeywords):
     dtype: Any = None
     allow_lossy_cast: bool = False
     limits: Limits | None = None
+    fallback_for: Sequence[Pattern] | None = None
 
     def __post_init__(self) -> None:
         check_item(self.item)
@@ -67,6 +73,8 @@ class PlanOptions(_FromKeywords):
             check_flag("is_resuming", self.is_resuming)
         check_flag("strict", self.strict)
         check_flag("allow_lossy_cast", self.allow_lossy_cast)
+        if self.fallback_for is not None:
+            object.__setattr__(self, "fallback_for", pattern_tuple(self.fallback_for, "fallback_for"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.restoring.show.as_data import to_json
 from orbax_t5x.restoring.show.compare import diff
 from orbax_t5x.restoring.show.explain import explain
+from orbax_t5x.restoring.show.filled import warning_of_filled
 from orbax_t5x.restoring.show.log_lines import about_to_restore, has_restored
 from orbax_t5x.restoring.show.table import html, table
 from orbax_t5x.text.progress_bar import Progress, shown_progress
@@ -28,6 +29,7 @@ class RestorePlan(PlanData):
       dropped: names that a transform, a placeholder or an `InferenceState` took out.
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
       provenance: what was applied to this state, oldest first; handlers write it beside what they save.
+      filled: names of the target's leaves that come from the fallback.
       report: after `execute`, what was read and checked.
 
     Example:
@@ -51,6 +53,8 @@ class RestorePlan(PlanData):
 
     def run(self, options: ReadOptions) -> Any:
         """Runs `execute` with its keywords as one object."""
+        if warning := warning_of_filled(self):
+            _logger.warning("%s", warning)
         # The lines count through the whole plan.
         is_logged = _logger.isEnabledFor(logging.INFO)
         if is_logged:

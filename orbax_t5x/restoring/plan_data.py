@@ -200,6 +200,7 @@ class PlanData:
       dropped: names that a transform, a placeholder or an `InferenceState` took out.
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
       fallback: computes what a fallback function computes with JAX, or None.
+      is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
       report: after an execution, what was read and checked.
     """
 
@@ -214,6 +215,7 @@ class PlanData:
         warnings: Sequence[str],
         provenance: Sequence[Mapping[str, Any]],
         fallback: Compute | None,
+        is_fill_expected: bool = False,
     ):
         self.entries: tuple[PlanEntry, ...] = tuple(entries)
         self.target = target
@@ -223,6 +225,7 @@ class PlanData:
         self.warnings: tuple[str, ...] = tuple(warnings)
         self._read_provenance: Callable[[], Sequence[Mapping[str, Any]]] = lambda: provenance
         self.fallback = fallback
+        self.is_fill_expected = is_fill_expected
         self.report: RestoreReport | None = None
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
@@ -236,6 +239,11 @@ class PlanData:
         Of a plan without transforms, of a step that records nothing, the run's older steps are read for it.
         """
         return tuple(self._read_provenance())
+
+    @functools.cached_property
+    def filled(self) -> tuple[str, ...]:
+        """Names of the target's leaves that come from the fallback, in the target's order."""
+        return tuple([entry.name for entry in self.entries if entry.action == "fallback"])
 
     @functools.cached_property
     def bytes_to_read(self) -> int:

@@ -118,6 +118,8 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
+    for pattern in matcher.unused_patterns():
+        diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     return RestorePlan(
         entries=entries,
         target=flattened
@@ -129,6 +131,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         warnings=diagnostics.warnings,
         provenance=decision.lineage,
         fallback=None if fallback is None else fallback.compute,
+        is_fill_expected=options.fallback_for is not None,
     )
 
 

@@ -15,6 +15,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding
 
 from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.trees.dtypes import kind_of
 
 Kind = Literal["jax", "key", "numpy", "scalar", "keep", "none"]
 
@@ -54,6 +55,11 @@ class TargetLeaf:
         return self.kind in ("numpy", "scalar")
 
     @property
+    def is_float_param(self) -> bool:
+        """True for a leaf that `dtype=` casts: a model parameter."""
+        return self.is_param and self.kind in ("jax", "numpy") and kind_of(self.dtype) == "float"
+
+    @property
     def placing(self) -> Any:
         """Argument for JAX: the layout where there is a special one, the sharding, or None for one device."""
         return self.layout if self.layout is not None else self.sharding
@@ -68,12 +74,14 @@ class MissingLeaf:
       leaf: what the target wants.
       is_none: the checkpoint has None under the name.
       is_reset: a transform found that it has no counterpart.
+      is_barred: the fallback has a value, and `fallback_for` does not let it fill the leaf.
     """
 
     name: str
     leaf: TargetLeaf
     is_none: bool
     is_reset: bool
+    is_barred: bool = False
 
 
 def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: bool = False) -> TargetLeaf | Problem:

@@ -75,11 +75,11 @@ def attempt(target, fallback, **keywords):
     """What can be restored, and the problems with the rest as text."""
     wrong = {}
     try:
-        ot.plan_restore(checkpoint({}), target, fallback=fallback, **keywords)
+        ot.plan_restore(checkpoint({}), target, fallback_for=[".*"], fallback=fallback, **keywords)
     except ot.RestorePlanError as error:
         wrong = {(problem.leaf, problem.kind): str(problem) for problem in error.problems}
     left = {name: leaf for name, leaf in target.items() if name not in {leaf for leaf, _ in wrong}}
-    return ot.restore(checkpoint({}), left, fallback=fallback, **keywords), wrong
+    return ot.restore(checkpoint({}), left, fallback_for=[".*"], fallback=fallback, **keywords), wrong
 
 
 @pytest.mark.parametrize("x64, lossy", [(False, False), (False, True), (True, False)])
@@ -150,13 +150,13 @@ def test_the_value_of_a_computed_step_is_checked(place):
         return lambda: {"step": jnp.asarray(step), "w": jnp.ones(8, np.float32)}
 
     with jax.enable_x64(True):
-        got = ot.restore(checkpoint({}), target, fallback=init(5))
+        got = ot.restore(checkpoint({}), target, fallback_for=[".*"], fallback=init(5))
         assert got["step"].dtype == np.int32 and int(got["step"]) == 5
         assert not isinstance(leaf, S) or leaf.sharding is None or got["step"].sharding == leaf.sharding
         for fallback in (init(2**40), init(2**40)()):
             with pytest.raises(ot.errors.RestorePlanError, match=f"the value {2**40} does not fit int32"):
-                ot.restore(checkpoint({}), target, fallback=fallback)
-    got = ot.restore(checkpoint({}), target, fallback=lambda: {**init(5)(), "step": np.int64(5)})
+                ot.restore(checkpoint({}), target, fallback_for=[".*"], fallback=fallback)
+    got = ot.restore(checkpoint({}), target, fallback_for=[".*"], fallback=lambda: {**init(5)(), "step": np.int64(5)})
     assert got["step"].dtype == np.int32 and int(got["step"]) == 5
 
 
@@ -203,7 +203,7 @@ def test_arrays_and_keys_from_outside_are_values():
     }
     other = NamedSharding(Mesh(np.asarray(jax.devices())[::-1], ("y",)), P("y"))
     target = {"a": S((8,), np.float32, sharding=other), "key": held["key"], "text": np.zeros(2, object)}
-    got = ot.restore(checkpoint({}), target, fallback=lambda: held)
+    got = ot.restore(checkpoint({}), target, fallback_for=[".*"], fallback=lambda: held)
     np.testing.assert_array_equal(got["a"], np.arange(8.0))
     assert got["a"].sharding == other
     np.testing.assert_array_equal(jax.random.key_data(got["key"]), jax.random.key_data(held["key"]))
@@ -212,7 +212,9 @@ def test_arrays_and_keys_from_outside_are_values():
 
 def test_an_abstract_array_has_no_values():
     with pytest.raises(ot.RestorePlanError) as caught:
-        ot.plan_restore(checkpoint({}), {"a": S((2,), np.float32)}, fallback=lambda: {"a": S((2,), np.float32)})
+        ot.plan_restore(
+            checkpoint({}), {"a": S((2,), np.float32)}, fallback_for=[".*"], fallback=lambda: {"a": S((2,), np.float32)}
+        )
     assert [(problem.kind, problem.leaf) for problem in caught.value.problems] == [("fallback", "a")]
 
 
@@ -224,7 +226,7 @@ def test_a_function_that_gives_something_else_later_is_a_problem(later):
         value = values.pop(0)
         return {"a": jnp.negative(value) if isinstance(value, jax.Array) else value}
 
-    plan = ot.plan_restore(checkpoint({}), {"a": S((2,), np.float32)}, fallback=init)
+    plan = ot.plan_restore(checkpoint({}), {"a": S((2,), np.float32)}, fallback_for=[".*"], fallback=init)
     with pytest.raises(ot.RestorePlanError, match=r"and gave float32 of shape \(2,\) when the plan was made") as caught:
         plan.execute()
     assert [(problem.kind, problem.leaf) for problem in caught.value.problems] == [("fallback", "a")]
@@ -232,6 +234,6 @@ def test_a_function_that_gives_something_else_later_is_a_problem(later):
 
 def test_a_function_planned_with_32_bits_is_not_executed_with_64():
     target = {"a": S((2,), np.float32)}
-    plan = ot.plan_restore(checkpoint({}), target, fallback=lambda: {"a": jnp.full(2, 1 / 3)})
+    plan = ot.plan_restore(checkpoint({}), target, fallback_for=[".*"], fallback=lambda: {"a": jnp.full(2, 1 / 3)})
     with jax.enable_x64(True), pytest.raises(ot.RestorePlanError, match="the fallback gives float64"):
         plan.execute()

@@ -43,7 +43,9 @@ def test_64_bits_survive_under_the_context_manager(kind, sharding):
 def test_a_fallback_function_computes_with_64_bits_under_the_context_manager():
     with jax.enable_x64(True):
         target = {"a": S((8,), np.int64)}
-        got = ot.restore(checkpoint({}), target, fallback=lambda: {"a": jnp.arange(8, dtype=jnp.int64) + 2**40})
+        got = ot.restore(
+            checkpoint({}), target, fallback_for=[".*"], fallback=lambda: {"a": jnp.arange(8, dtype=jnp.int64) + 2**40}
+        )
         np.testing.assert_array_equal(np.asarray(got["a"]), WIDE["int"])
 
 
@@ -122,7 +124,7 @@ def test_a_fallback_function_that_raises_is_a_problem_or_arrives(error):
 
     expected = ot.RestorePlanError if issubclass(error, Exception) else error
     with pytest.raises(expected, match="mine"):
-        ot.restore(checkpoint({}), {"a": S((2,), np.float32)}, fallback=raising)
+        ot.restore(checkpoint({}), {"a": S((2,), np.float32)}, fallback_for=[".*"], fallback=raising)
 
 
 def test_progress_is_called_in_the_callers_thread_and_may_restore_itself(kind):

@@ -69,7 +69,7 @@ def test_a_sharding_that_jax_gives_no_indices_for_is_a_problem(sharding):
     assert {leaf: problem.kind for leaf, problem in found.items()} == {"a": "sharding", "c": "missing"}
     assert str(sharding) in found["a"].message
     with pytest.raises(ot.RestorePlanError):
-        ot.restore(checkpoint({}), {"a": place}, fallback={"a": np.zeros((8, 2), np.float32)})
+        ot.restore(checkpoint({}), {"a": place}, fallback_for=[".*"], fallback={"a": np.zeros((8, 2), np.float32)})
 
 
 HOW = pytest.mark.parametrize("how", ["transform", "merge", "tree", "function"])

@@ -59,10 +59,10 @@ def applied(fix, transforms=()):
     return result
 
 
-def assert_cured(source, target, transforms=(), **keywords):
+def assert_cured(source, target, transforms=(), *, kind="missing", **keywords):
     """One problem, and its fix restores every leaf from the checkpoint."""
     (problem,) = problems_of(source, target, transforms, **keywords)
-    assert (problem.kind, problem.leaf) == ("missing", None)
+    assert (problem.kind, problem.leaf) == (kind, None)
     plan = ot.plan_restore(source, target, applied(problem.fix, transforms), **keywords)
     assert {entry.action for entry in plan.entries} <= {"read", "value"} and not plan.unused
     return plan, problem

@@ -16,8 +16,8 @@ def given_by(how, value):
     if how == "merge":
         return source, [*keep, ot.transforms.Merge({"k": value})], {}
     if how == "tree":
-        return source, keep, {"fallback": {"k": value}}
-    return source, keep, {"fallback": lambda: {"k": value}}
+        return source, keep, {"fallback": {"k": value}, "fallback_for": [".*"]}
+    return source, keep, {"fallback": lambda: {"k": value}, "fallback_for": [".*"]}
 
 
 def key(shape=(), impl="threefry2x32"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.transforms.patterns.table import Pattern
 
 _WHERE = "loaded inside `with ot.v1.context():`"
 # Orbax names the key in its error where the state is loaded without our handler.
@@ -58,6 +59,7 @@ class AbstractTrainState:
     progress: Progress | None = ReadOptions.progress
     limits: Limits | None = PlanOptions.limits
     broadcast: bool = ReadOptions.broadcast
+    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for
 
     def __post_init__(self) -> None:
         self.target = plain_target(self.target)

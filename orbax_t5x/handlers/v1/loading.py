@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import orbax.checkpoint.experimental.v1 as v1
@@ -21,6 +22,7 @@ from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.transforms.patterns.table import Pattern
 
 
 def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.Context) -> Any:
@@ -66,6 +68,7 @@ def load_and_transform(
     progress: Progress | None = ReadOptions.progress,
     limits: Limits | None = PlanOptions.limits,
     broadcast: bool = ReadOptions.broadcast,
+    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
 ) -> Any:
     """Loads a checkpoint of any format into a target, transformed on the way: `orbax_t5x.restore` among v1's functions.
 
@@ -88,6 +91,7 @@ def load_and_transform(
       progress: called as `progress(done_bytes, total_bytes, leaf)`, or "bar".
       limits: what a file's headers may claim.
       broadcast: as in `orbax_t5x.restore`.
+      fallback_for: patterns of the target leaves that the fallback may fill.
 
     Returns:
       The target's structure, with its types, dtypes and shardings.
@@ -96,7 +100,7 @@ def load_and_transform(
       TypeError: the target is an `AbstractTrainState`, which is for `ocp.load`.
       CheckpointError: as `orbax_t5x.restore` does.
     """
-    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits)
+    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
     with open_plan(path, plain_target(target), transforms, options) as plan:
         return plan.run(reading.within(active_context().memory.read_concurrent_bytes))

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import orbax.checkpoint as ocp
@@ -48,11 +48,14 @@ from orbax_t5x.restoring.run_steps import run_of
 from orbax_t5x.restoring.sources import AnySource, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import ended
+from orbax_t5x.transforms.patterns.table import Pattern
 
 # Orbax's name for the item of a manager that has one item without a name.
 _DEFAULT_ITEM = "default"
 _PRIMARY = 0
 _FIRST_STEP = 0
+# Of a state from scratch: the function fills all leaves, which is no reason to warn.
+_ANY_NAME = ("(?s:.*)",)
 
 # Errors of a step that nothing can restore. All others mean that this restore, or this installation, is not the right
 # one for it, and an older step would only hide that.
@@ -96,6 +99,7 @@ def restore_or_initialize(
     progress: Progress | None = ReadOptions.progress,
     limits: Limits | None = PlanOptions.limits,
     broadcast: bool = ReadOptions.broadcast,
+    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
 ) -> TrainingStart:
     """Starts a training job: from its own newest step, else from a checkpoint to begin with, else from scratch.
 
@@ -116,6 +120,7 @@ def restore_or_initialize(
       is_resuming: of `init_from`, as in `orbax_t5x.restore`; a step of the manager's root goes on in any case.
       strict, dtype, allow_lossy_cast, verify, memory_limit_bytes, progress, limits, broadcast: as in
         `orbax_t5x.restore`.
+      fallback_for: regexes of the target leaves that `init_fn` may fill beside `init_from`; see `orbax_t5x.restore`.
 
     Returns:
       The state, the step, and how it came about.
@@ -139,7 +144,7 @@ def restore_or_initialize(
     """
     if not hasattr(manager, "all_steps"):
         raise TypeError(f"manager is {manager!r}; pass an ocp.CheckpointManager, such as ocp.CheckpointManager(path)")
-    options = PlanOptions(item, init_fn, is_resuming, strict, dtype, allow_lossy_cast, limits)
+    options = PlanOptions(item, init_fn, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
     start = _JobStart(manager, target, options, reading)
     resumed = start.resume(unopened_chain(init_from, transforms))
@@ -260,7 +265,7 @@ class _JobStart:
 
     def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _RestoreResult | _Damage:
         """Restores one step; all processes have it, or none."""
-        options = dataclasses.replace(self._options, item=None, fallback=None, is_resuming=True)
+        options = dataclasses.replace(self._options, item=None, fallback=None, is_resuming=True, fallback_for=None)
         path = os.fspath(directory / self._item_in(directory))
         together = Agreement(_PRIMARY, os.fspath(directory))
         restored: _RestoreResult | None = None
@@ -301,10 +306,11 @@ class _JobStart:
         init_fn, target = self._options.fallback, self._target
         if target is None:  # everything
             target = abstract_tree(init_fn)
+        options = dataclasses.replace(self._options, fallback_for=_ANY_NAME)
         together = Agreement(_PRIMARY, self._root)
         with together.planning():
             try:
-                plan = build_plan(plan_inputs({}, target, (), self._options), Decision(False, ()), proposes=False)
+                plan = build_plan(plan_inputs({}, target, (), options), Decision(False, ()), proposes=False)
             except RestorePlanError as error:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())

@@ -100,9 +100,12 @@ def _remedied(failure: MatchFailure) -> list[Problem] | None:
     remedy, left = best
     leaves = counted(len(unfilled), "target leaf has", "target leaves have")
     message = f"{leaves} no match by name and shape in the checkpoint: {remedy.reason}"
+    if matcher.restores_nothing:
+        message = f"no leaf of the checkpoint has a place in the target, and {message}"
     if left:
         message += f"; with the fix, {counted(len(left), 'problem is', 'problems are')} left, listed below"
-    return [Problem("missing", None, message, _fix(remedy, failure, is_added=is_added)), *left]
+    kind = "nothing_restored" if matcher.restores_nothing else "missing"
+    return [Problem(kind, None, message, _fix(remedy, failure, is_added=is_added)), *left]
 
 
 def _matched_before(failure: MatchFailure) -> tuple[Matcher, bool]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.unexplained import GIVE_VALUES
+from orbax_t5x.restoring.diagnose.unexplained import give_values
 
 _NONE = "the checkpoint has None there: that part of the state was not in use when it was saved"
 _RESET = "the optimizer's state of this parameter has no counterpart in the new layout and is reset"
@@ -25,4 +25,4 @@ class NoValue(Hypothesis):
                 )
                 yield Explanation(Problem("missing", one.name, _NONE, fix), (one.name,))
             elif one.is_reset:
-                yield Explanation(Problem("missing", one.name, _RESET, GIVE_VALUES), (one.name,))
+                yield Explanation(Problem("missing", one.name, _RESET, give_values(one)), (one.name,))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.single_array import NO_NAME
+from orbax_t5x.restoring.target_leaf import MissingLeaf
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 
@@ -16,10 +17,20 @@ _CLOSEST = 3
 _LOOKUPS = 20
 # Leftover names shown in the one problem that counts them.
 _SHOWN_LEFTOVERS = 5
+_BARRED = "; no pattern of fallback_for lets the fallback fill it"
 
-GIVE_VALUES = Fix.any_of(
+_GIVE_VALUES = Fix.any_of(
     Fix.setting("give {} values", fallback=...), Fix.by_target("put ... in the target to leave it out")
 )
+_LET_FILL = Fix.any_of(
+    Fix.in_program("let the fallback fill it by a pattern of fallback_for"),
+    Fix.by_target("put ... in the target to leave it out"),
+)
+
+
+def give_values(one: MissingLeaf) -> Fix:
+    """Returns the advice for a leaf without a value in the checkpoint."""
+    return _LET_FILL if one.is_barred else _GIVE_VALUES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +39,11 @@ class Unexplained(Hypothesis):
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         closest = ClosestNames(list(unmatched.free) or list(unmatched.stored))
-        for place, name in enumerate(unmatched.wanted):
+        for place, (name, one) in enumerate(unmatched.wanted.items()):
             near = closest.to(name, _CLOSEST) if place < _LOOKUPS else []
             message = "the checkpoint has no such leaf" + (f"; closest: {', '.join(near)}" if near else "")
-            yield Explanation(Problem("missing", name, message, GIVE_VALUES), (name,))
+            message += _BARRED if one.is_barred else ""
+            yield Explanation(Problem("missing", name, message, give_values(one)), (name,))
         names = unmatched.leftovers
         if names:
             shown = listed([name or NO_NAME for name in names], _SHOWN_LEFTOVERS)

@@ -8,6 +8,7 @@ import numpy as np
 
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
 from orbax_t5x.restoring.show.entries import entry_how
+from orbax_t5x.restoring.show.filled import parameter_counts
 from orbax_t5x.trees.narrow import is_tuple
 
 
@@ -19,6 +20,8 @@ def to_json(plan: PlanData) -> dict[str, Any]:
             for name, checkpoint in plan.checkpoints.items()
         },
         "entries": [_entry_json(entry) for entry in plan.entries],
+        "model_parameters": parameter_counts(plan)._asdict(),
+        "filled": list(plan.filled),
         "unused": list(plan.unused),
         "dropped": list(plan.dropped),
         "warnings": list(plan.warnings),

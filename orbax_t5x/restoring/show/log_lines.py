@@ -8,12 +8,12 @@ from orbax_t5x.text.wording import leaves_text, plain, size_text
 
 def about_to_restore(plan: PlanData) -> str:
     """Describes what will be read."""
-    return f"restoring {_counts(plan)} from {_sources(plan)}: {size_text(plan.bytes_to_read)} to read here"
+    return f"restoring {_counts(plan)} from {sources_text(plan)}: {size_text(plan.bytes_to_read)} to read here"
 
 
 def has_restored(plan: PlanData, report: RestoreReport) -> str:
     """Describes what was read and verified, and the time it took."""
-    return f"restored {leaves_text(len(plan.entries))} from {_sources(plan)}: {report.summary()}"
+    return f"restored {leaves_text(len(plan.entries))} from {sources_text(plan)}: {report.summary()}"
 
 
 def _counts(plan: PlanData) -> str:
@@ -25,7 +25,7 @@ def _counts(plan: PlanData) -> str:
     return leaves_text(len(plan.entries)) + (f" ({', '.join(parts)})" if parts else "")
 
 
-def _sources(plan: PlanData) -> str:
+def sources_text(plan: PlanData) -> str:
     """Lists the paths with their formats, without control characters for a terminal."""
     paths = [f"{plain(checkpoint.path)} ({checkpoint.format})" for checkpoint in plan.checkpoints.values()]
     return ", ".join(paths) or "no checkpoint"

@@ -17,6 +17,7 @@ from orbax_t5x.restoring.show.entries import (
     entry_sharding,
     entry_source,
 )
+from orbax_t5x.restoring.show.filled import filled_text
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.table import TableRow
 from orbax_t5x.text.wording import array_bytes, counted, leaves_text, mesh_text, plain, size_text
@@ -74,9 +75,12 @@ def heading(plan: PlanData) -> list[str]:
     counts |= {"unused": len(plan.unused), "dropped": len(plan.dropped)}
     facts = [f"{count:,} {word}" for word, count in counts.items() if count]
     facts += [counted(len(plan.warnings), "warning")] if plan.warnings else []
+    leaves, facts_text = f"{leaves_text(len(plan.entries))} from {', '.join(sources)}", " · ".join(facts)
+    if filled := filled_text(plan):
+        return [f"Restore plan: {filled}", f"{leaves}: {facts_text}", _reads_text(plan)]
     return [
-        f"Restore plan: {leaves_text(len(plan.entries))} from {', '.join(sources)}",
-        " · ".join(facts) or "nothing to do",
+        f"Restore plan: {leaves}",
+        facts_text or "nothing to do",
         _reads_text(plan),
     ]
 

@@ -54,6 +54,8 @@ def check_pattern(pattern: Pattern, owner: str) -> None:
 
 def pattern_tuple(patterns: Pattern | Iterable[Pattern], owner: str) -> tuple[Pattern, ...]:
     """Returns one pattern, or several, as a tuple of valid ones."""
+    if not isinstance(patterns, (str, re.Pattern, Iterable)):
+        raise TypeError(f"{owner}: give a list of patterns, not {patterns!r}")
     listed = (patterns,) if isinstance(patterns, (str, re.Pattern)) else tuple(patterns)
     for pattern in listed:
         check_pattern(pattern, owner)

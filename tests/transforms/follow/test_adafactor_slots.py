@@ -106,7 +106,7 @@ def test_and_back():
 
 
 def _named(tree):
-    entries = ot.plan_restore(checkpoint({}), tree, fallback=tree).entries
+    entries = ot.plan_restore(checkpoint({}), tree, fallback_for=[".*"], fallback=tree).entries
     return {entry.name: entry.view.get() for entry in entries}
 
 

@@ -1,0 +1,78 @@
+"""Counts and names the model parameters that a fallback fills.
+
+A model parameter is a leaf that `dtype=` would cast; in a tree without any such, every leaf is one.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.show.log_lines import sources_text
+from orbax_t5x.text.fold import fold_names
+from orbax_t5x.text.wording import counted, leaves_text, listed, plain
+
+_SHOWN_PATTERNS = 8
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of model parameters: all, those read from the checkpoint, and those from the fallback."""
+
+    total: int
+    from_checkpoint: int
+    from_fallback: int
+
+
+def parameter_counts(plan: PlanData) -> ParameterCounts:
+    """Counts the model parameters of a plan."""
+    parameters = _parameters(plan)
+    read, filled = (sum(entry.action == action for entry in parameters) for action in ("read", "fallback"))
+    return ParameterCounts(len(parameters), read, filled)
+
+
+def filled_text(plan: PlanData) -> str:
+    """Returns the sentence that counts what the fallback fills; empty where it fills nothing."""
+    if not plan.filled:
+        return ""
+    total, read, filled = parameter_counts(plan)
+    return f"{read:,} of {counted(total, 'model parameter')} from the checkpoint, {filled:,} from fallback"
+
+
+def warning_of_filled(plan: PlanData) -> str:
+    """Returns the warning about parameters that a fallback fills; empty where there are none, or they were named."""
+    parameters = () if plan.is_fill_expected or not plan.filled else _parameters(plan)
+    filled = [entry.name for entry in parameters if entry.action == "fallback"]
+    if not filled:
+        return ""
+    patterns = listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS)
+    count = f"{len(filled):,} of {counted(len(parameters), 'model parameter')}"
+    unused = f" {leaves_text(len(plan.unused))} of the checkpoint found no place." if plan.unused else ""
+    return (
+        f"{count} come from the fallback, for want of them in {sources_text(plan)}: {plain(patterns)}.{unused} "
+        "If that is meant, name them by fallback_for=[patterns]."
+    )
+
+
+def _parameters(plan: PlanData) -> Sequence[PlanEntry]:
+    with_values = [entry for entry in plan.entries if entry.action != "keep"]
+    return [entry for entry in with_values if entry.leaf is not None and entry.leaf.is_float_param] or with_values
+
+
+def _subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
+    """Folds names: `dec/** (46)` for a subtree that they fill whole; each with how many it stands for."""
+    totals = collections.Counter(parent for name in every for parent in _parents(name))
+    counts = collections.Counter(parent for name in names for parent in _parents(name))
+    found: dict[str, int] = {}
+    for name in names:
+        whole = next((parent for parent in _parents(name) if counts[parent] == totals[parent] > 1), None)
+        found[name if whole is None else f"{whole}/**"] = 1 if whole is None else counts[whole]
+    sizes = list(found.values())
+    return [f"{row.texts[0]} ({sum(sizes[at] for at in row.members):,})" for row in fold_names(found)]
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yields the containers of a name but the root, outermost first."""
+    parts = name.split("/")
+    return ("/".join(parts[:end]) for end in range(1, len(parts)))
