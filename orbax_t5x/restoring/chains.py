@@ -68,11 +68,18 @@ class OneSource(Transform):
         names = {self._joined_name(name): name for name in self._names}
         return {names[name]: value for name, value in state.items() if name in names}
 
+    def target_below(self, target: FlatState) -> FlatState:
+        """Returns the part of a target below the source's name, by the names in it; all of it where there is none."""
+        start = f"{self.source}/"
+        below = {name[len(start) :]: leaf for name, leaf in target.items() if name.startswith(start)}
+        return below or target
+
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         own = self.own(state)
         taken = {self._joined_name(name) for name in own}
         found = Diagnostics(warns_of_unused=diagnostics.warns_of_unused)
-        transformed = run_transforms(self.steps, own, target, is_resuming=False, diagnostics=found)
+        below = self.target_below(target)
+        transformed = run_transforms(self.steps, own, below, is_resuming=False, diagnostics=found)
         result = NewState(diagnostics)
         # Where the source's first leaf was: the order of leaves is that of the sources.
         pending = {self._joined_name(name): value for name, value in transformed.items()}
@@ -193,7 +200,7 @@ def written_out(
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=Diagnostics())
             chain.extend(_found(before, target, path))
         elif isinstance(transform, OneSource):
-            steps = written_out(transform.steps, transform.own(source), target, path)
+            steps = written_out(transform.steps, transform.own(source), transform.target_below(target), path)
             chain.extend([dataclasses.replace(transform, steps=steps)] if steps else [])
         else:
             chain.append(transform)

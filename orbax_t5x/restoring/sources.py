@@ -29,8 +29,9 @@ class Source:
 
     Attributes:
       path: of the checkpoint, or an open one.
-      transforms: run on this source alone, before its names get a prefix and before the transforms of the restore, with
-        the whole target's state dict; `"auto"` as in `orbax_t5x.restore`.
+      transforms: run on this source alone, before its names get a prefix and before the transforms of the restore; in a
+        mapping they see the part of the target below the source's name where it has one, else the whole target;
+        `"auto"` as in `orbax_t5x.restore`.
       item: which item of an Orbax step; None: that of the restore.
       format: as `orbax_t5x.open_checkpoint` takes it.
 

@@ -136,6 +136,52 @@ def test_a_bundle_and_adapters_in_one_restore(tmp_path, parameters, kind):
     assert_trees_equal(ot.restore(sources, target, T.Overlay(["lora", "base"])), expected)
 
 
+PREFIXES = ["", "target/", "params/", "params/params/"]
+FOUND = {"translate": [T.Translate()], "auto": "auto", "pack": [R.mesh_tf_to_t5x()]}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("found", FOUND)
+def test_the_transforms_of_a_source_see_the_target_below_its_name(prefix, found, parameters):
+    below = {f"{prefix}{name.removeprefix('params/')}": leaf for name, leaf in parameters.items()}
+    expected = unflatten({"base": unflatten(below), "other": {"a": np.full(2, 1, np.float32)}})
+    target = jax.tree.map(np.zeros_like, expected)
+    sources = {"base": ot.Source(BUNDLE, FOUND[found]), "other": arrays(a=1)}
+    plan = ot.plan_restore(sources, target, strict=False)
+    assert_trees_equal(plan.execute(), expected)
+    # Where the target has nothing of the name, it is the whole target.
+    rename = T.Rename([("base/(.*)", r"\1")])
+    whole = {"base": sources["base"]}
+    assert_trees_equal(ot.restore(whole, target["base"], [rename], strict=False), expected["base"])
+
+
+@pytest.mark.parametrize(
+    "target, seen",
+    [
+        ({"x": {"y": np.zeros(2)}, "z": np.zeros(2)}, {"y"}),
+        ({"x": {"y": {"deep": np.zeros(2)}}, "xy": np.zeros(2)}, {"y"}),
+        ({"xy": np.zeros(2), "z": {"x": np.zeros(2)}}, {"xy", "z"}),
+        ({"x": ..., "z": np.zeros(2)}, {"x", "z"}),
+        ({"x": np.zeros(2), "z": np.zeros(2)}, {"x", "z"}),
+    ],
+)
+def test_a_function_of_a_source_gets_its_part_of_the_target(target, seen):
+    got = []
+
+    def function(state, target_state):
+        got.append(set(target_state))
+        return state
+
+    ot.plan_restore(
+        {"x": ot.Source(arrays(y=1), function)},
+        target,
+        strict=False,
+        fallback=jax.tree.map(lambda leaf: leaf, {name: leaf for name, leaf in target.items() if leaf is not ...}),
+        fallback_for=".*",
+    )
+    assert got == [seen]
+
+
 def test_handlers_and_convert_take_a_source(tmp_path):
     source = ot.Source(arrays(a=1, b=2), [SWAP])
     target = dict.fromkeys("ab", np.zeros(2, np.float32))
