@@ -204,22 +204,6 @@ def test_each_stored_byte_is_read_once(sources, format, steps, data):
         assert plan.bytes_to_read == wanted_bytes(wanted)
 
 
-def test_heavy_and_light_views_of_a_leaf_are_read_together():
-    array = np.arange(1024 * 64, dtype=np.float32).reshape(1024, 64)
-    leaf = AwaitedLeaf("w", array)
-    narrow = jax.ShapeDtypeStruct(array.shape, ml_dtypes.bfloat16)
-    target = {"p": narrow, "q": narrow, "r": jax.ShapeDtypeStruct(array.shape, np.float32)}
-    with mock.patch("orbax_t5x.restoring.execute.stages.SCRATCH_BYTES", array.nbytes // 4):
-        rules = [ot.transforms.AssignmentMap([("[pqr]", "w")])]
-        plan = ot.plan_restore(checkpoint({"w": leaf}), target, rules, allow_lossy_cast=True)
-        got = plan.execute()
-    assert plan.bytes_to_read == plan.report.bytes_read == array.nbytes
-    assert len(leaf.boxes) > 4 and sum(stop - start for (start, stop), _ in leaf.boxes) == 1024
-    for name, expected in [("p", array.astype(ml_dtypes.bfloat16)), ("r", array)]:
-        np.testing.assert_array_equal(np.asarray(got[name]), expected)
-    np.testing.assert_array_equal(np.asarray(got["p"]), np.asarray(got["q"]))
-
-
 class CallRecorder(AwaitedLeaf):
     """A leaf that records which boxes came in one call."""
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +69,23 @@ def stock(directory: Path) -> Any:
     """Restores with stock Orbax."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(directory)
+
+
+def assert_same(restored, expected):
+    assert jax.tree.structure(restored) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype and one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+
+def run(code, **environment):
+    """What a script prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        timeout=800,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()

@@ -57,13 +57,6 @@ def test_leaves_of_each_kind_are_told_apart_and_can_be_left_out(tmp_path, kind):
     assert ot.restore(tmp_path / "c", None).keys() == {"x", "w"}
 
 
-def test_integers_of_64_bits_are_stored(tmp_path):
-    """To the last bit; NumPy's own integers say what fits."""
-    state = {"large": 2**64 - 1, "small": -(2**63)}
-    save(tmp_path / "c", state)
-    assert ot.restore(tmp_path / "c", None) == {"large": np.uint64(2**64 - 1), "small": np.int64(-(2**63))}
-
-
 @pytest.mark.parametrize(
     "empty",
     [np.zeros(0, "U3"), np.zeros(0, "S3"), np.zeros(0, object), np.zeros(0, "M8[D]"), np.zeros(0, STRUCTURED)],

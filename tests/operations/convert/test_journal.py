@@ -8,9 +8,7 @@ import logging
 import os
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-import safetensors.numpy
 import tensorstore as ts
 
 import orbax_t5x as ot
@@ -18,76 +16,16 @@ from orbax_t5x.checkpoint_importer import LazyThreadPoolArray
 from orbax_t5x.operations.convert import orbax_output as write_orbax
 from orbax_t5x.operations.convert import safetensors_output as write_safetensors
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
-from tests.support.bundle_writer import bundle_of
+from tests.support.killed_blocks import ARRAYS, Killed, assert_holds, convert, leave, work_of
 
-MIB = 1 << 20
 FORMATS = ["orbax", "safetensors"]
-RNG = np.random.default_rng(0)
-ARRAYS = {f"leaf_{index}": RNG.standard_normal((64, 1024), np.float32) for index in range(12)}
 TOTAL = sum(array.nbytes for array in ARRAYS.values())
-
-
-class Killed(BaseException):
-    """Stands for a kill."""
-
-
-@pytest.fixture
-def source(tmp_path):
-    (tmp_path / "source").mkdir()
-    return bundle_of(ARRAYS).write(tmp_path / "source")
-
-
-@pytest.fixture
-def out(tmp_path):
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out" / "c"
-
-
-def work_of(out):
-    return out.parent / f".{out.name}.orbax-t5x-convert"
-
-
-def convert(source, out, transforms=(), *, format="orbax", limit=4 * MIB, **keywords):
-    return ot.convert(source, out, transforms, format=format, memory_limit_bytes=limit, **keywords)
-
-
-def leave(source, out, *arguments, blocks=5, **keywords):
-    """A conversion that is killed when so many blocks stand, or by what the test has patched."""
-    seen = []
-
-    def progress(*told):
-        seen.append(told)
-        if len(seen) == blocks:
-            raise Killed
-
-    def left(work, *exception):
-        os.close(work._lock)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkDirectory, "__exit__", left)
-        with pytest.raises(Killed):
-            convert(source, out, *arguments, progress=progress, **keywords)
-    assert work_of(out).exists() and not out.exists()
-
-
-def read(out, format):
-    if format == "orbax":
-        return ocp.PyTreeCheckpointer().restore(out)
-    return safetensors.numpy.load_file(out / "model.safetensors")
 
 
 def read_by_tensorstore(out):
     for name in ARRAYS:
         kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{out}/"}, "path": f"{name}/"}
         ts.open({"driver": "zarr", "kvstore": kvstore}, context=ts.Context()).result().read().result()
-
-
-def assert_holds(out, format, arrays):
-    found = read(out, format)
-    assert found.keys() == arrays.keys()
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
-    assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
 def data_files(out, format):
@@ -240,54 +178,6 @@ def test_no_file_of_a_kill_stays_in_the_item(source, out):
     assert sum(path.stat().st_size for path in values) >= TOTAL * 0.9
     for path in set(files) - set(values):
         assert path.stat().st_size < 1024, path
-    assert_holds(out, "orbax", ARRAYS)
-
-
-# -- only the same conversion
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_of_another_source_nothing_is_kept(format, source, out, caplog):
-    caplog.set_level(logging.INFO, "orbax_t5x")
-    leave(source, out, format=format)
-    changed = ARRAYS | {"leaf_3": np.zeros((64, 1024), np.float32)}
-    bundle_of(changed).write(source.parent)
-    assert convert(source, out, format=format).kept_bytes == 0
-    assert any("begins anew" in record.getMessage() for record in caplog.records)
-    assert_holds(out, format, changed)
-
-
-def test_of_other_transforms_nothing_is_kept_and_of_equal_ones_all(source, out):
-    def first(state, target):
-        return {name: view[::-1] for name, view in state.items()}
-
-    leave(source, out, lambda state, target: {name: view[::-2] for name, view in state.items()})
-    leave(source, out, first)
-    report = convert(source, out, lambda state, target: {name: view[::-1] for name, view in state.items()})
-    assert 0 < report.kept_bytes < TOTAL
-    assert_holds(out, "orbax", {name: array[::-1] for name, array in ARRAYS.items()})
-
-
-def test_constants_count_by_their_contents(source, out):
-    def adding(value):
-        constant = np.full((1, 1024), value, np.float32)
-        return lambda state, target: {name: ot.concatenate([view, constant], 0) for name, view in state.items()}
-
-    leave(source, out, adding(1))
-    assert convert(source, out, adding(2)).kept_bytes == 0
-    expected = {name: np.concatenate([array, np.full((1, 1024), 2, np.float32)]) for name, array in ARRAYS.items()}
-    assert_holds(out, "orbax", expected)
-
-
-def test_another_format_begins_anew(source, out):
-    leave(source, out)
-    assert convert(source, out, format="safetensors").kept_bytes == 0
-    assert_holds(out, "safetensors", ARRAYS)
-
-
-def test_another_memory_limit_goes_on_where_the_chunks_are_the_same(source, out):
-    leave(source, out, limit=4 * MIB)
-    assert convert(source, out, limit=8 * MIB).kept_bytes > 0
     assert_holds(out, "orbax", ARRAYS)
 
 

@@ -24,7 +24,6 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.handlers.type_handlers import stream
 from orbax_t5x.operations.convert import safetensors_layout
-from orbax_t5x.operations.convert.safetensors_layout import Tensor, plan_files
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -51,9 +50,6 @@ def some_arrays():
     arrays |= {"float32": rng.standard_normal((7, 3), np.float32), "float64": rng.standard_normal(9)}
     arrays |= {"bf16": rng.standard_normal(5).astype(ml_dtypes.bfloat16)}
     return arrays | {"rank0": np.float32(4).reshape(()), "empty": np.zeros((0, 3), np.float32), "ünïcode/é": np.ones(1)}
-
-
-# -- one file
 
 
 def test_a_file_is_the_one_that_the_library_writes_byte_for_byte(tmp_path):
@@ -103,45 +99,6 @@ def test_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
     assert_equals(loaded, {"w": array, "v": array.T})
 
 
-# -- several files
-
-
-def test_a_large_model_is_several_files_and_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_layout, "MAX_FILE_BYTES", 100)
-    arrays = {f"w{i}": np.full(10, i, np.float32) for i in range(5)} | {"big": np.ones(40, np.float32)}
-    ot.convert(checkpoint(arrays), tmp_path / "out", format="safetensors")
-    files = [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
-    assert names_in(tmp_path / "out") == [*files, "model.safetensors.index.json"]
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_parameters": 90, "total_size": 360}
-    loaded = {}
-    for file in files:
-        arrays_of_file = safetensors.numpy.load_file(tmp_path / "out" / file)
-        assert {name for name, where in index["weight_map"].items() if where == file} == arrays_of_file.keys()
-        assert len(arrays_of_file) == 1 or sum(array.nbytes for array in arrays_of_file.values()) <= 100
-        loaded |= arrays_of_file
-    assert_equals(loaded, arrays)
-    with ot.open_checkpoint(tmp_path / "out") as opened:
-        assert_equals({name: view.get() for name, view in opened.leaves.items()}, arrays)
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 100))
-def test_no_file_is_larger_than_the_bound_but_for_a_single_tensor(sizes, bound):
-    tensors = [Tensor(f"t{i}", (size,), np.dtype(np.int16)) for i, size in enumerate(sizes)]
-    files = plan_files(tensors, bound)
-    assert sorted(name for file in files for name in file.starts) == sorted(tensor.name for tensor in tensors)
-    for file, following in zip(files, [*files[1:], None], strict=True):
-        data = file.size - len(file.head)
-        assert data <= bound or len(file.starts) == 1
-        if following is not None:
-            first = min(following.starts)
-            assert data + 2 * sizes[int(first[1:])] > bound
-    assert len({file.name for file in files}) == len(files)
-
-
-# -- Hugging Face and back
-
-
 @pytest.mark.parametrize("max_bytes", [None, 10_000])
 def test_hugging_face_to_t5x_and_back_has_equal_bytes(tmp_path, monkeypatch, max_bytes):
     source = GOLDENS / "safetensors" / "t5_1_1"
@@ -155,9 +112,6 @@ def test_hugging_face_to_t5x_and_back_has_equal_bytes(tmp_path, monkeypatch, max
         return {name: array for file in files for name, array in safetensors.numpy.load_file(file).items()}
 
     assert_equals(tensors(tmp_path / "hf"), tensors(source))
-
-
-# -- dtypes, and what cannot be stored
 
 
 def test_dtype_is_for_parameters_and_without_their_prefix_for_all_floats(tmp_path):
@@ -195,9 +149,6 @@ def test_what_cannot_be_stored_is_named_or_left_out(tmp_path):
 def test_the_name_of_the_metadata_is_no_leaf(tmp_path):
     with pytest.raises(UnsupportedCheckpointError, match="own metadata"):
         ot.convert(checkpoint({"__metadata__": np.ones(2)}), tmp_path / "out", format="safetensors")
-
-
-# -- the destination
 
 
 def test_only_what_such_a_conversion_writes_is_replaced(tmp_path):

@@ -1,6 +1,5 @@
 """`ot.diff` and the command `diff`: names, shapes, dtypes and values, by streaming, of any two checkpoints."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -37,11 +36,6 @@ TREE = {
     "step": 3,
     "text": "words",
 }
-
-
-def changed():
-    other = {"params": {f"layers_{n}": {"kernel": np.array(TREE["params"][f"layers_{n}"]["kernel"])} for n in range(4)}}
-    return {**other, "step": 3, "text": "words"}
 
 
 def test_equal_checkpoints_are_equal_whatever_their_layout(tmp_path):
@@ -94,17 +88,6 @@ def test_tolerances_are_those_of_isclose(tmp_path):
         assert leaf.absolute.value == np.abs(a - b).max() and leaf.absolute.index == (2,)
 
 
-def test_layers_are_one_line_with_the_worst_of_them(tmp_path):
-    other = changed()
-    other["params"]["layers_2"]["kernel"][1, 2] = math.nan
-    other["params"]["layers_3"]["kernel"][2, 3] += 0.5
-    other["params"]["layers_1"]["kernel"][0, 0] -= 0.25
-    report = ot.diff(save(tmp_path / "a", TREE), save(tmp_path / "b", other))
-    said = " ".join(str(report).split())
-    assert "params/layers_{1…3}/kernel ×3" in said
-    assert "3 of 36 elements, 1 NaN on one side" in said and "absolute ≤ 0.5 at [2,3] of params/layers_3/kernel" in said
-
-
 def test_without_values_nothing_is_read():
     one, other = checkpoint({"w": np.ones(4), "v": np.ones(3)}), checkpoint({"w": np.zeros(4), "v": np.ones(2)})
     report = ot.diff(one, other, values=False)
@@ -120,16 +103,6 @@ def test_none_and_empty_containers_have_no_values(tmp_path):
     assert ot.diff(one, other).equal
     other = save(tmp_path / "third", {"w": np.ones(2), "none": np.ones(1)})
     assert statuses(ot.diff(one, other)) == {"none": "only in b", "w": "equal"}
-
-
-def test_json_holds_everything_and_nothing_that_json_lacks(tmp_path):
-    a = {"w": np.array([1.0, math.inf]), "c": np.complex64([1j]), "n": np.float32([math.nan])}
-    b = {"w": np.array([0.0, 1.0]), "c": np.complex64([2j]), "n": np.float32([1])}
-    report = ot.diff(save(tmp_path / "a", a), save(tmp_path / "b", b))
-    told = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert told["equal"] is False and [leaf["name"] for leaf in told["leaves"]] == ["c", "n", "w"]
-    assert told["leaves"][2]["absolute"] == {"value": "inf", "index": [1], "a": "inf", "b": 1.0}
-    assert told["leaves"][0]["absolute"]["a"] == "1j" and told["leaves"][1]["one_nan"] == 1
 
 
 @pytest.mark.parametrize("name", ["t5_1_1_f32", "t5_1_0_bf16", "t5_1_1_bf16_snappy"])

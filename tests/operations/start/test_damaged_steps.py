@@ -4,9 +4,7 @@ the other is raised.
 
 import json
 import shutil
-import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -14,26 +12,13 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.provenance import runs
-
-T = ot.transforms
+from tests.support.damaged_steps import TARGET, save_items, save_single, start, state
+from tests.support.started_runs import T, cut, cut_data, flip_a_bit, initial, our_args, ours, values
 
 
 @pytest.fixture(autouse=True)
 def new_process():
     runs.forget_all()
-
-
-def state(step=0):
-    return {"w": jnp.arange(8, dtype=jnp.float32) + step, "step": jnp.int32(step)}
-
-
-TARGET = jax.eval_shape(state)
-
-
-def save_single(root):
-    with ocp.CheckpointManager(root, item_handlers=ot.TrainStateHandler()) as manager:
-        for step in (1, 2):
-            manager.save(step, args=ot.args.TrainStateSave(state(step)))
 
 
 def save_stock(root):
@@ -42,27 +27,11 @@ def save_stock(root):
             manager.save(step, args=ocp.args.StandardSave(state(step)))
 
 
-def save_items(root):
-    """Two states and one item without arrays."""
-    with ocp.CheckpointManager(root) as manager:
-        for step in (1, 2):
-            save = ocp.args.PyTreeSave(state(step))
-            manager.save(step, args=ocp.args.Composite(state=save, ema=save, data=ocp.args.JsonSave({"a": step})))
-
-
 def save_state_and_data(root):
     with ocp.CheckpointManager(root) as manager:
         for step in (1, 2):
             save = ocp.args.PyTreeSave(state(step))
             manager.save(step, args=ocp.args.Composite(state=save, data=ocp.args.JsonSave({"a": step})))
-
-
-def start(root, target=TARGET, **keywords):
-    """The step, how it came about, the state, and what was said of skipped steps."""
-    with warnings.catch_warnings(record=True) as caught, ocp.CheckpointManager(root) as manager:
-        warnings.simplefilter("always")
-        found = ot.restore_or_initialize(manager, target, init_fn=state, **keywords)
-    return found.step, found.how, found.state, [str(one.message) for one in caught if "skipped" in str(one.message)]
 
 
 def removed(item):
@@ -178,29 +147,6 @@ def test_a_step_number_that_does_not_fit_is_no_damage(tmp_path):
         assert str(caught.value.problems[0].fix) == "give the target the stored dtype"
 
 
-def test_fixes_are_what_this_call_takes(tmp_path):
-    save_items(tmp_path)
-    with pytest.raises(
-        ot.errors.RestorePlanError, match="name the item that is the state: item= one of 'ema', 'state'"
-    ):
-        start(tmp_path)
-    with pytest.raises(ot.errors.RestorePlanError) as caught:
-        start(tmp_path, {**TARGET, "more": TARGET["w"]}, item="state")
-    fix = f"change the target, or begin a new run in a root of its own with init_from='{tmp_path}/2/state'"
-    assert fix in str(caught.value) and "fallback=" not in str(caught.value)
-    with ocp.CheckpointManager(tmp_path / "new") as manager:
-        with pytest.raises(ot.errors.RestorePlanError, match="give init_fn= values") as caught:
-            ot.restore_or_initialize(
-                manager, {**TARGET, "more": TARGET["w"]}, init_from=tmp_path / "2" / "state", init_fn=state
-            )
-        assert "fallback=" not in str(caught.value)
-        with pytest.raises(ot.errors.RestorePlanError) as caught:
-            ot.restore_or_initialize(manager, TARGET, init_fn=lambda: {"w": float(jnp.sum(jnp.ones(3))), "step": 0})
-        assert "init_fn=" in str(caught.value) and "fallback=" not in str(caught.value)
-    with pytest.raises(TypeError, match=r"manager is '.*'; pass an ocp.CheckpointManager"):
-        ot.restore_or_initialize(str(tmp_path), TARGET)
-
-
 def test_a_step_with_placeholders_is_whole(tmp_path):
     """Orbax saves `...` as what it is; nothing is read for it, and nothing of it is damaged."""
     saved = {**state(3), "more": ...}
@@ -215,19 +161,6 @@ def test_a_step_with_placeholders_is_whole(tmp_path):
         start(tmp_path, {**TARGET, "more": TARGET["w"]})
 
 
-def test_what_a_transform_raised_is_the_cause(tmp_path):
-    """As in a restore: the error with other fixes stands in place of the one of the plan."""
-
-    def wrong(state, target):
-        raise KeyError("kernel")
-
-    save_single(tmp_path / "source")
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        with pytest.raises(ot.errors.RestorePlanError, match="wrong raised KeyError") as caught:
-            ot.restore_or_initialize(manager, TARGET, init_from=tmp_path / "source", transforms=[wrong])
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 @pytest.mark.parametrize("name", ["../outside", "/outside", "..", "", "a/b"])
 def test_names_of_items_that_lead_out_of_the_step_are_not_looked_for(tmp_path, name):
     save_single(tmp_path)
@@ -237,3 +170,88 @@ def test_names_of_items_that_lead_out_of_the_step_are_not_looked_for(tmp_path, n
     metadata.write_text(json.dumps(told))
     assert ot.restore(tmp_path, TARGET)["step"] == 2
     assert start(tmp_path)[0] == 2
+
+
+def remove_metadata(item):
+    (item / "_METADATA").unlink()
+
+
+def empty(item):
+    shutil.rmtree(item.parent)
+    item.parent.mkdir()
+
+
+DAMAGE = {
+    "data": cut_data,
+    "a bit of the data": flip_a_bit,
+    "manifest": lambda item: cut(item / "manifest.ocdbt"),
+    "metadata": lambda item: cut(item / "_METADATA"),
+    "no metadata": remove_metadata,
+    "no manifest": lambda item: (item / "manifest.ocdbt").unlink(),
+    "no data": lambda item: [shutil.rmtree(directory) for directory in item.rglob("d") if directory.is_dir()],
+    "no files": lambda item: [file.unlink() for file in item.iterdir() if file.is_file()],
+    "an empty item": lambda item: (shutil.rmtree(item), item.mkdir()),
+    "an empty step": empty,
+}
+
+
+@pytest.fixture
+def three_steps(tmp_path):
+    root = tmp_path / "root"
+    rng = np.random.default_rng(0)
+    with ours(root) as manager:
+        for step in (1, 2, 3):
+            state = {
+                name: np.r_[np.float32(10 * step + place), rng.random(7, np.float32)]
+                for place, name in enumerate("xyz")
+            }
+            manager.save(step, args=our_args(state))
+    return root
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_step_is_passed_over_with_a_warning(three_steps, target, damage):
+    DAMAGE[damage](three_steps / "3" / "default")
+    with ours(three_steps) as manager:
+        with pytest.warns(UserWarning, match=r"step 3 is skipped: .*manager\.delete\(3\)") as warned:
+            state, step, how = ot.restore_or_initialize(manager, target, init_fn=initial)
+        assert (values(state), step, how) == ({"x": 20.0, "y": 21.0, "z": 22.0}, 2, "resumed")
+        assert [one.filename for one in warned] == [__file__]
+        # What the warning says.
+        assert not manager.save(3, args=our_args(state))
+        manager.delete(3)
+        assert manager.save(3, args=our_args(state))
+
+
+def test_where_all_are_damaged_the_run_begins_anew(three_steps, target):
+    for step in (1, 2, 3):
+        cut_data(three_steps / str(step) / "default")
+    with ours(three_steps) as manager:
+        with pytest.warns(UserWarning) as warned:
+            assert ot.restore_or_initialize(manager, target, init_fn=initial)[1:] == (0, "scratch")
+        assert [str(one.message).partition(":")[0] for one in warned] == [f"step {n} is skipped" for n in (3, 2, 1)]
+        with (
+            pytest.warns(UserWarning, match="is skipped"),
+            pytest.raises(ot.errors.CheckpointNotFoundError, match="each of its steps is damaged"),
+        ):
+            ot.restore_or_initialize(manager, target)
+
+
+def test_a_store_that_refuses_begins_no_run_anew(three_steps, target, monkeypatch):
+    def refuse(*args, **keywords):
+        raise ot.errors.CheckpointIOError("the store is down", path=three_steps)
+
+    monkeypatch.setattr("orbax_t5x.restoring.api.open_sources", refuse)
+    with (
+        ours(three_steps) as manager,
+        pytest.warns(UserWarning, match="is skipped"),
+        pytest.raises(ot.errors.CheckpointIOError, match=r"not begun anew.*the store is down"),
+    ):
+        ot.restore_or_initialize(manager, target, init_fn=initial)
+
+
+def test_a_target_that_does_not_fit_is_no_damage(three_steps, target):
+    with ours(three_steps) as manager, pytest.raises(ot.RestorePlanError) as raised:
+        ot.restore_or_initialize(manager, {**target, "more": target["x"]}, init_fn=lambda: {**initial(), "more": 0.0})
+    # A step of the run is complete, or does not fit: nothing in it is initialised anew.
+    assert [problem.leaf for problem in raised.value.problems] == ["more"]

@@ -12,7 +12,6 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
-from orbax_t5x.restoring.run_steps import newest_lineage, step_item
 from tests.support.format_suites import save_orbax
 
 IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
@@ -75,22 +74,6 @@ def test_steps_of_orbax_versions_that_wrote_no_mark_stay_steps(tmp_path, goldens
     shutil.rmtree(tmp_path / "5")
     assert ot.latest_step(tmp_path) == 3
 
-
-def test_a_runs_lineage_is_read_from_committed_steps(tmp_path):
-    with ocp.CheckpointManager(tmp_path, item_handlers=ot.TrainStateHandler(), options=options()) as manager:
-        manager.save(1, args=ot.args.TrainStateSave({"x": np.ones(2)}, provenance=()))
-        manager.save(2, args=ot.args.TrainStateSave({"x": np.ones(2)}))
-    run = step_item(tmp_path / "2" / "default").run
-    recorded = newest_lineage(run, except_step=3)
-    assert recorded is not None
-    metadata = tmp_path / "2" / "default" / "_METADATA"
-    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "custom_metadata": None}))
-    assert newest_lineage(run, except_step=3) != recorded
-    unfinish(tmp_path / "2")
-    assert newest_lineage(run, except_step=3) == recorded
-
-
-# -- the deletion of an item
 
 # Earlier versions of Orbax delete whole steps alone, and know no record.
 KNOWS_DELETION = hasattr(v1, "delete")

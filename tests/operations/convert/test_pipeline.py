@@ -1,0 +1,86 @@
+"""Blocks are read, written and counted; an error stops the others."""
+
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.handlers.type_handlers import stream
+from orbax_t5x.lazy import LazyThreadPoolArray
+from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
+from tests.support.saving import stock
+
+MIB = 1 << 20
+
+
+def flat(tree):
+    return ot.state_utils.flatten_state_dict(tree)
+
+
+def assert_equals(restored, expected):
+    assert restored.keys() == expected.keys()
+    for name, array in expected.items():
+        assert restored[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(np.asarray(restored[name]), array, err_msg=name)
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
+    calls = []
+    array = np.arange(50_000, dtype=np.int32).reshape(100, 500)
+
+    def get():
+        calls.append(1)
+        return array
+
+    def lazy(state, target):
+        return {"w": LazyThreadPoolArray(array.shape, array.dtype, get)}
+
+    ot.convert(checkpoint({"w": np.ones(1)}), tmp_path / "out", lazy, memory_limit_bytes=1024)
+    np.testing.assert_array_equal(stock(tmp_path / "out")["w"], array)
+    assert len(calls) == 1
+
+
+def test_a_limit_below_a_mebibyte_cuts_no_leaf_smaller_than_that_and_warns(tmp_path, caplog):
+    """Chunks of a few bytes took 107 s for 74 KiB: each is a commit of the database."""
+    leaves = {"w": np.arange(3 << 17, dtype=np.float32).reshape(3, 1 << 17), "v": np.ones((64, 64))}
+    ot.convert(checkpoint(leaves), tmp_path / "out", memory_limit_bytes=64)
+    assert_equals(flat(stock(tmp_path / "out")), leaves)
+    with ot.open_checkpoint(tmp_path / "out") as opened:
+        chunks = {name: view.leaves()[0].chunks for name, view in opened.leaves.items()}
+    assert chunks == {"v": (64, 64), "w": (1, 1 << 17)}
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("orbax_t5x")]
+    assert "memory_limit_bytes=64 is 64 B" in warning and "1.00 MiB" in warning
+    caplog.clear()
+    ot.convert(checkpoint(leaves), tmp_path / "again", memory_limit_bytes=MIB)
+    assert not caplog.records
+
+
+def test_an_error_in_the_middle_stops_the_other_leaves(tmp_path):
+    leaves = {f"w{i:03}": np.ones((64, 128)) for i in range(300)}
+    leaves["w003"] = FailingLeaf("w003", np.ones((64, 128)), CheckpointIOError("gone", path="/p", leaf="w003"))
+    source = checkpoint(leaves, AwaitedLeaf)
+    with pytest.raises(CheckpointIOError, match="w003"):
+        ot.convert(source, tmp_path / "out", memory_limit_bytes=MIB)
+    assert names_in(tmp_path) == []
+    assert not source.made["w299"].boxes
+
+
+def test_progress_counts_every_byte_and_may_stop_the_conversion(tmp_path):
+    source = checkpoint({f"w{i}": np.ones((8, 1024), np.float32) for i in range(8)})
+    seen = []
+    ot.convert(source, tmp_path / "out", progress=lambda done, total, leaf: seen.append((done, total, leaf)))
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    assert seen[-1][0] == 8 * 8 * 1024 * 4 and {total for _, total, _ in seen} == {8 * 8 * 1024 * 4}
+    assert {leaf for _, _, leaf in seen} == {f"w{i}" for i in range(8)}
+
+    def enough(done, total, leaf):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        ot.convert(source, tmp_path / "other", progress=enough)
+    assert names_in(tmp_path) == ["out"]

@@ -1,0 +1,155 @@
+"""The record of how a run began, and starts that it decides."""
+
+import logging
+import shutil
+
+import orbax.checkpoint as ocp
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.provenance import runs
+from tests.support.started_runs import (
+    OTHER,
+    STATE,
+    SWAP,
+    SWAPPED,
+    T,
+    initial,
+    our_args,
+    ours,
+    recorded,
+    values,
+)
+
+
+def test_several_items_keep_their_own_lineages(tmp_path, target, source):
+    root = tmp_path / "root"
+    handlers = {name: ot.TrainStateHandler() for name in ("model", "ema")}
+    with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
+        state = ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP, item="model").state
+        items = {"model": our_args(state), "ema": ot.args.TrainStateSave(STATE, provenance=())}
+        manager.save(1, args=ocp.args.Composite(**items))
+    runs.forget_all()
+    both = {"model": target, "ema": target}
+    with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
+        start = ot.restore_or_initialize(manager, both)
+        assert start.how == "resumed" and [values(one) for one in start.state.values()] == [SWAPPED, SWAPPED]
+        items = {name: our_args(one) for name, one in start.state.items()}
+        manager.save(2, args=ocp.args.Composite(**items))
+    for item in handlers:
+        assert recorded(root / "2" / item) == recorded(root / "1" / item)
+
+
+@pytest.mark.parametrize("how", ["initialized", "scratch"])
+def test_the_first_save_records_how_the_run_began(tmp_path, target, source, how):
+    root = tmp_path / "root"
+    begins = {"init_from": source, "transforms": SWAP} if how == "initialized" else {"init_fn": initial}
+    with ours(root) as manager:
+        start = ot.restore_or_initialize(manager, target, **begins)
+        assert start.how == how
+    with ours(root) as manager:  # the lineage is the root's, not the manager's
+        manager.save(1, args=our_args(start.state))
+    lineage = recorded(root / "1" / "default")
+    rules = [entry["transforms"] for entry in lineage]
+    assert rules == ([["Rename: ('x', 'y')", "Rename: ('y', 'x')"]] if how == "initialized" else [])
+    # A restore by the handler asks nobody.
+    runs.forget_all()
+    with ours(root) as manager:
+        again = manager.restore(1, args=ot.args.TrainStateRestore(target, SWAP if lineage else ()))
+    assert values(again) == values(start.state)
+
+
+def test_a_new_run_in_the_place_of_an_old_one_has_its_own_lineage(tmp_path, target, source):
+    root = tmp_path / "root"
+    for transforms in (SWAP, OTHER):
+        with ours(root) as manager:
+            start = ot.restore_or_initialize(manager, target, init_from=source, transforms=transforms)
+            manager.save(1, args=our_args(start.state))
+        (entry,) = recorded(root / "1" / "default")
+        assert entry["transforms"] == [f"Rename: {rule}" for rule in transforms.rules]
+        shutil.rmtree(root)
+
+
+def test_other_rules_than_recorded_are_a_warning_once(tmp_path, target, source, caplog):
+    root = tmp_path / "root"
+
+    def start(transforms):
+        runs.forget_all()
+        caplog.clear()
+        with ours(root) as manager, caplog.at_level(logging.WARNING, "orbax_t5x"):
+            state, step, _ = ot.restore_or_initialize(manager, target, init_from=source, transforms=transforms)
+            manager.save(step + 1, args=our_args(state))
+        return values(state), [record.message for record in caplog.records if record.name.startswith("orbax_t5x")]
+
+    assert start(SWAP) == (SWAPPED, [])
+    state, (warning,) = start(OTHER)
+    assert state == SWAPPED
+    assert "other transforms" in warning and "'z'" in warning and "'x'" in warning
+    assert [entry.get("is_resuming") for entry in recorded(root / "2" / "default")] == [None, True]
+    # Now both are the run's.
+    assert start(OTHER) == (SWAPPED, [])
+    assert start(SWAP) == (SWAPPED, [])
+    assert recorded(root / "4" / "default") == recorded(root / "2" / "default")
+
+
+def test_nobody_is_asked(tmp_path, target, source):
+    root = tmp_path / "root"
+    moved = []
+
+    def opaque(state, target):
+        moved.append(True)
+        return SWAP(state, target)
+
+    for _ in range(3):
+        runs.forget_all()
+        with ours(root) as manager:
+            state, step, _ = ot.restore_or_initialize(
+                manager, target, init_from=source, transforms=[lambda s, t: opaque(s, t)]
+            )
+            assert values(state) == SWAPPED
+            manager.save(step + 1, args=our_args(state))
+    assert moved == [True]
+    # Nothing records what happened before this save.
+    unrecorded = tmp_path / "unrecorded"
+    runs.forget_all()
+    with ours(unrecorded) as manager:
+        manager.save(1, args=our_args(STATE))
+    with ours(unrecorded) as manager:
+        assert values(ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP).state) == SWAPPED
+
+
+SOURCES_WITH_TRANSFORMS = {
+    "one": lambda path: (ot.Source(path, SWAP), ()),
+    "one, and after it": lambda path: (ot.Source(path, SWAP), [OTHER, OTHER]),
+    "several": lambda path: (
+        {"a": ot.Source(path, SWAP), "b": path},
+        [T.Keep(r"a/.*"), T.Rename([(r"a/(.*)", r"\1")])],
+    ),
+    "auto": lambda path: (ot.Source(path, SWAP), "auto"),
+}
+
+
+@pytest.mark.parametrize("which", SOURCES_WITH_TRANSFORMS)
+def test_transforms_of_sources_are_the_runs_too(tmp_path, target, source, which, caplog):
+    init_from, transforms = SOURCES_WITH_TRANSFORMS[which](source)
+    for _ in range(2):
+        runs.forget_all()
+        with ours(tmp_path / "root") as manager, caplog.at_level(logging.WARNING, "orbax_t5x"):
+            state, step, _ = ot.restore_or_initialize(manager, target, init_from=init_from, transforms=transforms)
+            assert values(state) == SWAPPED
+            manager.save(step + 1, args=our_args(state))
+    assert not [record for record in caplog.records if record.name.startswith("orbax_t5x")]
+
+
+def test_a_source_that_was_mapped_before_is_not_mapped_again(tmp_path, target, source, caplog):
+    with ours(tmp_path / "first") as manager:
+        state = ot.restore_or_initialize(manager, target, init_from=source, transforms=SWAP).state
+        manager.save(1, args=our_args(state))
+    first = tmp_path / "first"
+    with ours(tmp_path / "second") as manager, caplog.at_level(logging.WARNING, "orbax_t5x"):
+        again = ot.restore_or_initialize(manager, target, init_from=first, transforms=SWAP)
+        assert (values(again.state), again.how) == (SWAPPED, "initialized")
+    assert "applied already" in caplog.text
+    with ours(tmp_path / "third") as manager:
+        turned = ot.restore_or_initialize(manager, target, init_from=first, transforms=SWAP, is_resuming=False)
+    assert values(turned.state) == {"x": 1.0, "y": 2.0, "z": 3.0}
