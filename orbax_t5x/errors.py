@@ -54,7 +54,7 @@ class CheckpointError(Exception):
           fix_text: gives the text of a fix.
           width: columns of a terminal for a list of problems; None where lines are not broken.
         """
-        # A name of a directory may hold what a terminal obeys; the text is what Python's own traceback prints.
+        # A directory's name may hold control characters, and Python's own traceback prints this text.
         where = [] if self.path is None else [plain(self.path)]
         if self.leaf is not None:
             where.append(f"leaf {self.leaf!r}")
@@ -67,27 +67,27 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointGoneError(CheckpointError, FileNotFoundError):
-    """The checkpoint vanished while it was being read."""
+    """Error: the checkpoint vanished while it was being read."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
-    """The bytes are damaged: a checksum, a length or a structure does not hold."""
+    """Error: the bytes are damaged: a checksum, a length or a structure does not hold."""
 
 
 class UnsafeCheckpointError(CheckpointError, ValueError):
-    """The checkpoint asks for something outside its own directory, or for more than reading."""
+    """Error: the checkpoint refers to something outside its own directory, or needs more than reading."""
 
 
 class UnsupportedCheckpointError(CheckpointError, ValueError):
-    """The checkpoint seems well-formed, but is not readable here; the text says what is."""
+    """Error: the checkpoint seems well-formed, but is not readable here; the text names what is."""
 
 
 class LimitExceededError(CheckpointError, ValueError):
-    """A size in a file exceeds the limits; raise them with `orbax_t5x.Limits`."""
+    """Error: a size in a file exceeds the limits; raise them with `orbax_t5x.Limits`."""
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """The operating system or a remote store failed to read or write.
+    """Error: the operating system or a remote store failed to read or write.
 
     Attributes:
       errno: the operating system's error number, or None where it gave none.
@@ -114,7 +114,7 @@ def error_at(error: CheckpointError, *, path: str | os.PathLike[str] | None, lea
 
 
 class LeafMismatchError(CheckpointError, ValueError):
-    """A file disagrees with itself about a leaf, or a T5X function found a shape that does not fit."""
+    """Error: a file disagrees with itself about a leaf, or a T5X function found a shape that does not fit."""
 
 
 ProblemKind = Literal[
@@ -135,12 +135,12 @@ ProblemKind = Literal[
     "provenance",
     "nothing_restored",
 ]
-"""What a `Problem` is about. The words are stable, and programs may compare them:
+"""Kind of a `Problem`. The words are stable, and programs may compare them:
 
-* "missing": a leaf that is wanted, or a part of one that a transform makes, is nowhere.
+* "missing": a leaf of the target, or an input of a transform, is in no checkpoint.
 * "leftover": a leaf of the checkpoint has no place in the target, and `strict` is set.
 * "shape": two shapes disagree, or a transform does not apply to a shape.
-* "dtype": a conversion that may lose values, or that needs `Cast`, and that nobody asked for.
+* "dtype": a conversion that may lose values, or that needs `Cast`, and was not requested.
 * "sharding": a sharding does not fit its leaf, or is needed and missing.
 * "target": the target holds something that no leaf can be restored into.
 * "fallback": the fallback cannot be used for a leaf.

@@ -17,11 +17,11 @@ _SHOWN_PATTERN = 200
 
 
 class UsageError(Exception):
-    """The command was called wrongly; the text says how it is called rightly."""
+    """Error: the command was called wrongly; the text has the right call."""
 
 
 def size_argument(text: str) -> int:
-    """Bytes from `268435456`, `256M`, `256MiB` or `1.5G`; all units are powers of 1024.
+    """Parses bytes, such as `268435456`, `256M`, `256MiB` or `1.5G`; all units are powers of 1024.
 
     Raises:
       argparse.ArgumentTypeError: argparse reports it.
@@ -61,7 +61,7 @@ def read_rules(path: str) -> list[tuple[str, str | None]]:
     """
     _, rules = _read_json(path, "--map")
     if not isinstance(rules, list):
-        raise UsageError(f"--map {path}: a JSON list of [pattern, replacement] is wanted, not {_kind(rules)}")
+        raise UsageError(f"--map {path}: must be a JSON list of [pattern, replacement], not {_kind(rules)}")
     for number, rule in enumerate(rules):
         _check_rule(path, number, rule)
     return [(pattern, replacement) for pattern, replacement in rules]
@@ -75,7 +75,7 @@ def read_json_object(path: str, option: str) -> bytes:
     """
     data, value = _read_json(path, option)
     if not isinstance(value, dict):
-        raise UsageError(f"{option} {path}: a JSON object is wanted, not {_kind(value)}")
+        raise UsageError(f"{option} {path}: must be a JSON object, not {_kind(value)}")
     return data
 
 
@@ -98,7 +98,7 @@ def _check_rule(path: str, number: int, rule: Any) -> None:
     right = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
     if not right or not isinstance(rule[0], str) or not isinstance(rule[1], str | None):
         wanted = '["pattern", "replacement" or null]'
-        raise UsageError(f"--map {path}: rule {number} is {json.dumps(rule)}; wanted is {wanted}")
+        raise UsageError(f"--map {path}: rule {number} must be {wanted}, not {json.dumps(rule)}")
     try:
         re.compile(rule[0])
     except (re.error, OverflowError, RecursionError) as error:  # a count beyond what is counted, groups nested too deep

@@ -1,7 +1,7 @@
 """`completion`: a script that completes commands, options and their values in bash and zsh.
 
-It is made from the program's own parser and printed once, so that a shell asks nothing of Python while one types. Where
-no word of ours fits, the shell completes names of files.
+It is made from the program's own parser and printed once, so that a shell need not start Python at each completion.
+Where none of the words fits, the shell completes names of files.
 """
 
 from __future__ import annotations

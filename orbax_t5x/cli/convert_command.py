@@ -22,7 +22,7 @@ from orbax_t5x.text.wording import array_text, plain
 
 
 def run(options: argparse.Namespace) -> int:
-    """Converts, and says what was written."""
+    """Converts, and prints what was written."""
     mapping = MappingOptions(options)
     writing = WriteOptions(
         options.format,

@@ -27,7 +27,7 @@ _OPTIONS: Mapping[str, Callable[[Any], str | None]] = {
 
 
 def fix_text(fix: Fix) -> str:
-    """Returns the text of a fix; what has no option here can be done in a program, and the text says so."""
+    """Returns the text of a fix; what has no option is for a program in Python."""
     texts = [text for way in fix.ways if (text := _way_text(way)) is not None]
     return ", or ".join(dict.fromkeys(texts)) if texts else f"in Python, {fix.text}"
 
@@ -50,7 +50,7 @@ def _way_text(way: Fix) -> str | None:
 
 
 def _transforms_text(transforms: tuple[Any, ...]) -> str | None:
-    """Returns what stands for transforms; None where one of them has no option."""
+    """Returns the options for transforms; None where one of them has no option."""
     texts = [_transform_text(transform) for transform in transforms]
     return None if None in texts else " and ".join(filter(None, texts))
 

@@ -92,7 +92,7 @@ class _Branch:
         branch.leaf = leaf
 
     def rows(self) -> Iterator[TableRow]:
-        """Names with their indent, and what stands beside them; how deep they are does not matter."""
+        """Returns rows of names with their indent, of any depth."""
         pending = [iter(self.parts.items())]
         while pending:
             for name, branch in pending[-1]:

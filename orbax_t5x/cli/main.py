@@ -22,7 +22,7 @@ from orbax_t5x.text.table import terminal_width
 from orbax_t5x.text.wording import plain
 
 PROGRAM = "orbax-t5x"
-# Any value but an empty one asks for the traceback of an error that is not one of the library's.
+# Any value but an empty one prints the traceback of an error that is not one of the library's.
 _TRACEBACK = "ORBAX_T5X_TRACEBACK"
 _OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 

@@ -54,7 +54,7 @@ class RuleOptions:
         return chain if self._rules is None else [*chain, self._rules]
 
     def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:
-        """Bundles have Mesh TensorFlow's names, unless something else was said or does it."""
+        """Returns True for bundles, unless an option or a rule pack does otherwise."""
         if self._translate is not None:
             return self._translate
         is_done = self._is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)

@@ -19,7 +19,7 @@ def emit(text: str) -> None:
 
 
 def plain_lines(text: str) -> str:
-    """Returns text without what a terminal obeys, in its lines."""
+    """Returns text in its lines, without control characters."""
     return "\n".join(plain(line) for line in text.splitlines())
 
 

@@ -12,7 +12,7 @@ from orbax_t5x.cli.arguments import UsageError
 from orbax_t5x.rules import RulePack
 
 AUTO = "auto"
-"""What stands for the pack that `orbax_t5x.rules.infer` finds."""
+"""Name for the pack that `orbax_t5x.rules.infer` finds."""
 
 _INVERSE = "inverse"
 _CONSTANTS = {"true": True, "false": False, "none": None}

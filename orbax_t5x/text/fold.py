@@ -27,7 +27,7 @@ class Folded:
 
     Attributes:
       texts: the parallel texts, numbers that vary in braces.
-      members: indices of the rows it stands for, in the order of the braces.
+      members: indices of the folded rows, in the order of the braces.
     """
 
     texts: tuple[str, ...]
@@ -35,7 +35,7 @@ class Folded:
 
     @property
     def label(self) -> str:
-        """The leading text, with how many rows it stands for when that is more than one."""
+        """The leading text, with the number of folded rows where that is more than one."""
         return self.texts[0] + times_text(len(self.members))
 
 
@@ -75,7 +75,7 @@ def fold(rows: Sequence[tuple[str, ...]], alike: Sequence[Hashable] | None = Non
 
 
 def fold_names(names: Iterable[str]) -> list[Folded]:
-    """Folds names alone."""
+    """Folds names without further texts."""
     return fold([(name,) for name in names])
 
 
@@ -97,7 +97,7 @@ def runs(numbers: Sequence[str]) -> str | None:
             parts.append(numbers[start])
             start += 1
             continue
-        # Not `0,2…22`: beside other numbers it would say two things.
+        # Not `0,2…22`: beside other numbers it would be ambiguous.
         parts.append(f"{numbers[start]}…{numbers[stop - 1]}" + (f":{abs(step)}" if abs(step) != 1 else ""))
         start = stop
     return "{" + ",".join(parts) + "}"

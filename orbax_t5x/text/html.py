@@ -8,7 +8,7 @@ from html import escape
 from orbax_t5x.text.table import TableRow
 
 # Colours are those of the page, so that it can be dark; only weights and rules are ours. Names break after a '/'
-# or, where they must, anywhere, so that no column lies outside the page.
+# or, where they must, anywhere, so that no column is outside the page.
 _STYLE = """
 .orbax-t5x {font-size: 13px; line-height: 1.45; max-width: 100%; overflow-x: auto}
 .orbax-t5x p {margin: 0 0 4px}
@@ -26,7 +26,7 @@ _STYLE = """
 
 
 def html_fragment(parts: Iterable[str]) -> str:
-    """Parts that are HTML already, with the style that they need."""
+    """Joins parts that are HTML already, with their style."""
     return f'<div class="orbax-t5x"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 

@@ -1,7 +1,7 @@
-"""Many problems as a few lines: those of one kind that differ in a number or in the leaf alone are one entry.
+"""Many problems as a few lines: those of one kind that differ only in a number or in the leaf are one entry.
 
-Whatever is wrong, the lines are fewer than `MOST_LINES`: every kind keeps its first entries, and a line says how many
-problems are not shown. A long list inside a message, such as all names of a checkpoint, is cut.
+The lines are always fewer than `MOST_LINES`: every kind keeps its first entries, and a line counts the problems that
+are not shown. A long list inside a message, such as all names of a checkpoint, is cut.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DescribedProblem(Protocol):
 class _ProblemGroup:
     """Problems of one kind with one message; `leaves` are their leaves, folded, and none where they concern no leaf.
 
-    `fix_names_leaf` says that the fix is that of the first alone.
+    `fix_names_leaf` is True where the fix is only that of the first.
     """
 
     kind: str

@@ -20,12 +20,12 @@ _GAP = "  "
 
 
 def terminal_width() -> int:
-    """Columns to write for."""
+    """Returns the columns to write for."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns)
 
 
 def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
-    """Lines of text, broken at spaces only: a path or a name is copied by whoever reads this.
+    """Breaks text into lines, at spaces only: readers copy paths and names.
 
     Args:
       text: without line breaks.
@@ -44,7 +44,7 @@ class TableRow:
     """Row of a table; any text but the label may be empty.
 
     Attributes:
-      label: the leaf's name, with how many leaves the row stands for.
+      label: the leaf's name, with the number of leaves in the row.
       array: dtype and shape.
       placing: the sharding.
       size: bytes, as text.
@@ -91,7 +91,7 @@ def table_lines(rows: Sequence[TableRow], width: int, heads: TableRow | None = N
     Args:
       rows: in their order.
       width: columns.
-      heads: what stands above each column where a row is one line.
+      heads: headings of the columns, shown where a row is one line.
     """
     if not rows:
         return []

@@ -13,7 +13,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size_text(count: int) -> str:
-    """Bytes with three digits: `512 B`, `1.50 KiB`, `11.3 MiB`."""
+    """Returns bytes with three digits: `512 B`, `1.50 KiB`, `11.3 MiB`."""
     value, unit = float(count), 0
     # 1023.5 would be written with four digits.
     while value >= 999.5 and unit < len(_UNITS) - 1:
@@ -41,7 +41,7 @@ def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str =
       names: all of them.
       shown: how many are written.
       noun: what the others are, in the plural: `a, b and 3 more leaves`.
-      separator: what stands between two names.
+      separator: text between two names.
     """
     names = list(names)
     left = len(names) - shown
@@ -55,7 +55,7 @@ def leaves_text(count: int) -> str:
 
 
 def dtype_text(dtype: Any) -> str:
-    """Returns a dtype's name; strings have dtype object and are called what they are."""
+    """Returns a dtype's name; that of strings, which is object, is `bytes`."""
     return "bytes" if np.dtype(dtype) == np.dtype(object) else np.dtype(dtype).name
 
 
@@ -66,7 +66,7 @@ def array_text(dtype: Any, shape: tuple[int, ...]) -> str:
 
 
 def array_bytes(dtype: Any, shape: Sequence[int]) -> int:
-    """Bytes of an array in memory; strings count nothing, their length is not in their shape."""
+    """Returns the bytes of an array in memory; strings count nothing, because a shape has no lengths of strings."""
     dtype = np.dtype(dtype)
     return 0 if dtype.hasobject else math.prod(shape) * dtype.itemsize
 

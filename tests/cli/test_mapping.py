@@ -78,7 +78,7 @@ def test_config_is_an_object_for_safetensors(run, tmp_path):
     code, _, err = run(*command, "--config", tmp_path / "list.json")
     assert code == 2 and "--config is for --format safetensors" in err
     for path, told in (
-        (tmp_path / "list.json", "a JSON object is wanted, not a list"),
+        (tmp_path / "list.json", "must be a JSON object, not a list"),
         (tmp_path / "no", "No such file"),
     ):
         code, _, err = run(*command, "--format", "safetensors", "--config", path)

@@ -106,8 +106,8 @@ def test_plan_explains_a_leaf(run):
     [
         ("{", "not JSON"),
         ('{"a": "b"}', "not an object"),
-        ('["ab"]', 'rule 0 is "ab"'),
-        ('[["a", 1]]', 'rule 0 is ["a", 1]'),
+        ('["ab"]', 'not "ab"'),
+        ('[["a", 1]]', 'not ["a", 1]'),
         ('[["a", "b"], ["(", null]]', "rule 1: '(' is no regular expression"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The demo: its command, its job in a process of its own, and a reader that knows stock Orbax alone."""
+"""The demo: its command, its job in a process of its own, and a reader that uses only stock Orbax."""

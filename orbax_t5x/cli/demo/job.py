@@ -85,7 +85,7 @@ class _DemoJob:
         _say("Inspect", f"{leaves_text(len(leaves))}, {size} in {shards}, as TensorFlow wrote them at step")
         _say(
             "",
-            f"{checkpoint.step:,}; opened in {clock}, reading its index of {size_text(checkpoint.index_bytes)} alone",
+            f"{checkpoint.step:,}; opened in {clock}, reading only its index of {size_text(checkpoint.index_bytes)}",
         )
 
     def plan(self) -> None:
@@ -102,7 +102,7 @@ class _DemoJob:
         sizes = size_text(self._plan.bytes_to_read), size_text(inference.bytes_to_read)
         example = next(entry for entry in self._plan.entries if entry.name.endswith("layers_1/mlp/wi_0/kernel"))
         _say("Plan", f"the {leaves_text(len(self._plan.entries))} of a T5X train state, in {clock}: {read} to read,")
-        _say("", f"{sizes[0]} (for the parameters alone it would be {sizes[1]}), and {made}")
+        _say("", f"{sizes[0]} (for only the parameters it would be {sizes[1]}), and {made}")
         _say("", "placeholders that T5X's Adafactor has; one of them all:")
         _say("", f"  {example.sources[0]}")
         _say("", f"  -> {example.name}")
@@ -134,7 +134,7 @@ class _DemoJob:
             arguments = ot.args.TrainStateRestore(self._target, self._names)
             restored = manager.restore(manager.latest_step(), args=arguments)
         _say("Resume", f"with the same target and transforms, in {clock}: the step's record")
-        _say("", "says that its names are translated already")
+        _say("", "has a record that its names are translated already")
         self._compare("what was saved", flatten(restored), flatten(self._state))
         pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(self._state), strict=True)
         self._verdict("every leaf is sharded as it was", all(mine.sharding == other.sharding for mine, other in pairs))

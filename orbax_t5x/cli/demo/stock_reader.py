@@ -1,6 +1,6 @@
-"""Reads a checkpoint with stock Orbax alone, run as a file of its own: `stock_reader.py DIRECTORY OUT.npz`.
+"""Reads a checkpoint only with stock Orbax, run as a file of its own: `stock_reader.py DIRECTORY OUT.npz`.
 
-It imports nothing of this package, and says so in its exit code.
+It imports nothing of this package, which its exit code confirms.
 """
 
 import sys
