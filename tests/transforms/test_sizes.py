@@ -47,5 +47,5 @@ def test_equal_transforms_of_sizes_have_equal_digests():
 def test_elements_of_the_fallback_are_known_in_a_restore_alone():
     leaf = tr.Pad("a", (5,), tr.FALLBACK)(AB, {})["a"]
     assert np.array_equal(leaf[:2].get(), AB["a"])
-    with pytest.raises(ValueError, match=r"in a restore alone .*fallback="):
+    with pytest.raises(ValueError, match=r"only in a restore .*fallback="):
         leaf.get()

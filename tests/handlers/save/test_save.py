@@ -193,7 +193,7 @@ def test_names_that_orbax_would_join_to_one_are_an_error(tmp_path):
 def test_only_what_may_be_skipped_is_said_to_be(tmp_path, leaf, said):
     with pytest.raises(UnsupportedCheckpointError, match=said) as raised:
         save(tmp_path / "c", {"x": leaf, "w": np.ones(2)})
-    assert 'on_unsupported="skip"' in str(raised.value)
+    assert "on_unsupported='skip'" in str(raised.value)
     with pytest.raises(UnsupportedCheckpointError, match=said) as raised:
         save(tmp_path / "c", {"x": leaf})
     assert "on_unsupported" not in str(raised.value)
@@ -228,7 +228,7 @@ def test_skipped_leaves_are_left_out_and_recorded(tmp_path):
         "u": ((2, 3), "uint4"),
         "list/0": ((0,), "int8"),
     }
-    with pytest.raises(UnsupportedCheckpointError, match=r"Without them there is nothing to save$"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"without them there is nothing to save$"):
         save(tmp_path / "d", {"zero": np.zeros(0), "o": object()}, on_unsupported="skip")
     with pytest.raises(ValueError, match="on_unsupported"):
         save(tmp_path / "d", {"k": np.ones(1)}, on_unsupported="drop")
