@@ -129,6 +129,7 @@ ProblemKind = Literal[
     "name",
     "rule",
     "unused_rule",
+    "unmapped",
     "transform",
     "translate",
     "optimizer",
@@ -148,6 +149,7 @@ ProblemKind = Literal[
 * "name": a checkpoint could not be opened with a name that is to be saved.
 * "rule": a rule cannot be applied as it is written.
 * "unused_rule": a rule that must match matches nothing.
+* "unmapped": a rule pack does not know the name of a leaf of the model, and `strict` is set.
 * "transform": a transform raised an exception or returned something that is no state dict.
 * "translate": a name of Mesh TensorFlow has no translation into T5X's.
 * "optimizer": two optimizers keep states that cannot be converted exactly.

@@ -77,7 +77,7 @@ class OneSource(Transform):
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         own = self.own(state)
         taken = {self._joined_name(name) for name in own}
-        found = Diagnostics(warns_of_unused=diagnostics.warns_of_unused)
+        found = diagnostics.settings()
         below = self.target_below(target)
         transformed = run_transforms(self.steps, own, below, is_resuming=False, diagnostics=found)
         result = NewState(diagnostics)

@@ -73,7 +73,7 @@ def plan_inputs(
     """
     path = ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
     flattened = flatten_target(target)
-    diagnostics = Diagnostics()
+    diagnostics = Diagnostics(allows_unmapped=not options.strict)
     stored = source = source_leaves(checkpoints, diagnostics)
     for name in (*flattened.train_states, *flattened.inference_states):
         source = without_saved_whole_prefix(source, f"{name}/" if name else "")

@@ -62,7 +62,7 @@ def open_transformed(
     sources = open_sources(source, options, stack)
     checkpoints = checkpoints_of(sources)
     path = ", ".join(checkpoint.path for checkpoint in checkpoints.values())
-    diagnostics = Diagnostics()
+    diagnostics = Diagnostics(allows_unmapped=not options.strict)
     stored = source_leaves(checkpoints, diagnostics)
     applied = written_out((*own_chain(sources), *chain), stored, target, path)
     records = recorded_lineages(checkpoints)

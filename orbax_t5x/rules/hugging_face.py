@@ -12,51 +12,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.rules.leaf_table import BIAS, SUBLAYERS, Dimensions, LeafTable, dimensions_of, layer_names
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
-from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, target_prefix
+from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, WithoutPrefix, equal_copies, target_prefix
 from orbax_t5x.transforms.arrays import Transpose
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
-from orbax_t5x.transforms.state import view_of
+from orbax_t5x.transforms.state import NewState, view_of
 from orbax_t5x.trees.flat import FlatState
 
 _ANCHOR = "token_embedder/embedding"
 _HEAD = "decoder/logits_dense/kernel"
-_BIAS = "relpos_bias/rel_embedding"
 # Prefixes of T5X's names on the way back.
 _ROOT = r"(?:(?:params/)?params/|target/)?"
 _MODEL = r"(?:token_embedder|encoder|decoder)/.*"
-
-_PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "out"}
-# Tower -> sublayers in order: Hugging Face's module, T5X's, T5X's norm before it.
-_SUBLAYERS = {
-    "encoder": (
-        ("SelfAttention", "attention", "pre_attention_layer_norm"),
-        ("DenseReluDense", "mlp", "pre_mlp_layer_norm"),
-    ),
-    "decoder": (
-        ("SelfAttention", "self_attention", "pre_self_attention_layer_norm"),
-        ("EncDecAttention", "encoder_decoder_attention", "pre_cross_attention_layer_norm"),
-        ("DenseReluDense", "mlp", "pre_mlp_layer_norm"),
-    ),
-}
-
-
-def _layer_names() -> list[tuple[str, str]]:
-    """Pairs of names in a layer, with `*` for its number."""
-    pairs: list[tuple[str, str]] = []
-    for tower, sublayers in _SUBLAYERS.items():
-        for number, (theirs, ours, norm) in enumerate(sublayers):
-            block, layer = f"{tower}.block.*.layer.{number}", f"{tower}/layers_*"
-            pairs.append((f"{block}.layer_norm.weight", f"{layer}/{norm}/scale"))
-            if ours == "mlp":
-                kernels = {name: name for name in ("wi", "wi_0", "wi_1", "wo")}
-            else:
-                kernels = _PROJECTIONS
-            pairs += [(f"{block}.{theirs}.{a}.weight", f"{layer}/{ours}/{b}/kernel") for a, b in kernels.items()]
-    return pairs
-
 
 _FIXED_NAMES = (
     ("shared.weight", _ANCHOR),
@@ -84,25 +54,83 @@ def _names_of_flax(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _to_t5x() -> tuple[tuple[str, str], ...]:
-    pairs = [*_layer_names(), *_FIXED_NAMES]
+    pairs = [*layer_names(), *_FIXED_NAMES]
     layer_bias = r"(encoder|decoder)\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
     return (
         *((_their_pattern(theirs), ours.replace("*", r"\1")) for theirs, ours in pairs),
-        (layer_bias, rf"\1/layers_\2/{_BIAS}"),
+        (layer_bias, rf"\1/layers_\2/{BIAS}"),
     )
 
 
 def _from_t5x() -> tuple[tuple[str, str], ...]:
-    pairs = [*_layer_names(), *_FIXED_NAMES]
+    pairs = [*layer_names(), *_FIXED_NAMES]
     theirs = "block.{}.layer.0.SelfAttention.relative_attention_bias.weight"
     return (
         *((_our_pattern(ours), theirs_.replace("*", r"\1")) for theirs_, ours in pairs),
-        (rf"{_ROOT}(encoder|decoder)/{_BIAS}", r"\1." + theirs.format("0")),
-        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{_BIAS}", r"\1." + theirs.format(r"\2")),
+        (rf"{_ROOT}(encoder|decoder)/{BIAS}", r"\1." + theirs.format("0")),
+        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{BIAS}", r"\1." + theirs.format(r"\2")),
     )
 
 
-_TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{_BIAS})"
+_TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{BIAS})"
+
+
+def _their_leaves() -> LeafTable:
+    """Makes the table of Hugging Face's names."""
+    found: dict[str, Dimensions] = {f"{tower}.embed_tokens.weight": ("VE",) for tower in SUBLAYERS}
+    # Linear weights are transposed.
+    for theirs, ours in (*layer_names(), *_FIXED_NAMES):
+        found[theirs] = (dimensions_of(ours)[:: -1 if ours.endswith("/kernel") else 1],)
+    bias = "block.{}.layer.{}.{}.relative_attention_bias.weight"
+    found.update({f"{tower}.{bias.format('*', 0, 'SelfAttention')}": ("*H",) for tower in SUBLAYERS})
+    found[f"decoder.{bias.format('*', 1, 'EncDecAttention')}"] = ()
+    return LeafTable("Hugging Face's T5", found, has_dots=True)
+
+
+def _flax_leaves() -> LeafTable:
+    """Makes the table of the names of Hugging Face's Flax models."""
+    names = _names_of_flax([*layer_names(), *_FIXED_NAMES])
+    bias = "block/*/layer/0/SelfAttention/relative_attention_bias/embedding"
+    found: dict[str, Dimensions] = {theirs: (dimensions_of(ours),) for theirs, ours in names}
+    return LeafTable("Hugging Face's Flax T5", {**found, **{f"{tower}/{bias}": ("*H",) for tower in SUBLAYERS}})
+
+
+def _our_leaves() -> LeafTable:
+    """Makes the table of the names of T5X's minimal T5 that Hugging Face's models have, too."""
+    names = [ours for _, ours in (*layer_names(), *_FIXED_NAMES)]
+    names += [f"{tower}/{layers}{BIAS}" for tower in SUBLAYERS for layers in ("", "layers_*/")]
+    return LeafTable("T5X's minimal T5", {name: (dimensions_of(name),) for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class _TowerEmbeddings(Transform):
+    """Embeddings for a target that has one per tower: the tower's own of the file, else the shared one.
+
+    For a target with one tower's the file's copies must be equal, since the shared one has no other place.
+    """
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        prefix = target_prefix(target, "")
+        shared = "shared.weight"
+        takers = {f"{tower}.embed_tokens.weight": f"{tower}/{_ANCHOR}" for tower in SUBLAYERS}
+        takers = {
+            own: new for own, new in takers.items() if prefix + new in target and (own in state or shared in state)
+        }
+        if not takers:
+            return dict(state)
+        result = NewState(diagnostics)
+        for name, value in state.items():
+            if name not in takers and (name != shared or prefix + _ANCHOR in target):
+                result.put(name, value, name)
+        is_compared = len(takers) == 1 and prefix + _ANCHOR not in target
+        for own, new in takers.items():
+            copies = [name for name in (own, shared) if name in state]
+            value = state[copies[0]]
+            if is_compared and len(copies) > 1:
+                value = equal_copies(copies, state, diagnostics, becomes=prefix + new, rule=f"{own!r} -> {new!r}")
+            if value is not None:
+                result.put(new, value, copies[0], f"{copies[0]!r} -> {new!r}")
+        return result.finish()
 
 
 # Its name is part of the digests of packs, which checkpoints record: it cannot change.
@@ -112,16 +140,16 @@ class _SettleBias(Transform):
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         renamed = {
-            f"{tower}/layers_0/{_BIAS}": f"{tower}/{_BIAS}"
-            for tower in _SUBLAYERS
-            if f"{tower}/layers_0/{_BIAS}" in state and f"{tower}/layers_1/{_BIAS}" not in state
+            f"{tower}/layers_0/{BIAS}": f"{tower}/{BIAS}"
+            for tower in SUBLAYERS
+            if f"{tower}/layers_0/{BIAS}" in state and f"{tower}/layers_1/{BIAS}" not in state
         }
         result = {renamed.get(name, name): value for name, value in state.items()}
         prefix = target_prefix(target, "")
-        for tower in _SUBLAYERS:
-            if f"{prefix}{tower}/layers_0/{_BIAS}" in target:
+        for tower in SUBLAYERS:
+            if f"{prefix}{tower}/layers_0/{BIAS}" in target:
                 layers = rf"{tower}/layers_(\d+)/.*"
-                step = RepeatPerLayer(f"{tower}/{_BIAS}", layers, f"{tower}/layers_{{i}}/{_BIAS}", None)
+                step = RepeatPerLayer(f"{tower}/{BIAS}", layers, f"{tower}/layers_{{i}}/{BIAS}", None)
                 result = step.apply(result, target, diagnostics)
         return result
 
@@ -185,7 +213,9 @@ def hf_t5_to_t5x(
 ) -> RulePack:
     """Maps Hugging Face's T5, T5.1.1, mT5 and umT5 names to T5X minimal T5.
 
-    The result gets the prefix of the target's `encoder/…` and `decoder/…`.
+    The result gets the prefix of the target's `encoder/…` and `decoder/…`. The copies of the embedding that old files
+    hold, `encoder.embed_tokens` and `decoder.embed_tokens`, must be equal to it, which is checked when it is read; a
+    target with an embedding per tower gets the tower's own. Names may be below a prefix, such as `text_encoder_2.`.
 
     Args:
       tie_word_embeddings: as config.json has it; None: a file without `lm_head.weight` is tied.
@@ -210,11 +240,17 @@ def hf_t5_to_t5x(
     )
     back = (Transpose(_ROOT + _TRANSPOSED, require_match=False), Rename(_from_t5x(), require_match=False))
     example = "encoder.block.0.layer.0.SelfAttention.q.weight"
-    return _pack("hf_t5_to_t5x", forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix)
+    leaves = _their_leaves()
+    before = (WithoutPrefix(leaves), _TowerEmbeddings())
+    return _pack(
+        "hf_t5_to_t5x", leaves, before, forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix
+    )
 
 
 def _pack(
     function: str,
+    leaves: LeafTable,
+    before: tuple[Transform, ...],
     forwards: tuple[Transform, ...],
     back: tuple[Transform, ...],
     example: str,
@@ -225,6 +261,7 @@ def _pack(
     """Makes the pack of a function: its own transforms, and those of both formats for biases, head and prefix."""
     arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
     given = {**arguments, "prefix": None if prefix == "target/" else prefix}
+    ours = _our_leaves()
     return pack_of(
         PackCall(function, tuple((name, value) for name, value in given.items() if value is not None)),
         (
@@ -237,6 +274,10 @@ def _pack(
         (Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False), *back),
         example=example,
         back_example="target/encoder/layers_0/attention/query/kernel",
+        _before=before,
+        _before_back=(WithoutPrefix(ours),),
+        _leaves=leaves,
+        _leaves_back=ours,
     )
 
 
@@ -265,19 +306,23 @@ def hf_flax_t5_to_t5x(
       >>> ot.rules.hf_flax_t5_to_t5x()({"shared": {"embedding": 1}, "lm_head": {"kernel": 2}}, {})
       {'target': {'token_embedder': {'embedding': 1}, 'decoder': {'logits_dense': {'kernel': 2}}}}
     """
-    pairs = _names_of_flax([*_layer_names(), *_FIXED_NAMES])
+    pairs = _names_of_flax([*layer_names(), *_FIXED_NAMES])
     bias = "block/{}/layer/0/SelfAttention/relative_attention_bias/embedding"
-    biases = rf"(?:encoder|decoder)/(?:layers_\d+/)?{_BIAS}"
+    biases = rf"(?:encoder|decoder)/(?:layers_\d+/)?{BIAS}"
     renamed = (
         *((theirs.replace("*", r"(\d+)"), ours.replace("*", r"\1")) for theirs, ours in pairs),
-        (r"(encoder|decoder)/" + bias.format(r"(\d+)"), rf"\1/layers_\2/{_BIAS}"),
+        (r"(encoder|decoder)/" + bias.format(r"(\d+)"), rf"\1/layers_\2/{BIAS}"),
     )
     renamed_back = (
         *((_our_pattern(ours), theirs.replace("*", r"\1")) for theirs, ours in pairs),
-        (rf"{_ROOT}(encoder|decoder)/{_BIAS}", r"\1/" + bias.format("0")),
-        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{_BIAS}", r"\1/" + bias.format(r"\2")),
+        (rf"{_ROOT}(encoder|decoder)/{BIAS}", r"\1/" + bias.format("0")),
+        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{BIAS}", r"\1/" + bias.format(r"\2")),
     )
     forwards = (Rename(renamed, require_match=False), Transpose(biases, require_match=False))
     back = (Transpose(_ROOT + biases, require_match=False), Rename(renamed_back, require_match=False))
     example = "encoder/block/0/layer/0/SelfAttention/q/kernel"
-    return _pack("hf_flax_t5_to_t5x", forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix)
+    leaves = _flax_leaves()
+    before = (WithoutPrefix(leaves),)
+    return _pack(
+        "hf_flax_t5_to_t5x", leaves, before, forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix
+    )

@@ -19,6 +19,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
 from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis
+from orbax_t5x.rules.leaf_table import mesh_tf_table
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.pack import PackCall, RulePack, joined, pack_of
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
@@ -89,7 +90,8 @@ def mesh_tf_to_t5x() -> RulePack:
       {'target': {'encoder': {'encoder_norm': {'scale': 1}}}}
     """
     call = PackCall("mesh_tf_to_t5x")
-    return pack_of(call, (translate.Translate(),), (), example="encoder/block_000/layer_000/SelfAttention/q")
+    example = "encoder/block_000/layer_000/SelfAttention/q"
+    return pack_of(call, (translate.Translate(),), (), example=example, _leaves=mesh_tf_table())
 
 
 _MAXTEXT = frozenset({"maxtext", "maxtext scanned"})
@@ -143,6 +145,11 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
       RestorePlanError: there is none.
     """
     pack = _pack(_parameters(source), _parameters(target), seen, wanted)
+    if pack is None and "unknown" in (seen.kind, wanted.kind):
+        # The prefix may be all that differs.
+        renaming = _renaming(source, target)
+        if renaming.steps and _wanted_names(target) <= renaming.apply(source, target, Diagnostics()).keys():
+            return renaming
     if pack is None:
         message = f"no rule pack leads from {_described(seen, source)} to {_described(wanted, target)}"
         if "unknown" not in (seen.kind, wanted.kind):
@@ -223,7 +230,9 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
 
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
     """Returns the layout that a pack makes of a source."""
-    return layout_of(_parameters(pack.apply(_views(source), {}, Diagnostics())))
+    notes = Diagnostics()
+    mapped = pack.apply(_views(source), {}, notes)
+    return layout_of(_parameters({name: leaf for name, leaf in mapped.items() if name not in notes.explained}))
 
 
 def _views(leaves: Mapping[str, Any]) -> dict[str, View]:

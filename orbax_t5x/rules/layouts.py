@@ -15,8 +15,8 @@ Shape = tuple[int, ...]
 Layer = tuple[str, str]
 """A tower and what a leaf is called within one of its layers."""
 
-_HUGGING_FACE = re.compile(r"(?:encoder|decoder)\.block\.\d+\.layer\..*")
-_HUGGING_FACE_FLAX = re.compile(r"(?:encoder|decoder)/block/\d+/layer/.*")
+_HUGGING_FACE = re.compile(r"(?:.*[./])?(?:encoder|decoder)\.block\.\d+\.layer\..*")
+_HUGGING_FACE_FLAX = re.compile(r"(?:.*/)?(?:encoder|decoder)/block/\d+/layer/.*")
 _MESH_TF = re.compile(r"(?:encoder|decoder|transformer)/block_\d+/.*")
 _MAXTEXT = re.compile(r"(?:.*/)?decoder/layers(?:_(\d+))?/(self_attention/.*|mlp/.*|.*norm/scale)")
 _MAXTEXT_ALONE = re.compile(r"(?:.*/)?decoder/(?:layers/.*|layers_\d+/post_self_attention_layer_norm/scale)")

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.rules.leaf_table import maxtext_tables
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.steps import HeadsCheck
 from orbax_t5x.text.wording import listed
@@ -140,6 +141,7 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
         layers = f"{_MAXTEXT}decoder/layers"
         steps.append(StackLayers(rf"{layers}_(\d+)/(.*)", rf"{layers}/\2", axis, require_match=False))
         back.insert(0, UnstackLayers(rf"{layers}/(.*)", rf"{layers}_{{i}}/\1", axis, require_match=False))
+    leaves, leaves_back = maxtext_tables(axis if scanned else None)
     given: list[tuple[str, Any]] = [("num_heads", heads), ("head_dim", dim)]
     given += [] if scanned else [("scanned", False)]
     given += [] if axis == 1 else [("scan_axis", axis)]
@@ -151,4 +153,6 @@ def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = Tru
         back_example=f"{_MAXTEXT}decoder/layers/self_attention/query/kernel",
         _before=(_MaxTextCheck(), _KnownPrefix(("target/", "params/", "")), HeadsCheck(ours, heads, dim)),
         _before_back=(_KnownPrefix((_MAXTEXT,)), HeadsCheck(theirs, heads, dim, axis if scanned else None)),
+        _leaves=leaves,
+        _leaves_back=leaves_back,
     )

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.rules.leaf_table import LeafTable
 from orbax_t5x.text.code import calls_code
+from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.names import Drop
 from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.transforms.prefix import change_between, follow_target
 from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
+
+# Names in the warning about leaves that stay as they are.
+_SHOWN_NAMES = 5
 
 FIND_PACK = Fix.any_of(
     Fix.setting("pass {}, which finds the pack that fits", transforms="auto"),
@@ -53,6 +61,9 @@ class PackCall:
 class RulePack(Chain):
     """Transform of one model's tree to another's. A step may match nothing; it is a problem if none matches anything.
 
+    Leaves of the model that the source layout cannot have, by name or shape, are problems, so that no result has names
+    of both layouts; with `strict=False` they stay as they are. Those that the target has, too, stay in any case.
+
     The result gets the prefix of the target's parameters: `target/`, `params/`, or none.
 
     Attributes:
@@ -81,6 +92,10 @@ class RulePack(Chain):
     _before_back: tuple[Transform, ...] = ()
     _joined: tuple[Transform, ...] = ()
     _joined_back: tuple[Transform, ...] = ()
+    # The leaves of both layouts; and the transforms that this one is one of.
+    _leaves: LeafTable | None = dataclasses.field(default=None, compare=False)
+    _leaves_back: LeafTable | None = dataclasses.field(default=None, compare=False)
+    _whole: tuple[Transform, ...] = dataclasses.field(default=(), compare=False)
     _call: PackCall | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -122,6 +137,9 @@ class RulePack(Chain):
             _before_back=self._before,
             _joined=self._joined_back,
             _joined_back=self._joined,
+            _leaves=self._leaves_back,
+            _leaves_back=self._leaves,
+            _whole=(),
             _call=call,
         )
 
@@ -136,22 +154,77 @@ class RulePack(Chain):
         before = len(diagnostics.problems)
         # The copy shares the caller's lists and dicts, so problems arrive there.
         quiet = dataclasses.replace(diagnostics, warns_of_unused=False)
+        unmapped: dict[str, Any] = {}
+        if self._leaves is not None:
+            if self._leaves.is_whole and not self._leaves.model(state):
+                self._match_nothing(state, diagnostics)
+                return dict(state)
+            unmapped = self._unmapped(self._leaves, state, target, diagnostics)
+            state = {name: value for name, value in state.items() if name not in unmapped}
         state = run_transforms(self._before, state, target, is_resuming=False, diagnostics=quiet)
         change = change_between(state, target)
         # Steps compare names with the target's, and keep the prefix.
         own_target = target if change is None else change.reversed().applied(target)
-        result = super().apply(state, own_target, quiet)
-        same = result.keys() == state.keys() and all(result[name] is value for name, value in state.items())
+        mapped = super().apply(state, own_target, quiet)
+        same = mapped.keys() == state.keys() and all(mapped[name] is value for name, value in state.items())
         if self.steps and same and len(diagnostics.problems) == before:
-            near = ClosestNames(state).to(self.example)
-            diagnostics.problem(
-                "unused_rule",
-                None,
-                f"{self.name}: no name is one of that layout's, such as {self.example!r}"
-                + (f"; closest: {near}" if near else ""),
-                FIND_PACK,
+            self._match_nothing(state, diagnostics)
+        result = NewState(quiet)
+        for name, value in (*follow_target(mapped, target, quiet).items(), *unmapped.items()):
+            result.put(name, value, name)
+        return result.finish()
+
+    def _match_nothing(self, state: FlatState, diagnostics: Diagnostics) -> None:
+        near = ClosestNames(state).to(self.example)
+        diagnostics.problem(
+            "unused_rule",
+            None,
+            f"{self.name}: no name is one of that layout's, such as {self.example!r}"
+            + (f"; closest: {near}" if near else ""),
+            FIND_PACK,
+        )
+
+    def _unmapped(
+        self, leaves: LeafTable, state: FlatState, target: FlatState, diagnostics: Diagnostics
+    ) -> dict[str, Any]:
+        """Returns the model's leaves that the layout cannot have, which stay as they are: problems or a warning."""
+        unfit = leaves.unfit(state)
+        change = change_between(state, target)
+        own_target = target if change is None else change.reversed().applied(target)
+        named = {name: reason for name, reason in unfit.items() if not _is_same(state[name], own_target.get(name))}
+        if named and diagnostics.allows_unmapped:
+            diagnostics.warnings.append(
+                f"{self.name}: {leaves_text(len(named))} that {leaves.layout} cannot have, so that no name and value "
+                f"changes: {listed(named, _SHOWN_NAMES)}"
             )
-        return follow_target(result, target, quiet)
+        elif named:
+            fix = self._permission(named, state, diagnostics)
+            count = len(leaves.model(state))
+            for name, reason in named.items():
+                message = f"{self.name} would leave it untranslated beside {count - len(named)} of {count} leaves"
+                if reason:
+                    shape = tuple(getattr(state[name], "shape", ()))
+                    message += f": its shape {shape} is none of {leaves.layout}, which has {reason}"
+                else:
+                    message += f": {leaves.layout} has no leaf of this name"
+                diagnostics.problem("shape" if reason else "unmapped", name, message, fix)
+        return {name: state[name] for name in unfit}
+
+    def _permission(self, unmapped: Iterable[str], state: FlatState, diagnostics: Diagnostics) -> Fix:
+        """Returns the ways to translate all other leaves."""
+        first = {name: diagnostics.origin_of.get(name, name) for name in state}
+        out = [first[name] for name in unmapped]
+        others = set(first.values()).difference(out)
+        patterns: dict[str, None] = {}
+        for name in out:
+            exact = re.escape(name)
+            pattern = re.sub(r"\d+", r"\\d+", exact)
+            patterns[exact if any(map(re.compile(pattern).fullmatch, others)) else pattern] = None
+        drop = Drop(tuple(patterns))
+        return Fix.any_of(
+            Fix.setting("pass {} to translate only the other leaves", strict=False),
+            Fix.setting("drop them before: pass {}", transforms=(drop, *(self._whole or (self,)))),
+        )
 
     def digest(self) -> str | None:
         """As `Transform.digest`; `found` does not count."""
@@ -171,6 +244,14 @@ class RulePack(Chain):
         return f"rules.{self.name}" if not self.name.startswith("inverse of ") else f"rules: {self.name}"
 
 
+def _is_same(leaf: Any, target_leaf: Any) -> bool:
+    """Reports whether a target leaf takes a leaf as it is."""
+    if target_leaf is None:
+        return False
+    wanted = getattr(target_leaf, "shape", None)
+    return wanted is None or tuple(wanted) == tuple(getattr(leaf, "shape", ()))
+
+
 def pack_of(call: PackCall, steps: tuple[AnyTransform, ...], back: tuple[AnyTransform, ...], **fields: Any) -> RulePack:
     """Makes the pack of a call."""
     return RulePack(steps, back, call.name, _call=call, **fields)
@@ -185,6 +266,7 @@ def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
     """
     if len(parts) == 1 and isinstance(parts[0], RulePack):
         return parts[0]
+    parts = tuple([_within(part, parts) for part in parts])
     packs = [part for part in parts if isinstance(part, RulePack)]
     examples = [pack.back_example for pack in packs if pack.back_example]
     return RulePack(
@@ -193,9 +275,13 @@ def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
         " then ".join(part.name if isinstance(part, RulePack) else part.describe() for part in parts),
         packs[0].example if packs else "",
         examples[-1] if examples else "",
-        _joined=tuple(parts),
+        _joined=parts,
         _joined_back=tuple(back),
     )
+
+
+def _within(part: Transform, whole: Sequence[Transform]) -> Transform:
+    return dataclasses.replace(part, _whole=tuple(whole)) if isinstance(part, RulePack) else part
 
 
 def _steps(parts: Iterable[Transform]) -> tuple[AnyTransform, ...]:

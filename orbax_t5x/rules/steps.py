@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import all_equal, repeat
+from orbax_t5x.rules.leaf_table import LeafTable
 from orbax_t5x.rules.pack import FIND_PACK
+from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
 from orbax_t5x.transforms.patterns.table import compile_pattern, new_name
-from orbax_t5x.transforms.prefix import model_prefix
+from orbax_t5x.transforms.prefix import model_prefix, renamed
 from orbax_t5x.transforms.state import NewState, combined, view_of
 from orbax_t5x.trees.flat import FlatState
 
@@ -154,7 +156,7 @@ class HeadsCheck(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class FirstName(Transform):
-    """Choice among several names of one leaf: the first that exists gets the new name, the others are dropped.
+    """Merge of one leaf that has several names, under a new one; reading checks that all are equal.
 
     Attributes:
       names: in order.
@@ -169,10 +171,42 @@ class FirstName(Transform):
         result = NewState(diagnostics)
         for name, value in state.items():
             if there and name == there[0]:
-                result.put(self.into, value, name, f"{name!r} -> {self.into!r}")
+                rule = f"{name!r} -> {self.into!r}"
+                if len(there) > 1:
+                    rule = f"{rule}, which {listed(map(repr, there[1:]), 2)} must equal"
+                    value = equal_copies(there, state, diagnostics, becomes=self.into, rule=rule)
+                if value is not None:
+                    result.put(self.into, value, name, rule)
             elif name not in there:
                 result.put(name, value, name)
         return result.finish()
+
+
+def equal_copies(
+    names: Sequence[str], state: FlatState, diagnostics: Diagnostics, *, becomes: str, rule: str
+) -> Any | None:
+    """Returns the first of several leaves, which reading compares; None, with a problem, where shapes differ."""
+    advice = "put ot.transforms.Drop before the pack for those that the model does not use"
+    copies = [(name, state[name]) for name in names]
+    return combined(copies, all_equal, diagnostics, becomes=becomes, rule=rule, advice=advice)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutPrefix(Transform):
+    """Move of the one model of a layout in a tree to names without a prefix.
+
+    Attributes:
+      leaves: of the layout.
+    """
+
+    leaves: LeafTable
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        prefixes = self.leaves.prefixes(state)
+        if len(prefixes) != 1 or not prefixes[0]:
+            return dict(state)
+        moved = {name: name.removeprefix(prefixes[0]) for name in self.leaves.model(state)}
+        return renamed(state, moved, f"without {prefixes[0]!r}", diagnostics)
 
 
 @dataclasses.dataclass(frozen=True)

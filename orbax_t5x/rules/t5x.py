@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 
+from orbax_t5x.rules.leaf_table import t5x_table
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.steps import HeadsCheck, MergeEqualLayers, RepeatPerLayer
 from orbax_t5x.transforms.arrays import Reshape
@@ -117,6 +118,8 @@ def t5_minimal_to_scanned(num_heads: int, head_dim: int, *, scan_axis: int = 1) 
         back_example=_SCANNED_EXAMPLE,
         _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
         _before_back=(HeadsCheck(rf"{_ROOT}{_TOWER}/\2/{_ATTENTION}", heads, dim, axis),),
+        _leaves=t5x_table("T5X's minimal T5"),
+        _leaves_back=t5x_table("T5X's scanned T5", heads=("split",), scan_axis=axis),
     )
 
 
@@ -141,6 +144,8 @@ def t5_minimal_to_unscanned(num_heads: int, head_dim: int) -> RulePack:
         back_example=_MINIMAL_EXAMPLE,
         _before=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
         _before_back=(HeadsCheck(_LAYER + _ATTENTION, heads, dim),),
+        _leaves=t5x_table("T5X's minimal T5"),
+        _leaves_back=t5x_table("T5X's unscanned T5", heads=("split",)),
     )
 
 
@@ -163,6 +168,9 @@ def t5_unscanned_to_scanned(*, scan_axis: int = 1) -> RulePack:
         _follow((_unstack(axis),), axis),
         example=_MINIMAL_EXAMPLE,
         back_example=_SCANNED_EXAMPLE,
+        # Flaxformer joins the heads.
+        _leaves=t5x_table("T5X's unscanned T5", heads=("split", "joined")),
+        _leaves_back=t5x_table("T5X's scanned T5", heads=("split", "joined"), scan_axis=axis),
     )
 
 

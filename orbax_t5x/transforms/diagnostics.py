@@ -29,8 +29,9 @@ class Diagnostics:
     For the check that the target is complete:
       explained: names of leaves whose absence a problem here already explains.
 
-    Setting:
+    Settings:
       warns_of_unused: whether a rule that matches nothing, and need not, is a warning; not so inside a rule pack.
+      allows_unmapped: whether a rule pack may leave leaves of the model as they are; else each is a problem.
     """
 
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -40,7 +41,12 @@ class Diagnostics:
     fidelity: dict[str, str] = dataclasses.field(default_factory=dict)
     explained: set[str] = dataclasses.field(default_factory=set)
     warns_of_unused: bool = True
+    allows_unmapped: bool = False
     raised: list[Exception] = dataclasses.field(default_factory=list)
+
+    def settings(self) -> Diagnostics:
+        """Returns diagnostics without findings, with the same settings."""
+        return Diagnostics(warns_of_unused=self.warns_of_unused, allows_unmapped=self.allows_unmapped)
 
     def copy(self) -> Diagnostics:
         """Copies what was recorded so far, so that two runs can go on from it independently."""

@@ -48,9 +48,14 @@ _NO_PARAMETER = re.compile(r"(?:.*/)?(?:state/param_states|opt_state|flax_mutabl
 _OF_A_MODEL = re.compile(r"(?:token_embedder|encoder|decoder)/.*")
 
 
+def is_of_optimizer(name: str) -> bool:
+    """Reports whether a name is in the optimizer's state or among Flax's mutables."""
+    return _NO_PARAMETER.fullmatch(name) is not None
+
+
 def parameter_prefixes(names: Iterable[str]) -> list[str]:
     """Lists the prefixes of models' parameters, each once; the optimizer's leaves do not count."""
-    matches = (_PARAMETER.fullmatch(name) for name in names if not _NO_PARAMETER.fullmatch(name))
+    matches = (_PARAMETER.fullmatch(name) for name in names if not is_of_optimizer(name))
     return list(dict.fromkeys(match["prefix"] for match in matches if match is not None))
 
 

@@ -156,7 +156,9 @@ def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
         target=matcher.target,
         unfilled=matcher.unfilled,
         missing=tuple(matcher.missing),
-        leftovers=tuple(matcher.leftovers) if failure.strict else (),
+        leftovers=tuple([name for name in matcher.leftovers if name not in matcher.diagnostics.explained])
+        if failure.strict
+        else (),
         transforms=failure.transforms,
         takes_rules=failure.takes_rules,
     )

@@ -1,0 +1,234 @@
+"""Tables of the leaves that a layout of T5 can have, by name and dimensions; a rule pack checks its source by one.
+
+Names have `*` for a layer's number. Dimensions are letters: E embed, H heads, D head_dim, J = H*D, F mlp, L layers, V
+vocab, and `*` for any size. E has one size in a model, the others (but V) one in each tower.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from orbax_t5x.transforms.prefix import is_of_optimizer
+from orbax_t5x.trees.flat import FlatState
+
+Dimensions = tuple[str, ...]
+"""The dimensions that a leaf may have, one text for each rank; none: any shape."""
+
+# Hugging Face's module, T5X's and T5X's norm before it, for each tower's sublayers in order.
+SUBLAYERS = {
+    "encoder": (
+        ("SelfAttention", "attention", "pre_attention_layer_norm"),
+        ("DenseReluDense", "mlp", "pre_mlp_layer_norm"),
+    ),
+    "decoder": (
+        ("SelfAttention", "self_attention", "pre_self_attention_layer_norm"),
+        ("EncDecAttention", "encoder_decoder_attention", "pre_cross_attention_layer_norm"),
+        ("DenseReluDense", "mlp", "pre_mlp_layer_norm"),
+    ),
+}
+BIAS = "relpos_bias/rel_embedding"
+_MLP = ("wi", "wi_0", "wi_1", "wo")
+_PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "out"}
+_BY_PARENT = {"out": "JE", "logits_dense": "EV", **dict.fromkeys(_MLP, "EF"), "wo": "FE"}
+_SPLIT = {"EJ": "EHD", "JE": "HDE"}
+# What relatives of T5 have beside the layers, under one name in all of T5X's layouts.
+_RELATIVES: dict[str, Dimensions] = {
+    "projection_layer/kernel": ("E*",),
+    "encoder/prompt/prompt/prompt": ("*E",),
+    "decoder/meta_cls/kernel": ("E*",),
+    "decoder/meta_cls/bias": ("*",),
+}
+_OUTSIDE_LAYERS: dict[str, Dimensions] = {
+    **{f"{tower}token_embedder/embedding": ("VE",) for tower in ("", "encoder/", "decoder/")},
+    **{f"{tower}/{tower}_norm/scale": ("E",) for tower in SUBLAYERS},
+    "decoder/logits_dense/kernel": ("EV",),
+    **_RELATIVES,
+}
+_SHARED_SIZES = "E"
+_FREE_SIZES = "V*"
+
+_LAYER_NUMBER = re.compile(r"\b(layers_|block[._/])\d+")
+_CUT = re.compile(r"[./]")
+
+
+def dimensions_of(name: str) -> str:
+    """Returns the dimensions of a leaf of T5X's minimal T5."""
+    *_, parent, kind = name.split("/")
+    return {"scale": "E", "rel_embedding": "H*", "embedding": "VE"}.get(kind) or _BY_PARENT.get(parent, "EJ")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafTable:
+    """Names and dimensions of the leaves of one layout.
+
+    Attributes:
+      layout: the name of the layout, for people.
+      leaves: name -> its dimensions.
+      has_dots: whether parts of names are separated by dots.
+      is_whole: whether a name that is not there is for the pack's transforms to report.
+    """
+
+    layout: str
+    leaves: Mapping[str, Dimensions] = dataclasses.field(hash=False)
+    has_dots: bool = False
+    is_whole: bool = True
+
+    def prefixes(self, names: Iterable[str]) -> list[str]:
+        """Lists the prefixes below which names of this layout are; those of leaves in layers, where there are any."""
+        found: dict[str, bool] = {}
+        for name in names:
+            canonical = _LAYER_NUMBER.sub(r"\1*", name)
+            cuts = [0, *(cut.end() for cut in _CUT.finditer(canonical) if self.has_dots or cut[0] == "/")]
+            at = next((cut for cut in cuts if canonical[cut:] in self.leaves), None)
+            if at is not None and not is_of_optimizer(name):
+                prefix = canonical[:at]
+                found[prefix] = found.get(prefix, False) or "*" in canonical[at:]
+        in_layers = [prefix for prefix, has_layer in found.items() if has_layer]
+        result: list[str] = []
+        for prefix in sorted(in_layers or found, key=len):
+            if not any(self._is_below(prefix, other) for other in result):
+                result.append(prefix)
+        return result
+
+    def _is_below(self, name: str, prefix: str) -> bool:
+        """Reports whether a name is one of the model's below a prefix."""
+        if prefix or not name:
+            return name.startswith(prefix)
+        if self.has_dots:
+            return "." in name and "/" not in name
+        return name.partition("/")[0] in {known.partition("/")[0] for known in self.leaves}
+
+    def model(self, names: Iterable[str]) -> dict[str, str]:
+        """Maps the names of the model's leaves to what they are called in the table, if they are there."""
+        names = [name for name in names if not is_of_optimizer(name)]
+        prefixes = self.prefixes(names)
+        below = ((name, prefix) for name in names for prefix in prefixes if self._is_below(name, prefix))
+        return {name: _LAYER_NUMBER.sub(r"\1*", name.removeprefix(prefix)) for name, prefix in below}
+
+    def unfit(self, state: FlatState) -> dict[str, str]:
+        """Finds the model's leaves that the layout cannot have.
+
+        Returns:
+          Name -> what its shape should be, for people; empty where the layout has no such name.
+        """
+        unfit: dict[str, str] = {}
+        sizes: dict[tuple[str, str], dict[str, int]] = {}
+        for name, known in self.model(state).items():
+            if known not in self.leaves:
+                if self.is_whole:
+                    unfit[name] = ""
+                continue
+            shape, dimensions = getattr(state[name], "shape", None), self.leaves[known]
+            if shape is None or not dimensions:
+                continue
+            letters = next((letters for letters in dimensions if len(letters) == len(shape)), None)
+            if letters is None:
+                unfit[name] = " or ".join(map(_dimensions_text, dimensions))
+                continue
+            tower = known.partition("/")[0].partition(".")[0]
+            for letter, size in zip(letters, shape, strict=True):
+                if letter not in _FREE_SIZES:
+                    sizes.setdefault(("" if letter in _SHARED_SIZES else tower, letter), {})[name] = size
+        for (_, letter), found in sizes.items():
+            (usual, _), *others = collections.Counter(found.values()).most_common()
+            for name, size in found.items() if others else ():
+                if size != usual:
+                    unfit.setdefault(name, f"{letter} of {usual}, as other leaves have, and not of {size}")
+        return unfit
+
+
+def _dimensions_text(letters: str) -> str:
+    return f"({', '.join(letters)}{',' if len(letters) == 1 else ''})"
+
+
+def t5x_table(layout: str, *, heads: Sequence[str] = ("joined",), scan_axis: int | None = None) -> LeafTable:
+    """Makes the table of one of T5X's layouts.
+
+    Args:
+      layout: its name, for people.
+      heads: "joined" for kernels of (E, H*D), "split" for (E, H, D).
+      scan_axis: the position of the layers' axis; None where layers have names of their own.
+    """
+    leaves: dict[str, Dimensions] = dict(_OUTSIDE_LAYERS)
+    for name in [f"{tower}/layers_*/{BIAS}" for tower in SUBLAYERS] + [ours for _, ours in layer_names()]:
+        joined = dimensions_of(name)
+        forms = [joined] if joined not in _SPLIT else [{"joined": joined}.get(one, _SPLIT[joined]) for one in heads]
+        if scan_axis is None:
+            leaves[name] = tuple(forms)
+            continue
+        tower, _, rest = name.replace("/layers_*", "").partition("/")
+        leaves[f"{tower}/{tower}/{rest}"] = tuple(_with_layers(form, scan_axis) for form in forms)
+    if scan_axis is None and "joined" in heads and len(heads) == 1:
+        leaves.update({f"{tower}/{BIAS}": ("H*",) for tower in SUBLAYERS})
+    return LeafTable(layout, leaves)
+
+
+def maxtext_tables(scan_axis: int | None) -> tuple[LeafTable, LeafTable]:
+    """Makes the tables of what a T5X decoder-only model has, and of MaxText's names for it.
+
+    Args:
+      scan_axis: the position of the layers' axis in MaxText's; None where layers have names of their own.
+    """
+    # Relative biases, encoders and cross-attention have problems of their own.
+    ours: dict[str, Dimensions] = {name: () for name in t5x_table("").leaves if name not in _RELATIVES}
+    theirs: dict[str, Dimensions] = {"token_embedder/embedding": ("VE",)}
+    for name in ours:
+        if name.startswith("encoder") or re.search("relpos|encoder_decoder|pre_cross", name):
+            continue
+        joined = dimensions_of(name)
+        ours[name] = (joined,)
+        if "/layers_*/" in name:
+            split = _SPLIT.get(joined, joined)
+            # MaxText names the norm before the MLP after the sublayer before it.
+            renamed = name.replace("pre_mlp_layer_norm", "post_self_attention_layer_norm")
+            if scan_axis is None:
+                theirs[renamed] = (split,)
+            else:
+                theirs[renamed.replace("layers_*", "layers")] = (_with_layers(split, scan_axis),)
+        elif "token_embedder" not in name:
+            theirs[name] = (joined,)
+    return LeafTable("T5X's decoder-only model", ours), LeafTable("MaxText's decoder", theirs)
+
+
+def mesh_tf_table() -> LeafTable:
+    """Makes the table of Mesh TensorFlow's names, for shapes: `Translate` reports names that it does not know."""
+    leaves: dict[str, Dimensions] = {"shared/embedding": ("VE",)}
+    for tower, like in (("encoder", "encoder"), ("decoder", "decoder"), ("transformer", "decoder")):
+        leaves.update({f"{tower}/embedding": ("VE",), f"{tower}/logits/kernel": ("EV",)})
+        leaves.update({f"{tower}/{norm}/scale": ("E",) for norm in ("final_layer_norm", "rms_norm")})
+        sublayers = [
+            theirs for theirs, _, _ in SUBLAYERS[like] if tower != "transformer" or theirs != "EncDecAttention"
+        ]
+        for number, theirs in enumerate(sublayers):
+            layer = f"{tower}/block_*/layer_{number:03}"
+            leaves.update({f"{layer}/{norm}/scale": ("E",) for norm in ("layer_norm", "rms_norm")})
+            if theirs == "DenseReluDense":
+                leaves.update({f"{layer}/{theirs}/{name}/kernel": (_BY_PARENT[name],) for name in _MLP})
+            else:
+                leaves.update({f"{layer}/{theirs}/{a}": (_BY_PARENT.get(b, "EJ"),) for a, b in _PROJECTIONS.items()})
+                leaves[f"{layer}/{theirs}/relative_attention_bias"] = ("H*",)
+    return LeafTable("Mesh TensorFlow's T5", leaves, is_whole=False)
+
+
+def _with_layers(letters: str, axis: int) -> str:
+    # Below zero the axis counts from the end of the stacked shape.
+    at = axis if axis >= 0 else axis + len(letters) + 1
+    return f"{letters[:at]}L{letters[at:]}"
+
+
+def layer_names() -> list[tuple[str, str]]:
+    """Pairs Hugging Face's and T5X's names in a layer, with `*` for its number; without the relative bias."""
+    pairs: list[tuple[str, str]] = []
+    for tower, sublayers in SUBLAYERS.items():
+        for number, (theirs, ours, norm) in enumerate(sublayers):
+            block, layer = f"{tower}.block.*.layer.{number}", f"{tower}/layers_*"
+            pairs.append((f"{block}.layer_norm.weight", f"{layer}/{norm}/scale"))
+            if ours == "mlp":
+                kernels = {name: name for name in _MLP}
+            else:
+                kernels = _PROJECTIONS
+            pairs += [(f"{block}.{theirs}.{a}.weight", f"{layer}/{ours}/{b}/kernel") for a, b in kernels.items()]
+    return pairs
