@@ -21,7 +21,7 @@ import hypothesis
 import jax
 import pytest
 
-from orbax_t5x.storage import files, strict_json
+from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import Root
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -94,22 +94,6 @@ def standard_dtype_promotion() -> Iterator[None]:
         yield
 
 
-class _WatchedOs:
-    """The module `os` as modules of `storage` see it, taking closed descriptors out of `held`."""
-
-    def __init__(self, held: set[int]):
-        self._held = held
-
-    def __getattr__(self, name: str):
-        return getattr(os, name)
-
-    def close(self, fd: int) -> None:
-        # Before it is closed: its number may be given out again at once. One that is not held belongs to a file set of
-        # an earlier test, which is collected only now.
-        self._held.discard(fd)
-        os.close(fd)
-
-
 class Descriptors(set[int]):
     """The descriptors that the package has open of what it opens in checkpoints."""
 
@@ -126,16 +110,21 @@ class Descriptors(set[int]):
 def descriptors(monkeypatch) -> Descriptors:
     """The descriptors that the package has open of what it opens in checkpoints during the test, and no others."""
     held = Descriptors()
-    open_file = Root.open
+    open_file, close_file = Root.open, Descriptor.close
 
     def watched(root, name, *, leaf=None):
-        fd, found = open_file(root, name, leaf=leaf)
-        held.add(fd)
-        return fd, found
+        file, found = open_file(root, name, leaf=leaf)
+        held.add(file.number)
+        return file, found
+
+    def close(file):
+        # Before it is closed: its number may be given out again at once. One that is not held belongs to a file set of
+        # an earlier test, which is collected only now.
+        held.difference_update(file._numbers)
+        close_file(file)
 
     monkeypatch.setattr(Root, "open", watched)
-    for module in (files, strict_json):
-        monkeypatch.setattr(module, "os", _WatchedOs(held))
+    monkeypatch.setattr(Descriptor, "close", close)
     return held
 
 

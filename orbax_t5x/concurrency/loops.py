@@ -65,17 +65,13 @@ class CallerThread:
 class CallThread:
     """Thread that makes blocking calls one after the other, so that what they allocate comes from one arena.
 
-    A daemon, unlike the threads of an executor: the exit of Python does not wait for a call that never returns.
+    A daemon, unlike the threads of an executor: the exit of Python does not wait for a call that never returns. It
+    ends after `close`, and when nothing refers to this object any more.
     """
 
     def __init__(self, name: str):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job
+        threading.Thread(target=_call_all, args=(self._jobs,), name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], _Result]) -> concurrent.futures.Future[_Result]:
         """Has a function called, also where its caller waits for it no longer; it cannot be cancelled."""
@@ -94,6 +90,16 @@ class CallThread:
     def close(self) -> None:
         """Ends the thread after the calls that were submitted before."""
         self._jobs.put(None)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # an interrupt came before its first attribute
+            self.close()
+
+
+def _call_all(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job
 
 
 def call_in_thread(function: Callable[[], _Result], name: str) -> concurrent.futures.Future[_Result]:
@@ -140,25 +146,114 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
         raise CheckpointIOError(message, errno=error.errno) from error
 
 
+class _Serving:
+    """Event loop that is made, served and closed by one thread, which no interrupt of another can stop half-way.
+
+    Attributes:
+      loop: the event loop; None: it is not made yet, or cannot be made.
+      error: why it cannot be made.
+      begun: set when either is known.
+      ended: set when the thread has nothing left to do.
+    """
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.error: BaseException | None = None
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+        self._is_closing = False
+
+    def serve(self) -> None:
+        try:
+            try:
+                self.loop = loop = _new_event_loop()
+            except BaseException as error:
+                self.error = error
+                return
+            finally:
+                self.begun.set()
+            while not self._is_closing:
+                # A task that fails with KeyboardInterrupt or SystemExit ends the loop, and a user's coroutine may stop
+                # it. What is left to do in it is still there.
+                with contextlib.suppress(BaseException):
+                    loop.run_forever()
+            loop.close()
+        finally:
+            self.ended.set()
+
+    def stop(self) -> None:
+        """Ends the thread, also one that has not begun to serve; does not wait for it."""
+        self._is_closing = True
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class _Call:
+    """Coroutine that an event loop runs for another thread; its methods are called in the loop.
+
+    The end is signalled by the task, not by the coroutine: one that is cancelled before its first step never runs.
+
+    Attributes:
+      ended: set when the coroutine has ended, or will never begin.
+      failures: the exception that it raised.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], caller: CallerThread | None):
+        self.ended = threading.Event()
+        self.failures: list[BaseException] = []
+        self._coroutine = coroutine
+        self._caller = caller
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._coroutine)
+        self._task.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.ended.is_set():  # the caller was interrupted before it had asked for the beginning
+            self._coroutine.close()
+            self.ended.set()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._task = None  # which holds the exception, and so its frames
+        try:
+            error = task.exception()
+        except asyncio.CancelledError as cancelled:
+            error = cancelled
+        if error is not None:
+            self.failures.append(error)
+        del task, error
+        self.ended.set()
+        if self._caller is not None:
+            self._caller.wake()
+
+
 class LoopThread:
     """Event loop in a thread of its own, on which coroutines are run for callers of other threads.
 
     Never the caller's loop or thread: it works where a loop is already running, and no coroutine that holds arrays is
     ever handed to `asyncio.run` (whose runner formats the finished task, and so the arrays, on exit).
+
+    The thread ends after `close`, and when nothing refers to this object any more: an interrupt may come before the
+    first line that could close it, or instead of the last.
     """
 
     def __init__(self, name: str = "orbax_t5x-read") -> None:
-        self._loop = _new_event_loop()
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        """Begins a thread.
 
-    def _serve(self) -> None:
-        while not self._closing:
-            # A task that fails with KeyboardInterrupt or SystemExit ends the loop, and a user's coroutine may stop it.
-            # What is left to do in it is still there.
-            with contextlib.suppress(BaseException):
-                self._loop.run_forever()
+        Raises:
+          CheckpointIOError: the process is short of descriptors.
+        """
+        self._serving = _Serving()
+        # `Thread.is_alive` and `join` take a living thread for an ended one when an interrupt comes in them.
+        self._thread = threading.Thread(target=self._serving.serve, name=name, daemon=True)
+        self._thread.start()
+        self._serving.begun.wait()
+        if self._serving.loop is None:
+            raise self._serving.error or RuntimeError("the thread that reads has ended at once")
+        self._loop = self._serving.loop
 
     def is_current(self) -> bool:
         """Tests whether the caller runs on this thread, where waiting for it would never end."""
@@ -166,7 +261,7 @@ class LoopThread:
 
     def is_alive(self) -> bool:
         """Tests whether the thread still serves."""
-        return self._thread.is_alive() and not self._closing
+        return not self._serving.ended.is_set()
 
     def run(
         self,
@@ -186,49 +281,33 @@ class LoopThread:
         Raises:
           RuntimeError: the thread has ended.
         """
-        ended = threading.Event()
-        failures: list[BaseException] = []
-        tasks: list[asyncio.Task[None]] = []
-
-        async def run_to_end() -> None:
-            try:
-                await coroutine
-            except BaseException as error:
-                failures.append(error)
-            finally:
-                ended.set()
-                if caller is not None:
-                    caller.wake()
-
-        def cancel() -> None:
-            for task in tasks:
-                task.cancel()
-
+        call = _Call(coroutine, caller)
         try:
-            self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(run_to_end())))
-            while not ended.wait(_POLL_SECS if caller is None else 0):
+            self._loop.call_soon_threadsafe(call.begin)
+            while not call.ended.wait(_POLL_SECS if caller is None else 0):
                 if caller is not None:
                     caller.serve(_POLL_SECS)
-                if not self._thread.is_alive() and not ended.is_set():
+                if not self.is_alive() and not call.ended.is_set():
                     raise RuntimeError("the thread that reads has ended before this was read")
         except BaseException:
-            if not self._thread.is_alive():
-                coroutine.close()
-                raise
-            self._loop.call_soon_threadsafe(cancel)
-            while wait_for_cancelled and self._thread.is_alive() and not ended.wait(_POLL_SECS):
+            self._loop.call_soon_threadsafe(call.cancel)
+            while wait_for_cancelled and self.is_alive() and not call.ended.wait(_POLL_SECS):
                 pass
+            if not self.is_alive():
+                coroutine.close()
             raise
-        if failures:
-            raise first_failure(failures.pop())
+        if call.failures:
+            raise first_failure(call.failures.pop())
 
     def close(self) -> None:
         """Stops the loop; the thread ends."""
-        self._closing = True
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._serving.stop()
+        self._serving.ended.wait()
         self._thread.join()
-        self._loop.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # an interrupt came before its first attribute
+            self._serving.stop()
 
     def __enter__(self) -> Self:
         return self

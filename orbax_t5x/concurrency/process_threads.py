@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from orbax_t5x.concurrency.loops import LoopThread
@@ -27,38 +26,38 @@ _FUNCTION_THREADS = 16
 
 
 class _ProcessThreads:
-    """Threads that live as long as the process, made on first use; a forked child makes its own."""
+    """Threads that live as long as the process, made on first use; a forked child makes its own.
+
+    Without a lock, which a fork or an interrupt could leave locked: of two threads or pools that are made at once, one
+    ends when its user has finished.
+    """
 
     def __init__(self) -> None:
         self._is_registered = False
         self._forget()
 
     def _forget(self) -> None:
-        # The lock, too: another thread may hold it at the fork, and would never release it in the child.
-        self._lock = threading.Lock()
         self._read_thread: LoopThread | None = None
         self._pools: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
 
-    @contextlib.contextmanager
-    def _locked(self) -> Generator[None, None, None]:
-        with self._lock:
-            if not self._is_registered:
-                os.register_at_fork(after_in_child=self._forget)
-                self._is_registered = True
-            yield
+    def _register(self) -> None:
+        if not self._is_registered:
+            os.register_at_fork(after_in_child=self._forget)
+            self._is_registered = True
 
     def read_thread(self) -> LoopThread:
-        with self._locked():
-            if self._read_thread is None or not self._read_thread.is_alive():
-                self._read_thread = LoopThread()
-            return self._read_thread
+        self._register()
+        thread = self._read_thread
+        if thread is None or not thread.is_alive():
+            thread = self._read_thread = LoopThread()
+        return thread
 
     def pool(self, name: str, threads: int) -> concurrent.futures.ThreadPoolExecutor:
-        with self._locked():
-            if name not in self._pools:
-                prefix = f"orbax_t5x-{name}"
-                self._pools[name] = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=prefix)
-            return self._pools[name]
+        self._register()
+        if name not in self._pools:
+            made = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix=f"orbax_t5x-{name}")
+            self._pools.setdefault(name, made)
+        return self._pools[name]
 
 
 _process_threads = _ProcessThreads()
@@ -103,27 +102,39 @@ def run_jobs(jobs: Iterable[Callable[[], _Result]]) -> list[_Result]:
         return [job() for job in first]
     pending = itertools.chain(first, jobs)
     results: list[_Result] = []
-    lock, failed = threading.Lock(), threading.Event()
+    failures: list[BaseException] = []
+    running: set[object] = set()
+    changed = threading.Condition()
+    stopped = threading.Event()
 
-    def next_job() -> Callable[[], _Result] | None:
-        with lock:
-            return None if failed.is_set() else next(pending, None)
-
-    def work() -> None:
+    def work(me: object) -> None:
         try:
-            while (job := next_job()) is not None:
+            while True:
+                with changed:
+                    running.add(me)
+                    job = None if stopped.is_set() else next(pending, None)
+                if job is None:
+                    return
                 results.append(job())
-        except BaseException:
-            failed.set()
-            raise
+        except BaseException as error:
+            failures.append(error)
+            stopped.set()
+        finally:
+            with changed:
+                running.discard(me)
+                changed.notify_all()
 
-    pool = _process_threads.pool("help", _HELPER_THREADS)
-    helpers = [pool.submit(work) for _ in range(_HELPER_THREADS)]
+    pool, caller = _process_threads.pool("help", _HELPER_THREADS), object()
     try:
-        work()
+        for _ in range(_HELPER_THREADS):
+            pool.submit(work, object())
+        work(caller)
     finally:
-        begun = [helper for helper in helpers if not helper.cancel()]
-        concurrent.futures.wait(begun)
-    for helper in begun:
-        helper.result()
+        # Also where an interrupt came before the first job: a helper that begins from now on takes none.
+        stopped.set()
+        with changed:
+            changed.wait_for(lambda: running <= {caller})
+    if failures:
+        del failures[1:]
+        raise failures.pop()
     return results

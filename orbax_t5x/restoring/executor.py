@@ -166,10 +166,10 @@ class _Execution:
         return broadcast, list(schedule.unshared)
 
     def _read(self, groups: list[Group], broadcast: Broadcast | None) -> None:
-        thread = LoopThread()
+        error: BaseException | None = None
+        workers = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore")
         try:
-            with concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="orbax_t5x-restore") as pool:
-                error: BaseException | None = None
+            with LoopThread() as thread, workers as pool:
                 try:
                     thread.run(self._read_all(groups, pool), caller=self._caller)
                 except BaseException as caught:  # the other processes must receive it first
@@ -188,7 +188,7 @@ class _Execution:
                     raise error
         finally:
             self._stop.set()
-            thread.close()
+            del error  # whose traceback holds this frame, and so the threads
 
     def _verify_together(self, thread: LoopThread, error: Exception | None) -> None:
         """Exchanges checksums with the other processes and compares; the error of this process comes before theirs."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +24,7 @@ from orbax_t5x.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import FileIdentity, Root, io_error
 from orbax_t5x.storage.store import OpenFiles
 
@@ -149,16 +149,16 @@ class File:
         """Raises ValueError once the checkpoint was closed."""
         self._files.require_open()
 
-    def open(self, leaf: str | None) -> int:
-        """Opens the file that was measured; returns a descriptor."""
+    def open(self, leaf: str | None) -> Descriptor:
+        """Opens the file that was measured."""
         try:
-            fd, found = self._files.root.open(self.name, leaf=leaf)
+            opened, found = self._files.root.open(self.name, leaf=leaf)
         except CheckpointNotFoundError as error:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf) from error
         if FileIdentity.of(found) != self._identity:
-            os.close(fd)
+            opened.close()
             raise CheckpointGoneError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
-        return fd
+        return opened
 
 
 def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
@@ -173,11 +173,6 @@ def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:
     return rest
 
 
-def _close_all(descriptors: OrderedDict[str, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
-
-
 class FileSet(OpenFiles):
     """The open files of one checkpoint: at most `max_open` descriptors beyond those in use at the moment.
 
@@ -189,10 +184,9 @@ class FileSet(OpenFiles):
         self._max_open = max_open
         self._lock = threading.Lock()
         # By name: a file refers to its set, and a cycle would keep descriptors until a garbage collection.
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, Descriptor] = OrderedDict()
         self._users: dict[str, int] = {}
         self._closed = False
-        weakref.finalize(self, _close_all, self._open).atexit = False
 
     def file(self, name: str, *, leaf: str | None = None) -> File:
         return File(self, name, self.root.stat(name, leaf=leaf))
@@ -205,15 +199,15 @@ class FileSet(OpenFiles):
         """Returns the descriptor of a file, kept open until `release`."""
         with self._lock:
             self.require_open()
-            fd = self._open.get(file.name)
-            if fd is None:
-                fd = self._open[file.name] = self._open_file(file, leaf)
+            opened = self._open.get(file.name)
+            if opened is None:
+                opened = self._open[file.name] = self._open_file(file, leaf)
             else:
                 self._open.move_to_end(file.name)
             self._users[file.name] = self._users.get(file.name, 0) + 1
             if len(self._open) > self._max_open:
                 self._close_idle(keep=self._max_open)
-            return fd
+            return opened.number
 
     def release(self, file: File) -> None:
         """Ends one use of a descriptor."""
@@ -224,9 +218,9 @@ class FileSet(OpenFiles):
                 return
             del self._users[file.name]
             if self._closed:
-                os.close(self._open.pop(file.name))
+                self._open.pop(file.name).close()
 
-    def _open_file(self, file: File, leaf: str | None) -> int:
+    def _open_file(self, file: File, leaf: str | None) -> Descriptor:
         try:
             return file.open(leaf)
         except CheckpointIOError as error:
@@ -240,7 +234,7 @@ class FileSet(OpenFiles):
         """Closes the files unused for longest, until at most `keep` are open or all the others are in use."""
         idle = [name for name in self._open if name not in self._users]
         for name in idle[: max(0, len(self._open) - keep)]:
-            os.close(self._open.pop(name))
+            self._open.pop(name).close()
 
     def close(self) -> None:
         with self._lock:

@@ -111,13 +111,13 @@ def end_of_file(directory: str, name: str, size: int) -> bytes:
             raise CheckpointNotFoundError("no such file", path=store.join(name))
         return data
     root = LocalStore(directory)
-    fd, found = root.open(name)
+    opened, found = root.open(name)
     try:
-        return os.pread(fd, size, max(0, found.st_size - size))
+        return os.pread(opened.number, size, max(0, found.st_size - size))
     except OSError as error:
         raise io_error(error, "reading it", path=root.join(name)) from error
     finally:
-        os.close(fd)
+        opened.close()
 
 
 def is_directory(path: str) -> bool:

@@ -24,6 +24,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     UnsafeCheckpointError,
 )
+from orbax_t5x.storage.descriptor import Descriptor
 
 _Error = TypeVar("_Error", bound=CheckpointError)
 
@@ -153,7 +154,7 @@ class Root:
         finally:
             walker.close()
 
-    def open(self, name: str, *, leaf: str | None = None) -> tuple[int, os.stat_result]:
+    def open(self, name: str, *, leaf: str | None = None) -> tuple[Descriptor, os.stat_result]:
         """Opens a regular file for reading, without blocking.
 
         Raises:
@@ -165,14 +166,10 @@ class Root:
         with self._walk(name, leaf) as (directory, last, path):
             if last is None:
                 raise CorruptCheckpointError("a directory, not a file", path=self.join(name), leaf=leaf)
-            fd = os.open(last, FILE_FLAGS, dir_fd=directory)
-            try:
-                found = os.fstat(fd)
-                _require_regular(found, path, leaf)
-            except BaseException:
-                os.close(fd)
-                raise
-            return fd, found
+            opened = Descriptor(last, FILE_FLAGS, directory=directory)
+            found = os.fstat(opened.number)
+            _require_regular(found, path, leaf)
+            return opened, found
 
     def stat(self, name: str, *, leaf: str | None = None) -> os.stat_result:
         """Returns the stat of the file that `open` would open, with the same errors."""
@@ -205,21 +202,21 @@ class _PathWalker:
         self._name = name
         self._leaf = leaf
         self._pending = split_name(name, path=root.path, leaf=leaf)[::-1]
-        self._fds: list[int] = []
+        self._opened: list[Descriptor] = []
         self._names: list[str] = []
         self._links = 0
         self._top = root.path
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+        while self._opened:
+            self._opened.pop().close()
 
     def _restart(self, top: str, parts: list[str]) -> None:
         self.close()
         self._top = top
         self._names = []
         self._pending = [*self._pending, *parts[::-1]]
-        self._fds.append(os.open(top, _DIRECTORY_FLAGS))
+        self._opened.append(Descriptor(top, _DIRECTORY_FLAGS))
 
     def run(self) -> tuple[int, str | None, str]:
         self._restart(self._top, [])
@@ -231,23 +228,23 @@ class _PathWalker:
                 if not self._names:
                     raise self._leads_out()
                 self._names.pop()
-                os.close(self._fds.pop())
+                self._opened.pop().close()
                 continue
             found = self._stat(part)
             if stat.S_ISLNK(found.st_mode):
-                self._follow(os.readlink(part, dir_fd=self._fds[-1]))
+                self._follow(os.readlink(part, dir_fd=self._opened[-1].number))
             elif stat.S_ISDIR(found.st_mode):
-                self._fds.append(os.open(part, _DIRECTORY_FLAGS, dir_fd=self._fds[-1]))
+                self._opened.append(Descriptor(part, _DIRECTORY_FLAGS, directory=self._opened[-1].number))
                 self._names.append(part)
             elif self._pending:
                 raise self._error(CorruptCheckpointError, f"{part!r} is not a directory")
             else:
-                return self._fds[-1], part, os.path.join(self._top, *self._names, part)
-        return self._fds[-1], None, os.path.join(self._top, *self._names)
+                return self._opened[-1].number, part, os.path.join(self._top, *self._names, part)
+        return self._opened[-1].number, None, os.path.join(self._top, *self._names)
 
     def _stat(self, part: str) -> os.stat_result:
         try:
-            return os.stat(part, dir_fd=self._fds[-1], follow_symlinks=False)
+            return os.stat(part, dir_fd=self._opened[-1].number, follow_symlinks=False)
         except FileNotFoundError:
             if self._links:
                 raise self._error(CorruptCheckpointError, "a dangling symlink") from None

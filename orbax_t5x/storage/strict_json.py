@@ -35,7 +35,7 @@ def read_small(
     """
     if not isinstance(root, Root):
         return root.read_whole(name, limit=limit, leaf=leaf)
-    fd, found = root.open(name, leaf=leaf)
+    opened, found = root.open(name, leaf=leaf)
     path = root.join(name)
     try:
         if found.st_size > limit:
@@ -44,7 +44,7 @@ def read_small(
         size = 0
         # A file that grows while it is read ends where it ended when it was opened.
         while size < found.st_size:
-            piece = os.pread(fd, min(found.st_size - size, _READ_CHUNK_BYTES), size)
+            piece = os.pread(opened.number, min(found.st_size - size, _READ_CHUNK_BYTES), size)
             if not piece:
                 raise CorruptCheckpointError(f"ends after {size} bytes; it had {found.st_size}", path=path)
             pieces.append(piece)
@@ -55,7 +55,7 @@ def read_small(
             raise
         raise io_error(error, "reading it", path=path, leaf=leaf) from error
     finally:
-        os.close(fd)
+        opened.close()
 
 
 def parsed_bytes(data: bytes) -> int:

@@ -1,7 +1,5 @@
 """A target or a checkpoint that is a single array, which has no name."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,7 +135,7 @@ def test_a_killed_conversion_of_an_array_alone_is_gone_on_with(alone, tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(OrbaxFormat, "finish", killed)
-        patch.setattr(WorkDirectory, "__exit__", lambda work, *exception: os.close(work._lock))
+        patch.setattr(WorkDirectory, "__exit__", lambda work, *exception: work._lock.close())
         with pytest.raises(KeyboardInterrupt):
             ot.convert(alone, tmp_path / "converted")
     assert ot.convert(alone, tmp_path / "converted").kept_bytes == VALUES.nbytes

@@ -21,12 +21,10 @@ BLOB = "0123456789abcdef" * 4
 
 
 def opened(root: Root, name: str) -> bytes:
-    fd, found = root.open(name, leaf="x")
-    try:
-        assert os.fstat(fd).st_ino == found.st_ino == root.stat(name).st_ino
-        return os.pread(fd, 100, 0)
-    finally:
-        os.close(fd)
+    file, found = root.open(name, leaf="x")
+    with file:
+        assert os.fstat(file.number).st_ino == found.st_ino == root.stat(name).st_ino
+        return os.pread(file.number, 100, 0)
 
 
 @pytest.fixture
@@ -263,8 +261,8 @@ def test_no_tree_of_links_leads_out(tmp_path_factory: pytest.TempPathFactory, li
         real = os.path.realpath(root / name)
         inside = real.startswith(f"{root}/") and os.path.isfile(root / name)
         try:
-            fd, found = Root(root).open(name)
-            os.close(fd)
+            file, found = Root(root).open(name)
+            file.close()
         except CheckpointError as error:
             plain = ".." not in name.split("/") and name and not name.startswith("/") and not name.endswith(("/", "/."))
             # A link that climbs above the root and comes back in is refused, too.

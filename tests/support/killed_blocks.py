@@ -1,7 +1,5 @@
 """Conversions that are killed after some blocks, and the checks of what they resume."""
 
-import os
-
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -37,7 +35,7 @@ def leave(source, out, *arguments, blocks=5, **keywords):
             raise Killed
 
     def left(work, *exception):
-        os.close(work._lock)
+        work._lock.close()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkDirectory, "__exit__", left)

@@ -30,7 +30,7 @@ from orbax_t5x.operations.convert.output_format import OutputFormat, WriteOption
 from orbax_t5x.operations.convert.partition import PlannedBlock, cut_into_blocks, divide_blocks
 from orbax_t5x.operations.convert.pipeline import STOP_FILE, BlockPipeline
 from orbax_t5x.operations.convert.safetensors_output import SafetensorsFormat
-from orbax_t5x.operations.convert.work_directory import WorkDirectory, work_directory_of
+from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.progress_bar import OnProgress
@@ -50,11 +50,13 @@ class _StartMessage(NamedTuple):
     """Message of the primary process to the others, before they write.
 
     Attributes:
+      directory: the name of the work directory.
       conversion: its digest, or a unique text.
       first: the number of the primary's journal; those of the others follow.
       kept: the numbers of the blocks that are durable already.
     """
 
+    directory: str
     conversion: str
     first: int
     kept: Sequence[int]
@@ -127,7 +129,7 @@ class ConversionJob:
     def _begin(self, work: WorkDirectory) -> _StartMessage:
         conversion = conversion_digest(self._writing.format, self._format.arrays, self._plan.checkpoints)
         left = journals(work.path)
-        found = {number: read_journal(path, conversion or "") for number, path in left.items()}
+        found = {number: read_journal(path, conversion or "", len(self._blocks)) for number, path in left.items()}
         if conversion is None or not found or None in found.values():
             if found:
                 _logger.info("%s begins anew: the killed conversion was another, or cannot be identified", self._target)
@@ -141,15 +143,11 @@ class ConversionJob:
         if found:
             nbytes = sum(self._blocks[number].nbytes for number in kept)
             _logger.info("%s resumes a killed conversion: %s are written already", self._target, size_text(nbytes))
-        return _StartMessage(conversion or uuid.uuid4().hex, max([0, *left]) + 1, kept)
+        return _StartMessage(work.path.name, conversion or uuid.uuid4().hex, max([0, *left]) + 1, kept)
 
     def _keep(self, work: Path, number: int, entries: Sequence[JournalEntry]) -> None:
         """Keeps the durable blocks of one journal."""
-        mine = {
-            self._blocks[entry.block]: entry
-            for entry in entries
-            if entry.block < len(self._blocks) and entry.block not in self._entries
-        }
+        mine = {self._blocks[entry.block]: entry for entry in entries if entry.block not in self._entries}
         good = self._format.check(work, number, {block: entry.crc for block, entry in mine.items()})
         self._entries |= {block.number: mine[block] for block in good}
         if good:
@@ -160,7 +158,7 @@ class ConversionJob:
     def _write(self, start: _StartMessage, share: Sequence[PlannedBlock], progress: OnProgress | None) -> None:
         if not share:
             return
-        work = work_directory_of(self._target)
+        work = self._target.with_name(start.directory)
         number = start.first + jax.process_index()
         journal = Journal(work, number, start.conversion)
         try:
@@ -179,7 +177,8 @@ class ConversionJob:
     def _finish(self, work: WorkDirectory, start: _StartMessage, numbers: Sequence[int]) -> Sequence[Any]:
         kept = sum(self._blocks[number].nbytes for number in self._entries)
         for number in numbers:
-            for entry in read_journal(journal_path(work.path, number), start.conversion) or ():
+            path = journal_path(work.path, number)
+            for entry in read_journal(path, start.conversion, len(self._blocks)) or ():
                 self._entries[entry.block] = entry
         missing = [block.array.name for block in self._blocks if block.number not in self._entries]
         if missing:

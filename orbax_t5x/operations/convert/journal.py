@@ -19,10 +19,15 @@ from typing import Any, NamedTuple
 from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.descriptor import Descriptor
 
 _VERSION = 1
 _PREFIX = "journal."
 _CRC_DIGITS = 8
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Far above the line of a block that was read in thousands of ranges.
+_MOST_LINE_BYTES = 16 << 20
 
 
 class SourceRange(NamedTuple):
@@ -51,9 +56,9 @@ class Journal:
 
     def __init__(self, work: Path, number: int, conversion: str):
         """Creates the journal `number` of a work directory; `conversion` is the digest of the conversion."""
-        self._file = os.open(journal_path(work, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._file = Descriptor(journal_path(work, number), _CREATE_FLAGS)
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._lock = asyncio.Lock()
         self._pending: list[tuple[JournalEntry, Any]] = []
         self._append([{"version": _VERSION, "conversion": conversion}])
@@ -79,12 +84,12 @@ class Journal:
     def _append(self, values: Sequence[Any]) -> None:
         data = b"".join(map(_line, values))
         while data:
-            data = data[os.write(self._file, data) :]
-        os.fdatasync(self._file)
+            data = data[os.write(self._file.number, data) :]
+        os.fdatasync(self._file.number)
 
     def close(self) -> None:
         """Closes the file, and releases the lock."""
-        os.close(self._file)
+        self._file.close()
 
 
 def journal_path(work: Path, number: int) -> Path:
@@ -101,8 +106,8 @@ def journals(work: Path) -> dict[int, Path]:
 def is_being_written(path: Path) -> bool:
     """Returns True while a process writes this journal."""
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with Descriptor(path, _READ_FLAGS) as file:
+            fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
@@ -110,23 +115,44 @@ def is_being_written(path: Path) -> bool:
     return False
 
 
-def read_journal(path: Path, conversion: str) -> list[JournalEntry] | None:
-    """Reads the entries of a journal up to the first torn line; returns None for one of another conversion."""
-    lines = path.read_bytes().split(b"\n")
-    first = _parsed(lines[0])
-    if first is None:  # a kill came before that line was written
-        return []
-    if first != {"version": _VERSION, "conversion": conversion}:
+def read_journal(path: Path, conversion: str, blocks: int) -> list[JournalEntry] | None:
+    """Reads the entries of a journal up to the first line that is torn, or that no conversion writes.
+
+    Args:
+      path: of the journal.
+      conversion: the digest of the conversion.
+      blocks: how many it has; no more lines are read.
+
+    Returns:
+      The entries; None: the journal of another conversion.
+    """
+    entries: dict[int, JournalEntry] = {}
+    with open(path, "rb", opener=lambda name, _: os.open(name, _READ_FLAGS)) as file:
+        first = _parsed(file.readline(_MOST_LINE_BYTES))
+        if first is None:  # a kill came before that line was written
+            return []
+        if first != {"version": _VERSION, "conversion": conversion}:
+            return None
+        while (entry := _as_entry(_parsed(file.readline(_MOST_LINE_BYTES)))) is not None:
+            if entry.block >= blocks or entry.block in entries:
+                break
+            entries[entry.block] = entry
+    return list(entries.values())
+
+
+def _as_entry(parsed: Any) -> JournalEntry | None:
+    """Converts a parsed line; returns None for one that `_as_json` never makes."""
+    if not (isinstance(parsed, list) and len(parsed) == 3 and isinstance(parsed[2], list)):
         return None
-    entries: list[JournalEntry] = []
-    for line in lines[1:]:
-        parsed = _parsed(line)
-        if parsed is None:
-            break
-        block, crc, read = parsed
-        ranges = tuple([SourceRange(leaf, ChecksummedRange(*range)) for leaf, *range in read])
-        entries.append(JournalEntry(block, crc, ranges))
-    return entries
+    block, crc, read = parsed
+    if not _are_counts([block, crc]) or not all(isinstance(row, list) and _are_counts(row, 6) for row in read):
+        return None
+    ranges = [SourceRange(leaf, ChecksummedRange(*covered)) for leaf, *covered in read]
+    return JournalEntry(block, crc, tuple(ranges)) if all(one.range.start <= one.range.stop for one in ranges) else None
+
+
+def _are_counts(values: list[Any], length: int = 2) -> bool:
+    return len(values) == length and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _as_json(entry: JournalEntry) -> Any:
@@ -139,6 +165,11 @@ def _line(value: Any) -> bytes:
 
 
 def _parsed(line: bytes) -> Any:
-    """Parses a line; returns None for a torn one."""
-    crc, text = line[:_CRC_DIGITS], line[_CRC_DIGITS:]
-    return json.loads(text) if text and crc == b"%08x" % _crc.extend(0, text) else None
+    """Parses a line with its end; returns None for a torn one, or one that is no JSON."""
+    crc, text = line[:_CRC_DIGITS], line[_CRC_DIGITS:].removesuffix(b"\n")
+    if not line.endswith(b"\n") or crc != b"%08x" % _crc.extend(0, text):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

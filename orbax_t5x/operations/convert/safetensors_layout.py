@@ -152,7 +152,7 @@ class TensorInFile:
 
     def _write(self, box: Box, data: np.ndarray) -> None:
         stored = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-        file = os.open(self._path, os.O_WRONLY)
+        file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             for position, run in self._runs(box, stored):
                 _write_all(file, run, position)
@@ -166,7 +166,7 @@ class TensorInFile:
           EOFError: the file ends first.
         """
         out = np.empty(box_shape(box), self._tensor.dtype)
-        file = os.open(self._path, os.O_RDONLY)
+        file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             for position, run in self._runs(box, out.reshape(-1).view(np.uint8).data):
                 _read_all(file, run, position)

@@ -4,6 +4,10 @@ Each destination has one, and the converting process holds a lock on it, which e
 conversion to the same destination is refused while the first runs. A killed conversion leaves its directory behind; the
 next one resumes with its contents, or empties it.
 
+Whoever may write beside the destination can make a directory of that name first. Only a directory that the effective
+user owns, that no other user may write, and that holds nothing but files and directories of a conversion is used; any
+other is left as it is, and the next name is taken.
+
 Where the system can exchange two names atomically (Linux, on most file systems), the destination is at any time the old
 one or the new one. Elsewhere the old one is renamed away first: a process that is killed between two renames leaves
 nothing at the destination, and the old one in the work directory, from where the next conversion restores it.
@@ -11,26 +15,45 @@ nothing at the destination, and the old one in the work directory, from where th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
+import re
 import shutil
+import stat
 from pathlib import Path
 
-from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.errors import CheckpointIOError, UnsafeCheckpointError
 from orbax_t5x.operations.convert.journal import is_being_written, journals
+from orbax_t5x.operations.convert.output_format import BLOCKS_DIRECTORY
+from orbax_t5x.operations.convert.pipeline import STOP_FILE
+from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.durability import sync_path
+
+_logger = logging.getLogger(__name__)
 
 _SUFFIX = ".orbax-t5x-convert"
 _REPLACED = "replaced"
+_FILES = re.compile(rf"journal\.\d+|{STOP_FILE}")
+# More directories of others than this are an attack.
+_MOST_NAMES = 100
+_OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Errors of opening what is no directory, a link, or not ours to read.
+_IS_FOREIGN = frozenset({errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # Errors of a kernel or a file system that cannot exchange names.
 _CANNOT_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
 
 
 def work_directory_of(target: Path) -> Path:
-    """Returns the work directory of a destination: beside it, because a rename across file systems is not atomic."""
+    """Returns the first choice for the work directory of a destination.
+
+    It is beside it, because a rename across file systems is not atomic.
+    """
     return target.parent / f".{target.name}{_SUFFIX}"
 
 
@@ -47,11 +70,11 @@ class WorkDirectory:
 
         Raises:
           CheckpointIOError: another conversion to the destination is running.
+          UnsafeCheckpointError: all names are taken by directories of others.
         """
-        self.path = work_directory_of(target)
         self.is_kept = False
         self._target = target
-        self._lock = _take(self.path, target)
+        self.path, self._lock = _take(target)
         try:
             for journal in journals(self.path).values():
                 if is_being_written(journal):
@@ -60,16 +83,17 @@ class WorkDirectory:
             if os.path.lexists(replaced) and not os.path.lexists(target):
                 os.rename(replaced, target)
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
 
     def empty(self) -> None:
         """Removes all its contents."""
-        for entry in os.scandir(self.path):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
+        with os.scandir(self._lock.number) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.name, dir_fd=self._lock.number)
+                else:
+                    os.unlink(entry.name, dir_fd=self._lock.number)
 
     def put_in_place(self, written: Path) -> None:
         """Moves a directory written in here to the destination; what it replaces is moved in here."""
@@ -84,34 +108,89 @@ class WorkDirectory:
 
     def __exit__(self, *exception: object) -> None:
         if not self.is_kept:
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+            with contextlib.suppress(OSError):
+                self.empty()
+                os.rmdir(self.path)
+        self._lock.close()
 
 
-def _take(work: Path, target: Path) -> int:
-    """Makes and locks a work directory; returns the descriptor that holds the lock."""
+def _take(target: Path) -> tuple[Path, Descriptor]:
+    """Makes or finds a work directory of ours, and locks it; returns the descriptor that holds the lock."""
+    first = work_directory_of(target)
+    for number in range(_MOST_NAMES):
+        path = first.with_name(f"{first.name}.{number}") if number else first
+        lock = _lock(path, target)
+        if lock is not None:
+            return path, lock
+        _logger.warning("%s is not a work directory that only this user may write; it is left as it is", path)
+    message = f"{first} and {_MOST_NAMES - 1} more names of work directories are taken by what other users may write"
+    raise UnsafeCheckpointError(message, path=target)
+
+
+def _lock(path: Path, target: Path) -> Descriptor | None:
+    """Makes and locks a work directory; returns None where something else has its name."""
     while True:
         is_new = True
         try:
-            work.mkdir()
+            path.mkdir(stat.S_IRWXU)
         except FileExistsError:
             is_new = False
         try:
-            lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock = Descriptor(path, _OPEN_FLAGS)
         except FileNotFoundError:
             continue
+        except OSError as error:
+            if error.errno in _IS_FOREIGN:
+                return None
+            raise
+        if not _is_private(os.fstat(lock.number)):
+            return None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if isinstance(error, BlockingIOError) or not is_new:
-                os.close(lock)
-                why = f"another conversion writes to it, in {work}"
+                why = f"another conversion writes to it, in {path}"
                 if not isinstance(error, BlockingIOError):
-                    why = f"{work} is there, and its file system has no locks; if no conversion runs, remove it"
+                    why = f"{path} is there, and its file system has no locks; if no conversion runs, remove it"
                 raise _is_taken(target, why) from None
-        if _is_same(work, lock):
-            return lock
-        os.close(lock)  # its last owner removed it before it was locked
+        if _is_same(path, lock.number):
+            return lock if is_new or _holds_a_conversion(lock.number, target.name) else None
+        lock.close()  # its last owner removed it before it was locked
+
+
+def _is_private(found: os.stat_result, forbidden: int = _WRITABLE_BY_OTHERS) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & forbidden
+
+
+def _holds_a_conversion(directory: int, destination: str) -> bool:
+    """Tests whether a directory holds only what a conversion writes, all of it made by this user.
+
+    The contents of what was replaced are the user's own, and are never read.
+    """
+    directories = re.compile(rf"{BLOCKS_DIRECTORY}|{_REPLACED}|{re.escape(destination)}(\..*)?")
+    forbidden = _WRITABLE_BY_OTHERS & _umask()
+    for parent, below, _, opened in os.fwalk(".", dir_fd=directory):
+        for name in os.listdir(opened):
+            found = os.stat(name, dir_fd=opened, follow_symlinks=False)
+            is_directory = stat.S_ISDIR(found.st_mode)
+            if not is_directory and not (stat.S_ISREG(found.st_mode) and found.st_nlink == 1):
+                return False
+            if not _is_private(found, forbidden):
+                return False
+            if parent == "." and not (directories if is_directory else _FILES).fullmatch(name):
+                return False
+        if parent == "." and _REPLACED in below:
+            below.remove(_REPLACED)
+    return True
+
+
+def _umask() -> int:
+    """Reads the mask of new files; setting it, the only other way, would be seen by other threads."""
+    try:
+        found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1], 8) if found else _WRITABLE_BY_OTHERS
 
 
 def _is_same(work: Path, opened: int) -> bool:

@@ -21,6 +21,7 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
 )
 from orbax_t5x.readers.detect.remote_probe import head_and_tail, kind_and_names
+from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.locations import absolute, exists, is_url, remote_subdirectories
 from orbax_t5x.storage.paths import Root, io_error
 
@@ -62,7 +63,7 @@ class PathProbe:
         if is_url(path):
             return _probe_remote_file(path)
         try:
-            fd, found = Root(self.path).open(name)
+            opened, found = Root(self.path).open(name)
         except CheckpointIOError:
             raise
         except CheckpointNotFoundError:
@@ -71,7 +72,7 @@ class PathProbe:
             return PathProbe(path, "outside")
         except CheckpointError:
             return PathProbe(path, "special")
-        return _probe_file(path, fd, found)
+        return _probe_file(path, opened, found)
 
     def with_suffix(self, suffix: str) -> list[str]:
         """Returns the names in this directory that end with a suffix, sorted."""
@@ -172,8 +173,8 @@ def probe_path(path: str) -> PathProbe:
             return PathProbe(path, "directory", names=frozenset(os.listdir(path)))
         if not stat.S_ISREG(mode):
             return PathProbe(path, "special")
-        fd = os.open(path, _OPEN_FLAGS)
-        return _probe_file(path, fd, os.fstat(fd))
+        opened = Descriptor(path, _OPEN_FLAGS)
+        return _probe_file(path, opened, os.fstat(opened.number))
     except OSError as error:
         if isinstance(error, CheckpointIOError):
             raise
@@ -192,18 +193,18 @@ def _probe_remote_file(url: str) -> PathProbe:
     return PathProbe(url, "file", head=head, tail=tail, size=None if len(head) == _HEAD_BYTES else len(head))
 
 
-def _probe_file(path: str, fd: int, found: os.stat_result) -> PathProbe:
+def _probe_file(path: str, opened: Descriptor, found: os.stat_result) -> PathProbe:
     """Reads the first and last bytes of an open file, and closes it."""
     try:
         if not stat.S_ISREG(found.st_mode):
             return PathProbe(path, "special")
-        head = os.pread(fd, _HEAD_BYTES, 0)
-        tail = os.pread(fd, _TAIL_BYTES, max(0, found.st_size - _TAIL_BYTES))
+        head = os.pread(opened.number, _HEAD_BYTES, 0)
+        tail = os.pread(opened.number, _TAIL_BYTES, max(0, found.st_size - _TAIL_BYTES))
         return PathProbe(path, "file", head=head, tail=tail, size=found.st_size)
     except OSError as error:
         raise io_error(error, "reading its first bytes", path=path) from error
     finally:
-        os.close(fd)
+        opened.close()
 
 
 def is_sstable(probe: PathProbe) -> bool:

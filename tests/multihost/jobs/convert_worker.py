@@ -50,7 +50,7 @@ class Abandoned(BaseException):
 
 
 def abandon(work, *_):
-    os.close(work._lock)
+    work._lock.close()
     raise Abandoned
 
 

@@ -5,7 +5,6 @@ A kill is played by an exception that nothing catches, and a work directory that
 """
 
 import logging
-import os
 
 import numpy as np
 import pytest
@@ -146,7 +145,7 @@ def test_a_kill_after_the_exchange_of_names_leaves_the_new_one(source, out):
         raise Killed
 
     def left(work, *exception):
-        os.close(work._lock)
+        work._lock.close()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkDirectory, "put_in_place", kill)
