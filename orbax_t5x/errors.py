@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from orbax_t5x.text.fix import Fix as Fix
 from orbax_t5x.text.html import html_fragment, html_list
+from orbax_t5x.text.masked import masked
 from orbax_t5x.text.problem_lines import problem_lines
 from orbax_t5x.text.wording import counted, ended, plain
 
@@ -41,8 +42,8 @@ class CheckpointError(Exception):
         leaf: str | None = None,
         fix: Fix | None = None,
     ):
-        self.message = message
-        self.path: str | None = None if path is None else os.fspath(path)
+        self.message: str = masked(message)
+        self.path: str | None = None if path is None else masked(os.fspath(path), is_path=True)
         self.leaf = leaf
         self.fix = fix
         super().__init__(self.described())
@@ -59,7 +60,7 @@ class CheckpointError(Exception):
         if self.leaf is not None:
             where.append(f"leaf {self.leaf!r}")
         text = ended(": ".join([*where, self.message]))
-        return text if self.fix is None else f"{text}\nFix: {fix_text(self.fix)}"
+        return text if self.fix is None else f"{text}\nFix: {masked(fix_text(self.fix))}"
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -228,4 +229,4 @@ class RestorePlanError(CheckpointError, ValueError):
     def _repr_html_(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
         items = ("\n" + "\n".join(problem_lines(self.problems))).split("\n  - ")[1:]
-        return html_fragment([html_list(items, where + self._heading, is_open=True)])
+        return html_fragment([html_list(map(masked, items), where + self._heading, is_open=True)])

@@ -7,11 +7,14 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Sequence
 from typing import Any
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+# Rules and a model's configuration are far smaller.
+_MOST_JSON_BYTES = 64 << 20
 # More of a pattern than this is not shown.
 _SHOWN_PATTERN = 200
 
@@ -79,10 +82,19 @@ def read_json_object(path: str, option: str) -> bytes:
     return data
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file without waiting for the other end of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _read_json(path: str, option: str) -> tuple[bytes, Any]:
     try:
-        with open(os.path.expanduser(path), "rb") as file:
-            data = file.read()
+        with open(os.path.expanduser(path), "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageError(f"{option} {path}: a FIFO, a device or a directory, not a file")
+            data = file.read(_MOST_JSON_BYTES + 1)
+        if len(data) > _MOST_JSON_BYTES:
+            raise UsageError(f"{option} {path}: more than {_MOST_JSON_BYTES} bytes")
         return data, json.loads(data.decode("utf-8"))
     except RecursionError:
         raise UsageError(f"{option} {path}: the JSON is nested too deep") from None

@@ -16,10 +16,11 @@ from functools import partial
 
 import numpy as np
 
+from orbax_t5x.errors import LimitExceededError
 from orbax_t5x.lazy.box import Box, box_shape
 from orbax_t5x.lazy.geometry import IndexMap
 from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.storage.memory import empty_array
+from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 from orbax_t5x.text.wording import listed
 
 # Inputs of a stack, and things done to them, that a description names.
@@ -75,6 +76,8 @@ def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         strides.append(step)
         step *= max(size, 1)
     # `as_strided` takes a dtype by its text, and that of float8_e5m2 is one that NumPy does not know.
+    if step >= 1 << 63:
+        raise LimitExceededError(f"an array of {dtype.name} of shape {tuple(shape)} has more bytes than can be counted")
     raw = np.dtype(object) if dtype.hasobject else np.dtype((np.void, dtype.itemsize))
     return np.lib.stride_tricks.as_strided(np.empty(1, raw), tuple(shape), strides[::-1]).view(dtype)
 
@@ -167,7 +170,9 @@ class Node(abc.ABC):
         if self.own_leaf is not None or _is_empty(box):
             return 0
         measured = _MeasuringLowering()
-        self.add_work(box, memoryless(box_shape(box), self.dtype) if like is None else like, measured)
+        leaf = next(iter(self.leaves()), None)
+        with naming_memory_errors(leaf.path if leaf else None, leaf.name if leaf else ""):
+            self.add_work(box, memoryless(box_shape(box), self.dtype) if like is None else like, measured)
         return measured.held_bytes + measured.temporary_bytes
 
     def leaves(self) -> tuple[Leaf, ...]:

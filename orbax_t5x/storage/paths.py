@@ -48,9 +48,9 @@ _KINDS = {
 
 
 def url_scheme(path: str) -> str | None:
-    """Returns the scheme of a path that is a URL (`gs`, `s3`, `https`); None for a local path."""
+    """Returns the scheme of a path that is a URL (`gs`, `s3`, `https`), in lower case; None for a local path."""
     match = _URL.match(path)
-    return match["scheme"] if match else None
+    return match["scheme"].lower() if match else None
 
 
 def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:

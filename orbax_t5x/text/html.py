@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from orbax_t5x.text.table import TableRow
+from orbax_t5x.text.wording import plain
 
 # Colours are those of the page, so that it can be dark; only weights and rules are ours. Names break after a '/'
 # or, where they must, anywhere, so that no column is outside the page.
@@ -25,6 +26,11 @@ _STYLE = """
 """
 
 
+def _escaped(text: str) -> str:
+    """Returns text without markup, control characters and marks of direction; lines stay apart."""
+    return escape("\n".join(map(plain, text.split("\n"))))
+
+
 def html_fragment(parts: Iterable[str]) -> str:
     """Joins parts that are HTML already, with their style."""
     return f'<div class="orbax-t5x"><style>{_STYLE}</style>{"".join(parts)}</div>'
@@ -32,13 +38,13 @@ def html_fragment(parts: Iterable[str]) -> str:
 
 def html_paragraph(text: str, *, bold: bool = False) -> str:
     """Makes a paragraph of text."""
-    return f"<p><b>{escape(text)}</b></p>" if bold else f"<p>{escape(text)}</p>"
+    return f"<p><b>{_escaped(text)}</b></p>" if bold else f"<p>{_escaped(text)}</p>"
 
 
 def html_list(items: Iterable[str], title: str, *, is_open: bool = False) -> str:
     """Makes a list that opens and closes by a click on its title."""
-    lines = "".join(f"<li>{escape(item)}</li>" for item in items)
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary><ul>{lines}</ul></details>"
+    lines = "".join(f"<li>{_escaped(item)}</li>" for item in items)
+    return f"<details{' open' if is_open else ''}><summary>{_escaped(title)}</summary><ul>{lines}</ul></details>"
 
 
 def html_table(rows: Sequence[TableRow], heads: TableRow) -> str:
@@ -47,7 +53,7 @@ def html_table(rows: Sequence[TableRow], heads: TableRow) -> str:
         return ""
     names = ["label", *(name for name in ("array", "placing", "size") if any(getattr(row, name) for row in rows))]
     names += ["source"] if any(row.origin for row in rows) else []
-    head = "".join(f"<th{_class_of(name)}>{escape(getattr(heads, name))}</th>" for name in names)
+    head = "".join(f"<th{_class_of(name)}>{_escaped(getattr(heads, name))}</th>" for name in names)
     body = "".join(f"<tr>{''.join(_cell(row, name) for name in names)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -58,10 +64,10 @@ def _class_of(column: str) -> str:
 
 
 def _cell(row: TableRow, column: str) -> str:
-    text = escape(getattr(row, column))
+    text = _escaped(getattr(row, column))
     if column in ("label", "source"):
         text = text.replace("/", "/<wbr>")
     if column == "source":
         text = f'<span class="how">{text}</span>' if row.has_remark else text
-        text += f' <span class="how">{escape(row.how)}</span>' if row.how else ""
+        text += f' <span class="how">{_escaped(row.how)}</span>' if row.how else ""
     return f"<td{_class_of(column)}>{text}</td>"

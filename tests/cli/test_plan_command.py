@@ -1,6 +1,7 @@
 """`plan`: what a restore would do."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -116,6 +117,17 @@ def test_rules_that_are_none(run, layers, tmp_path, text, told):
     rules.write_text(text)
     code, _, err = run("plan", layers, "--target", layers, "--map", rules)
     assert code == 2 and told in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--map", "--config"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
+def test_what_is_no_file_is_refused_at_once(run, layers, tmp_path, option, kind):
+    path = {"fifo": tmp_path / "fifo", "device": "/dev/zero", "directory": tmp_path}[kind]
+    if kind == "fifo":
+        os.mkfifo(path)
+    target = ("--target", layers) if option == "--map" else ("--format", "safetensors")
+    code, _, err = run("convert", layers, tmp_path / "out", *target, option, path)
+    assert code == 2 and option in err and len(err.splitlines()) == 1
 
 
 def test_rules_need_a_target_and_a_file(run, layers, tmp_path):

@@ -185,6 +185,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif fault == "html for a range":
             body = b"<html>please log in</html>"
             self.send(206, body, {**self.tags(data), "Content-Range": f"bytes 0-{len(body) - 1}/{len(data)}"})
+        elif fault == "206 to every range":
+            first, last = map(int, _RANGE.fullmatch(request.range or "bytes=0-0").groups())
+            body = bytes(last - first + 1)
+            self.send(206, body, {**self.tags(data), "Content-Range": f"bytes {first}-{last}/*"})
         elif fault == "truncated":
             self.send_file(data, request, cut=3)
         elif fault == "shorter":

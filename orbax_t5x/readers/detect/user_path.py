@@ -8,6 +8,7 @@ from orbax_t5x.errors import CheckpointNotFoundError
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.remote import hub
 from orbax_t5x.storage.remote.urls import plain_url
+from orbax_t5x.text.masked import masked
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
@@ -28,13 +29,13 @@ def path_text(path: str | os.PathLike[str]) -> str:
         raise TypeError(f"a checkpoint's path is text or an os.PathLike, not {type(path).__name__}")
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise TypeError(f"the path {path!r} is not text")
+        raise TypeError(masked(f"the path {path!r} is not text"))
     if not text:
         raise CheckpointNotFoundError("the path is empty; '.' is the working directory")
     if "\0" in text:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
     if (scheme := url_scheme(text)) is not None:
-        return hub.download(text) if scheme == hub.SCHEME else plain_url(text)
+        return hub.download(f"{scheme}://{text.partition('://')[2]}") if scheme == hub.SCHEME else plain_url(text)
     return os.path.expanduser(text)
 
 

@@ -190,7 +190,7 @@ class ZarrArrays:
         ours["metadata"] = metadata.spec(as_bfloat16=as_bfloat16)
         try:
             return ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, OverflowError) as error:
             raise typed_error(error, path=found.path, leaf=name, doing="opening it") from error
 
 

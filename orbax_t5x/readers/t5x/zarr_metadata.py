@@ -25,6 +25,8 @@ _REQUIRED = ("chunks", "compressor", "dtype", "fill_value", "filters", "order", 
 _OPTIONAL = ("dimension_separator",)
 # Codecs that T5X used, and the parameters that decide nothing for reading.
 _CODECS = {"gzip": {"level"}, "zstd": {"level", "checksum"}}
+# Far beyond the levels of any codec, and below what TensorStore counts.
+_MOST_LEVEL = 1 << 31
 _BFLOAT16 = "bfloat16"
 # Below this, TensorStore can count every index of an array and of its last chunk, which may end outside it.
 _UNCOUNTED = 1 << 60
@@ -173,15 +175,32 @@ def _compressor(recorded: Any, unsupported) -> dict[str, Any] | None:
         raise unsupported("compressor")
     if recorded.keys() - {"id"} - _CODECS[codec]:
         raise unsupported("compressor")
-    if not all(type(value) in (int, bool) for key, value in recorded.items() if key != "id"):
+    level = recorded.get("level", 0)
+    if type(level) is not int or abs(level) >= _MOST_LEVEL or type(recorded.get("checksum", False)) not in (bool, int):
         raise unsupported("compressor")
     return {"id": codec} | ({"level": recorded["level"]} if "level" in recorded else {})
 
 
 def _fill_value(recorded: Any, dtype: np.dtype, unsupported) -> Any:
-    """Parses a fill value: a number; NaN and infinities are texts in zarr."""
-    if recorded is None or type(recorded) in (int, float, bool):
+    """Parses a fill value: a number that the dtype holds; NaN and infinities are texts in zarr."""
+    if recorded is None or (dtype.kind == "f" and recorded in ("NaN", "Infinity", "-Infinity")):
         return recorded
-    if dtype.kind == "f" and recorded in ("NaN", "Infinity", "-Infinity"):
-        return recorded
+    if dtype.kind == "b":
+        if type(recorded) is bool or (type(recorded) is int and recorded in (0, 1)):
+            return bool(recorded)
+    elif dtype.kind in "iu" or dtype.name == "int4":
+        bounds = ml_dtypes.iinfo(dtype)
+        if type(recorded) in (int, float) and bounds.min <= recorded <= bounds.max and recorded == int(recorded):
+            return int(recorded)
+    elif type(recorded) in (int, float) and _is_finite(recorded, dtype):
+        return float(recorded)
     raise unsupported("fill_value")
+
+
+def _is_finite(number: float, dtype: np.dtype) -> bool:
+    """Reports whether a number is finite, as a Python float and in a dtype."""
+    try:
+        with np.errstate(over="ignore"):
+            return math.isfinite(number) and bool(np.isfinite(np.array(float(number)).astype(dtype)))
+    except OverflowError:
+        return False

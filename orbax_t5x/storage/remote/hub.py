@@ -100,6 +100,7 @@ def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
         raise UnsupportedCheckpointError(
             "hf:// paths need the package huggingface_hub: pip install 'orbax-t5x[hf]'", path=path
         ) from error
+    token = cast(Any, huggingface_hub).get_token()
     try:
         # As Any: the package's own annotations hold types that no checker can resolve.
         return cast(Any, huggingface_hub).snapshot_download(
@@ -110,10 +111,19 @@ def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
             endpoint=os.environ.get("HF_ENDPOINT"),
         )
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
-        raise CheckpointNotFoundError(f"not on the hub: {_first_line(error)}", path=path) from error
+        raise CheckpointNotFoundError(f"not on the hub: {_first_line(error, token)}", path=path) from None
     except (OSError, ValueError, errors.HfHubHTTPError) as error:
-        raise CheckpointIOError(f"the hub failed: {_first_line(error)}", path=path) from error
+        raise CheckpointIOError(f"the hub failed: {_first_line(error, token)}", path=path) from None
+    except Exception as error:  # what the package raises where an answer is of another form than it expects
+        raise CheckpointIOError(
+            f"the hub's answer could not be read: {type(error).__name__}: {_first_line(error, token)}", path=path
+        ) from None
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _first_line(error: BaseException, token: str | None) -> str:
+    """Returns the first line of an error without the token: a hub may send back the headers of a request.
+
+    Errors are raised without this one as their cause, because a traceback prints all of it.
+    """
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line.replace(token, "…") if token else line

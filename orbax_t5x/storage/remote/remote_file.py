@@ -38,6 +38,8 @@ _KEPT_BLOCKS = 4
 # The first places at which the search for a size looks, and into how many parts a step divides what is left.
 _SIZE_POINTS = [(1 << power) - 1 for power in range(16, 46, 2)]
 _SIZE_PARTS = 32
+# No file is so large, and offsets are signed numbers of 64 bits.
+_LARGEST_FILE = 1 << 53
 
 
 class OpenState:
@@ -98,6 +100,10 @@ class RemoteFile:
             if count < len(points):
                 high = points[count]
             if high is None:
+                if points[-1] >= _LARGEST_FILE:
+                    raise UnsupportedCheckpointError(
+                        "the server sends bytes for any range, whether the file has them or not", path=self.path
+                    )
                 points = [point << 4 for point in points]
                 continue
             step = max(_BLOCK_BYTES, -(-(high - low) // _SIZE_PARTS))

@@ -55,13 +55,13 @@ def plain_url(url: str) -> str:
     """
     parse_url(url)
     if url_scheme(url) not in _HTTP:
-        return url
+        return f"{url_scheme(url)}://{url.partition('://')[2]}"
     if "?" in url or "#" in url:
         raise UnsupportedCheckpointError(
             "URLs with a query or a fragment are not read: the names of further files could not be appended",
-            path=url.partition("?")[0].partition("#")[0],
+            path=url,
         )
-    return urllib.parse.unquote(url)
+    return f"{url_scheme(url)}://{urllib.parse.unquote(url.partition('://')[2])}"
 
 
 def parse_url(url: str) -> StoreUrl:
@@ -79,8 +79,7 @@ def parse_url(url: str) -> StoreUrl:
     if not where:
         raise UnsupportedCheckpointError("the URL names no server or bucket", path=url)
     if "@" in where:
-        shown = f"{scheme}://…@{where.rpartition('@')[2]}/{rest}"
-        raise UnsupportedCheckpointError("names and passwords in URLs are not used", path=shown)
+        raise UnsupportedCheckpointError("names and passwords in URLs are not used", path=url)
     key = rest.strip("/")
     return StoreUrl(f"{scheme}://{where}", key, not key or rest.endswith("/"))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import traceback
 from pathlib import Path
 
 import flax.serialization
@@ -99,6 +100,27 @@ def test_flax_of_the_hub(hub):
     with ot.open_checkpoint("hf://google/tiny") as checkpoint:
         assert checkpoint.format == "flax_msgpack"
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+ODD_ANSWERS = [b"{}", b"[]", b"3", b"null", b"[1]", b'[{"type": "file"}]', b'[{"a": 1}]', b"{"]
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS)
+def test_answers_of_the_hub_of_another_form_are_typed(hub, answer, monkeypatch):
+    hub.files = {"model.safetensors": safetensors.numpy.save({"w": W})}
+    right = hub.answer_to
+    monkeypatch.setattr(hub, "answer_to", lambda name, query: answer if name.startswith("api/") else right(name, query))
+    with pytest.raises(ot.errors.CheckpointError):
+        ot.open_checkpoint("hf://google/tiny")
+
+
+def test_a_token_that_the_hub_sends_back_is_masked(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "odd-t0ken")
+    echoed = (403, b"{}", {"X-Error-Message": "not for Bearer odd-t0ken, that is odd-t0ken"})
+    monkeypatch.setattr(hub, "answer_to", lambda name, query: echoed)
+    with pytest.raises(ot.errors.CheckpointError) as caught:
+        ot.open_checkpoint("hf://google/tiny")
+    assert "odd-t0ken" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_the_cache_is_enough(hub):

@@ -41,6 +41,16 @@ def test_sizes_are_found(store, size):
         assert not file_of(store, DATA[:size]).require_size(size - 1)
 
 
+def test_a_server_that_has_bytes_at_every_offset_has_no_file(store):
+    file = file_of(store, DATA[:100_000])
+    store.fault = lambda request: "206 to every range"
+    try:
+        with pytest.raises(ot.errors.UnsupportedCheckpointError, match="any range"):
+            _ = file.size
+    finally:
+        store.fault = lambda request: None
+
+
 def test_a_size_is_searched_for_with_single_bytes(store):
     file = file_of(store, DATA)
     store.forget()

@@ -1,0 +1,48 @@
+"""Masks the secrets in texts: users and passwords, queries and fragments of URLs, tokens and headers of requests."""
+
+from __future__ import annotations
+
+import re
+
+# `pathlib` makes one slash of two.
+_SCHEME = r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+:/{1,2})"
+_URL = re.compile(_SCHEME + r"(?P<rest>[^\s'\"<>]+)")
+_URL_PATH = re.compile(_SCHEME + r"(?P<rest>.+)", re.DOTALL)
+# Characters, and what is written for them in a URL, perhaps several times.
+_AT = re.compile(r"@|%(?:25)*40", re.IGNORECASE)
+_COLON = re.compile(r":(?!\d+$)|%(?:25)*3A", re.IGNORECASE)
+_QUERY = re.compile(r"(?P<mark>[?#]|%(?:25)*(?:3F|23)).*", re.IGNORECASE | re.DOTALL)
+_ASSIGNED = re.compile(
+    r"(?P<name>(?:token|secret|passw(?:or)?d|signature|sig|credentials?|(?:api|access)[_-]?key(?:[_-]?id)?)=)[^&;\s/'\"]+",
+    re.IGNORECASE,
+)
+_TOKENS = (
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_…"),
+    (re.compile(r"(authorization['\"]?\s*[:=]\s*['\"]?)[^'\"\r\n,;]+", re.IGNORECASE), r"\1…"),
+    (re.compile(r"\b(bearer\s+)[A-Za-z0-9._~+/=-]+", re.IGNORECASE), r"\1…"),
+    (_ASSIGNED, r"\g<name>…"),
+)
+
+
+def masked(text: str, *, is_path: bool = False) -> str:
+    """Returns text with `…` for each secret of its URLs and headers.
+
+    Args:
+      text: a message; URLs in it end at a blank or a quote.
+      is_path: the text is one path, and a URL in it goes to its end.
+    """
+    if ":/" in text:
+        text = (_URL_PATH if is_path else _URL).sub(_masked_url, text)
+    for pattern, replacement in _TOKENS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _masked_url(match: re.Match[str]) -> str:
+    rest = match["rest"]
+    server = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    # A password may hold the marks that end a server's name; only a port follows a colon there.
+    within = rest if _COLON.search(server) else server
+    if found := list(_AT.finditer(within)):
+        rest = f"…@{rest[found[-1].end() :]}"
+    return match["scheme"] + _QUERY.sub(r"\g<mark>…", rest)
