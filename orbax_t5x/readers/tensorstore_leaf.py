@@ -115,6 +115,7 @@ class TensorStoreLeaf(Leaf):
         self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
         try:
             # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
+            limits.require_chunks(self.shape, chunk)
             limits.require_chunk(self._chunk_bytes, f"a chunk of shape {chunk}")
             if shard != chunk:
                 chunks_per_shard = math.prod(shard) // math.prod(chunk)
