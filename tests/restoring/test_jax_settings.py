@@ -49,6 +49,30 @@ def test_a_fallback_function_computes_with_64_bits_under_the_context_manager():
         np.testing.assert_array_equal(np.asarray(got["a"]), WIDE["int"])
 
 
+SHARDINGS = {
+    "one": None,
+    "sharded": NamedSharding(MESH, P("x")),
+    "replicated": NamedSharding(MESH, P()),
+    "single": jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+@pytest.mark.parametrize("guard", ["transfer_guard", "transfer_guard_host_to_device"])
+def test_a_guard_against_implicit_transfers_permits_a_restore(kind, guard, sharding):
+    array = np.arange(16, dtype=np.float32)
+    key = jax.random.key(7)
+    source = checkpoint({"a": array, "key": np.asarray(jax.random.key_data(key))}, kind)
+    target = {"a": S((16,), np.float32, sharding=sharding), "key": S(key.shape, key.dtype)}
+    with getattr(jax, guard)("disallow"):
+        got = ot.restore(source, target)
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            jnp.add(jax.device_put(array), array)
+    np.testing.assert_array_equal(np.asarray(got["a"]), array)
+    assert got["key"] == key
+    assert sharding is None or got["a"].sharding == sharding
+
+
 def test_the_default_device_of_the_caller_is_used(kind):
     device = jax.devices()[3]
     source = checkpoint({"a": np.ones(2, np.float32)}, kind)

@@ -6,6 +6,7 @@ lives exactly as long as the array. Nothing here reads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -122,12 +123,23 @@ def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=view.dtype)
     else:
         position_of = layout_of(entry).position_of
-        array = jax.make_array_from_callback(
-            leaf.shape,
-            leaf.layout if leaf.layout is not None else leaf.sharding,
-            lambda index: buffers[position_of[_raw_index(index)]],
-        )
+        with _explicit_transfer():
+            array = jax.make_array_from_callback(
+                leaf.shape,
+                leaf.layout if leaf.layout is not None else leaf.sharding,
+                lambda index: buffers[position_of[_raw_index(index)]],
+            )
     return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
+
+
+def _explicit_transfer() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which JAX's own transfers are those that the caller has asked for.
+
+    `make_array_from_callback` counts as implicit, unlike `device_put`; "disallow" means implicit transfers alone.
+    """
+    if jax.config.jax_transfer_guard_host_to_device == "disallow":
+        return jax.transfer_guard_host_to_device("allow")
+    return contextlib.nullcontext()
 
 
 def check_value(entry: PlanEntry, value: Any) -> None:
