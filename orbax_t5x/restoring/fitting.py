@@ -8,6 +8,7 @@ clash is a problem; nothing raises and nothing is read.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -28,6 +29,13 @@ from orbax_t5x.trees.dtypes import conversion, kind_of
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
 
 _STEP_NAMES = frozenset({"step", "global_step"})
+# A container of layers that are one array for all of them.
+_LAYERS = re.compile(r"(?i)(?:\w*_)?(?:layers?|blocks?|h|stack|scan[a-z]*|(?:en|de)coder_?blocks?)(?:_(?:stack|scan))?")
+_OTHER_DEPTH = Fix("build the model with the checkpoint's number of layers, if that is the dimension that differs")
+_UNKNOWN_DIMENSIONS = Fix(
+    "find out which dimensions are the same: the names do not show it, and a transform that makes the shape may still "
+    "mix what belongs apart"
+)
 # A Python scalar takes the dtype of what it meets where that is of the same kind or a later one.
 _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
 
@@ -246,11 +254,22 @@ def _key_width_fix(impls: list[str]) -> Fix:
     return Fix.by_target(text)
 
 
+def _is_stacked(name: str) -> bool:
+    """Returns True for a name of which a part is of layers without a number: one dimension may count them."""
+    parts = name.split("/")
+    return any(
+        (_LAYERS.fullmatch(part) is not None and not after.isdecimal()) or part == after  # Flaxformer: decoder/decoder
+        for part, after in itertools.pairwise(parts)
+    )
+
+
 def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> Fix:
     """Returns the fix for a shape: `Pad` where the target is larger throughout, `Slice` where it is smaller."""
     stored = Fix.by_target("give the target the checkpoint's shape")
     pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
     pattern = re.escape(name)
+    if _is_stacked(name):
+        return Fix.any_of(stored, _OTHER_DEPTH)
     if pairs and all(have <= want for have, want in pairs):
         grown = tuple(None if have == want else want for have, want in pairs)
         filled = Fix.adding(Pad(pattern, grown, FALLBACK)).also_setting("give {} values for what is new", fallback=...)
@@ -259,7 +278,7 @@ def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is
     if pairs and all(have >= want for have, want in pairs):
         index = tuple((None, None if have == want else want, None) for have, want in pairs)
         return Fix.any_of(stored, Fix.adding(Slice(pattern, index)))
-    return Fix.any_of(stored, Fix.in_program("map it with Reshape, Transpose, Split or another transform"))
+    return Fix.any_of(stored, _UNKNOWN_DIMENSIONS)
 
 
 def _key_dtype_of(value: Any) -> Any:

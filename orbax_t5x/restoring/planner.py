@@ -112,7 +112,16 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
 
         takes_rules, proposes = not resuming, proposes and not resuming
         failure = MatchFailure(
-            matcher, match, source, before, inputs.given, transforms, proposes, options.strict, takes_rules
+            matcher,
+            match,
+            source,
+            before,
+            inputs.given,
+            transforms,
+            proposes,
+            options.strict,
+            takes_rules,
+            tuple(filter(None, checkpoints)),
         )
         raise diagnostics.error(explain(failure), path=inputs.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}

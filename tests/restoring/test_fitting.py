@@ -180,3 +180,31 @@ def test_python_scalars_are_weakly_typed_as_in_jax(how, value, target):
         got = ot.restore(source, {"k": S((), target)}, transforms, **keywords)["k"]
         assert got.dtype == like.dtype
         np.testing.assert_array_equal(got, expected)
+
+
+LAYERED = ["target/decoder/layers/mlp/wi/kernel", "params/blocks/w", "decoder/decoder/w", "params/h/w", "ScanLayers/w"]
+
+
+@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.parametrize("shape, wanted", [((4, 2, 3), (4, 5, 3)), ((2, 3), (4, 3)), ((4, 5), (4, 2)), ((2,), (7,))])
+def test_neither_pad_nor_slice_is_proposed_where_a_dimension_may_count_layers(name, shape, wanted):
+    (problem,) = failing(checkpoint({name: np.zeros(shape)}), {name: np.zeros(wanted)})
+    ways = problem.fix.ways
+    assert problem.kind == "shape" and str(shape) in problem.message and str(wanted) in problem.message
+    assert not any(way.transforms for way in ways) and "ot.transforms" not in str(problem.fix)
+
+
+@pytest.mark.parametrize("name", ["emb", "layers_0/mlp/wi", "layers/0/wi", "encoder_layer_norm/scale", "h"])
+def test_pad_is_proposed_beside_numbered_layers(name):
+    (problem,) = failing(checkpoint({name: np.zeros((4, 3))}), {name: np.zeros((6, 3))})
+    assert "ot.transforms.Pad(" in str(problem.fix)
+
+
+@pytest.mark.parametrize(
+    "shape, wanted", [((10, 2, 12), (2, 2, 5, 12)), ((3, 4), (4, 3)), ((12,), (3, 4)), ((2, 6), (3, 4)), ((), (1,))]
+)
+def test_a_shape_that_names_do_not_explain_gets_no_transform(shape, wanted):
+    (problem,) = failing(checkpoint({"a": np.zeros(shape)}), {"a": np.zeros(wanted)})
+    assert str(shape) in problem.message and str(wanted) in problem.message
+    assert not any(way.transforms for way in problem.fix.ways)
+    assert "Reshape" not in str(problem.fix) and "Transpose" not in str(problem.fix)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem
-from orbax_t5x.restoring.chains import FoundRules
+from orbax_t5x.restoring.chains import FoundRules, OneSource
+from orbax_t5x.restoring.diagnose.bare_source import BareSource
+from orbax_t5x.restoring.diagnose.encoder_only import EncoderOnly
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.restoring.diagnose.no_value import NoValue
 from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
@@ -31,6 +33,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
+    BareSource(),
     OtherPack(),
     OtherPrefix(),
     RenamedPart(),
@@ -38,6 +41,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     NoValue(),
     OtherDepth(),
     OtherFeedForward(),
+    EncoderOnly(),
     TiedLogits(),
     SimilarName(),
     Unexplained(),
@@ -58,6 +62,7 @@ class MatchFailure:
       proposes: whether transforms are proposed.
       strict: whether leftovers are problems.
       takes_rules: whether one more transform would be applied; not so where a run is resumed.
+      sources: names of several sources, with which the names of their leaves begin.
     """
 
     matcher: Matcher
@@ -69,6 +74,18 @@ class MatchFailure:
     proposes: bool
     strict: bool
     takes_rules: bool
+    sources: tuple[str, ...] = ()
+
+    def bare_sources(self) -> dict[str, dict[str, Any]]:
+        """Returns the leaves of the sources without transforms of their own, by the sources' own names for them."""
+        bare = set(self.sources) - {one.source for one in self.transforms if isinstance(one, OneSource)}
+        leaves: dict[str, dict[str, Any]] = {}
+        for name, value in self.source.items() if bare else ():
+            # Of the sources `a` and `a/b` both may be meant; the longer one is tried.
+            owner = max((one for one in self.sources if name.startswith(f"{one}/")), key=len, default="")
+            if owner in bare and value is not None:
+                leaves.setdefault(owner, {})[name.removeprefix(f"{owner}/")] = value
+        return leaves
 
 
 def explain(failure: MatchFailure) -> list[Problem]:
@@ -123,9 +140,12 @@ def _matched_before(failure: MatchFailure) -> tuple[Matcher, bool]:
 
 
 def _match_with(remedy: Remedy, matcher: Matcher, failure: MatchFailure) -> Matcher:
-    notes = matcher.diagnostics.copy()
-    target = matcher.target.original
-    state = run_transforms(remedy.transforms, matcher.state, target, is_resuming=False, diagnostics=notes)
+    notes, state, transforms = matcher.diagnostics.copy(), matcher.state, remedy.transforms
+    if remedy.source:
+        names = frozenset(failure.bare_sources()[remedy.source])
+        notes, state = Diagnostics(problems=list(failure.before)), failure.source
+        transforms = (OneSource(remedy.source, remedy.transforms, names), *failure.transforms)
+    state = run_transforms(transforms, state, matcher.target.original, is_resuming=False, diagnostics=notes)
     after = failure.match(state, notes)
     after.entries()
     return after
@@ -161,6 +181,7 @@ def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
         else (),
         transforms=failure.transforms,
         takes_rules=failure.takes_rules,
+        bare_sources=failure.bare_sources() if len(failure.sources) else {},
     )
 
 

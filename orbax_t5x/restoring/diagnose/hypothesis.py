@@ -31,6 +31,7 @@ class UnmatchedLeaves:
       leftovers: names of stored leaves without a place that nothing explains yet; none where they are allowed.
       transforms: of the call, or what `"auto"` found.
       takes_rules: whether one more transform would be applied; not so where a run is resumed.
+      bare_sources: of several sources those without transforms of their own: their leaves by their own names.
     """
 
     stored: Mapping[str, Any]
@@ -40,6 +41,7 @@ class UnmatchedLeaves:
     leftovers: tuple[str, ...] = ()
     transforms: Sequence[Callable[..., Any]] = ()
     takes_rules: bool = True
+    bare_sources: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
 
     @functools.cached_property
     def arrays(self) -> dict[str, Any]:
@@ -84,11 +86,13 @@ class Remedy(NamedTuple):
       transforms: to run after those of the call.
       reason: what they are founded on.
       advice: the fix in words, where the names do not show that the transforms are right.
+      source: the name of the source on which they run, before the transforms of the call; empty for all leaves.
     """
 
     transforms: tuple[Transform, ...]
     reason: str
     advice: str | None = None
+    source: str = ""
 
 
 class Explanation(NamedTuple):

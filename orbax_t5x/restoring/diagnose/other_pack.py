@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
@@ -20,16 +21,9 @@ class OtherPack(Hypothesis):
     """A pack that `orbax_t5x.rules.infer` finds; `Translate` for a target too small a part of a model for that."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        try:
-            pack = infer(unmatched.stored, unmatched.target.original)
-        except RestorePlanError:
-            pack = None
-        if pack is not None and pack.steps:
-            reason = f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}"
-            if all(isinstance(part, Rename) for part in pack.parts):
-                reason = "the checkpoint has them below another prefix"
-            # The pack for Mesh TensorFlow's names is `Translate` under another name.
-            yield Remedy(tuple([Translate() if part == mesh_tf_to_t5x() else part for part in pack.parts]), reason)
+        remedy = pack_remedy(unmatched.stored, unmatched.target.original)
+        if remedy is not None:
+            yield remedy
         elif _is_untranslated(unmatched):
             yield Remedy((Translate(),), _MESH_TF)
 
@@ -39,6 +33,21 @@ class OtherPack(Hypothesis):
                 f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
             )
             yield Explanation(Problem("missing", None, message, Fix.adding(Translate())), ())
+
+
+def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
+    """Returns the pack that leads from the names of stored leaves to those of a target, or None."""
+    try:
+        pack = infer(stored, target)
+    except RestorePlanError:
+        return None
+    if not pack.steps:
+        return None
+    reason = f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}"
+    if all(isinstance(part, Rename) for part in pack.parts):
+        reason = "the checkpoint has them below another prefix"
+    # The pack for Mesh TensorFlow's names is `Translate` under another name.
+    return Remedy(tuple([Translate() if part == mesh_tf_to_t5x() else part for part in pack.parts]), reason)
 
 
 def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:

@@ -19,6 +19,10 @@ _LOOKUPS = 20
 _SHOWN_LEFTOVERS = 5
 _BARRED = "; no pattern of fallback_for lets the fallback fill it"
 
+LEAVE_UNREAD = Fix.any_of(
+    Fix.setting("pass {} to leave them unread", strict=False),
+    Fix.in_program("put ot.transforms.Drop(pattern) into the rules"),
+)
 _GIVE_VALUES = Fix.any_of(
     Fix.setting("give {} values", fallback=...), Fix.by_target("put ... in the target to leave it out")
 )
@@ -49,9 +53,5 @@ class Unexplained(Hypothesis):
             shown = listed([name or NO_NAME for name in names], _SHOWN_LEFTOVERS)
             has = "has" if len(names) == 1 else "have"
             message = f"{leaves_text(len(names))} of the checkpoint {has} no place in the target: {shown}"
-            fix = Fix.any_of(
-                Fix.setting("pass {} to leave them unread", strict=False),
-                Fix.in_program("put ot.transforms.Drop(pattern) into the rules"),
-            )
             leaf = names[0] if len(names) == 1 else None
-            yield Explanation(Problem("leftover", leaf, message, fix), names)
+            yield Explanation(Problem("leftover", leaf, message, LEAVE_UNREAD), names)
