@@ -1,13 +1,10 @@
 """Transforms of names: clashes and empty names are problems, and nothing is lost silently."""
 
 import numpy as np
-import pytest
 
 from orbax_t5x import transforms as tr
-from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.lazy import as_view
 from orbax_t5x.testing.transform_suite import run
-from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
 from tests.support.transform_cases import AB, only_problem, problems
 
 
@@ -47,14 +44,3 @@ def test_merge_is_equal_by_numbers_and_keeps_the_callers_arrays():
     assert transform({}, {})["x"] is array
     lazy = as_view(array)
     assert tr.Merge({"x": lazy}) == tr.Merge({"x": lazy}) and tr.Merge({"x": lazy}) != tr.Merge({"x": as_view(array)})
-
-
-def test_names_that_clash_when_nested_are_told():
-    with pytest.raises(RestorePlanError, match="'a'"):
-        tr.Rename([("b", "a/b")])(AB, {})
-    with pytest.raises(NameClashError):
-        unflatten({"a/b": 1, "a": 2})
-    joined = unflatten({"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}, join_clashes=True)
-    assert flatten(joined) == {"a/b/c": 1, "a": 2, "a/b": 3, "a/d": 4}
-    with pytest.raises(NameClashError):
-        flatten({"a": {"b": 1}, "a/b": 2})
