@@ -103,15 +103,18 @@ def _remedied(failure: MatchFailure) -> list[Problem] | None:
     unfilled = matcher.unfilled
     unmatched = _unmatched(matcher, failure)
     best: tuple[Remedy, list[Problem]] | None = None
+    others: list[Remedy] = []
     for remedy in (remedy for hypothesis in HYPOTHESES for remedy in hypothesis.remedies(unmatched)):
+        if best is not None and not best[1] and remedy.reason != best[0].reason:
+            break
         after = _match_with(remedy, matcher, failure)
         if not _fills_most(unfilled, after.unfilled):
             continue
         problems = _problems(after, failure)
         if best is None or len(problems) < len(best[1]):
-            best = remedy, problems
-        if not problems:
-            break
+            best, others = (remedy, problems), []
+        elif problems == best[1] and remedy.reason == best[0].reason:
+            others.append(remedy)
     if best is None:
         return None
     remedy, left = best
@@ -122,7 +125,12 @@ def _remedied(failure: MatchFailure) -> list[Problem] | None:
     if left:
         message += f"; with the fix, {counted(len(left), 'problem is', 'problems are')} left, listed below"
     kind = "nothing_restored" if matcher.restores_nothing else "missing"
-    return [Problem(kind, None, message, _fix(remedy, failure, is_added=is_added)), *left]
+    ways = [_fix(way, failure, is_added=is_added) for way in (remedy, *others)]
+    fix = ways[0]
+    if others and remedy.advice is None:
+        # One text is enough for Python; another interface may have words for the others only.
+        fix = dataclasses.replace(fix, alternatives=tuple(ways))
+    return [Problem(kind, None, message, fix), *left]
 
 
 def _matched_before(failure: MatchFailure) -> tuple[Matcher, bool]:

@@ -1,4 +1,4 @@
-"""Hypothesis: one part of the names is another word on either side, such as `decoder` and `dec`."""
+"""Hypothesis: a part of the names is another word on either side: `decoder` and `dec`, `layers_i` and `block_i`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ _LEAST_ALIKE = 2
 # Abbreviations of fewer letters stand for too many words: `k` is a key's or a kernel's.
 _LEAST_LETTERS = 3
 _WORD = re.compile(r"[A-Za-z]+|\d+")
+# Words for one of several layers, of which a model has one kind.
+_LAYER_WORDS = frozenset({"layer", "layers", "block", "blocks", "h"})
+# In place of a number that is the same on both sides.
+_NUMBER = "#"
 
 Parts = tuple[str, str]
-"""A part of names in a checkpoint, and the part in its place in a target."""
+"""A part of names in a checkpoint, and the part in its place in a target, with `#` for a number that both have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +34,13 @@ class RenamedPart(Hypothesis):
         if len(found) != 1:
             return
         theirs, ours = found[0]
-        reason = f"where the target's names have {ours!r}, the checkpoint's have {theirs!r}"
+        shown = [part.replace(_NUMBER, "i") for part in (ours, theirs)]
+        reason = f"where the target's names have {shown[0]!r}, the checkpoint's have {shown[1]!r}"
         advice = None
         if not _is_abbreviated(theirs, ours):
             advice = "if the two are the same module, map the names with a rule of AssignmentMap or Rename"
-        for kind, old, new in ((AssignmentMap, ours, theirs), (Rename, theirs, ours)):
-            rule = (f"(.*/|){re.escape(old)}(/.*|)", f"\\g<1>{as_template(new)}\\2")
-            yield Remedy((kind((rule,)),), reason, advice)
+        for kind, old, new in ((Rename, theirs, ours), (AssignmentMap, ours, theirs)):
+            yield Remedy((kind((_rule(old, new),)),), reason, advice)
 
 
 def _renamings(free: Shapes, missing: Shapes) -> list[Parts]:
@@ -45,10 +49,13 @@ def _renamings(free: Shapes, missing: Shapes) -> list[Parts]:
     def fits(name: str, renaming: Parts) -> bool:
         theirs, ours = renaming
         parts = name.split("/")
-        return (
-            parts.count(ours) == 1
-            and free.get("/".join([theirs if part == ours else part for part in parts])) == missing[name]
-        )
+        pattern = re.compile(re.escape(ours).replace(re.escape(_NUMBER), r"(\d+)"))
+        found = [(at, match) for at, part in enumerate(parts) if (match := pattern.fullmatch(part)) is not None]
+        if len(found) != 1:
+            return False
+        at, match = found[0]
+        parts[at] = theirs.replace(_NUMBER, match[1]) if _NUMBER in ours else theirs
+        return free.get("/".join(parts)) == missing[name]
 
     first, *others = missing
     found = [pair for pair in _differences(free, first) if fits(first, pair)]
@@ -65,8 +72,20 @@ def _differences(free: Shapes, name: str) -> Iterator[Parts]:
         if len(theirs) != len(parts):
             continue
         pairs = [pair for pair in zip(theirs, parts, strict=True) if pair[0] != pair[1]]
-        if len(pairs) == 1 and SLOT_WORDS.isdisjoint(pairs[0]) and _numbers(pairs[0][0]) == _numbers(pairs[0][1]):
-            yield pairs[0]
+        if len(pairs) == 1 and SLOT_WORDS.isdisjoint(pairs[0]) and _NUMBER not in "".join(pairs[0]):
+            one, another = (_numbers(part) for part in pairs[0])
+            if one == another and len(one) == 1:
+                yield re.sub(r"\d+", _NUMBER, pairs[0][0]), re.sub(r"\d+", _NUMBER, pairs[0][1])
+            elif one == another or not (one and another):
+                yield pairs[0]
+
+
+def _rule(old: str, new: str) -> tuple[str, str]:
+    """Returns the rule for a part of a whole name."""
+    pattern = re.escape(old).replace(re.escape(_NUMBER), r"(\d+)")
+    if _NUMBER in old:
+        return f"(.*/|){pattern}(/.*|)", f"\\g<1>{as_template(new).replace(_NUMBER, chr(92) + 'g<2>')}\\3"
+    return f"(.*/|){pattern}(/.*|)", f"\\g<1>{as_template(new)}\\2"
 
 
 def _numbers(part: str) -> list[int]:
@@ -75,6 +94,10 @@ def _numbers(part: str) -> list[int]:
 
 def _is_abbreviated(one: str, other: str) -> bool:
     """Returns True if the words of two parts are equal, or each is the other with letters left out."""
+    if _LAYER_WORDS.issuperset(word for part in (one, other) for word in re.findall("[a-z]+", part.lower())):
+        return True
+    if re.sub(r"[_\d]+", "", one) == re.sub(r"[_\d]+", "", other):  # `wi` and `wi_0`
+        return True
     words = list(zip(_WORD.findall(one.lower()), _WORD.findall(other.lower()), strict=False))
     same_length = len(_WORD.findall(one)) == len(_WORD.findall(other)) == len(words)
     return same_length and all(_is_short_for(*sorted(pair, key=len)) for pair in words)

@@ -72,3 +72,26 @@ def test_leaves_that_the_renaming_does_not_give_are_none():
     target = {name.replace("decoder", "dec"): array for name, array in _TARGET.items()}
     found = problems_of(checkpoint(_TARGET), {**target, "a/dec/layers_2/attention/kernel": np.ones(2, np.float32)})
     assert not any(isinstance(add, ot.transforms.Rename) for problem in found for add in problem.fix.transforms)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name: name.replace("layers_", "block_"),
+        lambda name: name.replace("layers_", "h."),
+        lambda name: name.replace("/wi/", "/wi_0/"),
+        lambda name: name.replace("/layers_0/", "/h_0/").replace("/layers_1/", "/h_1/"),
+    ],
+)
+@pytest.mark.parametrize("back", [False, True])
+def test_a_substitution_in_all_layers_is_one_rename(change, back):
+    ours = {
+        f"target/encoder/layers_{i}/mlp/{name}/kernel": np.full((2, 3), i, np.float32) for i in (0, 1) for name in "x"
+    }
+    ours.update({f"target/encoder/layers_{i}/mlp/wi/kernel": np.full((3, 2), i, np.float32) for i in (0, 1)})
+    theirs = {change(name): value for name, value in ours.items()}
+    stored_, target = (ours, theirs) if back else (theirs, ours)
+    plan, problem = assert_cured(checkpoint(stored_), target)
+    (rename,) = problem.fix.transforms
+    assert isinstance(rename, ot.transforms.Rename) and len(rename.rules) == 1
+    assert_same(flatten(plan.execute()), target)
