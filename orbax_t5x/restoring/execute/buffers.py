@@ -137,7 +137,8 @@ def _explicit_transfer() -> contextlib.AbstractContextManager[Any]:
 
     `make_array_from_callback` counts as implicit, unlike `device_put`; "disallow" means implicit transfers alone.
     """
-    if jax.config.jax_transfer_guard_host_to_device == "disallow":
+    guard: str | None = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
+    if guard == "disallow":
         return jax.transfer_guard_host_to_device("allow")
     return contextlib.nullcontext()
 
