@@ -115,11 +115,11 @@ class TensorStoreLeaf(Leaf):
         self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
         try:
             # TensorStore decodes a chunk as a whole, and ends the process where the memory for it cannot be had.
-            limits.require_chunks(self.shape, chunk)
             limits.require_chunk(self._chunk_bytes, f"a chunk of shape {chunk}")
             if shard != chunk:
                 chunks_per_shard = math.prod(shard) // math.prod(chunk)
                 limits.require_chunk(chunks_per_shard * _SHARD_INDEX_BYTES, f"the index of a shard of shape {shard}")
+            limits.require_chunks(self.shape, chunk)
         except LimitExceededError as error:
             self.error = error_at(error, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
