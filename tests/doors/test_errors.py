@@ -24,11 +24,13 @@ def kinds_in_code():
     found = set()
     for path in (ROOT / "orbax_t5x").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+            if not isinstance(node, ast.Call) or not node.args:
                 continue
+            kind = node.args[0]
+            given = (kind.body, kind.orelse) if isinstance(kind, ast.IfExp) else (kind,)
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in ("Problem", "problem", "_problem"):
-                found.add(node.args[0].value)
+                found.update(one.value for one in given if isinstance(one, ast.Constant))
     return found
 
 
