@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
@@ -195,10 +196,10 @@ def _array(value: Any) -> dict[str, Any]:
 
 def _held(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
     """Copies an array to the host, if all of it is held here."""
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         if not (value.is_fully_addressable or value.is_fully_replicated):
             raise NoDigestError
-        data = jax.random.key_data(value) if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+        data = jax.random.key_data(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value
         _take(data.nbytes)
         return np.asarray(jax.device_get(data))
     if not isinstance(value, (np.ndarray, np.generic)):

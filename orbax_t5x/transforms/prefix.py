@@ -20,6 +20,7 @@ from orbax_t5x.transforms.follow.slots import SlotNames, SlotTree
 from orbax_t5x.transforms.names import Rename
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
+from orbax_t5x.trees.narrow import is_mapping
 
 
 class _StateNames(NamedTuple):
@@ -98,7 +99,7 @@ class PrefixChange:
 
     def renames(self, names: Iterable[str]) -> dict[str, str]:
         """Maps old names to new ones, for parameters and their slots in the optimizer."""
-        names = list(names)
+        names = names if is_mapping(names) else list(names)
         renames = {name: new for name in names if (new := self.parameter(name)) is not None}
         return {**renames, **self.slots(names)}
 
@@ -106,7 +107,7 @@ class PrefixChange:
         """Maps old names to new ones, for the slots of parameters in the optimizer."""
         known = SlotNames()
         renames: dict[str, str] = {}
-        for name, slot in known.slots(names).items():
+        for name, slot in known.slots(names if is_mapping(names) else dict.fromkeys(names)).items():
             source, number = slot.tree.state
             parameter = self.parameter(f"{source}{known.roots[number][0]}/{slot.param}")
             found = None if parameter is None else known.param(parameter)

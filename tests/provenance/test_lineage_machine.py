@@ -78,7 +78,7 @@ class Entry:
     ambiguous: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Item:
     """One item of the run: the state in memory, the entry of the table, and what each step holds and records."""
 

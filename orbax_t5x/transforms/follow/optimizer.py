@@ -86,7 +86,7 @@ class FollowOptimizer(Transform):
         names = SlotNames(self.roots)
         # A leaf that an earlier FollowOptimizer reset still counts as a slot: under its new name it is reset, too.
         lost = [name for name, fidelity in diagnostics.fidelity.items() if fidelity == "reset" and name not in state]
-        slots, target_slots = names.slots([*state, *lost]), names.slots(target)
+        slots, target_slots = names.slots({**dict.fromkeys(lost), **state}), names.slots(target)
         symbols: dict[str, Any] = {}
         for name, value in state.items():
             if name not in slots:

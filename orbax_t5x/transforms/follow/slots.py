@@ -1,8 +1,8 @@
-"""Assignment of an optimizer's leaves to parameters, by their names.
+"""Assignment of an optimizer's leaves to parameters, by the structure of its state.
 
 Parameters are below `target/` and their optimizer's state below `state/param_states/` (T5X), or
 below `params/` and `opt_state/` (Flax, Optax); with several sources both are below a source's name. A leaf of the
-optimizer belongs to the parameter whose path its own path ends with, or ends with but for one more part: `0/mu/<path>`,
+optimizer belongs to a parameter where it is in a tree of the parameters' names: `0/mu/<path>`,
 `inner_states/a/inner_state/0/trace/<path>`, `<path>/v_row`.
 """
 
@@ -12,7 +12,9 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 Roots = tuple[tuple[str, str], ...]
 
@@ -83,42 +85,136 @@ class SlotNames:
         parts = (slot.kind, slot.param) if kind_first else (slot.param, slot.kind)
         return "/".join(part for part in (state.source + self.roots[state.number][1], path, *parts) if part)
 
-    def slots(self, names: Iterable[str]) -> dict[str, Slot]:
-        """Returns the slots among names, by name."""
-        names = list(names)
-        params: dict[StateRoot, set[str]] = {}
-        for name in names:
+    def slots(self, leaves: Mapping[str, Any]) -> dict[str, Slot]:
+        """Returns the slots among leaves, by name; of a leaf that is None only the name counts."""
+        params: dict[StateRoot, dict[str, Any]] = {}
+        for name, value in leaves.items():
             found = self.param(name)
             if found is not None:
-                params.setdefault(found[0], set()).add(found[1])
-        options: dict[str, list[Slot]] = {}
-        for name in names:
+                params.setdefault(found[0], {})[found[1]] = value
+        states = {state: _StateSlots(state, of_state) for state, of_state in params.items()}
+        for name, value in leaves.items():
             found = self._split(name, 1)
-            if found is not None and found[0] in params:
-                readings = _readings(found[0], found[1].split("/"), params[found[0]])
-                if readings:
-                    options[name] = readings
-        # A path may end with the paths of two parameters, `w` and `mu/w`. The reading is taken whose tree and kind most
-        # other leaves may have, too.
-        votes = collections.Counter((slot.tree, slot.kind) for readings in options.values() for slot in readings)
-        return {
-            name: max(readings, key=lambda slot: (votes[slot.tree, slot.kind], len(slot.param)))
-            for name, readings in options.items()
-        }
+            if found is not None and found[0] in states:
+                states[found[0]].add(name, found[1].split("/"), value)
+        result: dict[str, Slot] = {}
+        for state, slots in states.items():
+            result.update(slots.found(is_t5x=self.roots[state.number][1].endswith("param_states")))
+        return result
 
 
-def _readings(state: StateRoot, parts: Sequence[str], params: set[str]) -> list[Slot]:
-    """Lists all slots that a path may be."""
-    readings: list[Slot] = []
-    for start in range(len(parts)):
-        path = "/".join(parts[start:])
-        if path in params:
+class _Reading(NamedTuple):
+    """A leaf as a slot. `is_scalar`: a number for an array; `fits`: its dimensions are some of its parameter's."""
+
+    slot: Slot
+    is_number: bool
+    is_scalar: bool
+    fits: bool
+
+
+class _StateSlots:
+    """Finder of the slots of one train state by the structure of its optimizer's state.
+
+    Slots form trees: below `<path>/<kind>/` are the names of parameters (of all kinds of one path together), or below
+    `<path>/` are the names of parameters with a kind each. The tree that takes most leaves counts first, and no other
+    one has leaves inside it or around it. So `0/count` is no slot of a parameter `0`, nor `0/mu/nu` one of `mu`.
+    """
+
+    def __init__(self, state: StateRoot, params: Mapping[str, Any]):
+        self._state = state
+        self._params = {path: _shape_and_dtype(value) for path, value in params.items()}
+        self._paths: dict[str, str] = {}
+        self._sizes: collections.Counter[str] = collections.Counter()
+        # tree -> the directory with names of parameters -> name -> reading
+        self._trees: dict[SlotTree, dict[str, dict[str, _Reading]]] = {}
+
+    def add(self, name: str, parts: Sequence[str], value: Any) -> None:
+        """Adds a leaf of the optimizer, by the parts of its path."""
+        leaf = _shape_and_dtype(value)
+        self._paths[name] = "/".join(parts)
+        self._sizes.update("/".join(parts[:end]) for end in range(len(parts)))
+        for start in range(len(parts)):
+            directory = "/".join(parts[:start])
             kind = parts[start - 1] if start else ""
-            readings.append(Slot(SlotTree(state, "/".join(parts[: max(start - 1, 0)]), True), kind, path))
-        path = "/".join(parts[start:-1])
-        if path in params:
-            readings.append(Slot(SlotTree(state, "/".join(parts[:start]), False), parts[-1], path))
-    return readings
+            kind_first = SlotTree(self._state, "/".join(parts[: max(start - 1, 0)]), True)
+            self._read(name, Slot(kind_first, kind, "/".join(parts[start:])), directory, leaf)
+            kind_last = SlotTree(self._state, directory, False)
+            self._read(name, Slot(kind_last, parts[-1], "/".join(parts[start:-1])), directory, leaf)
+
+    def _read(self, name: str, slot: Slot, directory: str, leaf: _ShapeAndDtype | None) -> None:
+        if slot.param not in self._params:
+            return
+        param = self._params[slot.param]
+        is_number = leaf is not None and leaf.shape == ()
+        is_scalar, fits = False, True
+        if leaf is not None and param is not None:
+            if is_number and leaf.dtype.kind in "biu" and param.dtype.kind not in "biu":
+                return  # a counter
+            is_scalar = is_number and param.shape != ()
+            # Factored moments have some of the dimensions.
+            dims = collections.Counter(leaf.shape) - collections.Counter((*param.shape, 1))
+            fits = not is_scalar and not dims
+        if not is_scalar or slot.tree.kind_first:
+            self._trees.setdefault(slot.tree, {}).setdefault(directory, {})[name] = _Reading(
+                slot, is_number, is_scalar, fits
+            )
+
+    def found(self, *, is_t5x: bool) -> dict[str, Slot]:
+        """Returns the slots by name."""
+
+        def order(tree: SlotTree) -> tuple[Any, ...]:
+            fitting = sum(reading.fits for readings in self._trees[tree].values() for reading in readings.values())
+            others = sum(self._sizes[directory] - len(readings) for directory, readings in self._trees[tree].items())
+            is_usual = not (tree.kind_first or tree.path) if is_t5x else tree.kind_first
+            return -fitting, others, not is_usual
+
+        result: dict[str, Slot] = {}
+        taken: set[str] = set()
+        for tree in sorted(self._trees, key=order):
+            free = {
+                path: {
+                    name: one
+                    for name, one in readings.items()
+                    if name not in result and not _is_inside(self._paths[name], taken)
+                }
+                for path, readings in self._trees[tree].items()
+                if is_t5x or not any(_is_inside(one, {path}) for one in taken)
+            }
+            # A scalar belongs to an array only beside other state of the same array, as in Novograd.
+            arrays = {one.slot.param for found in free.values() for one in found.values() if not one.is_scalar}
+            slots = {
+                name: reading.slot
+                for found in free.values()
+                for name, reading in found.items()
+                if reading.slot.param in arrays
+            }
+            # Hyperparameters may have the name of a parameter that is a number.
+            only_numbers = all(one.is_number for found in free.values() for one in found.values())
+            if slots and (not only_numbers or arrays == self._params.keys()):
+                result.update(slots)
+                taken.update(path for path in free if path)
+        return result
+
+
+class _ShapeAndDtype(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def _shape_and_dtype(value: Any) -> _ShapeAndDtype | None:
+    """Returns the shape and dtype of an array or number; None for other values."""
+    if isinstance(value, bool | int | float | complex):
+        value = np.asarray(value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    try:
+        return None if shape is None or dtype is None else _ShapeAndDtype(tuple(shape), np.dtype(dtype))
+    except TypeError:  # a typed PRNG key
+        return None
+
+
+def _is_inside(path: str, directories: set[str]) -> bool:
+    """Tests whether a path is one of some directories or inside one of them."""
+    return any(not one or path == one or path.startswith(f"{one}/") for one in directories)
 
 
 def by_tree(slots: Mapping[str, Slot]) -> dict[SlotTree, dict[str, dict[str, str]]]:

@@ -45,7 +45,7 @@ def test_slots_are_found_by_their_endings():
         "state/param_states/w",
         "state/step",
     ]
-    found = {name: (slot.kind, slot.param) for name, slot in SlotNames().slots(names).items()}
+    found = {name: (slot.kind, slot.param) for name, slot in SlotNames().slots(dict.fromkeys(names)).items()}
     assert found == {
         "state/param_states/0/mu/w": ("mu", "w"),
         "state/param_states/0/mu/mu/w": ("mu", "mu/w"),
@@ -55,5 +55,6 @@ def test_slots_are_found_by_their_endings():
         "state/param_states/mu/w/v_row": ("v_row", "mu/w"),
         "state/param_states/w": ("", "w"),
     }
-    assert all(SlotNames().slot_name(slot) == name for name, slot in SlotNames().slots(names).items())
-    assert SlotNames().slots(["params/a", "opt_state/0/mu/a", "state/x/a"]).keys() == {"opt_state/0/mu/a"}
+    assert all(SlotNames().slot_name(slot) == name for name, slot in SlotNames().slots(dict.fromkeys(names)).items())
+    more = dict.fromkeys(["params/a", "opt_state/0/mu/a", "state/x/a"])
+    assert SlotNames().slots(more).keys() == {"opt_state/0/mu/a"}
