@@ -103,7 +103,7 @@ class SlotNames:
         return result
 
 
-class _Reading(NamedTuple):
+class _SlotReading(NamedTuple):
     """A leaf as a slot. `is_scalar`: a number for an array; `fits`: its dimensions are some of its parameter's."""
 
     slot: Slot
@@ -126,7 +126,7 @@ class _StateSlots:
         self._paths: dict[str, str] = {}
         self._sizes: collections.Counter[str] = collections.Counter()
         # tree -> the directory with names of parameters -> name -> reading
-        self._trees: dict[SlotTree, dict[str, dict[str, _Reading]]] = {}
+        self._trees: dict[SlotTree, dict[str, dict[str, _SlotReading]]] = {}
 
     def add(self, name: str, parts: Sequence[str], value: Any) -> None:
         """Adds a leaf of the optimizer, by the parts of its path."""
@@ -155,7 +155,7 @@ class _StateSlots:
             dims = collections.Counter(leaf.shape) - collections.Counter((*param.shape, 1))
             fits = not is_scalar and not dims
         if not is_scalar or slot.tree.kind_first:
-            self._trees.setdefault(slot.tree, {}).setdefault(directory, {})[name] = _Reading(
+            self._trees.setdefault(slot.tree, {}).setdefault(directory, {})[name] = _SlotReading(
                 slot, is_number, is_scalar, fits
             )
 
