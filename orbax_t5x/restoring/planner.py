@@ -23,7 +23,7 @@ from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.sources import source_leaves, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.run import run_on_leaves
 from orbax_t5x.trees.flat import prefixed
 
 
@@ -100,7 +100,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     resuming = decision.is_resuming
     fallback = open_fallback(options.fallback, diagnostics.problems.append)
     before = tuple(diagnostics.problems)
-    state = run_transforms(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
+    state = run_on_leaves(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
     stored_names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
     match = functools.partial(Matcher, flattened, options, fallback, stored_names)
     matcher = match(state, diagnostics)

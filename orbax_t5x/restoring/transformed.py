@@ -18,7 +18,7 @@ from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain, source_leaves
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.run import run_on_leaves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def open_transformed(
         records = with_history(records, checkpoints)
     decision = decide_resuming(records, checkpoints, applied, options, "convert")
     resuming = decision.is_resuming
-    state = run_transforms(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
+    state = run_on_leaves(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
     views = _views(state, diagnostics)
     if diagnostics.problems:
         raise diagnostics.error(path=path)

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.lazy import View, repeat
+from orbax_t5x.lazy.keys import is_keys
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.patterns.table import Pattern
 
@@ -105,6 +106,8 @@ class Cast(InPlace):
         return True
 
     def _compute(self, view: View) -> View:
+        if is_keys(view):
+            raise ValueError("PRNG keys are no numbers and have no other dtype")
         return view.astype(self.dtype)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.lazy import View
+from orbax_t5x.lazy.keys import as_keys, key_data
 from orbax_t5x.provenance.digests import qualified_name
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -90,6 +92,22 @@ def _run_transform(
     except Exception as error:
         _record_raised(type(transform).__qualname__, error, diagnostics)
         return state
+
+
+def run_on_leaves(
+    transforms: Sequence[AnyTransform],
+    leaves: Mapping[str, Any],
+    target_flat: Mapping[str, Any],
+    *,
+    is_resuming: bool,
+    diagnostics: Diagnostics,
+) -> dict[str, Any]:
+    """Runs transforms like `run_transforms` on leaves of checkpoints, whose typed PRNG keys are one element each."""
+    if not transforms:
+        return dict(leaves)
+    source = {name: as_keys(value) if isinstance(value, View) else value for name, value in leaves.items()}
+    state = run_transforms(transforms, source, target_flat, is_resuming=is_resuming, diagnostics=diagnostics)
+    return {name: key_data(value) if isinstance(value, View) else value for name, value in state.items()}
 
 
 def run_transforms(

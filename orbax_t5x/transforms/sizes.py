@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.lazy import UnfilledLeaf, View, broadcast_to, pad
+from orbax_t5x.lazy.keys import is_keys
 from orbax_t5x.transforms.by_rules import InPlace
 from orbax_t5x.transforms.patterns.table import Pattern, pattern_text
 from orbax_t5x.trees.dtypes import kind_of
@@ -81,6 +82,8 @@ class Pad(InPlace):
         shape = self._new_shape(view.shape)
         if shape == view.shape:
             return view
+        if is_keys(view):
+            raise ValueError("PRNG keys have no elements to pad with: split a key into as many as are wanted")
         if isinstance(self.value, Filling):
             return pad(view, UnfilledLeaf(self.value.value, shape, view.dtype), self.value.value)
         return pad(view, broadcast_to(_as_dtype(self.value, view.dtype), shape), f"{self.value:g}")

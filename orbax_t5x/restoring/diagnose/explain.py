@@ -30,7 +30,7 @@ from orbax_t5x.restoring.diagnose.unexplained import Unexplained
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.run import run_transforms
+from orbax_t5x.transforms.run import run_on_leaves
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     BareSource(),
@@ -153,7 +153,7 @@ def _match_with(remedy: Remedy, matcher: Matcher, failure: MatchFailure) -> Matc
         names = frozenset(failure.bare_sources()[remedy.source])
         notes, state = Diagnostics(problems=list(failure.before)), failure.source
         transforms = (OneSource(remedy.source, remedy.transforms, names), *failure.transforms)
-    state = run_transforms(transforms, state, matcher.target.original, is_resuming=False, diagnostics=notes)
+    state = run_on_leaves(transforms, state, matcher.target.original, is_resuming=False, diagnostics=notes)
     after = failure.match(state, notes)
     after.entries()
     return after
