@@ -21,9 +21,7 @@ import types
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from orbax_t5x.trees.narrow import is_list_or_tuple, is_mapping
 
@@ -183,7 +181,8 @@ def _array(value: Any) -> dict[str, Any]:
       NoDigestError: it is lazy or traced, this process does not hold all of it, or the chain holds too much data.
     """
     encoded: dict[str, Any] = {"array": [int(size) for size in value.shape], "dtype": str(value.dtype)}
-    if isinstance(value, jax.ShapeDtypeStruct):
+    jax: Any = sys.modules.get("jax")
+    if jax is not None and isinstance(value, jax.ShapeDtypeStruct):
         return encoded
     array = _held(value)
     if array.dtype.hasobject:
@@ -196,7 +195,8 @@ def _array(value: Any) -> dict[str, Any]:
 
 def _held(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
     """Copies an array to the host, if all of it is held here."""
-    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+    jax: Any = sys.modules.get("jax")  # no value is one of its arrays before it is imported
+    if jax is not None and isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         if not (value.is_fully_addressable or value.is_fully_replicated):
             raise NoDigestError
         data = jax.random.key_data(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value

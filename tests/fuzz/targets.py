@@ -528,7 +528,7 @@ def _names(directory: Path) -> Check:
         except CheckpointError as error:
             assert error.leaf == "x"
             return error
-        os.close(fd)
+        fd.close()
         assert found.st_ino in inside, "a name led out of the root"
         return None
 

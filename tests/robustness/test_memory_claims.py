@@ -105,7 +105,7 @@ def test_a_sound_header_over_a_hole_of_a_tebibyte_is_a_limit_and_not_an_allocati
     if format == "safetensors":
         path = safetensors_of(tmp_path / "model.safetensors", [_TIB], _TIB)
     else:
-        path = zarr_of_holes(tmp_path / "item", shape=[_TIB], chunks=[1 << 20])
+        path = zarr_of_holes(tmp_path / "item", shape=[_TIB], chunks=[1 << 23])
     monkeypatch.setattr(memory, "most_memory_bytes", lambda: 1 << 34)
     with ot.open_checkpoint(path) as checkpoint:
         view = checkpoint.leaves["a"]

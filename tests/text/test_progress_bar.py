@@ -152,7 +152,7 @@ def test_the_lines_count_what_becomes_of_leaves(caplog):
     target = {"shared": {"embedding": np.zeros((128, 16), np.float32)}, "new": np.zeros(3), "same": ...}
 
     def run():
-        ot.restore(BUNDLE, target, fallback={"new": np.ones(3)}, strict=False)
+        ot.restore(BUNDLE, target, fallback={"new": np.ones(3)}, fallback_for=["new"], strict=False)
 
     before, after = lines_of(caplog, run)
     assert before.startswith("restoring 3 leaves (1 read, 1 from the fallback, 1 kept, 142 of the checkpoint unused)")

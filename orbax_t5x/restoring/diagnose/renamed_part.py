@@ -29,6 +29,8 @@ class RenamedPart(Hypothesis):
     """One part for another in all missing names; code only where one is an abbreviation of the other."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
+        if not unmatched.missing:  # a rule of the caller is known to be wrong
+            return
         missing = {name: unmatched.unfilled_shapes[name] for name in model_leaves(unmatched.unfilled)}
         found = _renamings(unmatched.free_shapes, missing) if len(missing) >= _LEAST_ALIKE else []
         if len(found) != 1:

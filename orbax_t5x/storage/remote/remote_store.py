@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError
+from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError, LimitExceededError
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.remote.connection import Connection, FileStat, connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
@@ -54,6 +54,8 @@ class RemoteStore(Store):
         answer = self._connection.whole([self.key(name, leaf=leaf)], limit)[0]
         if answer is None:
             raise CheckpointNotFoundError("no such file", path=self.join(name), leaf=leaf)
+        if len(answer.data) > limit:  # it was read ahead within another limit
+            raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.join(name), leaf=leaf)
         return answer.data
 
     def stat_ahead(self, names: Sequence[str]) -> None:

