@@ -15,6 +15,7 @@ from orbax_t5x.lazy.assemble import ConcatNode, StackNode, concatenated, stacked
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.cast import CastNode, cast_node
 from orbax_t5x.lazy.geometry import IndexMap, basic_index
+from orbax_t5x.lazy.keys import KeyDataNode, KeysNode
 from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.node import Node
 from orbax_t5x.lazy.pad import PadNode, padded
@@ -82,6 +83,9 @@ def _fill(node: Node, values: Node, casts: tuple[CastNode, ...]) -> Node:
             node = cast_node(node, cast.dtype, cast.mismatch)
         return node
     match node:
+        case KeyDataNode():
+            keys = KeysNode(node.input.shape, node.input.dtype, (values,))
+            return KeyDataNode(node.shape, node.dtype, (_fill(node.input, keys, casts),))
         case CastNode():
             return _fill(node.input, values, (node, *casts))
         case PadNode():

@@ -141,7 +141,9 @@ class Fitting:
         elif impls and not same_width:
             fix = Fix.by_target(f"give the target such keys ({_key_text(impls[0])}), or the shape of their data")
         else:
-            fix = _shape_fix(name, view.shape, leaf.shape, is_key=leaf.kind == "key")
+            words = 1 if impls else 0  # transforms see keys without the axis of their data
+            shapes = (shape[: len(shape) - words] for shape in (view.shape, leaf.shape))
+            fix = _shape_fix(name, *shapes, is_key=leaf.kind == "key")
         source_text = _described_source(name, view)
         if leaf.kind == "key":
             wanted = f"keys of {leaf.key_impl!r} in the target have data of shape {leaf.shape}"

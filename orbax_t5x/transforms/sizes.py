@@ -82,10 +82,10 @@ class Pad(InPlace):
         shape = self._new_shape(view.shape)
         if shape == view.shape:
             return view
-        if is_keys(view):
-            raise ValueError("PRNG keys have no elements to pad with: split a key into as many as are wanted")
         if isinstance(self.value, Filling):
             return pad(view, UnfilledLeaf(self.value.value, shape, view.dtype), self.value.value)
+        if is_keys(view):
+            raise ValueError("no number is a PRNG key: pad with keys of the fallback")
         return pad(view, broadcast_to(_as_dtype(self.value, view.dtype), shape), f"{self.value:g}")
 
     def _new_shape(self, old: tuple[int, ...]) -> tuple[int, ...]:

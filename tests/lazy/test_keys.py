@@ -89,7 +89,6 @@ def test_without_a_target_the_data_of_moved_keys_come_back(saved, keys, name):
         T.StackLayers(r"layers_(\d+)/(.*)", r"layers/\2", 2),
         T.Cast("all", "float32"),
         T.Pad("all", (3, None)),
-        T.Pad("all", (3, None), T.FALLBACK),
         T.Slice("rbg", np.s_[:2]),
         T.Transpose("all", (2, 1, 0)),
         T.UnstackLayers("all", "one_{i}", 2),
