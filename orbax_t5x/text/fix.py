@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from orbax_t5x.text.code import arguments_code, calls_code, code_of
 
 Scope = Literal["anywhere", "program", "target"]
-"""Where advice in words can be followed: anywhere; in a Python program only; by another target."""
+"""The reach of advice in words: anywhere, only in a Python program, or only by another target."""
 
 Rule = tuple[str, str | None]
 
