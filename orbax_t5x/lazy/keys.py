@@ -59,7 +59,9 @@ def is_keys(view: View) -> bool:
 
 
 def as_keys(view: View) -> View:
-    """Returns the keys of a view of key data as the checkpoint has them; any other view stays as it is."""
+    """Returns the keys of a view of their data, stored or made by `key_data`; any other view stays as it is."""
+    if isinstance(view.node, KeyDataNode):
+        return View(view.node.input)
     leaf = view.node.own_leaf
     if leaf is None or leaf.prng_impl is None or not view.shape:
         return view

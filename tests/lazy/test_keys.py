@@ -42,6 +42,7 @@ def test_views_of_keys_have_the_shape_of_the_keys(saved, keys):
         wanted = jnp.stack([keys[1].T, keys[0, ::-1]], 1)
         assert np.array_equal(data.get(), jax.random.key_data(wanted))
         assert np.array_equal(data[2:, :, 1:].get(), jax.random.key_data(wanted)[2:, :, 1:])
+        assert as_keys(data).shape == wanted.shape
 
 
 def test_arrays_that_are_no_keys_stay_as_they_are():
