@@ -83,9 +83,13 @@ def remove_failed_once_made(directory: Any) -> None:
     async def removal() -> None:
         remove_failed(directory)
 
+    coroutine = removal()
     # Orbax replaces what could not be removed; the error of the save matters more.
     with contextlib.suppress(Exception):
-        CommitFuture(removal(), name="orbax_t5x_cleanup").result(timeout=_CREATION_TIMEOUT_SECS)
+        CommitFuture(coroutine, name="orbax_t5x_cleanup").result(timeout=_CREATION_TIMEOUT_SECS)
+    # One that never began, because no directory came, would complain when it is collected.
+    with contextlib.suppress(ValueError):
+        coroutine.close()
 
 
 def remove_failed(directory: Any) -> None:

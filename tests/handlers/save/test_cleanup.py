@@ -16,6 +16,7 @@ from etils import epath
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.handlers.save import cleanup
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from tests.support.saving import data_files, files
 
@@ -216,3 +217,20 @@ def test_a_path_below_which_orbax_does_not_find_its_own_files_is_refused(tmp_pat
     with pytest.raises(UnsupportedCheckpointError, match="choose another path"):
         ot.convert(root / "other", root / "converted")
     assert not (root / "converted").exists() and ot.convert(root / "other", tmp_path / "converted").leaves == 1
+
+
+def test_a_removal_that_never_begins_is_closed(monkeypatch, tmp_path):
+    """Orbax begins it once the directories are made; where none come, it must not complain when it is collected."""
+    begun = []
+
+    class Never:
+        def __init__(self, coroutine, name):
+            begun.append(coroutine)
+
+        def result(self, timeout):
+            raise TimeoutError
+
+    monkeypatch.setattr(cleanup, "CommitFuture", Never)
+    cleanup.remove_failed_once_made(tmp_path / "step")
+    with pytest.raises(RuntimeError, match="cannot reuse"):
+        begun[0].send(None)
