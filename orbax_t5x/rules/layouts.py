@@ -89,7 +89,7 @@ def layout_of(leaves: Mapping[str, Any]) -> Layout:
 
 def scan_axis(scanned: Layout, unrolled: Layout) -> int | None:
     """Finds the axis that, taken out of every leaf, gives the other side's (heads joined or not), with a size that is
-    the the depth.
+    the depth.
     """
 
     def fits(axis: int) -> bool:
