@@ -28,7 +28,7 @@ from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
 
 _NOTHING_RESTORED = Fix.any_of(
     Fix("give transforms that lead from the checkpoint's names to the target's"),
-    Fix.in_program("if nothing of the checkpoint is wanted, pass fallback_for=['.*']"),
+    Fix.setting("if nothing of the checkpoint is wanted, pass {}", fallback_for=(".*",)),
 )
 _WIDE = frozenset(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
