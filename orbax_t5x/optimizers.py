@@ -171,11 +171,7 @@ def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransforma
 
 
 def _chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
-    """Applies gradient transformations one after the other.
-
-    Args:
-      transformations: in order, as one list.
-    """
+    """Applies gradient transformations one after the other."""
     return optax.chain(*transformations)
 
 

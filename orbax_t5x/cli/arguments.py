@@ -24,11 +24,7 @@ class UsageError(Exception):
 
 
 def size_argument(text: str) -> int:
-    """Parses bytes, such as `268435456`, `256M`, `256MiB` or `1.5G`; all units are powers of 1024.
-
-    Raises:
-      argparse.ArgumentTypeError: argparse reports it.
-    """
+    """Parses bytes, such as `268435456`, `256M`, `256MiB` or `1.5G`; all units are powers of 1024."""
     match = _SIZE.fullmatch(text)
     count = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
     if count < 1:
@@ -37,11 +33,7 @@ def size_argument(text: str) -> int:
 
 
 def tolerance_argument(text: str) -> float:
-    """Parses a number from 0 on, such as `1e-6`.
-
-    Raises:
-      argparse.ArgumentTypeError: argparse reports it.
-    """
+    """Parses a number from 0 on, such as `1e-6`."""
     try:
         value = float(text)
     except ValueError:
@@ -57,11 +49,7 @@ def resuming_argument(text: str | None) -> bool | None:
 
 
 def read_rules(path: str) -> list[tuple[str, str | None]]:
-    """Reads assignment rules from a JSON file: a list of [pattern, replacement], null for a leaf that is left out.
-
-    Raises:
-      UsageError: the file cannot be read, or does not hold such a list.
-    """
+    """Reads assignment rules from a JSON file: a list of [pattern, replacement], null for a leaf that is left out."""
     _, rules = _read_json(path, "--map")
     if not isinstance(rules, list):
         raise UsageError(f"--map {path}: must be a JSON list of [pattern, replacement], not {_kind(rules)}")
@@ -71,11 +59,7 @@ def read_rules(path: str) -> list[tuple[str, str | None]]:
 
 
 def read_json_object(path: str, option: str) -> bytes:
-    """Reads the bytes of a file that holds one JSON object.
-
-    Raises:
-      UsageError: the file cannot be read, or holds something else.
-    """
+    """Reads the bytes of a file that holds one JSON object; a UsageError where it holds something else."""
     data, value = _read_json(path, option)
     if not isinstance(value, dict):
         raise UsageError(f"{option} {path}: must be a JSON object, not {_kind(value)}")

@@ -28,14 +28,7 @@ _OK, _PROBLEM, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-      arguments: without the program's name; None for those of the process.
-
-    Returns:
-      The exit code.
-    """
+    """Runs one command, by default with the arguments of the process, and returns the exit code."""
     try:
         options = make_parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed its message

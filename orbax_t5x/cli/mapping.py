@@ -18,14 +18,7 @@ from orbax_t5x.trees.flat import unflatten
 
 
 class RuleOptions:
-    """The arguments that say under which names leaves come out; checked before anything is opened.
-
-    Args:
-      options: of the command line.
-
-    Raises:
-      UsageError: they contradict one another, or one of them cannot be read.
-    """
+    """The options that say under which names leaves come out; a UsageError where they contradict one another."""
 
     def __init__(self, options: argparse.Namespace):
         self._translate: bool | None = options.translate
@@ -41,13 +34,7 @@ class RuleOptions:
     ) -> list[Transform]:
         """Returns the transforms in order: the translation, rule packs, the file's rules.
 
-        Args:
-          source: whose names are mapped.
-          target: what they are mapped to; None where there is none.
-          is_bundle: whether the target is a TensorFlow bundle, whose names are Mesh TensorFlow's, too.
-
-        Raises:
-          RestorePlanError: no rule pack leads from the source to the target.
+        `is_bundle` is for a target that is a TensorFlow bundle, whose names are Mesh TensorFlow's, too.
         """
         chain: list[Transform] = [Translate()] if self._is_translated(source, is_bundle) else []
         chain += infer(source.leaves, target).parts if self._is_auto else self._packs
@@ -62,14 +49,7 @@ class RuleOptions:
 
 
 class MappingOptions(RuleOptions):
-    """The same, and a target.
-
-    Args:
-      options: of the command line.
-
-    Raises:
-      UsageError: they contradict one another, or one of them cannot be read.
-    """
+    """The same options, and a target."""
 
     def __init__(self, options: argparse.Namespace):
         self._target_path: str | None = options.target

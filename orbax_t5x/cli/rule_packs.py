@@ -24,11 +24,7 @@ def pack_names() -> list[str]:
 
 
 def pack_argument(text: str) -> RulePack:
-    """Makes the pack of `NAME`, `NAME:12,64`, `NAME:num_heads=12,head_dim=64` or any of these with `:inverse`.
-
-    Raises:
-      UsageError: there is no such pack, it takes other dimensions, or it has no way back.
-    """
+    """Makes the pack of `NAME`, `NAME:12,64`, `NAME:num_heads=12,head_dim=64` or any of these with `:inverse`."""
     name, *parts = text.split(":")
     if name not in pack_names():
         near = difflib.get_close_matches(name, pack_names(), 1)
@@ -61,11 +57,7 @@ def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> R
 
 
 def _value(text: str, annotation: str) -> Any:
-    """Parses a value of the annotated type.
-
-    Raises:
-      ValueError: the text is none.
-    """
+    """Parses a value of the annotated type; a ValueError where the text is none."""
     if annotation == "str":
         return text
     if "bool" in annotation:

@@ -15,11 +15,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class CarriedError(Exception):
-    """Carrier of an exception through an event loop that would not survive it.
-
-    Attributes:
-      error: the exception that is raised in the caller.
-    """
+    """Carrier of an exception through an event loop that would not survive it."""
 
     def __init__(self, error: BaseException):
         super().__init__(f"{type(error).__name__}: {error}")
@@ -54,11 +50,7 @@ def _leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 async def carry(awaitable: Awaitable[_Result]) -> _Result:
-    """Awaits what a user's code made; what it raises passes through our event loops.
-
-    Raises:
-      CancelledError: this task was cancelled. One that the user's code raised by itself is carried like the rest.
-    """
+    """Awaits what a user's code made; what it raises, CancelledError too, passes through our event loops."""
     try:
         return await awaitable
     except asyncio.CancelledError as error:

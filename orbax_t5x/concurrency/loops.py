@@ -130,11 +130,7 @@ class _EventLoop(asyncio.SelectorEventLoop):
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Makes an event loop.
-
-    Raises:
-      CheckpointIOError: the process is short of descriptors.
-    """
+    """Makes an event loop; a CheckpointIOError where the process is short of descriptors."""
     try:
         # An event loop that is made in part complains when it is collected: whether it can be made is tried first.
         with contextlib.ExitStack() as spare:
@@ -241,11 +237,7 @@ class LoopThread:
     """
 
     def __init__(self, name: str = "orbax_t5x-read") -> None:
-        """Begins a thread.
-
-        Raises:
-          CheckpointIOError: the process is short of descriptors.
-        """
+        """Begins a thread; a CheckpointIOError where the process is short of descriptors."""
         self._serving = _Serving()
         # `Thread.is_alive` and `join` take a living thread for an ended one when an interrupt comes in them.
         self._thread = threading.Thread(target=self._serving.serve, name=name, daemon=True)

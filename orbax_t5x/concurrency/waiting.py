@@ -58,13 +58,7 @@ async def await_to_end(awaitable: Awaitable[_Result]) -> _Result:
 
 
 class Budget:
-    """Budget of bytes in flight, granted first in, first out; a request above the whole budget waits for all others.
-
-    For coroutines of one event loop.
-
-    Attributes:
-      limit: the whole budget.
-    """
+    """Budget of bytes in flight on one event loop, first in, first out; more than all of it waits for all others."""
 
     def __init__(self, limit: int):
         self.limit = limit

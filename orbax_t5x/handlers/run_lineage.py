@@ -21,20 +21,10 @@ _logger = logging.getLogger(__name__)
 
 
 class SavedLineage:
-    """Lineage that a save records.
-
-    Attributes:
-      lineage: the entries for the item's metadata.
-    """
+    """Lineage that a save records; `lineage` are the entries for the item's metadata."""
 
     def __init__(self, directory: epath.Path, given: Sequence[Mapping[str, Any]] | None, *, primary: bool):
-        """Reads the lineage of the run so far.
-
-        Args:
-          directory: of the item that is being saved.
-          given: `provenance=` of the save.
-          primary: whether this is the process that writes metadata.
-        """
+        """Reads the lineage of the run so far; `given` is the `provenance=` of the save."""
         self._item = step_item(directory) if primary else None
         self._is_given = given is not None
         checked = None if given is None else records.given_lineage(given)
@@ -74,10 +64,6 @@ def recorded_lineage(directory: epath.Path, metadata: Mapping[str, Any]) -> reco
     """Returns the lineage of what was restored without transforms.
 
     The record is kept after every kind of restore: a run that lost it would be transformed twice.
-
-    Args:
-      directory: of the item.
-      metadata: the contents of its metadata file.
     """
     recorded = records.from_metadata(metadata.get("custom_metadata"), path=directory)
     if recorded is not None:

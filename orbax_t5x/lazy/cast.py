@@ -81,11 +81,7 @@ def leaf_mismatch(message: str, leaf: Leaf) -> CheckpointError:
 
 
 def cast_node(node: Node, dtype: np.dtype, mismatch: Mismatch | None = None) -> Node:
-    """Casts the elements of a node; the same dtype is the same node.
-
-    Raises:
-      TypeError: numbers to text or text to numbers.
-    """
+    """Casts the elements of a node; the same dtype is the same node. A TypeError for numbers to text or the reverse."""
     if dtype == node.dtype:
         return node
     cast_carrier(node.dtype, dtype)
@@ -102,9 +98,6 @@ def cast_carrier(from_dtype: np.dtype, to_dtype: np.dtype) -> np.dtype | None:
     """Returns the intermediate dtype between two that NumPy cannot cast directly; None where it can.
 
     Small integers go through int8 and small floats through float32, which hold each of their values.
-
-    Raises:
-      TypeError: strings have no numbers to cast, and numbers no text.
     """
     if from_dtype != to_dtype and (from_dtype.kind in "OSU" or to_dtype.kind in "OSU"):
         raise TypeError(f"cannot cast a lazy array of dtype {from_dtype.name} to {to_dtype.name}")

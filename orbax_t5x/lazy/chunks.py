@@ -11,12 +11,7 @@ from orbax_t5x.lazy import Box
 
 
 class ChunkPreferences(NamedTuple):
-    """Preferences of a caller for the chunks of one array.
-
-    Attributes:
-      nbytes: that a chunk has at most.
-      cut_first: the dimensions to cut before others.
-    """
+    """Preferences of a caller for the chunks of one array: the most bytes, and dimensions to cut before others."""
 
     nbytes: int | None = None
     cut_first: tuple[int, ...] = ()
@@ -30,18 +25,11 @@ def choose_chunk(
     *,
     cut_first: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Chooses the shape of the chunks in which an array is stored.
+    """Chooses the shape of the chunks in which an array is stored: at most `limit` bytes, but at least one `unit`.
 
-    Whole trailing dimensions come first, so that a chunk is few runs of a row-major source. The dimension that is
-    cut is cut evenly, into a number of parts that divides its size where one is near: shards of a restore then share
-    no chunk.
-
-    Args:
-      shape: of the array.
-      itemsize: bytes of an element.
-      limit: bytes that a chunk may have; at least one unit is taken whatever its size.
-      unit: the chunks of the source. They are never cut: each piece of one would cost decoding all of it.
-      cut_first: dimensions that come last, so that they are cut before others.
+    Whole trailing dimensions come first, so that a chunk is few runs of a row-major source. The dimension that is cut
+    is cut evenly, into a number of parts that divides its size where one is near: shards of a restore then share no
+    chunk. Chunks of the source (`unit`) are never cut: each piece of one would cost decoding all of it.
     """
     unit = [max(1, min(size, part)) for size, part in zip(shape, unit or (1,) * len(shape), strict=True)]
     chunk = list(unit)

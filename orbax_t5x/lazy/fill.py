@@ -59,16 +59,9 @@ def has_unfilled(leaves: Sequence[Leaf]) -> bool:
 
 
 def fill(node: Node, values: Node) -> Node:
-    """Replaces the placeholders of a node by the elements of `values` at the same indices.
+    """Replaces the placeholders of a node by the elements of `values`, of its shape and final dtype.
 
-    Casts on the way are only for the known elements: `values` have the final dtype.
-
-    Args:
-      node: what a transform made.
-      values: of the node's shape and dtype.
-
-    Raises:
-      ValueError: unknown elements were computed with, or some were left out in between; the text names the operation.
+    A ValueError, which names the operation, where unknown elements were computed with or left out in between.
     """
     return _fill(node, values, ())
 

@@ -50,12 +50,7 @@ def compose(inner: IndexMap, outer: IndexMap) -> IndexMap:
 
 
 def basic_index(key: Any, shape: tuple[int, ...]) -> IndexMap:
-    """Makes the index map of basic indexing: integers, slices with any step, None and Ellipsis.
-
-    Raises:
-      IndexError: an index out of range, too many indices, or an array, list, float or bool as index; the text gives the
-        shape.
-    """
+    """Makes the index map of basic indexing (integers, slices, None, Ellipsis); an IndexError gives the shape."""
     keys: tuple[Any, ...] = key if is_tuple(key) else (key,)
     ellipses = sum(1 for k in keys if k is Ellipsis)
     if ellipses > 1:
@@ -110,11 +105,7 @@ def _integer(key: Any, dim: int, shape: tuple[int, ...]) -> int:
 
 
 def normalize_axis(axis: Any, rank: int) -> int:
-    """Returns an axis counted from the front.
-
-    Raises:
-      ValueError: out of range (NumPy's AxisError is one, too).
-    """
+    """Returns an axis counted from the front; a ValueError (also NumPy's AxisError) where it is out of range."""
     value = operator.index(axis)
     if not -rank <= value < rank:
         raise ValueError(f"axis {value} is out of bounds for an array of rank {rank}")
@@ -122,11 +113,7 @@ def normalize_axis(axis: Any, rank: int) -> int:
 
 
 def reshape_target(shape: tuple[int, ...], wanted: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the new shape with -1 filled in.
-
-    Raises:
-      ValueError: naming both shapes where the numbers of elements differ.
-    """
+    """Returns the new shape with -1 filled in; a ValueError where the numbers of elements differ."""
     new = [operator.index(size) for size in wanted]
     size = math.prod(shape)
     holes = [i for i, extent in enumerate(new) if extent == -1]
@@ -158,8 +145,7 @@ def reshape_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[i
 def interval_boxes(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[Box, int, int]]:
     """Cuts the flat interval [start, stop) of an array of `sizes` into at most 2·rank - 1 boxes.
 
-    Returns:
-      (box, first, last): the box holds the flat elements [first, last) in order.
+    Each is (box, first, last): the box holds the flat elements [first, last) in order.
     """
     if len(sizes) == 1:
         return [(((start, stop),), start, stop)]
@@ -186,13 +172,7 @@ def _prefixed(row: int, inner: int, pieces: list[tuple[Box, int, int]]) -> list[
 
 
 class FlatRun(NamedTuple):
-    """A flat interval that covers a box of several dimensions.
-
-    Attributes:
-      start, stop: the interval.
-      box: what it covers.
-      exact: whether it holds nothing else.
-    """
+    """A flat interval that covers a box of several dimensions; `exact` where it holds nothing else."""
 
     start: int
     stop: int
@@ -203,10 +183,7 @@ class FlatRun(NamedTuple):
 def box_runs(box: Box, sizes: Sequence[int], row_bytes: int) -> list[FlatRun]:
     """Covers a non-empty box of an array of `sizes` by flat intervals, over gaps below `GAP_BYTES` only.
 
-    Args:
-      box: what is wanted.
-      sizes: of the array.
-      row_bytes: the bytes that one element stands for (more than an item where further dimensions follow).
+    `row_bytes` are those that one element stands for: more than an item where further dimensions follow.
     """
     if len(sizes) == 1:
         return [FlatRun(*box[0], box, True)]

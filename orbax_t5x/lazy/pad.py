@@ -18,11 +18,7 @@ from orbax_t5x.lazy.strided import strided
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PadNode(Node):
-    """The first input at the origin of the larger second one, which gives all elements beyond it; see `padded`.
-
-    Attributes:
-      filling: what the new elements are, as text.
-    """
+    """The first input at the origin of the larger second one, which gives all elements beyond it; see `padded`."""
 
     filling: str
 

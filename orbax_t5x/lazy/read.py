@@ -38,11 +38,7 @@ async def _read_leaf(leaf: Leaf, requests: list[Request], stats: ReadStats) -> N
 
 
 def read_boxes(items: Iterable[tuple[Node, Box, np.ndarray]], verify: Verify = "touched") -> ReadStats:
-    """Fills each buffer with a box of a node; every leaf is read once for all of them.
-
-    Returns:
-      What was read.
-    """
+    """Fills each buffer with a box of a node, reading every leaf once; returns what was read."""
     stats = ReadStats(verify)
     lowered = [(node.leaves()[0], _lower(node, box, out)) for node, box, out in items]
     groups = group_reads(read for _, one in lowered for read in one.reads)

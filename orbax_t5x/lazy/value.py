@@ -105,11 +105,7 @@ class OpaqueLeaf(BlockingLeaf):
             self._fill(self.array.get(), requests, stats)
 
     async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        """Reads the whole array and copies the boxes out of it.
-
-        Raises:
-          LeafMismatchError: the function returned another shape or dtype than it was declared with.
-        """
+        """Reads the whole array and copies the boxes out of it."""
         if requests:
             value = await carry(self.array.get_async())
             await run_in_pool(reader_pool(), self._fill, value, requests, stats)

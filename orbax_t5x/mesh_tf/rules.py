@@ -172,18 +172,11 @@ _SHARED_BIAS = re.compile(r"(?:target|state/param_states)/(encoder|decoder)/relp
 
 
 def place_relative_bias(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
-    """Returns new names for relative biases that a whole tower shares.
+    """Returns new names for relative biases that a whole tower shares, by the name that each replaces.
 
     Mesh TensorFlow keeps a shared bias in block 0. A bias that only block 0 has is taken as the tower's, unless the
     target has biases in layers and none for the tower, and either they are only in layer 0 or the file has a single
     block. Several biases in the file never become one, and a shared one in the file never becomes several.
-
-    Args:
-      names: translated names, all of them.
-      target_names: the target's names; none without a target.
-
-    Returns:
-      New name by the name it replaces; nothing for those that stay.
     """
     names, target_names = list(names), list(target_names)
     blocks = _layers_by_tower(_IN_LAYER, names)
@@ -221,17 +214,10 @@ def _is_shared(target_shares: bool, target_layers: set[int], blocks: int) -> boo
 def adafactor_placeholders(names: Iterable[str], target: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
     """Makes the (1,) zeros that T5X's Adafactor keeps in unused slots and Mesh TensorFlow does not store.
 
-    Only for parameters of the file, and never in place of a slot that the file should have. Without a target, only for
-    parameters that have slots in the file.
-
-    Args:
-      names: translated names.
-      target: the target's leaves by name; None for all placeholders. Of a parameter that the target has, only
-        placeholders that are among its leaves are made. Of one with slots that it does not have, all are, if it has
-        Adafactor's slots at all, T5X's or Optax's: a later transform gives them the target's names.
-
-    Returns:
-      The missing entries: float32, or the dtype of the target's own placeholder.
+    Only for parameters of the file, and never in place of a slot that the file should have. Without a target (None),
+    all, for parameters that have slots in the file. Of a parameter that the target has, only those among its leaves. Of
+    one with slots that it does not have, all, if it has Adafactor's slots at all, T5X's or Optax's: a later transform
+    gives them the target's names.
     """
     slots: dict[str, set[str]] = {}
     for name in names:

@@ -33,13 +33,10 @@ class Agreement:
     """
 
     def __init__(self, primary: int, path: str, what: str = "restore", *, sends_errors: bool = False):
-        """Begins a call, which every process must make with the same arguments.
+        """Begins a call, which every process must make; `what` is being done to `path`, for errors.
 
-        Args:
-          primary: the index of the process whose record counts.
-          path: what is being restored or converted, for errors.
-          what: is being done, for errors.
-          sends_errors: whether the other processes raise what one has raised, as far as it is an error of a checkpoint.
+        The record of the `primary` process counts. With `sends_errors`, what one raises all raise, if it is an error of
+        a checkpoint.
         """
         self.lost_peer = False
         self._sends_errors = sends_errors
@@ -79,15 +76,7 @@ class Agreement:
         return [json.loads(text) for text in self._exchange(json.dumps(mine).encode())]
 
     def plan(self, sources: Sequence[str], provenance: Sequence[Mapping[str, Any]]) -> None:
-        """Compares what the processes are about to restore.
-
-        Args:
-          sources: the paths of the checkpoints.
-          provenance: of the plan.
-
-        Raises:
-          RestorePlanError: they differ, on all processes.
-        """
+        """Compares what the processes are about to restore; a RestorePlanError on all where they differ."""
         if not self._several:
             return
         text = json.dumps([list(sources), [dict(entry) for entry in provenance]], sort_keys=True)
@@ -99,15 +88,7 @@ class Agreement:
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=", ".join(sources))
 
     def _exchange(self, mine: bytes, *, failed: bool = False) -> list[bytes]:
-        """Returns what each process sends, by its index.
-
-        Args:
-          mine: what this process sends.
-          failed: whether it is an error.
-
-        Raises:
-          CheckpointError: another process failed, or has died.
-        """
+        """Returns what each process sends, by its index; raises what another has failed with."""
         if not self._several:
             return [mine]
         try:

@@ -76,33 +76,13 @@ def collective(
 
 
 def gather(mine: np.ndarray, path: str | None) -> np.ndarray:
-    """Gathers the arrays of all processes, one row each.
-
-    Args:
-      mine: of one shape and dtype in all processes.
-      path: of what is being restored, for the error.
-
-    Raises:
-      CheckpointIOError: as `collective`.
-    """
+    """Gathers the arrays of all processes, of one shape and dtype, one row each; errors as `collective`."""
     rows = collective(lambda: np.asarray(multihost_utils.process_allgather(mine)), path)
     return rows.reshape(-1, *mine.shape)
 
 
 def exchange(mine: bytes, failed: bool, path: str | None) -> tuple[list[bytes], list[int]]:
-    """Gathers bytes of all processes, and which processes have failed.
-
-    Args:
-      mine: what this process sends.
-      failed: whether this process has failed.
-      path: of what is being restored, for the error.
-
-    Returns:
-      What each process sent, by its index; and the indices of those that failed.
-
-    Raises:
-      CheckpointIOError: as `collective`.
-    """
+    """Gathers bytes of all processes by index, and the indices of those that `failed`; errors as `collective`."""
     table = gather(np.asarray([len(mine), failed], np.uint32), path)
     failures = np.flatnonzero(table[:, 1]).tolist()
     sizes = table[:, 0].tolist()
@@ -115,15 +95,7 @@ def exchange(mine: bytes, failed: bool, path: str | None) -> tuple[list[bytes], 
 
 
 def gather_bytes(mine: bytes, error: Exception | None, path: str | None) -> list[bytes]:
-    """Gathers bytes of all processes, or raises this process's error, or else that of another.
-
-    Returns:
-      What each process sent, by its index.
-
-    Raises:
-      CheckpointError: what another process could not do, as that process raises it.
-      CheckpointIOError: some process could not go on for another reason, or has died.
-    """
+    """Gathers bytes of all processes by index, or raises this process's error, or else that of another."""
     sent, failures = exchange(mine if error is None else error_as_bytes(error), error is not None, path)
     if failures:
         raise received_error(failures, sent[failures[0]], path) if error is None else error
@@ -131,11 +103,7 @@ def gather_bytes(mine: bytes, error: Exception | None, path: str | None) -> list
 
 
 def any_failed(failed: bool, path: str | None) -> bool:
-    """Tests whether some process has failed.
-
-    Raises:
-      CheckpointIOError: as `collective`.
-    """
+    """Tests whether some process has failed; errors as `collective`."""
     return bool(gather(np.asarray([failed], np.uint32), path).any())
 
 
@@ -154,14 +122,7 @@ def error_as_bytes(error: BaseException) -> bytes:
 
 
 def received_error(failures: Sequence[int], payload: bytes, path: str | None, what: str = "reading") -> CheckpointError:
-    """Returns the error of another process as the same type, or one that refers to it.
-
-    Args:
-      failures: the processes that failed.
-      payload: what the first of them sent, by `error_as_bytes`.
-      path: of what is being restored or converted.
-      what: failed.
-    """
+    """Returns the error of another process (`error_as_bytes`) as the same type, or one that refers to it."""
     known = json.loads(payload)
     if known is None:
         noun = "process" if len(failures) == 1 else "processes"
@@ -191,11 +152,7 @@ def _fix_from_data(data: Sequence[Any]) -> Fix:
 
 
 def gather_texts(mine: Sequence[bytes], path: str | None) -> list[list[bytes]]:
-    """Gathers the texts of each process, by its index.
-
-    Raises:
-      CheckpointIOError: as `collective`.
-    """
+    """Gathers the texts of each process, by its index; errors as `collective`."""
     lengths = np.asarray([len(mine), *map(len, mine)], _LENGTH)
     return [_texts(payload) for payload in gather_bytes(lengths.tobytes() + b"".join(mine), None, path)]
 

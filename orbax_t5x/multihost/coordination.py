@@ -13,11 +13,7 @@ from jax._src import distributed, xla_bridge
 
 
 def key_value_store() -> Any:
-    """Returns the client of the key-value store.
-
-    Raises:
-      RuntimeError: `jax.distributed` is not initialized, or was shut down.
-    """
+    """Returns the client of the key-value store; a RuntimeError where `jax.distributed` is not initialized."""
     client: Any = distributed.global_state.client
     if client is None:
         raise RuntimeError("jax.distributed is not initialized")
@@ -25,11 +21,7 @@ def key_value_store() -> Any:
 
 
 def waited_for_key(store: Any, key: str, timeout_secs: float) -> bool:
-    """Waits until a key of the store is set, and returns False if the time has passed before.
-
-    Raises:
-      RuntimeError: a process has died, or the service cannot be reached.
-    """
+    """Waits until a key of the store is set; False if the time has passed, a RuntimeError if a process has died."""
     try:
         store.blocking_key_value_get(key, math.ceil(1000 * timeout_secs))
     except RuntimeError as error:

@@ -43,19 +43,10 @@ _Result = TypeVar("_Result")
 
 
 class Heartbeat:
-    """Heartbeat of this process, and the last heartbeats of the others.
-
-    Attributes:
-      count: how many heartbeats were sent.
-    """
+    """Heartbeat of this process, and the last heartbeats of the others; `count` were sent."""
 
     def __init__(self, store: Any, process: int):
-        """Starts the thread that sends and reads heartbeats.
-
-        Args:
-          store: client of JAX's key-value store.
-          process: the index of this process.
-        """
+        """Starts the thread that sends and reads heartbeats."""
         self._store = store
         self._process = process
         self._stopped = threading.Event()

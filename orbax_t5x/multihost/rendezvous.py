@@ -120,11 +120,7 @@ class _Barrier:
         key_value_store().key_value_set(f"{self._arrivals}{self._process}", "", allow_overwrite=True)
 
     def wait(self) -> None:
-        """Waits until all processes have arrived.
-
-        Raises:
-          CheckpointIOError: a process has died, or has not sent a first heartbeat in time.
-        """
+        """Waits until all processes have arrived; a CheckpointIOError where one has died or is too late."""
         try:
             self.arrive()
             self._wait_for_others(key_value_store())
@@ -173,11 +169,7 @@ class _Barrier:
 
 
 def _first_heartbeat_timeout_secs() -> float:
-    """Reads how long a process may send no first heartbeat.
-
-    Raises:
-      ValueError: the environment variable is not a positive number.
-    """
+    """Reads from the environment how long a process may send no first heartbeat."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     try:
         seconds = _DEFAULT_TIMEOUT_SECS if text is None else float(text)

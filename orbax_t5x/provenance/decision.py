@@ -96,12 +96,7 @@ class Decision:
 
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
-    """Decides whether transforms are applied.
-
-    Args:
-      record: the source's lineage; None where it has none.
-      context: the transforms and the caller.
-    """
+    """Decides whether transforms are applied; `record` is the source's lineage, or None."""
     lineage = record or ()
     if not context.chain:
         return Decision(context.is_resuming is True, lineage or (_entry(context),))
@@ -220,11 +215,7 @@ def _differences(entry: Entry, chain: ChainRecord) -> str:
 
 
 def combine(decisions: Mapping[str, Decision]) -> Decision:
-    """Combines the decisions for several items, each of which has its own record.
-
-    Args:
-      decisions: by the item's name.
-    """
+    """Combines the decisions for several items, each of which has its own record."""
     first = next(iter(decisions.values()))
     if len(decisions) == 1:
         return first

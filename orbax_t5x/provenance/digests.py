@@ -37,14 +37,7 @@ class NoDigestError(Exception):
 
 
 def chain_digest(chain: Sequence[Any]) -> str | None:
-    """Computes the digest of a chain of transforms.
-
-    Args:
-      chain: transforms in order.
-
-    Returns:
-      `sha256:…`; None for an empty chain, and for one with a transform that has no digest.
-    """
+    """Computes the digest of a chain, `sha256:…`; None where it is empty or a transform of it has no digest."""
     if not chain:
         return None
     digest = hashlib.sha256()
@@ -125,11 +118,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """Encodes a value as JSON.
-
-    Raises:
-      NoDigestError: nothing identifies the value.
-    """
+    """Encodes a value as JSON; a NoDigestError where nothing identifies the value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if is_list_or_tuple(value):
@@ -175,11 +164,7 @@ def _encoded_other(value: Any) -> Any:
 
 
 def _array(value: Any) -> dict[str, Any]:
-    """Encodes an array by its contents, however it is stored.
-
-    Raises:
-      NoDigestError: it is lazy or traced, this process does not hold all of it, or the chain holds too much data.
-    """
+    """Encodes an array by its contents, however stored; not one that is lazy, traced, elsewhere or too large."""
     encoded: dict[str, Any] = {"array": [int(size) for size in value.shape], "dtype": str(value.dtype)}
     jax: Any = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.ShapeDtypeStruct):
@@ -210,11 +195,7 @@ def _held(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _take(nbytes: int) -> None:
-    """Takes bytes from what is left of the chain's limit.
-
-    Raises:
-      NoDigestError: less is left.
-    """
+    """Takes bytes from what is left of the chain's limit."""
     left = _bytes_left.get()
     if left is None or left[0] < nbytes:
         raise NoDigestError

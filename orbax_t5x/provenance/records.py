@@ -48,14 +48,7 @@ def make_entry(
     *,
     is_resuming: bool | None = None,
 ) -> Entry:
-    """Makes the entry for one initialisation, or for one explicit answer.
-
-    Args:
-      source: the path that was opened, or name -> path for several sources.
-      format: the format of the source, or name -> format.
-      chain: what was applied.
-      is_resuming: the caller's answer, where one was given.
-    """
+    """Makes the entry for one initialisation, or for one explicit answer (`is_resuming`)."""
     several = isinstance(source, Mapping)
     entry: dict[str, Any] = {
         "source": {name: os.fspath(path) for name, path in source.items()} if several else os.fspath(source),
@@ -67,12 +60,10 @@ def make_entry(
 
 
 def extended(known: Lineage | None, given: Lineage | None) -> Lineage:
-    """Returns the lineage that a save records.
+    """Returns the lineage that a save records; `known` is that of the run so far, or None.
 
-    Args:
-      known: of the run so far; None where it is not known.
-      given: as the caller passed it. Where the known one begins with it, the caller repeats what was passed at an
-        earlier save, and what has been added since stays.
+    Where the known one begins with `given`, the caller repeats what was passed at an earlier save, and what has been
+    added since stays.
     """
     if given is None:
         return (UNRECORDED,) if known is None else known
@@ -130,12 +121,7 @@ def _history(lineage: Lineage) -> list[Any]:
 def to_metadata(
     lineage: Sequence[Mapping[str, Any]] | None, skipped: Mapping[str, tuple[Sequence[int], str]] | None = None
 ) -> dict[str, Any]:
-    """Makes the `custom_metadata` entry for an item; empty when there is nothing to record.
-
-    Args:
-      lineage: oldest first; None: nothing is recorded.
-      skipped: name -> (shape, dtype name) of leaves that were left out because Orbax cannot store them.
-    """
+    """Makes the `custom_metadata` entry for an item; empty when there is nothing to record."""
     recorded: dict[str, Any] = {}
     if lineage is not None:
         recorded["provenance"] = [dict(entry) for entry in lineage]
@@ -145,25 +131,13 @@ def to_metadata(
 
 
 def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None) -> Lineage | None:
-    """Returns the lineage in a checkpoint's metadata, or None where none is recorded.
-
-    Args:
-      metadata: `Checkpoint.metadata`, or the `custom_metadata` of an Orbax item.
-      path: names the checkpoint in errors.
-
-    Raises:
-      CorruptCheckpointError: there is a record, and it does not have the form that this package writes.
-    """
+    """Returns the lineage in an item's `custom_metadata`, None without one; checked as by `checked_lineage`."""
     recorded = _recorded(metadata, path)
     return checked_lineage(recorded["provenance"], path=path) if "provenance" in recorded else None
 
 
 def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None) -> Lineage:
-    """Returns entries that were read or passed, if they have the form that this package writes.
-
-    Raises:
-      CorruptCheckpointError: they do not.
-    """
+    """Returns entries that were read or passed; a CorruptCheckpointError if they have another form than ours."""
     if not is_sequence(entries):
         raise CorruptCheckpointError("the provenance record is not a list", path=path)
     for entry in entries:
@@ -173,11 +147,7 @@ def checked_lineage(entries: Any, *, path: str | os.PathLike[str] | None = None)
 
 
 def given_lineage(entries: Any) -> Lineage:
-    """Checks the `provenance=` of a save.
-
-    Raises:
-      ValueError: it is no lineage.
-    """
+    """Checks the `provenance=` of a save."""
     try:
         return checked_lineage(entries)
     except CorruptCheckpointError:
@@ -227,11 +197,7 @@ def _recorded(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] |
 def skipped_from_metadata(
     metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns name -> (shape, dtype name) of the leaves that were left out when the item was written.
-
-    Raises:
-      CorruptCheckpointError: the record does not have the form that this package writes.
-    """
+    """Returns name -> (shape, dtype name) of the leaves that were left out when the item was written."""
     skipped = _recorded(metadata, path).get("skipped", {})
     if not is_mapping(skipped):
         raise CorruptCheckpointError("the record of skipped leaves is not a mapping", path=path)

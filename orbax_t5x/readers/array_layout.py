@@ -36,12 +36,7 @@ class ArrayLayout:
 
 
 class UnopenedArray(NamedTuple):
-    """An array that TensorStore opens when it is first read.
-
-    Attributes:
-      layout: as opening it would show.
-      open: opens it, without reading anything; blocks, and may be called from any thread.
-    """
+    """An array with a known layout that TensorStore opens when it is first read, from any thread."""
 
     layout: ArrayLayout
     open: Callable[[], ts.TensorStore]

@@ -35,14 +35,7 @@ _LOW_BITS = {"int2": 0x03, "uint2": 0x03, "int4": 0x0F, "uint4": 0x0F}
 
 @dataclasses.dataclass(frozen=True)
 class BoxSums:
-    """The checksums of one array.
-
-    Attributes:
-      shape: of the array.
-      dtype: its name.
-      boxes: they tile the array.
-      crcs: one for each box.
-    """
+    """The checksums of one array: of boxes that tile it, one for each."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -126,14 +119,7 @@ def compare(parts: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
 
 
 def row_boxes(box: Box, itemsize: int, limit: int, rows: int = 1) -> Iterator[Box]:
-    """Cuts a box along its first dimension into boxes that follow one another in row-major order.
-
-    Args:
-      box: what to cut.
-      itemsize: bytes of an element.
-      limit: bytes that a piece has at most, if that is one step of `rows`.
-      rows: cuts are at multiples of it, so that a row of chunks is not cut.
-    """
+    """Cuts a box along its first dimension, at multiples of `rows`, into boxes of at most `limit` bytes."""
     if not box:
         yield box
         return

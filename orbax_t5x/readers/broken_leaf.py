@@ -16,11 +16,7 @@ from orbax_t5x.lazy.read_stats import ReadStats
 
 
 class BrokenLeaf(Leaf):
-    """Leaf whose shape and dtype are unknown; they read as () and object.
-
-    Attributes:
-      error: what is wrong; a plan that needs the leaf raises it.
-    """
+    """Leaf whose shape and dtype are unknown; they read as () and object, and a plan that needs it raises `error`."""
 
     def __init__(self, name: str, error: CheckpointError):
         self.name = name

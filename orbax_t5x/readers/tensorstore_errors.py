@@ -36,14 +36,7 @@ def os_error_number(error: BaseException) -> int | None:
 
 
 def typed_error(error: BaseException, *, path: str, leaf: str | None, doing: str) -> CheckpointError:
-    """Types a failure inside TensorStore.
-
-    Args:
-      error: what TensorStore raised.
-      path: the directory that holds the array.
-      leaf: the leaf concerned.
-      doing: what was being done, for the text.
-    """
+    """Types a failure inside TensorStore, in what was being done for a leaf (`doing`)."""
     text = _PAYLOADS.sub("", str(error))
     match = _STATUS.match(text)
     status = match["status"] if match else ""

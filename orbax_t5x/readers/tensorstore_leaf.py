@@ -281,9 +281,6 @@ class TensorStoreLeaf(Leaf):
         """Waits as long as responses arrive.
 
         A write that is given up keeps its part of the buffer alive until its request has ended.
-
-        Raises:
-          CheckpointIOError: the store was silent for too long.
         """
         begun = time.monotonic()
         waiting = {asyncio.ensure_future(_ended(write)) for write in writes}

@@ -34,14 +34,10 @@ def make_context() -> ts.Context:
 def array_spec(
     directory: Mapping[str, Any], name: str, *, ocdbt: bool, zarr3: bool, absent_is_fill: bool = False
 ) -> dict[str, Any]:
-    """Makes the spec of one array of a checkpoint.
+    """Makes the spec of one array of a checkpoint; `directory` is that of `Store.kvstore`.
 
-    Args:
-      directory: the spec of the OCDBT database's directory, or of the one that holds the array's; see `Store.kvstore`.
-      name: the array's key prefix in the database, or the path of its directory relative to `directory`.
-      ocdbt: whether it is a database.
-      zarr3: whether the array is zarr v3, or v2.
-      absent_is_fill: whether a chunk that is not there stands for the fill value.
+    The name is the array's key prefix in an OCDBT database, or the path of its directory. With `absent_is_fill`, a
+    chunk that is not there stands for the fill value.
     """
     inner = f"{name}/" if name else ""
     if ocdbt:
@@ -69,16 +65,7 @@ def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
-    """Reads the manifest and the root node of an OCDBT database, which every array of it needs.
-
-    Args:
-      directory: its spec; see `Store.kvstore`.
-      path: the same, for errors.
-      context: of the checkpoint.
-
-    Raises:
-      CorruptCheckpointError, UnsafeCheckpointError, CheckpointIOError: naming the directory.
-    """
+    """Reads the manifest and the root node of an OCDBT database, which every array of it needs."""
     spec = {**_database(directory), "path": ""}
     try:
         ts.KvStore.open(spec, context=context).result().read("/").result()

@@ -32,15 +32,10 @@ class Tiling(NamedTuple):
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box], max_steps: int) -> Tiling:
-    """Checks that boxes tile an array.
+    """Checks that boxes tile an array that they are inside of, in at most `max_steps` of work.
 
     The boxes' edges cut the array into a grid. Writers cut evenly, so that each box is a cell and one look at the boxes
     is enough; else the cells are looked at.
-
-    Args:
-      shape: of the array.
-      boxes: inside the array.
-      max_steps: bounds the boxes times the cells that are looked at.
     """
     edges = [sorted({0, size, *(edge for box in boxes for edge in box[dim])}) for dim, size in enumerate(shape)]
     cells = math.prod(len(marks) - 1 for marks in edges)

@@ -28,12 +28,7 @@ _CLOSE = 0.8
 
 
 def missing(path: str, text: str) -> CheckpointError:
-    """Makes the error of a path that does not exist, with names that its user may have meant.
-
-    Args:
-      path: absolute.
-      text: as the user gave it.
-    """
+    """Makes the error of a path that does not exist, with names that its user may have meant."""
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
     if is_url(path):
         return _missing_remotely(path, message)

@@ -112,15 +112,9 @@ class OneSource(Transform):
 
 
 def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callable[..., Any], ...]:
-    """Returns the transforms as a tuple.
+    """Returns the transforms as a tuple; refuses what is none, such as text or a function that makes a rule pack.
 
-    Args:
-      transforms: as a user gives them.
-      has_target: whether rules can be found, so that an error may advise `"auto"`.
-
-    Raises:
-      TypeError: they are no sequence, or one of them is no transform: text, or the class of one, or a function that
-        makes a rule pack, instead of what it makes.
+    `has_target` where rules can be found, so that an error may advise `"auto"`.
     """
     if isinstance(transforms, str):
         if transforms == AUTO:
@@ -143,12 +137,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
-    """Returns the transforms of a save as a tuple: a save has no target, so that no rules can be found.
-
-    Raises:
-      TypeError: as `chain_of`.
-      RestorePlanError: they are, or hold, `"auto"`.
-    """
+    """Returns the transforms of a save, which has no target, so that no rules can be found for `"auto"`."""
     if AUTO in [one for one in [transforms, *(transforms if is_sequence(transforms) else ())] if isinstance(one, str)]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
         raise RestorePlanError([Problem("rule", None, what, _PASS_RULES)])
@@ -183,17 +172,7 @@ def _call_of(name: str) -> str | None:
 def written_out(
     transforms: Iterable[AnyTransform], source: FlatState, target: Mapping[str, Any], path: str | None
 ) -> tuple[AnyTransform, ...]:
-    """Returns the chain with the rules that `"auto"` finds.
-
-    Args:
-      transforms: in order.
-      source: leaves by name.
-      target: the target's leaves by name.
-      path: of the checkpoints, for errors.
-
-    Raises:
-      RestorePlanError: no rule pack leads from the source to the target, or there is no target.
-    """
+    """Returns the chain with the rules that `"auto"` finds from the source's leaves to the target's."""
     chain: list[AnyTransform] = []
     for transform in transforms:
         if isinstance(transform, FoundRules):

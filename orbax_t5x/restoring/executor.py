@@ -65,19 +65,9 @@ _CHUNKS_PER_THREAD = 2
 def execute_plan(
     plan: PlanData, options: ReadOptions, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Any], RestoreReport]:
-    """Runs a plan for `RestorePlan.execute`.
+    """Runs a plan for `RestorePlan.execute`; returns the values by name, and what was read and checked.
 
-    Args:
-      plan: what to read.
-      options: how; its `progress` is ignored.
-      on_progress: called when bytes have arrived.
-
-    Returns:
-      The value of each leaf of the target by name, and what was read and checked.
-
-    Raises:
-      RestorePlanError: the processes have different plans.
-      CheckpointError: a leaf could not be read or its checksum does not hold; nothing is returned then.
+    `options.progress` is ignored: `on_progress` is called when bytes have arrived.
     """
     rendezvous_before_backend()
     with sending_heartbeats():

@@ -25,9 +25,7 @@ from orbax_t5x.restoring.targets import flatten_target
 class ComputedLeaf(BlockingLeaf):
     """An array that a fallback function computes with JAX; it has values only while a plan is executed.
 
-    Attributes:
-      shape, dtype: as the function computes it; of typed PRNG keys those of their uint32 data.
-      key_dtype: the dtype of typed PRNG keys; None for other arrays.
+    `key_dtype` is that of typed PRNG keys, whose shape and dtype are those of their uint32 data.
     """
 
     is_value = True
@@ -79,12 +77,7 @@ class Fallback:
 
 
 class Computation:
-    """Computation of leaves by a fallback function with JAX.
-
-    Args:
-      function: the caller's.
-      arrays: the shapes and dtypes that it had when the plan was made, by name.
-    """
+    """Computation of leaves by a fallback function, with the shapes and dtypes that it had when the plan was made."""
 
     def __init__(self, function: Callable[[], Any], arrays: Mapping[str, jax.ShapeDtypeStruct]):
         self._function = function
@@ -93,11 +86,7 @@ class Computation:
     def __call__(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, Any]:
         """Computes the named leaves of what the function returns, each straight into its sharding.
 
-        Returns:
-          A `jax.Array` for every leaf, in its dtype.
-
-        Raises:
-          RestorePlanError: the function gives other shapes or dtypes than when the plan was made.
+        A RestorePlanError where the function gives other shapes or dtypes than when the plan was made.
         """
         together: dict[Hashable, list[str]] = {}
         for name, leaf in leaves.items():
@@ -136,12 +125,7 @@ class Computation:
 
 
 def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | None:
-    """Opens the caller's fallback; None, and a problem, where it cannot be used.
-
-    Args:
-      fallback: a tree, a function, or None.
-      note: takes the problem.
-    """
+    """Opens the caller's fallback; None, and a problem, where it cannot be used."""
     if fallback is None:
         return None
     try:

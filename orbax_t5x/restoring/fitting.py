@@ -41,13 +41,7 @@ _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
 
 
 class Fitting:
-    """Rules by which one plan converts values.
-
-    Args:
-      options: of the plan.
-      narrowed: names of the leaves whose dtype `dtype=` has replaced.
-      note: takes each problem.
-    """
+    """Rules by which one plan converts values; `narrowed` are the leaves whose dtype `dtype=` has replaced."""
 
     def __init__(self, options: PlanOptions, narrowed: frozenset[str], note: Callable[[Problem], None]):
         self._lossy_is_allowed = options.allow_lossy_cast
@@ -55,17 +49,10 @@ class Fitting:
         self._note = note
 
     def view(self, name: str, leaf: TargetLeaf, value: Any, origin: Origin, label: str | None = None) -> View | None:
-        """Returns a value as a view of the target's shape and dtype.
+        """Returns a value as a view of the target's shape and dtype; with a problem as it is, or None if no array.
 
-        Args:
-          name: of the leaf in the target.
-          leaf: what it must become.
-          value: a lazy array, an array, a scalar, a typed key, or what a fallback function will compute.
-          origin: where it comes from, for problems.
-          label: what errors call a value without a name of its own.
-
-        Returns:
-          The view; after a problem with it the view as it is, or None for a value that is no array.
+        The value is a lazy array, an array, a scalar, a typed key, or what a fallback function will compute. `origin`
+        is where it comes from, for problems, `label` the name of a value without one of its own.
         """
         if isinstance(value, View):
             return self._fit(name, leaf, value, origin)

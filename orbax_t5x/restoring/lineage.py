@@ -69,10 +69,6 @@ def with_history(records: Records, checkpoints: Mapping[str, Checkpoint]) -> Rec
 
     Reads the metadata of the run's older steps. Nothing is read for items that have a record, and for checkpoints that
     are no steps of a run.
-
-    Args:
-      records: as `recorded_lineages` returns them.
-      checkpoints: of the restore.
     """
     if len(checkpoints) != 1:
         return records
@@ -91,17 +87,9 @@ def decide_resuming(
     options: PlanOptions,
     kind: CallerKind,
 ) -> Decision:
-    """Decides whether the transforms of a restore were applied already, and what lineage the restored state has.
+    """Decides whether the transforms were applied already, and what lineage the restored state has.
 
-    Args:
-      records: the lineage of each item.
-      checkpoints: of the restore.
-      transforms: in order.
-      options: `is_resuming` and `fallback`.
-      kind: of the caller.
-
-    Raises:
-      RestorePlanError: with one problem, where only the caller can decide.
+    A RestorePlanError where only the caller can decide.
     """
     single = checkpoints.get("") if len(checkpoints) == 1 else None
     paths = {name: checkpoint.path for name, checkpoint in checkpoints.items()}

@@ -60,17 +60,7 @@ def plan_inputs(
     transforms: Sequence[Callable[..., Any]],
     options: PlanOptions,
 ) -> PlanInputs:
-    """Flattens the target, names the leaves of the checkpoints, and finds the rules of `"auto"`.
-
-    Args:
-      checkpoints: by the prefix of their leaf names; one checkpoint under "" has no prefix.
-      target: as `orbax_t5x.restore` takes it.
-      transforms: in order.
-      options: the rest of the keywords.
-
-    Raises:
-      RestorePlanError: `"auto"` finds no rules.
-    """
+    """Flattens the target, names the leaves of the checkpoints, and finds the rules of `"auto"`."""
     path = ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
     flattened = flatten_target(target)
     diagnostics = Diagnostics(allows_unmapped=not options.strict)
@@ -83,15 +73,9 @@ def plan_inputs(
 
 
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
-    """Plans a restore.
+    """Plans a restore after a `decision` about its transforms; a RestorePlanError has every problem.
 
-    Args:
-      inputs: what is planned.
-      decision: whether the transforms were applied before, and the lineage of what is restored.
-      proposes: whether transforms that would help are looked for where leaves are missing.
-
-    Raises:
-      RestorePlanError: with every problem found.
+    `proposes` is whether transforms that would help are looked for where leaves are missing.
     """
     checkpoints, flattened, options = inputs.checkpoints, inputs.target, inputs.options
     stored, source, transforms, diagnostics = inputs.stored, inputs.source, inputs.transforms, inputs.diagnostics
@@ -153,14 +137,9 @@ def _raise_broken(entries: Iterable[PlanEntry]) -> None:
 
 
 def _remaining_empties(empties: Mapping[str, Any], leaves: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the empty containers that stay in a transformed state dict, which holds only leaves and None.
+    """Returns the empty containers that stay in a transformed state dict.
 
     They stay as long as the leaves in the same container are not all gone and nothing else has their name.
-
-    Args:
-      empties: of a checkpoint.
-      leaves: the names of its leaves.
-      state: what the transforms made.
     """
     before, after = _containers(leaves), _containers(state)
 

@@ -33,12 +33,7 @@ _BATCH_STEPS = 16
 
 
 class StepItem(NamedTuple):
-    """One item of one step of a run.
-
-    Attributes:
-      run: the root and the item's name.
-      step: the number of the step.
-    """
+    """One item of one step of a run."""
 
     run: RunKey
     step: int
@@ -52,11 +47,7 @@ class _StepDirectory(NamedTuple):
 
 
 def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
-    """Finds the run of an item's directory; None for a directory that is not an item inside a step.
-
-    Args:
-      directory: as Orbax hands it to a handler: finished, or with the suffixes of an unfinished save.
-    """
+    """Finds the run of an item's directory, finished or not; None for one that is not an item inside a step."""
     if url_scheme(os.fspath(directory)) in ("http", "https"):
         return None  # read-only URLs belong to no run
     path = epath.Path(os.fspath(directory))
@@ -84,13 +75,9 @@ def _resolved(root: str | os.PathLike[str]) -> str:
 
 
 def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
-    """Returns the lineage of the newest finished step of a run; None where no step has a record.
+    """Returns the lineage of the newest finished step of a run, but for `except_step`; None without a record.
 
     A newest step without a record, in a run where an older one has one, is unrecorded.
-
-    Args:
-      run: the root and the item's name.
-      except_step: one that is being saved.
     """
     newest_has_none = False
     with remote_session():
@@ -112,11 +99,7 @@ def has_finished_step(run: RunKey, *, except_step: int) -> bool:
 
 
 def has_older_record(directory: str | os.PathLike[str]) -> bool:
-    """Tests whether an older finished step of the same run has a record.
-
-    Args:
-      directory: of an item; False for one that is in no step.
-    """
+    """Tests whether an older finished step of the same run has a record."""
     item = step_item(directory)
     if item is None:
         return False
@@ -162,11 +145,7 @@ def _recorded(steps: Sequence[_StepDirectory], item: str) -> Iterator[tuple[int,
 
 
 def _read_lineage(directory: str) -> Lineage | None:
-    """Reads the lineage that an item records; a damaged record counts as an unrecorded save.
-
-    Raises:
-      CheckpointNotFoundError: the item has no metadata.
-    """
+    """Reads the lineage that an item records; a damaged record counts as an unrecorded save."""
     try:
         return from_metadata(read_custom_metadata(directory), path=directory)
     except CheckpointNotFoundError:

@@ -23,14 +23,7 @@ from orbax_t5x.transforms.run import run_on_leaves
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransformedLeaves:
-    """Leaves of a source after transforms.
-
-    Attributes:
-      path: of the source; of several, all of them.
-      views: the leaves by name; None, which has no values, is not among them.
-      rules: the transforms that were applied, as text.
-      warnings: of the transforms, and of the record of those that were applied before.
-    """
+    """Leaves of a source after transforms, by name; None, which has no values, is not among them."""
 
     path: str
     views: Mapping[str, View]
@@ -45,18 +38,9 @@ def open_transformed(
     options: PlanOptions,
     stack: contextlib.ExitStack,
 ) -> TransformedLeaves:
-    """Opens a source and runs transforms on its leaves; no array is read.
+    """Opens a source and runs transforms on its leaves, after its own; no array is read.
 
-    Args:
-      source: as `orbax_t5x.restore` takes it.
-      target: the leaves that transforms get as the target's, by name; empty: there are none.
-      transforms: in order, after those of the source; what `"auto"` finds leads to `target`.
-      options: `item`, `limits` and `is_resuming`.
-      stack: closes what is opened here.
-
-    Raises:
-      RestorePlanError: with all that is wrong with the transforms.
-      CheckpointError: the source cannot be opened.
+    The `target` is what transforms, and `"auto"`, get as the target's leaves by name.
     """
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)

@@ -106,15 +106,10 @@ def move(crc: int, distance: int) -> int:
 
 
 def combine_spread(crcs: np.ndarray, stride: int) -> int:
-    """Returns the contribution of equal ranges, one every `stride` bytes, to the checksum of a whole that ends with the
-    last.
+    """Returns the contribution of equal ranges, one every `stride` bytes, to the checksum that ends with the last.
 
     The checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
     elsewhere.
-
-    Args:
-      crcs: uint32, the crc32c of each range, in order.
-      stride: bytes from the beginning of one to that of the next.
     """
     if len(crcs) <= _FEW_PARTS:
         whole = 0

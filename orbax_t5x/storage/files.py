@@ -53,13 +53,7 @@ class File:
         self.size: int = found.st_size
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`.
-
-        Raises:
-          CorruptCheckpointError: the file ends first.
-          CheckpointIOError, CheckpointGoneError: the operating system failed.
-          ValueError: the checkpoint was closed.
-        """
+        """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`."""
         fd = self._files.acquire(self, leaf)
         try:
             if len(buffers) <= _MAX_BUFFERS:
@@ -87,13 +81,9 @@ class File:
         return self
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Proves that what was read so far is what the file held when the checkpoint was opened.
+        """Proves that the file is what it was when the checkpoint was opened; to be called after reading.
 
-        To be called after reading: a file that is the same then was the same before. It costs one `fstat`.
-
-        Raises:
-          CheckpointGoneError: the file was written to, cut or extended; or, where it was not open, replaced or removed.
-          ValueError: the checkpoint was closed.
+        It costs one `fstat`. A file that is the same then was the same before.
         """
         fd = self._files.acquire(self, leaf)
         try:
@@ -131,11 +121,7 @@ class File:
             raise io_error(error, f"reading at byte {offset}", path=self.path, leaf=leaf) from error
 
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
-        """Reads `size` bytes from `offset`; the caller has compared `size` with limits.
-
-        Raises:
-          CorruptCheckpointError: the range is not inside the file; and as `read_into`.
-        """
+        """Reads `size` bytes from `offset`; the caller has compared `size` with limits."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise CorruptCheckpointError(
                 f"bytes {offset} to {offset + size} requested of a file of {self.size} bytes", path=self.path, leaf=leaf

@@ -59,11 +59,7 @@ def is_link(path: str) -> bool:
 
 
 def exists(path: str) -> bool:
-    """Reports whether a path exists, a dangling symlink too; of a URL, whether it is a file.
-
-    Raises:
-      CheckpointIOError: the operating system or the store refused.
-    """
+    """Reports whether a path exists, a dangling symlink too; of a URL, whether it is a file."""
     if url_scheme(path) is not None:
         return is_remote_file(path)
     try:
@@ -78,12 +74,7 @@ def exists(path: str) -> bool:
 
 
 def names(directory: str) -> list[str]:
-    """Lists the names in a directory, sorted; of a remote one see `remote_names`.
-
-    Raises:
-      CheckpointIOError: it cannot be listed.
-      UnsupportedCheckpointError: the server does not list it.
-    """
+    """Lists the names in a directory, sorted; of a remote one see `remote_names`."""
     if url_scheme(directory) is not None:
         return sorted(remote_names(directory))
     try:
@@ -98,12 +89,7 @@ def is_file(path: str) -> bool:
 
 
 def end_of_file(directory: str, name: str, size: int) -> bytes:
-    """Reads the last `size` bytes of a file, or all of a shorter one.
-
-    Raises:
-      CheckpointNotFoundError: there is no such file.
-      CheckpointError: it cannot be read.
-    """
+    """Reads the last `size` bytes of a file, or all of a shorter one."""
     if url_scheme(directory) is not None:
         store = RemoteStore(directory)
         data = store.connection.end_of(store.key(name), size)
@@ -167,11 +153,7 @@ def remote_names(url: str) -> frozenset[str]:
 
 
 def remote_subdirectories(url: str) -> list[str]:
-    """Lists the directories in a remote directory.
-
-    Raises:
-      UnsupportedCheckpointError: the server does not list them.
-    """
+    """Lists the directories in a remote directory."""
     place = connect(url)
     names = place.connection.names_below(place.key)
     return sorted({name.partition("/")[0] for name in names if "/" in name})

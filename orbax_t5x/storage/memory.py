@@ -53,12 +53,7 @@ def _cgroup_limits() -> tuple[int, ...]:
 
 
 def cgroup_limits(groups: str, mount: Path) -> Iterator[int]:
-    """Yields the memory limits of some control groups and of those around them.
-
-    Args:
-      groups: lines `number:controllers:path`, as `/proc/self/cgroup` has them.
-      mount: where the control groups are mounted.
-    """
+    """Yields the memory limits of control groups (lines of `/proc/self/cgroup`) and of those around them."""
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -84,21 +79,13 @@ def _read_limit(file: Path) -> int | None:
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Refuses an allocation that cannot fit into the memory of this process.
-
-    Raises:
-      LimitExceededError: without file and leaf; the caller names them.
-    """
+    """Refuses an allocation that cannot fit into the memory of this process; the caller names file and leaf."""
     if nbytes > _FREE_BYTES and nbytes > (most := most_memory_bytes()):
         raise LimitExceededError(f"{what} takes {nbytes} bytes, and this process can have {most}")
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Allocates an uninitialised array whose shape a file may have claimed.
-
-    Raises:
-      LimitExceededError: there is not so much memory. It names neither file nor leaf; the caller does.
-    """
+    """Allocates an uninitialised array whose shape a file may have claimed; the caller names file and leaf."""
     what = f"an array of {dtype.name} of shape {tuple(shape)}"
     nbytes = math.prod(shape) * dtype.itemsize
     require_memory(nbytes, what)
@@ -110,11 +97,7 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 @contextmanager
 def naming_memory_errors(path: str | None, leaf: str) -> Generator[None, None, None]:
-    """Types errors about memory, and adds the file and the leaf for which it was requested.
-
-    Raises:
-      LimitExceededError: for Python's MemoryError, and for one of this module.
-    """
+    """Types errors about memory, and adds the file and the leaf for which it was requested."""
     try:
         yield
     except MemoryError as error:

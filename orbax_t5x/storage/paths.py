@@ -54,11 +54,7 @@ def url_scheme(path: str) -> str | None:
 
 
 def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -> list[str]:
-    """Splits a relative name that a file gave into its components.
-
-    Raises:
-      UnsafeCheckpointError: absolute, empty, with `..`, a NUL or a backslash, or percent-encoded dots.
-    """
+    """Splits a name that a file gave; refuses absolute and empty ones, `..`, NUL, a backslash and encoded dots."""
     parts = name.split("/")
     problem = None
     if not name:

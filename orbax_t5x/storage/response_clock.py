@@ -10,11 +10,7 @@ import time
 
 
 class ResponseClock:
-    """Time of the last response of a remote store.
-
-    Attributes:
-      timeout: how many seconds it may be silent; `Limits.io_timeout_secs`.
-    """
+    """Time of the last response of a remote store, which may be silent for `timeout` seconds."""
 
     def __init__(self, timeout: float):
         self.timeout = timeout

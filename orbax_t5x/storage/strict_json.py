@@ -27,12 +27,7 @@ _FREE_BYTES = 256 << 20
 def read_small(
     root: Root | Store, name: str, *, limit: int, leaf: str | None = None, bound: str = "Limits.index_bytes"
 ) -> bytes:
-    """Reads all bytes of a file inside the root, at most `limit`; `bound` is the name of that limit in errors.
-
-    Raises:
-      CheckpointNotFoundError, UnsafeCheckpointError, CorruptCheckpointError, CheckpointIOError: as `Root.open`.
-      LimitExceededError: the file is larger than the limit; nothing of it was read.
-    """
+    """Reads all bytes of a file inside the root, at most `limit`; `bound` is the name of that limit in errors."""
     if not isinstance(root, Root):
         return root.read_whole(name, limit=limit, leaf=leaf)
     opened, found = root.open(name, leaf=leaf)
@@ -71,16 +66,10 @@ def parsed_bytes(data: bytes) -> int:
 
 
 def parse_object(data: bytes, path: str, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Parses the JSON object that is all of `data`.
+    """Parses the JSON object that is all of `data`, without duplicate keys; `path` is for errors.
 
-    Args:
-      data: the whole file.
-      path: the file, for errors.
-      allow_nan: accept `NaN` and infinities, which Python's writers produce for metrics.
-
-    Raises:
-      CorruptCheckpointError: not UTF-8, not JSON, not an object, nested too deep, or with a key twice in one object.
-      LimitExceededError: it is made of so many small parts that parsing takes many times its bytes; it was not parsed.
+    `allow_nan` accepts `NaN` and infinities, which Python's writers produce for metrics. Data of so many small parts
+    that parsing takes many times its bytes is not parsed.
     """
     if (size := parsed_bytes(data)) > max(_FREE_BYTES, _MOST_GROWTH * len(data)):
         raise LimitExceededError(

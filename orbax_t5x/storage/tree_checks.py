@@ -31,18 +31,7 @@ def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEnt
 
 
 def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
-    """Checks everything under a directory inside the root, at any depth.
-
-    Args:
-      root: what the tree must not leave.
-      name: the directory, relative to the root; "" for the root itself.
-      leaf: the leaf concerned, for errors.
-
-    Raises:
-      UnsafeCheckpointError: a symlink leads out of the root.
-      CorruptCheckpointError: a FIFO, a socket, a device, a dangling symlink, or symlinks in a circle.
-      CheckpointGoneError, CheckpointIOError: a directory vanished, or cannot be listed.
-    """
+    """Checks everything under a directory inside the root, at any depth: plain files, and links that stay inside."""
     for _ in _plain_files(root, name, leaf):
         pass
 
@@ -87,13 +76,7 @@ class TreeSnapshot(Snapshot):
     """
 
     def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
-        """Stats the files; errors as `check_tree`.
-
-        Args:
-          root: what the names must not leave.
-          names: files and directories, relative to the root; "" for the root itself.
-          leaf: the leaf concerned, for errors.
-        """
+        """Stats files and directories by names relative to the root ("": the root); errors as `check_tree`."""
         self.clock = None
         self._root = root
         self._names = tuple(names)
@@ -110,12 +93,7 @@ class TreeSnapshot(Snapshot):
         return checked is not None and checked() is execution
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Stats the files once in each execution; blocks.
-
-        Raises:
-          CheckpointGoneError: a file was changed, added, replaced or removed since the checkpoint was opened.
-          CheckpointError: as `check_tree`, where it is no plain file now.
-        """
+        """Stats the files once in each execution, and compares; blocks."""
         with self._lock:
             if self.was_checked(execution):
                 return

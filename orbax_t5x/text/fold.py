@@ -23,12 +23,7 @@ _LEAST_FURTHER = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Folded:
-    """Row for several similar ones.
-
-    Attributes:
-      texts: the parallel texts, numbers that vary in braces.
-      members: indices of the folded rows, in the order of the braces.
-    """
+    """Row for several similar ones; numbers that vary are in braces, `members` are in the order of these."""
 
     texts: tuple[str, ...]
     members: tuple[int, ...]
@@ -54,12 +49,7 @@ class _Item:
 
 
 def fold(rows: Sequence[tuple[str, ...]], alike: Sequence[Hashable] | None = None) -> list[Folded]:
-    """Folds rows, each in the place of its first member.
-
-    Args:
-      rows: parallel texts, as many in each row; the first one leads.
-      alike: one value per row; only rows with equal values fold.
-    """
+    """Folds parallel rows, each in the place of its first member; only rows with equal values of `alike` fold."""
     items = [
         _Item([_NUMBER.split(text) for text in row], [index], None if alike is None else alike[index])
         for index, row in enumerate(rows)

@@ -25,12 +25,7 @@ _TOKENS = (
 
 
 def masked(text: str, *, is_path: bool = False) -> str:
-    """Returns text with `…` for each secret of its URLs and headers.
-
-    Args:
-      text: a message; URLs in it end at a blank or a quote.
-      is_path: the text is one path, and a URL in it goes to its end.
-    """
+    """Returns text with `…` for each secret of its URLs and headers; with `is_path` the text is one path or URL."""
     if ":/" in text:
         text = (_URL_PATH if is_path else _URL).sub(_masked_url, text)
     for pattern, replacement in _TOKENS:

@@ -88,14 +88,7 @@ def problem_lines(
     all_in: str = "`.problems`",
     fix_text: Callable[[Fix], str] = str,
 ) -> list[str]:
-    """Returns the lines for people, fewer than `MOST_LINES`.
-
-    Args:
-      problems: all of them.
-      width: columns of a terminal; None where lines are not broken.
-      all_in: where all of them are, for what is not shown.
-      fix_text: gives the text of a fix.
-    """
+    """Returns the lines for people, fewer than `MOST_LINES`; `all_in` has all of them, for what is not shown."""
     entries_of: dict[str, list[_ProblemGroup]] = {}
     for entry in _entries(problems, fix_text):
         entries_of.setdefault(entry.kind, []).append(entry)

@@ -25,12 +25,9 @@ def terminal_width() -> int:
 
 
 def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
-    """Breaks text into lines, at spaces only: readers copy paths and names.
+    """Breaks text into lines of `width`, at spaces only: readers copy paths and names.
 
-    Args:
-      text: without line breaks.
-      width: columns; None breaks nothing.
-      first, rest: what the first line and the others begin with.
+    `first` and `rest` are what the first line and the others begin with.
     """
     if width is None:
         return [first + text]
@@ -86,13 +83,7 @@ class _Columns:
 
 
 def table_lines(rows: Sequence[TableRow], width: int, heads: TableRow | None = None) -> list[str]:
-    """Returns the lines of a table.
-
-    Args:
-      rows: in their order.
-      width: columns.
-      heads: headings of the columns, shown where a row is one line.
-    """
+    """Returns the lines of a table; `heads` are headings of the columns, shown where a row is one line."""
     if not rows:
         return []
     return _one_line_each(rows, width, heads) or _stacked(rows, width)

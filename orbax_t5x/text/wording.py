@@ -35,14 +35,7 @@ def ended(text: str) -> str:
 
 
 def listed(names: Iterable[str], shown: int, *, noun: str = "", separator: str = ", ") -> str:
-    """Returns `a, b and 3 more`: the first few of several names, and how many are left.
-
-    Args:
-      names: all of them.
-      shown: how many are written.
-      noun: what the others are, in the plural: `a, b and 3 more leaves`.
-      separator: text between two names.
-    """
+    """Returns `a, b and 3 more`, or `a, b and 3 more leaves` with a noun: the first few of several names."""
     names = list(names)
     left = len(names) - shown
     text = separator.join(names[:shown])

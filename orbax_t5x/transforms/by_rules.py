@@ -97,11 +97,7 @@ class InPlace(OnePattern):
     """Base of transforms that compute each matching leaf and keep its name."""
 
     def _compute(self, view: View) -> View:
-        """Returns the new leaf.
-
-        Raises:
-          ValueError, TypeError, IndexError: the leaf's shape or dtype does not allow it; this becomes a problem.
-        """
+        """Returns the new leaf; a ValueError, TypeError or IndexError for a leaf that does not allow it."""
         raise NotImplementedError
 
     def _make(self, match: re.Match[str], view: View, diagnostics: Diagnostics) -> Iterable[tuple[str, View]] | None:

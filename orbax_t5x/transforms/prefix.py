@@ -76,12 +76,7 @@ def _split_root(prefix: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixChange:
-    """Change of the prefix of a model's parameters and their optimizer state.
-
-    Attributes:
-      old: the prefix that the names have.
-      new: the one that they get.
-    """
+    """Change of the prefix of a model's parameters and their optimizer state."""
 
     old: str
     new: str
@@ -132,8 +127,7 @@ class PrefixChange:
 def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixChange | None:
     """Finds the change that gives the one model in a tree the target's prefix.
 
-    Returns:
-      None where it has it already, where the tree has several models, and where one side has none.
+    None where it has it already, where the tree has several models, and where one side has none.
     """
     found, wanted = parameter_prefixes(names), parameter_prefixes(target_names)
     new = model_prefix(target_names)

@@ -14,11 +14,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 
 
 class NewState:
-    """Collector of results under new names; records clashes.
-
-    Attributes:
-      flat: the new state dict.
-    """
+    """Collector of results under new names in `flat`; records clashes."""
 
     def __init__(self, diagnostics: Diagnostics):
         self.flat: dict[str, Any] = {}
@@ -27,14 +23,7 @@ class NewState:
         self._origins: dict[str, tuple[str, str]] = {}
 
     def put(self, name: str, value: Any, made_from: str, rule: str | None = None) -> None:
-        """Adds a leaf.
-
-        Args:
-          name: the new name.
-          value: the leaf.
-          made_from: the (first) old name.
-          rule: what made it, as text; None where the leaf stays what it was.
-        """
+        """Adds a leaf under a new name, made from the old one by a rule; no rule where it stays what it was."""
         if name in self.flat:
             self._diagnostics.problem(
                 "duplicate",
@@ -55,14 +44,7 @@ class NewState:
 
 
 def view_of(name: str, value: Any, diagnostics: Diagnostics, *, becomes: str | None = None) -> View | None:
-    """Returns a leaf as a view; None, with a problem, where it is no array.
-
-    Args:
-      name: of the leaf.
-      value: the leaf.
-      diagnostics: takes the problem.
-      becomes: the name of the leaf that is to be made of it.
-    """
+    """Returns a leaf as a view; None, with a problem about the leaf that it `becomes`, where it is no array."""
     try:
         return as_view(value, name=name)
     except (TypeError, ValueError) as error:

@@ -42,11 +42,9 @@ def kind_of(dtype: np.dtype) -> str:
 
 @functools.cache
 def conversion(source: np.dtype, target: np.dtype) -> Conversion:
-    """Classifies the conversion from one dtype to another by its effect on values.
+    """Classifies the conversion between two dtypes: "same", "lossless", "lossy" or "forbidden".
 
-    Returns:
-      "same"; "lossless": every value survives; "lossy": some may not; "forbidden": the kinds differ so that only an
-      explicit `Cast` may do it (float to integer, complex to real, number to bool, and anything to or from text).
+    Forbidden ones take an explicit `Cast`: float to integer, complex to real, number to bool, anything to or from text.
     """
     if source == target:
         return "same"

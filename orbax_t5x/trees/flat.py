@@ -52,17 +52,10 @@ def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str
 
 
 def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, Any]:
-    """Flattens a nested dict to its leaves by '/'-joined name, in order.
+    """Flattens a nested dict to its leaves by '/'-joined name, in order; two of one name are a NameClashError.
 
     None is a leaf, and so is a serialized TensorStore spec. Keys that hold '/' give the same joined name; other keys
-    than text are written as text.
-
-    Args:
-      state_dict: nested mappings.
-      keep_empty_nodes: whether empty mappings appear, as themselves; they are dropped otherwise.
-
-    Raises:
-      NameClashError: two leaves have one name.
+    than text are written as text. `keep_empty_nodes` keeps empty mappings, as themselves.
     """
     flat: dict[str, Any] = {}
     for name, value in _walk(state_dict, keep_empty_nodes):
@@ -75,13 +68,8 @@ def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, 
 def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
     """Builds the nested dict whose `flatten` is `flat`.
 
-    Args:
-      flat: leaves by '/'-joined name.
-      join_clashes: where a leaf's name is the path of another (`a` and `a/b`), keep the longer name's rest joined as
-        one key instead of raising; `flatten` undoes that, too.
-
-    Raises:
-      NameClashError: a leaf's name runs through another leaf.
+    Where a leaf's name runs through another (`a` and `a/b`), that is a NameClashError, or with `join_clashes` the
+    longer name's rest stays joined as one key; `flatten` undoes that, too.
     """
     root: dict[str, Any] = {}
     # What was made here is a node; a mapping that came in as a leaf is not.

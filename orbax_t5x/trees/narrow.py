@@ -31,10 +31,6 @@ def is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuses what Python takes as True or False without being either: the text "no" would be true.
-
-    Raises:
-      TypeError: naming the keyword.
-    """
+    """Refuses what Python takes as True or False without being either: the text "no" would be true."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is True or False, not {value!r}")

@@ -35,11 +35,9 @@ def flatten_node(node: Any) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any
 
 
 def flatten_target(state: nnx.State) -> tuple[list[NamedLeaf], Callable[[Mapping[str, Any]], nnx.State]]:
-    """Leaves of an `nnx.State`, concrete or abstract.
+    """Returns (name, value, whether it is an `nnx.Param`) of each leaf of an `nnx.State`, and what rebuilds it.
 
-    Returns:
-      (name, value, whether it is an `nnx.Param`) of each leaf, and the function that puts values by name into a new
-      State: each `Variable` with its type and metadata, other leaves as they are. The given state is not changed.
+    The function puts values by name into a new State: each `Variable` with its type and metadata.
     """
     loaded = sys.modules["flax.nnx"]
     flat = list(loaded.to_flat_state(state))

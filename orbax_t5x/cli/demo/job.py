@@ -32,15 +32,7 @@ _TIMEOUT_SECS = 300
 
 
 def main(directory: str, kept: str) -> int:
-    """Does the job.
-
-    Args:
-      directory: empty; everything is written there.
-      kept: not empty when it stays.
-
-    Returns:
-      0 when everything compares equal, else 1.
-    """
+    """Does the job in an empty directory; `kept` is not empty when it stays. Returns 0 when all compares equal."""
     started = time.monotonic()
     job = _DemoJob(Path(directory))
     emit("A T5 checkpoint in Mesh TensorFlow's names becomes a sharded JAX state.\n")

@@ -38,16 +38,7 @@ def read_metadata(directory: epath.Path) -> Mapping[str, Any]:
 
 
 def restore_whole(handler: ocp.PyTreeCheckpointHandler, directory: epath.Path, metadata: Mapping[str, Any]) -> Any:
-    """Restores an item as it was saved, onto the devices that it was saved from.
-
-    Args:
-      handler: the one that writes.
-      directory: of the item.
-      metadata: of the item.
-
-    Raises:
-      RestorePlanError: the devices that an array was saved from are not here.
-    """
+    """Restores an item as it was saved, onto the devices that it was saved from, which must be here."""
     types = value_types(metadata)
     # Values in a msgpack file, and placeholders, have no metadata that Orbax could give.
     if not metadata or (directory / MSGPACK_FILE).exists() or _PLACEHOLDER in types.values():
@@ -90,22 +81,13 @@ def _restore_args(name: str, leaf: Any, value_type: str | None, problems: list[P
 
 
 class HandledLeaves:
-    """Leaves of a target that type handlers restore: those of other types than arrays, or stored by a user's handler.
+    """Leaves of a target that type handlers restore: of other types than arrays, or stored by a user's handler.
 
-    The others are restored by a plan, which reads what is stored as it is.
-
-    Attributes:
-      target: with a placeholder in place of each.
+    The others are restored by a plan, which reads what is stored as it is. `target` has a placeholder for each.
     """
 
     def __init__(self, target: Any, registry: Any, own_types: Mapping[str, str]):
-        """Finds them.
-
-        Args:
-          target: of the restore.
-          registry: the table of type handlers; None if the source need not be Orbax's.
-          own_types: the recorded types, by name, of the item's leaves that a user's handler stored.
-        """
+        """Finds them by the table of type handlers, and by the types that the item records for its leaves."""
         self.target = target
         self._own_types = own_types
         self._leaves: dict[int, tuple[str, Any]] = {}
@@ -125,15 +107,7 @@ class HandledLeaves:
             self.target = jax.tree_util.tree_unflatten(treedef, kept)
 
     def restore(self, handler: ocp.PyTreeCheckpointHandler, directory: epath.Path) -> dict[int, Any]:
-        """Restores these leaves of an item, and nothing else of it, by their index among the target's leaves.
-
-        Args:
-          handler: the one that writes.
-          directory: of the item.
-
-        Raises:
-          RestorePlanError: the item has no leaf of that name.
-        """
+        """Restores these leaves of an item, and nothing else of it, by their index among the target's leaves."""
         if not self._leaves:
             return {}
         wanted = dict(self._leaves.values())

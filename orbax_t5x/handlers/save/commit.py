@@ -28,9 +28,7 @@ _DATABASE_PREFIX = "ocdbt.process_"
 class GuardedCommit:
     """A future for Orbax's commit futures that, where one fails, removes what was written and raises a typed error.
 
-    Attributes:
-      meanwhile: called by the thread that waits, while the futures run.
-      finish: called once all have succeeded.
+    `meanwhile` is called by the thread that waits while they run, `finish` once all have succeeded.
     """
 
     def __init__(self, futures: Sequence[Any], directory: epath.Path, remove: bool):

@@ -33,13 +33,7 @@ _RENAME_OR_OCDBT = Fix.any_of(Fix("rename it"), Fix.in_program("save with use_oc
 def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) -> None:
     """Refuses a tree that could not be opened again; None and empty containers are stored by name, too.
 
-    Args:
-      tree: to be saved.
-      skipped: names of the leaves of which no array is written.
-      in_directories: whether each array gets a directory of its own, with the key as its path.
-
-    Raises:
-      RestorePlanError: all names that are wrong.
+    `skipped` are leaves of which no array is written. With `in_directories`, keys are paths of directories.
     """
     fault_of = functools.cache(_fault)
     keys_of: dict[str, list[str]] = {}

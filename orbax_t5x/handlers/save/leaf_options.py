@@ -22,17 +22,7 @@ _SHOWN_NAMES = 10
 
 
 def save_options(given: Any, names: Sequence[str], casts: Mapping[str, np.dtype]) -> list[ocp.SaveArgs]:
-    """Returns the options of each leaf that is saved.
-
-    Args:
-      given: a tree of `ocp.SaveArgs`, with None where a leaf needs none; or None.
-      names: of the leaves.
-      casts: the dtype to write by name, for leaves that `given` gives none.
-
-    Raises:
-      ValueError: `given` holds something else, or has a leaf that the tree has not.
-      RestorePlanError: Orbax does not store a dtype.
-    """
+    """Returns the options of each leaf that is saved; `casts` are for leaves that `given` gives no dtype."""
     by_name = _by_name(given, names)
     # Orbax takes only an `np.dtype`.
     dtypes = {name: np.dtype(option.dtype) for name, option in by_name.items() if option.dtype is not None}

@@ -43,14 +43,7 @@ _SKIPPED = object()
 
 @dataclasses.dataclass(frozen=True)
 class PreparedSave:
-    """Tree that Orbax can write.
-
-    Attributes:
-      tree: its leaves are Orbax's own types, or streamed leaves.
-      save_args: a tree of `ocp.SaveArgs` like it.
-      custom_metadata: what goes into the item's metadata, or None.
-      writer: writes the streamed leaves.
-    """
+    """Tree that Orbax can write: of its own types and streamed leaves, which `writer` writes."""
 
     tree: Any
     save_args: Any
@@ -70,21 +63,8 @@ def prepare(
 ) -> PreparedSave:
     """Checks what is to be saved and makes it ready for Orbax; writes nothing.
 
-    Args:
-      args: of the save.
-      records: the provenance to write.
-      registry: the type handlers that will write.
-      deferred: whether streamed leaves wait for `ChunkWriter.run_deferred`.
-      sums: where the checksums of streamed leaves go.
-      processes: those that save; None: all.
-      in_directories: whether each array gets a directory of its own, instead of a place in a database.
-
-    Raises:
-      UnsupportedCheckpointError: leaves that Orbax cannot store, by name.
-      TypeError: `transforms` holds no transforms.
-      ValueError: lazy leaves are to be shared by processes that are not there.
-      RestorePlanError: transforms that do not fit, a `dtype` that applies to nothing, or names with which the tree
-        could not be opened.
+    Raises an UnsupportedCheckpointError for leaves that Orbax cannot store, and a RestorePlanError for transforms that
+    do not fit, a `dtype` that applies to nothing, or names with which the tree could not be opened.
     """
     if args.on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
@@ -117,10 +97,7 @@ def prepare(
 
 
 def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
-    """Returns the tree to save: the item, a T5X train state's state dict, or the transforms' result for either.
-
-    The second value has the names of its leaves that are, or are made from, an `nnx.Param`.
-    """
+    """Returns the tree to save (a T5X state's state dict, transformed), and its names of or from an `nnx.Param`."""
     item = args.item
     transforms = saved_chain(args.transforms)
     if not transforms:

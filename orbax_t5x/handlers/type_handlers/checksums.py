@@ -123,11 +123,7 @@ class RunningSaves:
 
 
 class HostCopy(NamedTuple):
-    """Copy on the host of the boxes of an array that Orbax writes, to compute their checksums from.
-
-    Attributes:
-      blocks: the elements of each box, on the host or in transfer to it; of a text, the text itself.
-    """
+    """Copy on the host, or on its way there, of the boxes of an array that Orbax writes, to compute checksums from."""
 
     key: str
     shape: tuple[int, ...]
@@ -185,14 +181,7 @@ def summed_types() -> frozenset[type]:
 
 
 def copies_to_host(value: Any, info: Any, arg: ocp.SaveArgs) -> Iterator[HostCopy]:
-    """Yields copies of the boxes of a leaf that this process writes.
-
-    Args:
-      value: the leaf; a NumPy array must be a copy (`CopiedArray`).
-      info: has the `name` under which Orbax stores it, Orbax's `device_host_byte_limiter`, or None, and
-        `enable_pinned_host_transfer`, which counts as set where it is missing.
-      arg: its `dtype` is that in which it is stored; None for its own.
-    """
+    """Yields copies of the boxes of a leaf that this process writes; a NumPy array must be a `CopiedArray`."""
     if isinstance(value, jax.Array):
         array = jax.random.key_data(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value
         dtype = np.dtype(array.dtype if arg.dtype is None else arg.dtype)

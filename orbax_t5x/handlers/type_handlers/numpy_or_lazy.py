@@ -31,13 +31,7 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 @dataclasses.dataclass(frozen=True)
 class LazySaveSettings:
-    """Settings for writing lazy arrays.
-
-    Attributes:
-      memory_limit_bytes: host memory for data in flight, in each save; None for the default.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`; "bar" shows a bar; None: no progress.
-      active_processes: those that save; None: all.
-    """
+    """Settings for writing lazy arrays: those of `register_type_handlers`, for each save."""
 
     memory_limit_bytes: int | None = None
     progress: Progress | None = None
@@ -54,11 +48,9 @@ def is_numpy_or_lazy(leaf_type: Any) -> bool:
 
 
 class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
-    """Type handler for NumPy arrays, as the handler below, and for lazy arrays, in chunks.
+    """Type handler for NumPy arrays, as the handler `below`, and for lazy arrays, in chunks.
 
-    Attributes:
-      below: the handler for NumPy arrays.
-      settings: for writing lazy arrays; the last one is used.
+    Several `settings` may be active; the last one is used.
     """
 
     def __init__(self, below: Any):
@@ -105,11 +97,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         return [_ready(value, _name(info), arg, writer) for value, info, arg in zip(values, infos, args, strict=True)]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
-        """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by the caller.
-
-        Raises:
-          CheckpointError: the checkpoint of lazy arrays cannot be opened.
-        """
+        """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by the caller."""
         args = args or [ocp.RestoreArgs()] * len(infos)
         is_lazy = [_asks_for_lazy(arg) for arg in args]
         stock = [at for at, lazy in enumerate(is_lazy) if not lazy]

@@ -56,17 +56,7 @@ class BlockOutput(Protocol):
 
 
 class WriteJob(NamedTuple):
-    """Lazy array to write.
-
-    Attributes:
-      view: to read.
-      name: for errors and progress.
-      output: makes the stored array, from the shape of its chunks and TensorStore's context.
-      context: TensorStore's.
-      path: the directory, for errors.
-      chunks: its caller's preferences for its chunks.
-      key: under which Orbax stores it, for its checksums.
-    """
+    """Lazy array to write; `output` makes the stored array, from the shape of its chunks and TensorStore's context."""
 
     view: View
     name: str
@@ -97,13 +87,7 @@ class ChunkWriter:
         sums: SaveSums | None = None,
         processes: Collection[int] | None = None,
     ):
-        """Initializes a writer; the first two are those of `TrainStateSave`.
-
-        Args:
-          deferred: whether jobs wait for `run_deferred`.
-          sums: where checksums go.
-          processes: those that save together and divide the chunks; None: all.
-        """
+        """Initializes a writer; `deferred` jobs wait for `run_deferred`, and `processes` divide the chunks."""
         check_memory_limit(memory_limit_bytes)
         limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
         check_progress(progress)
@@ -117,13 +101,7 @@ class ChunkWriter:
         self._jobs: list[WriteJob] = []
 
     def check_processes(self) -> None:
-        """Refuses unknown processes: their chunks would not be written.
-
-        This is not checked when the writer is made: JAX may not know the number of processes yet.
-
-        Raises:
-          ValueError: naming them.
-        """
+        """Refuses unknown processes, whose chunks would not be written; JAX may not know their number earlier."""
         count = jax.process_count()
         unknown = sorted(process for process in self._processes or () if process >= count)
         if unknown:
@@ -148,9 +126,7 @@ class ChunkWriter:
     async def write(self, jobs: Sequence[WriteJob]) -> None:
         """Writes lazy arrays; returns when they are on disk and agree with their source's checksums.
 
-        Raises:
-          CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
-          CarriedError: `progress` raised something that event loops do not survive.
+        When it raises, nothing is being written any more.
         """
         with shown_progress(self._progress, "saving") as on_progress:
             run = _WriteRun(self._limit, on_progress, sum(job.view.nbytes for job in jobs), self._sums, self.snapshots)

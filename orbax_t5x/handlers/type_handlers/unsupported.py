@@ -26,13 +26,9 @@ _PYTHON_VALUES = (bool, int, float, complex, bytes)
 def check_leaves(
     names: Sequence[str], leaves: Sequence[Any], registry: Any, *, skip: bool | None
 ) -> dict[str, tuple[Any, str]]:
-    """Returns the leaves to leave out, with shape and dtype; raises one error for all unless they may be skipped.
+    """Returns the leaves to leave out, with shape and dtype; raises one error for all unless `skip` allows it.
 
-    Args:
-      names: of the leaves.
-      leaves: of the tree.
-      registry: the type handlers that will write.
-      skip: whether leaves may be skipped; None where the save has no such option.
+    `skip` is None where the save has no such option.
     """
     reasons: dict[str, str] = {}
     skipped: dict[str, tuple[Any, str]] = {}

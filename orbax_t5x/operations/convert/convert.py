@@ -167,11 +167,7 @@ def _typed(path: Path) -> Generator[None, None, None]:
 
 
 class _ProgressCallback:
-    """Wrapper of the caller's `progress`; an OSError that it raises is not a failure of writing.
-
-    Attributes:
-      error: what it raised, or None.
-    """
+    """Wrapper of the caller's `progress`; an OSError that it raises is kept apart from failures of writing."""
 
     def __init__(self, progress: OnProgress):
         self.error: BaseException | None = None

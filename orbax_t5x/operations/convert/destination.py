@@ -19,13 +19,7 @@ _WITH_STEPS = ("orbax", "t5x")
 
 
 def local_destination(destination: str | os.PathLike[str]) -> Path:
-    """Returns the destination as an absolute path, with `~` expanded as in a source's.
-
-    Raises:
-      TypeError: it is bytes.
-      UnsupportedCheckpointError: it is a URL.
-      CheckpointIOError: it is empty, or cannot be a path.
-    """
+    """Returns the destination as an absolute path, with `~` expanded as in a source's."""
     text = os.fspath(destination)
     if not isinstance(text, str):
         raise TypeError(f"the destination {text!r} is not text")
@@ -53,9 +47,6 @@ def check_apart(target: Path, source: Checkpoint) -> None:
 
     Everything in the source's directory, or in the step or root that it was opened by, belongs to the source. With a
     step as the source, another step may be written beside it.
-
-    Raises:
-      CheckpointIOError: naming the destination.
     """
     resolved, real_source = target.resolve(), Path(source.path).resolve()
     if os.path.lexists(target) and resolved in real_source.parents:

@@ -66,12 +66,7 @@ class ConversionJob:
     """Writer of a plan's views into a directory."""
 
     def __init__(self, plan: RestorePlan, target: Path, writing: WriteOptions, agreement: Agreement):
-        """Checks that the plan can be stored, and that all processes are about to write the same.
-
-        Raises:
-          UnsupportedCheckpointError: leaves that the format cannot store.
-          RestorePlanError: `dtype` does not fit, or the processes were given different arguments.
-        """
+        """Checks that the plan can be stored, and that all processes are about to write the same."""
         self._plan = plan
         self._target = target
         self._writing = writing
@@ -91,15 +86,7 @@ class ConversionJob:
             raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=target)
 
     def run(self, stack: contextlib.ExitStack, progress: OnProgress | None) -> WriteSummary:
-        """Writes the checkpoint.
-
-        Args:
-          stack: cleans up; it ends after the other processes have received a failure.
-          progress: called with the bytes of this process's work share.
-
-        Raises:
-          CheckpointError: the source, the destination, or another process failed.
-        """
+        """Writes the checkpoint; `stack` ends after the other processes have received a failure."""
         work = self._take_work_directory(stack) if self._is_primary else None
         start = _StartMessage(*self._agreement.of_primary(None if work is None else self._begin(work)))
         to_do = [block for block in self._blocks if block.number not in set(start.kept)]

@@ -38,12 +38,9 @@ class SourceRange(NamedTuple):
 
 
 class JournalEntry(NamedTuple):
-    """One durable block.
+    """One durable block: its number, the checksum of its elements, and those of the ranges read for it.
 
-    Attributes:
-      block: its number.
-      crc: of its elements, as `readers.box_sums.array_crc` makes it.
-      read: checksums of the ranges read for it, which together with those of the other blocks verify the source.
+    The latter, with those of the other blocks, verify the source.
     """
 
     block: int
@@ -66,10 +63,7 @@ class Journal:
     async def add(self, entry: JournalEntry, array: Any, sync: Callable[[Sequence[Any]], None]) -> None:
         """Adds an entry, and returns when it is durable; entries added meanwhile are flushed together.
 
-        Args:
-          entry: of a block that was written.
-          array: that the block belongs to.
-          sync: makes the data of some arrays durable.
+        `sync` makes the data of some arrays durable.
         """
         self._pending.append((entry, array))
         async with self._lock:
@@ -116,15 +110,9 @@ def is_being_written(path: Path) -> bool:
 
 
 def read_journal(path: Path, conversion: str, blocks: int) -> list[JournalEntry] | None:
-    """Reads the entries of a journal up to the first line that is torn, or that no conversion writes.
+    """Reads a journal up to the first line that is torn or foreign; None for that of another conversion.
 
-    Args:
-      path: of the journal.
-      conversion: the digest of the conversion.
-      blocks: how many it has; no more lines are read.
-
-    Returns:
-      The entries; None: the journal of another conversion.
+    No more than `blocks` lines are read.
     """
     entries: dict[int, JournalEntry] = {}
     with open(path, "rb", opener=lambda name, _: os.open(name, _READ_FLAGS)) as file:

@@ -30,13 +30,7 @@ def remove_lock_files(directory: Path) -> None:
 
 
 async def remove_other_keys(spec: dict[str, Any], context: ts.Context, keys: Collection[str]) -> None:
-    """Deletes every key except `keys`, so that keys of a database merged with this one are not shadowed.
-
-    Args:
-      spec: of a key-value store in the database.
-      context: TensorStore's.
-      keys: to keep.
-    """
+    """Deletes every key except `keys`, so that keys of a database merged with this one are not shadowed."""
     store = await ts.KvStore.open({**spec, "path": ""}, context=context)
     for key in await store.list():
         if key.decode("utf-8", "surrogateescape") not in keys:

@@ -166,13 +166,7 @@ class _Database:
 
 @dataclasses.dataclass(eq=False)
 class _ItemSave(ocp.args.CheckpointArgs):
-    """Arguments of the save of an item.
-
-    Attributes:
-      prepared: the tree, for Orbax.
-      databases: with the arrays.
-      entries: of the blocks in there.
-    """
+    """Arguments of the save of an item: its prepared tree, and the databases and blocks with its arrays."""
 
     prepared: PreparedSave
     databases: Sequence[Path]

@@ -26,12 +26,7 @@ BLOCKS_DIRECTORY = "blocks"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WriteOptions:
-    """Options of writing; the first six are those of `orbax_t5x.convert`.
-
-    Attributes:
-      format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported: as there.
-      config: the contents of the config.json beside safetensors files; None: there is none.
-    """
+    """Options of writing: those of `orbax_t5x.convert`, and the config.json beside safetensors files."""
 
     format: str = "orbax"
     dtype: Any = None
@@ -88,29 +83,13 @@ class OutputFormat(Protocol):
         ...
 
     def check(self, work: Path, number: int, blocks: Mapping[PlannedBlock, int]) -> set[PlannedBlock]:
-        """Reads the blocks that a journal lists, and removes all others of that number.
-
-        Args:
-          work: the work directory.
-          number: of the journal.
-          blocks: with their expected checksums.
-
-        Returns:
-          those that have them.
-        """
+        """Reads the blocks that a journal lists, and removes all others of that number; returns the sound ones."""
         ...
 
     def finish(
         self, work: Path, directory: Path, entries: Mapping[PlannedBlock, JournalEntry], numbers: Collection[int]
     ) -> WriteSummary:
-        """Makes the complete checkpoint of blocks that are all written, durably.
-
-        Args:
-          work: the work directory.
-          directory: to make, inside of it.
-          entries: of all blocks.
-          numbers: of the journals that list them.
-        """
+        """Makes the complete checkpoint of blocks that are all written (`numbers` of journals), durably."""
         ...
 
 

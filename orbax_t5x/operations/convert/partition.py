@@ -42,13 +42,7 @@ class PlannedArray:
 
 
 class PlannedBlock(NamedTuple):
-    """One chunk of one array.
-
-    Attributes:
-      number: of the block, among those of all arrays.
-      array: that it belongs to.
-      box: its box in the array.
-    """
+    """One chunk of one array: its number among those of all arrays, and its box."""
 
     number: int
     array: PlannedArray

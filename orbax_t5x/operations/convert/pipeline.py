@@ -54,8 +54,7 @@ class BlockPipeline:
     def run(self, blocks: Sequence[PlannedBlock]) -> None:
         """Writes the blocks; returns when all are durable, or when another process has failed.
 
-        Raises:
-          CheckpointError: naming the leaf. Nothing is being written any more when it is raised.
+        When it raises, nothing is being written any more.
         """
         if blocks:
             with LoopThread("orbax_t5x-write") as thread:

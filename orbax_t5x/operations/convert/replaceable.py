@@ -43,11 +43,7 @@ def reason_not_replaceable(target: Path, format: str) -> str | None:
 
 
 def _names_of_orbax(target: Path, names: set[str]) -> set[str] | None:
-    """Returns the names of arrays and items in a checkpoint, from its metadata, or None if it has none.
-
-    Raises:
-      CheckpointError: the metadata is none of Orbax's.
-    """
+    """Returns the names of arrays and items in a checkpoint, from its metadata, or None if it has none."""
     root = LocalStore(target)
     known: set[str] = set()
     if METADATA_FILE in names:

@@ -160,11 +160,7 @@ class TensorInFile:
             os.close(file)
 
     def read(self, box: Box) -> np.ndarray:
-        """Reads one box back; blocks.
-
-        Raises:
-          EOFError: the file ends first.
-        """
+        """Reads one box back; blocks. An EOFError where the file ends first."""
         out = np.empty(box_shape(box), self._tensor.dtype)
         file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
         try:

@@ -13,12 +13,7 @@ from orbax_t5x.restoring.plan import RestorePlan
 
 
 def with_sequences(tree: Any, plan: RestorePlan) -> Any:
-    """Puts lists in place of the dicts of a planned tree that were sequences in the source.
-
-    Args:
-      tree: nested dicts of the plan's entries by name, or one leaf without a name.
-      plan: of the conversion.
-    """
+    """Puts lists in place of the dicts of a planned tree that were sequences in the source."""
     sequences: set[str] = set()
     for prefix, checkpoint in plan.checkpoints.items():
         sequences.update("/".join(part for part in (prefix, name) if part) for name in checkpoint.sequences)

@@ -50,28 +50,15 @@ _CANNOT_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errn
 
 
 def work_directory_of(target: Path) -> Path:
-    """Returns the first choice for the work directory of a destination.
-
-    It is beside it, because a rename across file systems is not atomic.
-    """
+    """Returns the first choice for the work directory: beside the destination, because renames are atomic there."""
     return target.parent / f".{target.name}{_SUFFIX}"
 
 
 class WorkDirectory:
-    """Work directory of one conversion; a context, whose end removes it.
-
-    Attributes:
-      path: of the directory.
-      is_kept: whether it stays at the end, for a later conversion.
-    """
+    """Work directory of one conversion; a context, whose end removes it unless `is_kept` for a later conversion."""
 
     def __init__(self, target: Path):
-        """Locks the directory, and puts back what a killed conversion had renamed away.
-
-        Raises:
-          CheckpointIOError: another conversion to the destination is running.
-          UnsafeCheckpointError: all names are taken by directories of others.
-        """
+        """Locks the directory, and puts back what a killed conversion had renamed away."""
         self.is_kept = False
         self._target = target
         self.path, self._lock = _take(target)
@@ -214,11 +201,7 @@ def _rename_twice(written: Path, target: Path, replaced: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names atomically; returns False, with nothing done, if the system cannot.
-
-    Raises:
-      OSError: it can, and failed.
-    """
+    """Exchanges two names atomically; returns False, with nothing done, if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

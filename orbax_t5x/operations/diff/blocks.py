@@ -38,12 +38,7 @@ _BLOCKS_IN_FLIGHT = 128
 
 
 class LeafPair(NamedTuple):
-    """Two arrays of one shape to compare.
-
-    Attributes:
-      name: of both.
-      a, b: of dtypes whose values can be compared.
-    """
+    """Two arrays of one name and shape to compare, of dtypes whose values can be compared."""
 
     name: str
     a: View
@@ -61,12 +56,7 @@ class LeafPair(NamedTuple):
 
 
 class PairOutcome:
-    """Outcome of comparing one pair so far.
-
-    Attributes:
-      apart: how far the two are apart.
-      failure: the side that could not be read, or whose checksum does not hold, and why; None where there is none.
-    """
+    """Outcome of comparing one pair so far; `failure` has the side that could not be read or verified, and why."""
 
     def __init__(self) -> None:
         self.apart = ValueDifference()
@@ -76,18 +66,7 @@ class PairOutcome:
 def compare_pairs(
     pairs: Sequence[LeafPair], tolerance: Tolerance, limit: int, on_progress: OnProgress | None, stats: ReadStats
 ) -> dict[str, PairOutcome]:
-    """Reads and compares pairs of arrays.
-
-    Args:
-      pairs: each of another name.
-      tolerance: what is still equal.
-      limit: bytes of buffers and scratch; a larger block is read by itself.
-      on_progress: called as `on_progress(done_bytes, total_bytes, name)`.
-      stats: counts what is read, and collects what checksums are compared with.
-
-    Returns:
-      The outcomes by name.
-    """
+    """Reads and compares pairs of arrays, in `limit` bytes of memory (a larger block by itself); outcomes by name."""
     run = _BlockComparison(pairs, tolerance, limit, on_progress, stats)
     if pairs:
         # An interrupt is raised when nothing is being read any more: the caller closes the files.
@@ -196,12 +175,7 @@ def _bytes_in_flight(pair: LeafPair, box: Box) -> int:
 
 
 def block_boxes(a: View, b: View, limit: int) -> Iterator[Box]:
-    """Yields the boxes in which two arrays of one shape are compared; together they are the whole.
-
-    Args:
-      a, b: the two.
-      limit: bytes of memory for the comparison; see `compare_pairs`.
-    """
+    """Yields the boxes, together the whole, in which two arrays of one shape are compared within `limit` bytes."""
     shape = a.shape
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
     most = min(_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, limit // _BLOCK_FRACTION))

@@ -94,13 +94,7 @@ def scratch_bytes(size: int) -> int:
 
 
 def compare(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tolerance) -> ValueDifference:
-    """Compares two C-contiguous arrays of one shape.
-
-    Args:
-      a, b: of dtypes that `are_comparable`.
-      corner: the index of their first element; added to the reported indices.
-      tolerance: what is still equal.
-    """
+    """Compares two C-contiguous arrays of one shape; `corner`, the index of their first element, goes on indices."""
     found = ValueDifference()
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, flat_a.size, _BLOCK_ELEMENTS):

@@ -27,10 +27,7 @@ def with_init_fn(error: RestorePlanError) -> RestorePlanError:
 def of_own_step(error: RestorePlanError, path: str, items: Sequence[str]) -> RestorePlanError:
     """Returns the same problems, for a step of the run itself, which is restored as it is.
 
-    Args:
-      error: of the plan.
-      path: of the step.
-      items: of the step, where all of several were to be restored.
+    `items` are those of the step, where all of several were to be restored.
     """
     new_run = Fix.setting(
         "a step of the run is restored as it is: change the target, or begin a new run in a root of its own with {}",

@@ -168,13 +168,7 @@ class _Damage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _RestoreResult:
-    """Result of one restore.
-
-    Attributes:
-      state: the target, filled.
-      plan: of the restore.
-      records: what each item recorded, by its name; a single item is under the empty name.
-    """
+    """Result of one restore: the target, filled; its plan; and what each item recorded."""
 
     state: Any
     plan: RestorePlan
@@ -188,11 +182,7 @@ class _RestoreResult:
 
 
 class _JobStart:
-    """One start of a job.
-
-    Attributes:
-      skipped: the damaged steps, which were passed over.
-    """
+    """One start of a job; `skipped` are the damaged steps, which were passed over."""
 
     def __init__(self, manager: ocp.CheckpointManager, target: Any, options: PlanOptions, reading: ReadOptions):
         self._manager = manager
@@ -224,11 +214,7 @@ class _JobStart:
         return None
 
     def _own_steps(self) -> list[int]:
-        """Lists the steps that have the item, newest first; the primary process lists them for all.
-
-        Raises:
-          CheckpointNotFoundError: there are steps, and none of them has it.
-        """
+        """Lists the steps that have the item, newest first; the primary process lists them for all."""
         self._manager.wait_until_finished()
         self._manager.reload()
         together = Agreement(_PRIMARY, self._root)

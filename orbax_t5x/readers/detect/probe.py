@@ -83,9 +83,6 @@ def is_file(directory: str, name: str) -> bool:
     """Reports whether a name in a directory is a regular file; nothing is opened.
 
     A link that leads out of the directory counts without being followed: opening it reports the problem.
-
-    Raises:
-      CheckpointIOError: the operating system refused to look.
     """
     path = os.path.join(directory, name)
     if is_url(path):
@@ -119,13 +116,7 @@ class Subdirectories(NamedTuple):
 
 
 def subdirectories(directory: str) -> Subdirectories:
-    """Lists a directory; links in it are followed as far as they stay inside.
-
-    Raises:
-      CheckpointGoneError: the directory is not there.
-      CheckpointIOError: it cannot be listed.
-      UnsupportedCheckpointError: it is on a web server, which lists nothing.
-    """
+    """Lists a directory; links in it are followed as far as they stay inside."""
     if is_url(directory):
         return Subdirectories(remote_subdirectories(directory), [])
     found = Subdirectories([], [])
@@ -154,11 +145,7 @@ def subdirectories(directory: str) -> Subdirectories:
 
 
 def probe_path(path: str) -> PathProbe:
-    """Probes a path.
-
-    Raises:
-      CheckpointIOError: the operating system or the store refused, other than by saying that nothing is there.
-    """
+    """Probes a path; what the operating system or the store refuses to report is a CheckpointIOError."""
     if is_url(path):
         return _probe_url(path)
     try:

@@ -10,11 +10,7 @@ from orbax_t5x.storage.remote.remote_store import RemoteStore
 
 
 def kind_and_names(url: str) -> tuple[str, frozenset[str]]:
-    """Returns the kind of a URL ("file", "directory" or "missing"), and the names in a directory.
-
-    Raises:
-      CheckpointIOError: nothing was found, and the store refused to report whether it exists.
-    """
+    """Returns the kind of a URL ("file", "directory" or "missing"), and the names in a directory."""
     kind = locations.remote_kind(url)
     if kind == "missing" and (refusal := locations.refused(url)) is not None:
         raise refusal
@@ -22,11 +18,7 @@ def kind_and_names(url: str) -> tuple[str, frozenset[str]]:
 
 
 def head_and_tail(url: str, head_bytes: int, tail_bytes: int) -> tuple[bytes, bytes]:
-    """Returns the first and the last bytes of a file.
-
-    Raises:
-      CheckpointNotFoundError: there is no such file.
-    """
+    """Returns the first and the last bytes of a file."""
     directory, name = os.path.split(url)
     file = RemoteStore(directory).open_files().file(name)
     try:

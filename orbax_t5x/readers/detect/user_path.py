@@ -12,14 +12,7 @@ from orbax_t5x.text.masked import masked
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Returns the path as text, with `~` expanded in a local one; a path on the Hugging Face hub is downloaded first.
-
-    Raises:
-      TypeError: it is no path.
-      CheckpointNotFoundError: it is empty.
-      UnsupportedCheckpointError: it is a URL that no store is behind.
-      CheckpointIOError: the hub failed.
-    """
+    """Returns the path as text, with `~` expanded in a local one; one on the Hugging Face hub is downloaded first."""
     if isinstance(path, (list, tuple)):
         raise TypeError(
             f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
@@ -40,11 +33,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def check_item(item: object) -> None:
-    """Checks the argument `item=`.
-
-    Raises:
-      TypeError: it is no name. In Orbax's older interface, `item=` is the tree to restore into.
-    """
+    """Checks that `item=` is a name: in Orbax's older interface, it is the tree to restore into."""
     if item is not None and not isinstance(item, str):
         raise TypeError(
             f"item= is the name of an item in an Orbax step, not a {type(item).__name__}; the tree to restore into is "

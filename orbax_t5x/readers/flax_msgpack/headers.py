@@ -114,11 +114,7 @@ class HeaderReader:
         return self.stop - self._base - self._at
 
     def header(self) -> Header:
-        """Reads the next header, proven to leave room for the bytes that it announces.
-
-        Raises:
-          CorruptCheckpointError: there is none, it is none, or it announces more than there is.
-        """
+        """Reads the next header, proven to leave room for the bytes that it announces."""
         at = self._at
         if at < len(self._data):
             first, self._at = self._data[at], at + 1

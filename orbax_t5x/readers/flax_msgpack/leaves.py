@@ -45,17 +45,9 @@ _BESIDE = b"//GDAPlaceholder:"
 def named_nodes(
     tree: Node, file: StoredFile, limits: Limits, is_leaf: Callable[[dict[str, Node]], bool] = lambda node: False
 ) -> Iterator[tuple[str, Node]]:
-    """Yields the leaves and empty nodes of a tree by name, in the order of the file.
+    """Yields the leaves and empty nodes of a tree by name, in the order of the file; two of one name are an error.
 
-    Args:
-      tree: a node of a file.
-      file: the file, for errors and the bound on all names together.
-      limits: on the length of one name.
-      is_leaf: which maps are leaves, chunked arrays apart.
-
-    Raises:
-      CorruptCheckpointError: two nodes have one name.
-      LimitExceededError: the names are too long, or too many for the size of the file.
+    `is_leaf` decides which maps are leaves, chunked arrays apart.
     """
 
     def entries_of(node: Node) -> Iterator[tuple[str, Node]] | None:

@@ -35,11 +35,7 @@ _LFS = b"version https://git-lfs"
 
 
 class StateFile(NamedTuple):
-    """An open msgpack file and its tree.
-
-    Attributes:
-      index_bytes: how many bytes the walk read.
-    """
+    """An open msgpack file and its tree; the walk read `index_bytes`."""
 
     file: StoredFile
     files: OpenFiles
@@ -48,16 +44,7 @@ class StateFile(NamedTuple):
 
 
 def open_state_file(root: Store, name: str, limits: Limits) -> StateFile:
-    """Walks over a msgpack file whose top is a map.
-
-    Args:
-      root: the directory that was opened.
-      name: of the file, relative to it.
-      limits: on what it may claim.
-
-    Raises:
-      CheckpointError: as the file deserves, naming it.
-    """
+    """Walks over a msgpack file whose top is a map."""
     files = root.open_files()
     file = files.file(name)
     file.load(_LOADED_BYTES)
@@ -78,12 +65,7 @@ def named_by_caller(path: str) -> tuple[Store, str]:
 
 
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a file, or a directory that holds `flax_model.msgpack`.
-
-    Args:
-      path: local.
-      limits: on what the file may claim.
-    """
+    """Opens a local file, or a directory that holds `flax_model.msgpack`."""
     path = locations.absolute(os.fspath(path))
     is_directory = locations.is_directory(path)
     root, name = (locations.open_store(path), HUB_FILE) if is_directory else named_by_caller(path)

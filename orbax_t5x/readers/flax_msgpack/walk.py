@@ -111,15 +111,7 @@ def too_many(what: str, most: int, file: StoredFile) -> LimitExceededError:
 
 
 def walk(file: StoredFile, limits: Limits) -> MsgpackTree:
-    """Walks over a whole file.
-
-    Args:
-      file: a msgpack file.
-      limits: on its nesting, its values and the length of its keys.
-
-    Raises:
-      CorruptCheckpointError, LimitExceededError: it is no msgpack of text keys, or too much of it.
-    """
+    """Walks over a whole file; a CorruptCheckpointError or LimitExceededError if it is no msgpack of text keys."""
     walker = _MessageWalker(file, limits)
     tree = walker.run()
     return MsgpackTree(tree, walker.reader.bytes_read)

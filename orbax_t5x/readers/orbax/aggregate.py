@@ -28,24 +28,10 @@ _EMPTY_TYPES: dict[type, str] = {type(None): "None", dict: "Dict", list: "List"}
 
 
 class Aggregate:
-    """The msgpack file of one item.
-
-    Attributes:
-      index_bytes: how many bytes of it were read.
-      close: closes the file; its leaves can no longer be read.
-    """
+    """The msgpack file of one item, of which `index_bytes` were read; after `close`, its leaves cannot be read."""
 
     def __init__(self, root: Store, item: str, limits: Limits):
-        """Walks over the file.
-
-        Args:
-          root: the directory that was opened.
-          item: the item's directory, relative to the root; "" for the root itself.
-          limits: on what the file may claim.
-
-        Raises:
-          CheckpointError: as the file deserves, naming it.
-        """
+        """Walks over the file of an item, a directory relative to the root ("": the root itself)."""
         name = f"{item}/{MSGPACK_FILE}" if item else MSGPACK_FILE
         opened = open_state_file(root, name, limits)
         self.index_bytes: int = opened.index_bytes
@@ -55,12 +41,7 @@ class Aggregate:
         self._nodes: dict[str, WalkedNode] = dict(named_nodes(opened.tree, opened.file, limits))
 
     def metadata(self) -> ItemMetadata:
-        """Returns the metadata that a later writer would have put into `_METADATA`.
-
-        Raises:
-          UnsafeCheckpointError: a placeholder leads out of the item.
-          CorruptCheckpointError: two placeholders name one array.
-        """
+        """Returns the metadata that a later writer would have put into `_METADATA`."""
         nodes: list[NodeMetadata] = []
         places: dict[str, str] = {}
         for name, node in self._nodes.items():
@@ -84,12 +65,7 @@ class Aggregate:
         )
 
     def leaf(self, node: NodeMetadata, name: str) -> Leaf:
-        """Returns the leaf of a value of the file.
-
-        Args:
-          node: of the item.
-          name: of the leaf.
-        """
+        """Returns the leaf of a value of the file."""
         value = self._nodes.get(node.name)
         if is_empty(value) or _placeholder(value) is not None:
             error = CorruptCheckpointError("the value is missing in the msgpack file", path=self._file.path, leaf=name)

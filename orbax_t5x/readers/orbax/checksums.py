@@ -62,15 +62,9 @@ NO_SUMS = ItemSums({})
 
 
 def read_item_sums(root: Store, name: str, params: Sequence[str], limits: Limits) -> ItemSums:
-    """Reads the checksums of an item.
+    """Reads the checksums of an item, for leaves stored under the keys `params`.
 
     A file that cannot be used makes verifying an error, not opening: the data may be sound.
-
-    Args:
-      root: the directory that was opened.
-      name: of the file, relative to it.
-      params: the keys under which the item's leaves are stored.
-      limits: on the file.
     """
     try:
         leaves = read_checksums(root, name, limits)
@@ -111,22 +105,14 @@ def _compact(value: Any) -> bytes:
 
 
 def read_checksums(root: Store, name: str, limits: Limits) -> dict[str, BoxSums]:
-    """Reads and checks the file.
-
-    Raises:
-      CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: naming the file.
-    """
+    """Reads and checks the file; errors name it."""
     return parse_checksums(read_small(root, name, limit=limits.index_bytes), root.join(name), limits)
 
 
 def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = True) -> dict[str, BoxSums]:
-    """Parses the checksums by the key under which a leaf is stored; see `read_checksums`.
+    """Parses a whole file of checksums by the key under which a leaf is stored.
 
-    Args:
-      data: the whole file.
-      path: the file, for errors.
-      limits: on what it holds.
-      complete: False: it is what one process of a save wrote, whose boxes need not tile an array.
+    Without `complete` it is what one process of a save wrote, whose boxes need not tile an array.
     """
     parsed = parse_object(data, path)
     version = parsed.get("version")

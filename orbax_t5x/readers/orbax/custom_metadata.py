@@ -16,17 +16,9 @@ _END_BYTES = 64 << 10
 
 
 def read_custom_metadata(directory: str) -> dict[str, Any]:
-    """Reads the metadata of an item from the end of its metadata file, and all of the file where that is not enough.
+    """Reads an item's metadata from the end of its file, or all of it where that is not enough.
 
-    Args:
-      directory: of the item.
-
-    Returns:
-      The metadata, perhaps without what is before `custom_metadata`.
-
-    Raises:
-      CheckpointNotFoundError: the item has no metadata.
-      CheckpointError: they cannot be read.
+    What is before `custom_metadata` may be missing then.
     """
     end = end_of_file(directory, METADATA_FILE, _END_BYTES)
     start = end.rfind(_KEY)

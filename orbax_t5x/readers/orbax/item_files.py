@@ -46,13 +46,7 @@ class ItemFiles(NamedTuple):
 
 
 def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
-    """Finds the files of an item.
-
-    Args:
-      store: what was opened.
-      item: the item's directory, relative to it; "" for the root itself.
-      directory: the same, resolved.
-    """
+    """Finds the files of an item, a directory relative to the store ("": its root)."""
     if not isinstance(store, LocalStore):
         return _find_remote(store, item)
     entries = list_directory(directory)

@@ -86,16 +86,9 @@ class ItemMetadata:
 
 
 def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
-    """Reads and checks `_METADATA` of an item.
+    """Reads and checks `_METADATA` of an item, a directory relative to the root ("": the root itself).
 
-    Args:
-      root: the directory that was opened.
-      item: the item's directory, relative to the root; "" for the root itself.
-      limits: on the size of the file, the number of leaves and the length of a name.
-
-    Raises:
-      CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError: naming the file.
-      UnsupportedCheckpointError: a name that has no place here, naming the file and the leaf.
+    Errors name the file, and the leaf where one has a name that has no place here.
     """
     name = _join(item, METADATA_FILE)
     path = root.join(name)
@@ -233,14 +226,7 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
 
 
 def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
-    """Reads the implementation of each typed PRNG key, by the key under which its data is stored.
-
-    Args:
-      root: the directory that was opened.
-      item: the item's directory, relative to the root.
-      names: the files in `array_metadatas`.
-      limits: on the size of each file.
-    """
+    """Reads the implementation of each typed PRNG key, by the key under which its data is stored."""
     impls: dict[str, str] = {}
     root.read_ahead([_join(item, f"{_ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
     for name in sorted(names):
@@ -269,11 +255,7 @@ def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits
 def read_strings(root: Store, item: str, params: Sequence[str], limits: Limits) -> dict[str, bytes]:
     """Reads the strings of an item by the key under which they are stored, as UTF-8; without missing ones.
 
-    Args:
-      root: the directory that was opened.
-      item: the item's directory, relative to the root.
-      params: the keys under which they are stored. Orbax takes each for a JSON pointer: `a/b` is `b` in the object `a`.
-      limits: on the size of the file.
+    Orbax takes each key for a JSON pointer: `a/b` is `b` in the object `a`.
     """
     name = _join(item, _STRINGS_FILE)
     path = root.join(name)

@@ -76,17 +76,7 @@ _logger = logging.getLogger(__name__)
 
 
 def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None = None) -> Checkpoint:
-    """Opens a root (its newest step), a step or an item.
-
-    Args:
-      path: a local directory.
-      limits: on what the files may claim.
-      item: the one item of a step to open; its leaves have no prefix then.
-
-    Raises:
-      CheckpointNotFoundError: the root has no finished step, or the step has no such item.
-      CheckpointError: as the files deserve, naming them.
-    """
+    """Opens a local root (its newest step), a step or an item; the leaves of a given `item` have no prefix."""
     directory = resolved(os.fspath(path))
     if is_temporary(directory):
         raise CheckpointNotFoundError(
@@ -242,13 +232,7 @@ class _OrbaxOpening:
     def checkpoint(
         self, prefixes: Mapping[str, str], *, step: int | None, items: list[str] | None = None
     ) -> Checkpoint:
-        """Opens items.
-
-        Args:
-          prefixes: what the names of an item's leaves begin with, by the item's directory ("": the root itself).
-          step: the step in the directory's name.
-          items: all items of the step with arrays.
-        """
+        """Opens items; `prefixes` begin the names of leaves, by the item's directory, and `items` are all."""
         described = {}
         for item, prefix in prefixes.items():
             described[item] = self._add_item(item, prefix)
@@ -381,11 +365,7 @@ class _OrbaxOpening:
 
 
 def _recorded_dtype(name: str) -> np.dtype | None:
-    """Parses a dtype that a save has recorded; object for text, dates, PRNG keys and structured arrays.
-
-    Returns:
-      None where no save records such a name.
-    """
+    """Parses a dtype that a save has recorded (object for text, dates, …); None where none records the name."""
     if name.startswith(("key<", "[(", "{'names': ")):
         return _NO_NUMBERS
     try:

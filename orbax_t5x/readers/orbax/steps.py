@@ -78,12 +78,7 @@ def is_item(directory: str) -> bool:
 
 
 def item_names(directory: str) -> list[str]:
-    """Lists the subdirectories of a step that hold arrays, sorted; links that lead out of the step are none.
-
-    Raises:
-      CheckpointGoneError: the step is not there.
-      UnsupportedCheckpointError: it is on a web server, and its metadata does not name its items.
-    """
+    """Lists the subdirectories of a step that hold arrays, sorted; links that lead out of the step are none."""
     names = list(recorded_items(directory)) if is_url(directory) else []
     if not names:
         if is_url(directory) and not can_list(directory):
@@ -99,11 +94,7 @@ def item_names(directory: str) -> list[str]:
 
 
 def recorded_items(directory: str) -> dict[str, Any]:
-    """Reads the items that a step's metadata name, with the recorded names of their handlers; none without metadata.
-
-    Raises:
-      CorruptCheckpointError: the metadata cannot be read.
-    """
+    """Reads the items that a step's metadata name, with the recorded names of their handlers; none without metadata."""
     store = open_store(directory)
     if not store.has_file(STEP_METADATA_FILE):
         return {}
@@ -120,12 +111,8 @@ def items_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def lost_items(directory: str, recorded: Mapping[str, Any], found: Collection[str]) -> list[str]:
     """Returns the items with arrays that a step's metadata name and that are missing, or have no list of names.
 
-    Orbax's metadata name what was saved in that step, and when Orbax deletes an item, it takes the name out.
-
-    Args:
-      directory: of the step.
-      recorded: as `recorded_items` has them.
-      found: the names of the items that have a list of names.
+    Orbax's metadata name what was saved in that step, and when Orbax deletes an item, it takes the name out. `found`
+    are the items that have a list of names.
     """
     deleted = _deleted_item_if_known(directory)
     return sorted(
@@ -171,11 +158,7 @@ def are_checkpoints(directory: str, items: Iterable[str]) -> bool:
 
 
 def deleted_item(directory: str) -> str | None:
-    """Reads which item of a step Orbax v1 began to delete and did not finish; None where there is none.
-
-    Raises:
-      CorruptCheckpointError: the record names no item.
-    """
+    """Reads which item of a step Orbax v1 began to delete and did not finish; None where there is none."""
     if not is_file(directory, _DELETION_FILE):
         return None
     root = open_store(directory)
@@ -293,12 +276,7 @@ def committed(
 
 
 def newest_directory(root: str, steps: list[Step]) -> str:
-    """Returns the directory of the last of some finished steps.
-
-    Raises:
-      UnsupportedCheckpointError: two directories have that number.
-      UnsafeCheckpointError: it is a symlink that leads out of the root.
-    """
+    """Returns the directory of the last of some finished steps; one that two have, or a link out, is an error."""
     same = [step.name for step in steps if step.step == steps[-1].step]
     if len(same) > 1:
         raise UnsupportedCheckpointError(

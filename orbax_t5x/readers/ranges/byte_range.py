@@ -115,12 +115,7 @@ class ByteRange:
         return union_size(boxes) * self.dtype.itemsize
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-        """Fills all requests; blocks.
-
-        Raises:
-          CorruptCheckpointError, CheckpointIOError, CheckpointGoneError: naming the file and `leaf`.
-          ValueError: the checkpoint was closed, or a buffer does not fit its box.
-        """
+        """Fills all requests; blocks. Errors name the file and `leaf`."""
         itemsize = self.dtype.itemsize
         strides = byte_strides(self.shape, itemsize)
         direct = not self.swap and as_stored(self.dtype)

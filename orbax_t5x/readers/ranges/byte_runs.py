@@ -68,9 +68,7 @@ def locate_box(
 def union_runs(shape: Sequence[int], itemsize: int, boxes: Sequence[Box], max_gap: int) -> tuple[list[Run], int]:
     """Returns the byte ranges that hold all the boxes, in file order, those less than `max_gap` bytes apart joined.
 
-    Returns:
-      The runs, and how many bytes of them the boxes want (what the boxes share counted once). Boxes may overlap; empty
-      ones count nothing.
+    And how many bytes of them the boxes want, what they share counted once.
     """
     wanted_boxes = tuple({box for box in boxes if box_size(box)})
     if not wanted_boxes:

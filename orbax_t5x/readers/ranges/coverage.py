@@ -99,10 +99,9 @@ def _row_of_equal(parts: Sequence[ChecksummedRange], at: int) -> Sequence[Checks
 
 
 def _join_columns(parts: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRange] | Coverage, bool]:
-    """Joins columns that are side by side, and together fill every stride, to plain ranges; or returns a conflict.
+    """Joins columns side by side that together fill every stride to plain ranges; or returns a conflict.
 
-    Returns:
-      The plain ranges, and whether there were others: those have no checksum together.
+    Also returned is whether there were others: those have no checksum together.
     """
     known: dict[tuple[int, int, int, int], int] = {}
     for start, stop, crc, stride, times in parts:

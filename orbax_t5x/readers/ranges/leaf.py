@@ -146,9 +146,7 @@ def moved(part: ChecksummedRange, offset: int) -> ChecksummedRange:
 def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
     """Reads a file that is still the one that was opened; blocks.
 
-    Raises:
-      CheckpointGoneError: the file changed. Nothing that was read is to be used then, and what looked like damage is
-        none.
+    In a file that changed, what looked like damage is none: that is a CheckpointGoneError.
     """
     try:
         outcome = range.read(requests, checksum=checksum, leaf=leaf)
@@ -160,11 +158,7 @@ def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum:
 
 
 def _verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:
-    """Reports whether parts cover a range and every one is verified.
-
-    Raises:
-      CorruptCheckpointError: they cover it and the checksum does not hold, or two readings of the same bytes differ.
-    """
+    """Reports whether ranges cover one and every one is verified; raises CorruptCheckpointError where not sound."""
     found = cover(parts, range.nbytes)
     if found.conflict is not None:
         low, high = found.conflict

@@ -42,11 +42,7 @@ class Elements(NamedTuple):
     leaf: str
 
     def copy(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Copies elements as stored into a buffer.
-
-        Raises:
-          CorruptCheckpointError: a bool is neither 0 nor 1.
-        """
+        """Copies elements as stored into a buffer; a bool that is neither 0 nor 1 is a CorruptCheckpointError."""
         if self.swap:
             out[...] = _swapped(values)
         elif self.dtype == _BOOL:

@@ -79,13 +79,7 @@ class Entry:
 
 
 def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> int:
-    """Reads the length of the JSON, proven to fit into the file.
-
-    Args:
-      first: the first 8 bytes of the file.
-      file_size: of the whole file; None where it is not known yet.
-      path: the file, for errors.
-    """
+    """Reads the length of the JSON from the first 8 bytes, proven to fit into the file, if its size is known."""
     if len(first) < LENGTH_BYTES:
         raise CorruptCheckpointError(f"{len(first)} bytes are too few for a safetensors file", path=path)
     size = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -98,16 +92,7 @@ def header_size(first: bytes | bytearray, file_size: int | None, path: str) -> i
 
 
 def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], dict[str, str]]:
-    """Parses the tensors of a file in the order of their bytes, and its `__metadata__`.
-
-    Args:
-      data: the JSON, all of it.
-      path: the file, for errors.
-      limits: on the number of tensors, their rank and the length of their names.
-
-    Raises:
-      CorruptCheckpointError, LimitExceededError: the header breaks a rule of the format, or a limit.
-    """
+    """Parses the tensors of a file in the order of their bytes, and its `__metadata__`; `data` is all of the JSON."""
     if not data.startswith(b"{"):
         raise CorruptCheckpointError(f"the header begins with {data[:8]!r}, not with '{{'", path=path)
     parsed = parse_object(data, path)
@@ -131,16 +116,7 @@ def parse_header(data: bytes, path: str, limits: Limits) -> tuple[list[Entry], d
 
 
 def require_end(entries: Sequence[Entry], begin: int, file: StoredFile) -> None:
-    """Proves that a file ends where its last tensor does.
-
-    Args:
-      entries: of `parse_header`.
-      begin: where the data begin.
-      file: the file.
-
-    Raises:
-      CorruptCheckpointError: it does not.
-    """
+    """Proves that a file ends where its last tensor does; `begin` is where the data begin."""
     end = entries[-1].stop if entries else begin
     if not file.require_size(end):
         raise CorruptCheckpointError(f"the tensors end at byte {end}, and the file at byte {file.size}", path=file.path)

@@ -42,17 +42,7 @@ _STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
 
 
 def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a `.safetensors` file, a `.safetensors.index.json`, or a directory with either.
-
-    Args:
-      path: local.
-      limits: on what headers may claim.
-
-    Raises:
-      CheckpointNotFoundError: there is no such file, or none in the directory.
-      UnsupportedCheckpointError: a Git LFS pointer, or several indexes to choose from.
-      CorruptCheckpointError, UnsafeCheckpointError, LimitExceededError: a header or an index is damaged or hostile.
-    """
+    """Opens a local `.safetensors` file, a `.safetensors.index.json`, or a directory with either."""
     path = locations.absolute(os.fspath(path))
     is_directory = locations.is_directory(path)
     directory = path if is_directory else os.path.dirname(path)

@@ -48,22 +48,10 @@ class SharedDirectoryError(CorruptCheckpointError):
 
 
 class ZarrArrays:
-    """The arrays of one checkpoint.
-
-    Attributes:
-      index_bytes: how many bytes of metadata were read.
-    """
+    """The arrays of one checkpoint, of whose metadata `index_bytes` were read."""
 
     def __init__(self, root: Store, file: str, version: int, flag: OpenFlag, limits: Limits):
-        """Holds the settings of one checkpoint.
-
-        Args:
-          root: the directory that holds the msgpack file and the arrays.
-          file: the path of the msgpack file, for errors about specs.
-          version: of T5X's format.
-          flag: of the checkpoint.
-          limits: on what metadata may claim.
-        """
+        """Holds the settings of one checkpoint; `file` is the msgpack file, for errors about specs."""
         self._root = root
         self._file = file
         self._version = version
@@ -85,11 +73,7 @@ class ZarrArrays:
         self._root.read_ahead(names, limit=self._limits.index_bytes)
 
     def leaf(self, name: str, node: dict[str, Node]) -> Leaf:
-        """Makes the leaf of a spec.
-
-        Raises:
-          CorruptCheckpointError: its directory is another leaf's, so that one was written over the other.
-        """
+        """Makes the leaf of a spec; an error where its directory is another leaf's, written over by this one."""
         try:
             spec = parse_spec(node)
         except CheckpointError as error:

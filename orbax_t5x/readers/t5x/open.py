@@ -32,16 +32,7 @@ _VERSIONS = range(4)
 
 
 def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a root (its newest step), a step, the `checkpoint` file of a step, or a single-file checkpoint.
-
-    Args:
-      path: local.
-      limits: on what the files may claim.
-
-    Raises:
-      CheckpointNotFoundError: the root has no finished step of T5X's.
-      CheckpointError: as the files deserve, naming them.
-    """
+    """Opens a local root (its newest step), a step, its `checkpoint` file, or a single-file checkpoint."""
     path = locations.absolute(os.fspath(path))
     if not locations.is_directory(path):
         root, name = named_by_caller(path)

@@ -76,13 +76,7 @@ def is_spec(node: Mapping[str, Node]) -> bool:
 
 
 def parse_spec(node: Mapping[str, Node]) -> ArraySpec:
-    """Parses a spec.
-
-    Raises:
-      UnsafeCheckpointError: it leads out of the checkpoint, or to another machine.
-      UnsupportedCheckpointError: it is of a kind that T5X never wrote.
-      CorruptCheckpointError: it is damaged. None of these errors names file or leaf; the caller does.
-    """
+    """Parses a spec; its errors name neither file nor leaf, which the caller does."""
     spec = {key: _plain(value) for key, value in node.items()}
     _refuse_reaching_out(spec)
     if "kvstore" in spec:

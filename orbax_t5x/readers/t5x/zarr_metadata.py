@@ -104,17 +104,7 @@ class ZarrMetadata:
 
 
 def parse_zarr_metadata(data: bytes, path: str, leaf: str, limits: Limits) -> ZarrMetadata:
-    """Parses `.zarray`.
-
-    Args:
-      data: the whole file.
-      path: the file, for errors.
-      leaf: for errors.
-      limits: on the rank.
-
-    Raises:
-      CorruptCheckpointError, UnsupportedCheckpointError, LimitExceededError: naming the file and the leaf.
-    """
+    """Parses `.zarray`; errors name the file and the leaf."""
     document = parse_object(data, path)
 
     def corrupt(message: str) -> CorruptCheckpointError:

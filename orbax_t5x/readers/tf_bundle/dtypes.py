@@ -55,11 +55,7 @@ _FIRST_REFERENCE_TYPE = 101
 
 
 def dtype_of(number: int, *, path: str, leaf: str) -> np.dtype:
-    """Returns the NumPy dtype, object for strings.
-
-    Raises:
-      UnsupportedCheckpointError: JAX has no such dtype.
-    """
+    """Returns the NumPy dtype, object for strings; an UnsupportedCheckpointError for what JAX does not have."""
     if number == STRING:
         return _OBJECT
     dtype = _DTYPES.get(number)

@@ -50,11 +50,7 @@ _SPARE_SLICES = 16
 
 
 class BundleLeaves:
-    """The leaves of one bundle.
-
-    Attributes:
-      shards: the shards that were looked at, by number: the file, or why it cannot be read.
-    """
+    """The leaves of one bundle; `shards` are the files that were looked at, or why they cannot be read."""
 
     def __init__(self, root: Store, files: OpenFiles, prefix: str, header: BundleHeader, limits: Limits):
         self._root = root
@@ -90,15 +86,7 @@ class BundleLeaves:
         return self.shards[number]
 
     def leaves(self, entries: Mapping[bytes, bytes], slices: Mapping[bytes, bytes]) -> dict[str, Leaf]:
-        """Makes the leaves by name.
-
-        Args:
-          entries: encoded entries by name.
-          slices: encoded entries of slices by key.
-
-        Raises:
-          CorruptCheckpointError: a name is no text; a slice belongs to no variable.
-        """
+        """Makes the leaves by name; `slices` are encoded entries by key."""
         leaves: dict[str, Leaf] = {}
         unclaimed = set(slices)
         self._slice_counts = collections.Counter(map(variable_of_slice, slices))

@@ -35,17 +35,9 @@ _ENDIANNESS = {0: "little", 1: "big"}
 
 
 def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None) -> Checkpoint:
-    """Opens a bundle.
+    """Opens a bundle by its prefix, `.index`, one of its shards, its `checkpoint` file, or its directory.
 
-    Args:
-      path: its prefix (`…/model.ckpt-1000000`), its `.index`, one of its shards, its `checkpoint` file, or the
-        directory that holds one (or a single bundle).
-      limits: None for the defaults.
-
-    Raises:
-      CheckpointNotFoundError: no bundle there; the text names what was sought.
-      CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError, LimitExceededError, CheckpointIOError:
-        naming the file. What is wrong with single leaves is their `error`, raised when they are used.
+    What is wrong with single leaves is their `error`, raised when they are used.
     """
     limits = limits if limits is not None else Limits()
     place = find_bundle(os.fspath(path))

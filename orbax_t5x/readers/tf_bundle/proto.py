@@ -122,11 +122,7 @@ _EXTENT = {1: _VARINT, 2: _VARINT}
 
 
 def parse_header(data: bytes) -> BundleHeader:
-    """Parses a BundleHeaderProto.
-
-    Raises:
-      BadMessage: it is none.
-    """
+    """Parses a BundleHeaderProto."""
     header = _scan(data, "BundleHeaderProto", _HEADER)
     version = _scan(header.get(3, b""), "VersionDef", _VERSION)
     return BundleHeader(
@@ -160,11 +156,7 @@ def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
 
 
 def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
-    """Parses a BundleEntryProto.
-
-    Raises:
-      BadMessage: it is none, has more than `max_rank` dimensions, or more than `max_slices` slices.
-    """
+    """Parses a BundleEntryProto; one of more than `max_rank` dimensions or `max_slices` slices is refused."""
     kind = "BundleEntryProto"
     entry = _scan(data, kind, _ENTRY, repeated=7)
     slices = entry.get(7, ())

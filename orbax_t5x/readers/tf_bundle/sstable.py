@@ -35,11 +35,7 @@ class BadVarint(ValueError):
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Reads the varint at `at`, which must end before `end`; returns it and the position behind it.
-
-    Raises:
-      BadVarint: it does not end there, or has more than 64 bits.
-    """
+    """Reads the varint at `at`, which must end before `end`; returns it and the position behind it."""
     value = shift = 0
     for place in range(at, min(end, at + _MAX_VARINT_BYTES)):
         byte = data[place]
@@ -236,11 +232,7 @@ class Table:
             raise self._corrupt(f"a restart point of {where} is no entry: {restart}")
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yields all (key, value) of the table, strictly ascending.
-
-        Raises:
-          CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError: naming the file.
-        """
+        """Yields all (key, value) of the table, strictly ascending."""
         last: bytes | None = None
         separator: bytes | None = None
         for block_separator, handle in self._blocks:

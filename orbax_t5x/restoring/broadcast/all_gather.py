@@ -27,19 +27,10 @@ def empty_buffer(size: int) -> np.ndarray:
 
 
 def exchange_buffers(buffer: np.ndarray, members: Sequence[int], path: str | None, thread: CallThread) -> np.ndarray:
-    """Gathers the send buffers of all members; exactly these must call it.
+    """Gathers the send buffers, of one size, of all members (ascending), as bytes [member, byte].
 
-    Args:
-      buffer: of this process; bytes, of one size on all members. It must not change before this returns.
-      members: processes, ascending, this one among them.
-      path: of what is being restored, for the error.
-      thread: waits for the others. One for all rounds: each thread keeps memory of its own of what it has let go.
-
-    Returns:
-      Bytes [member, byte].
-
-    Raises:
-      CheckpointIOError: a member does not answer.
+    Exactly these must call it. One `thread` waits in all rounds: each thread keeps memory of its own of what it has let
+    go. The buffer must not change before this returns.
     """
     if len(members) == 1:
         return buffer[None]

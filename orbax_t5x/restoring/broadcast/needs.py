@@ -22,13 +22,7 @@ from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, boxes_by_leaf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntryNeeds:
-    """Boxes of one entry that the processes of a job need.
-
-    Attributes:
-      entry: of the plan.
-      boxes: of all processes, each once.
-      needers: for each box the processes that need it, ascending.
-    """
+    """Boxes of one entry that the processes of a job need, each once, and for each the processes, ascending."""
 
     entry: PlanEntry
     boxes: tuple[Box, ...]
@@ -56,12 +50,7 @@ class EntryNeeds:
 
 
 def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
-    """Compares what the processes are about to execute; every process must call it.
-
-    Raises:
-      RestorePlanError: they differ, on all processes.
-      CheckpointIOError: a process does not answer.
-    """
+    """Compares what the processes are about to execute; every process must call it."""
     compared = [
         broadcast,
         [checkpoint.path for checkpoint in plan.checkpoints.values()],
@@ -76,11 +65,7 @@ def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
 
 
 def gather_needs(entries: Sequence[PlanEntry], path: str | None) -> list[EntryNeeds]:
-    """Gathers what all processes need of the entries, which are the same on all; every process must call it.
-
-    Raises:
-      CheckpointIOError: a process does not answer.
-    """
+    """Gathers what all processes need of the entries, which are the same on all; every process must call it."""
     sent = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, path)
     by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in sent]
     return [_needs_of(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]

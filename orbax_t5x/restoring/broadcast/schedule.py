@@ -78,10 +78,7 @@ class BroadcastChunk:
 class BroadcastRound:
     """Round of a broadcast: what some processes send one another at once.
 
-    Attributes:
-      members: ascending; a single one has only its own.
-      messages: what each member sends, in order.
-      buffer_bytes: of each send buffer, the same for all.
+    The messages are by member, in order; `buffer_bytes` are those of each send buffer, the same for all.
     """
 
     members: tuple[int, ...]
@@ -91,14 +88,7 @@ class BroadcastRound:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Schedule of a broadcast.
-
-    Attributes:
-      unshared: what each process reads for itself: nothing stored is needed by two.
-      needs: what is broadcast, by entry.
-      chunks: in order.
-      rounds: in order.
-    """
+    """Schedule of a broadcast; `unshared` is what each process reads for itself, because no other needs it."""
 
     unshared: tuple[PlanEntry, ...]
     needs: Mapping[PlanEntry, EntryNeeds]
@@ -107,13 +97,7 @@ class Schedule:
 
 
 def schedule_broadcast(needs: Sequence[EntryNeeds], processes: int, limit: int) -> Schedule:
-    """Schedules what all processes need.
-
-    Args:
-      needs: in plan order.
-      processes: how many there are.
-      limit: bytes that a process may have in flight.
-    """
+    """Schedules what all processes need, in plan order, with `limit` bytes in flight in each."""
     unshared: list[PlanEntry] = []
     sent: list[EntryNeeds] = []
     chunks: list[BroadcastChunk] = []

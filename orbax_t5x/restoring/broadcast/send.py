@@ -58,16 +58,9 @@ class Broadcast:
         limit: int,
         path: str | None,
     ):
-        """Begins nothing.
+        """Begins nothing; `place` will be called with each entry whose boxes are filled.
 
-        Args:
-          schedule: the same on all processes.
-          texts: entries of strings, which all processes need whole.
-          reader: reads this process's chunks.
-          place: called with each entry whose boxes are filled.
-          process, processes: the index of this one, and how many there are.
-          limit: bytes in flight.
-          path: of what is being restored, for errors.
+        `texts` are the entries of strings, which all processes need whole.
         """
         self._schedule = schedule
         self._texts = texts
@@ -87,13 +80,8 @@ class Broadcast:
     async def run(self, pool: concurrent.futures.Executor, error: Exception | None) -> None:
         """Takes part to the end, or until some process fails.
 
-        Args:
-          pool: for what blocks.
-          error: why this process cannot go on, if it has failed before; it takes part until all know.
-
-        Raises:
-          CheckpointIOError: a process does not answer.
-          CheckpointError: this process could not read its chunks. Where only others failed it returns.
+        With an `error` this process has failed before; it takes part until all know. Where only others failed it
+        returns.
         """
         self._thread = CallThread("orbax_t5x-rounds")
         try:
@@ -264,11 +252,7 @@ class Broadcast:
 
 
 class _ReceivedEntry:
-    """Entry of which this process receives elements.
-
-    Attributes:
-      elements_left: how many have not arrived yet.
-    """
+    """Entry of which this process still has to receive `elements_left`."""
 
     def __init__(self, entry: PlanEntry):
         self._entry = entry

@@ -47,12 +47,7 @@ class SimilarName(Hypothesis):
 
 
 class SimilarNames:
-    """Look-up of leaves of a checkpoint by leaves of a target.
-
-    Args:
-      missing: leaves of the target that nothing fills, by name, with shape and dtype.
-      free: leaves of the state dict that no leaf of the target takes, the same.
-    """
+    """Look-up of leaves that no leaf of the target takes by leaves that nothing fills, with shape and dtype."""
 
     def __init__(self, missing: Mapping[str, Any], free: Mapping[str, Any]):
         self._leaves = missing

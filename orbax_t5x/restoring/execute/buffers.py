@@ -49,12 +49,9 @@ class BufferLayout:
     read_boxes: tuple[Box, ...]
 
     def allocate(self, dtype: np.dtype) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Allocates uninitialised buffers: of all boxes, and, of the same memory, of the boxes to read.
+        """Allocates buffers of all boxes, and, in the same memory, of the boxes to read.
 
         All is one allocation, which lives as long as the array that adopts it.
-
-        Raises:
-          LimitExceededError: there is not so much memory; it names no leaf.
         """
         if dtype.hasobject:
             outs = [empty_array(shape, dtype) for shape in self.shapes]
@@ -144,11 +141,7 @@ def _explicit_transfer() -> contextlib.AbstractContextManager[Any]:
 
 
 def check_value(entry: PlanEntry, value: Any) -> None:
-    """Compares a value with the plan: JAX narrows and places by settings that may have changed since.
-
-    Raises:
-      RestorePlanError: the shape, dtype or sharding differs.
-    """
+    """Compares a value with the plan: JAX narrows and places by settings that may have changed since."""
     leaf = entry.leaf
     if leaf is None or leaf.kind == "scalar":
         return

@@ -101,9 +101,7 @@ def _as_group(entries: list[PlanEntry]) -> Group:
 def clusters_of(entries: Sequence[_Reading], stored: StoredBytesOf = stored_bytes) -> list[list[_Reading]]:
     """Joins entries that read the same leaf and share bytes of it; in order of their first ones.
 
-    Args:
-      entries: in plan order.
-      stored: counts the bytes that one read of boxes takes.
+    `stored` counts the bytes that one read of boxes takes.
     """
     by_leaf: dict[Leaf, list[int]] = {}
     for index, entry in enumerate(entries):

@@ -16,11 +16,7 @@ ShardStages = Sequence[Sequence[Shard]]
 
 
 class Reader:
-    """Reader that fills shards, stage by stage.
-
-    Attributes:
-      in_memory: replacements of leaves that have no values before an execution.
-    """
+    """Reader that fills shards, stage by stage; `in_memory` replaces leaves that have no values before an execution."""
 
     def __init__(self, stats: ReadStats, stop: threading.Event):
         """Takes what to count in, and what is set when nothing more is to be read."""
@@ -29,12 +25,7 @@ class Reader:
         self.in_memory: Mapping[Leaf, ValueLeaf] = {}
 
     def fill(self, stages: ShardStages, entry: PlanEntry) -> bool:
-        """Fills shards of leaves that block; False where reading was stopped meanwhile.
-
-        Args:
-          stages: what to fill together, stage by stage.
-          entry: the first one concerned, for errors.
-        """
+        """Fills shards of leaves that block; False where reading was stopped meanwhile."""
         for shards in stages:
             reads, finish = _lower(shards, entry)
             for leaf, requests in reads:

@@ -23,17 +23,7 @@ def gather_checksums(
 ) -> dict[Leaf, list[ChecksummedRange]]:
     """Gathers the checksummed ranges of all processes, by this process's leaf.
 
-    Every process must call it, also one whose reading failed: the others would wait for it.
-
-    Args:
-      stats: what this process has read.
-      leaves: of the plan, in an order that all processes have.
-      error: why this process could not read, or None.
-      path: of what is being restored, for errors.
-
-    Raises:
-      CheckpointError: what another process could not read, as that process raises it; or `error`.
-      CheckpointIOError: some process could not go on for another reason, or has died.
+    Every process must call it, also one whose reading failed with `error`: the others would wait for it.
     """
     # What `verify="full"` has to read in addition is only seen in the ranges themselves.
     ranges = [stats.ranges(leaf) for leaf in leaves]

@@ -41,13 +41,7 @@ StoredBytesOf = Callable[[Leaf, Iterable[Box]], int]
 
 
 class Piece(NamedTuple):
-    """Piece: a box of one shard, the unit that is read.
-
-    Attributes:
-      entry: of the plan.
-      box_index: the index of the shard among the boxes of the entry that are read.
-      box: within that shard; in the coordinates of the whole array.
-    """
+    """Piece: a box of one shard, in the coordinates of the whole array: the unit that is read."""
 
     entry: PlanEntry
     box_index: int
@@ -62,12 +56,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Stages in which some entries are read.
-
-    Attributes:
-      pieces: to read together, stage by stage.
-      scratch_bytes: the most memory beside the results that a stage needs.
-    """
+    """Stages in which some entries are read, and the most memory beside the results that one needs."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     scratch_bytes: int
@@ -97,14 +86,9 @@ def stages_of(entries: Iterable[PlanEntry]) -> Stages:
 def cut_clean(
     pieces: Sequence[Piece], size: int, wanted_size: int, axis: int = 0, stored: StoredBytesOf = stored_bytes
 ) -> tuple[list[Piece], list[Piece]] | None:
-    """Cuts pieces into their first rows and the rest; None where every cut would have stored bytes on both sides.
+    """Cuts pieces into about `wanted_size` bytes of their first rows and the rest, on `axis`.
 
-    Args:
-      pieces: to cut.
-      size: bytes of all of them.
-      wanted_size: bytes that the first rows should have about.
-      axis: the dimension whose indices are the rows.
-      stored: counts the bytes that one read of boxes takes.
+    None where every cut would have stored bytes on both sides.
     """
     ranges = [piece.box[axis] for piece in pieces if len(piece.box) > axis]
     if not ranges:

@@ -33,11 +33,7 @@ _CONVERSIONS = {
 
 
 def explain(plan: PlanData, leaf: str) -> str:
-    """Explains the source of one target leaf and the reads of this process, or the use of a leaf of the checkpoint.
-
-    Raises:
-      KeyError: neither has the name; the text gives the closest ones.
-    """
+    """Explains the source of a target leaf and the reads of this process, or the use of a leaf of the checkpoint."""
     parts = [_explain_entry(entry, plan) for entry in plan.entries if entry.name == leaf]
     parts += _explain_stored(plan, leaf)
     if parts:

@@ -67,13 +67,7 @@ class NewParameter:
 
 @dataclasses.dataclass
 class MovedLeaves:
-    """The new parameter's optimizer leaves.
-
-    Attributes:
-      leaves: kind -> the new leaf.
-      approximate: kinds whose new leaf differs from what training the new parameter would have given.
-      reset: kind -> why it has no new leaf.
-    """
+    """The new parameter's optimizer leaves by kind, those that are approximate, and why others have no new leaf."""
 
     leaves: dict[str, Any] = dataclasses.field(default_factory=dict)
     approximate: set[str] = dataclasses.field(default_factory=set)
@@ -218,8 +212,7 @@ def _solve(
 ) -> tuple[dict[str, Any], set[str]] | None:
     """Computes v_row and v_col for one choice of averaged dimensions, and which of them are approximate.
 
-    Returns:
-      None where the old slots do not hold what the new ones need.
+    None where the old slots do not hold what the new ones need.
     """
     used: set[tuple[str, str]] = set()
 

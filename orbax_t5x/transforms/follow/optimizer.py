@@ -110,11 +110,7 @@ class FollowOptimizer(Transform):
 
 
 def _checked_spec(spec: Sequence[Any]) -> Spec:
-    """Normalizes the role of each dimension, given as text or enum members.
-
-    Raises:
-      ValueError: another word, or no ROW or no COLUMN.
-    """
+    """Normalizes the role of each dimension, given as text or enum members; another word is a ValueError."""
     parts = tuple(str(getattr(part, "name", part)).upper() for part in spec)
     if not _PARTS.issuperset(parts) or not {"ROW", "COLUMN"} <= set(parts):
         raise ValueError(f"the dimensions of a factored parameter are ROW, COLUMN (both), or BATCH, not {spec!r}")

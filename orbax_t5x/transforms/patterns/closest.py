@@ -36,12 +36,7 @@ class ClosestNames:
         return [(name, _parts(name)) for _, name in zip(range(_LOOKED_AT), self._names, strict=False)]
 
     def to(self, name: str, count: int = 3) -> list[str]:
-        """Returns the names most like `name`, best first.
-
-        Args:
-          name: what is missing; it may also be a pattern.
-          count: how many at most.
-        """
+        """Returns at most `count` names that are most like `name`, which may be a pattern; best first."""
         # A pattern's escapes and quantifiers are no part of a name; \d+ is some number.
         plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
         plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)

@@ -13,16 +13,10 @@ _WORD = re.compile(r"[A-Za-z]+")
 def corrected_template(
     template: str, matches: Sequence[re.Match[str]], closest: Iterable[str], names: Collection[str]
 ) -> str | None:
-    """Returns the replacement with one word changed, such that it gives an existing name for every match.
+    """Returns the template with one word changed so that it gives an existing name for every match.
 
-    Args:
-      template: that gives none.
-      matches: of the rule's pattern.
-      closest: names that are close to what the template gives for the first match.
-      names: all that exist.
-
-    Returns:
-      None where no such change of one word is found, or two are.
+    None where no such change of one word is found, or two are. `closest` are names close to what it gives for the first
+    match.
     """
     words = _WORD.findall(expand_match(matches[0], template))
     found: set[str] = set()

@@ -32,12 +32,7 @@ def pattern_text(pattern: Pattern) -> str:
 
 
 def compile_pattern(pattern: Pattern, owner: str) -> re.Pattern[str]:
-    """Compiles a pattern.
-
-    Raises:
-      ValueError: it is no regular expression; the text names `owner` and the pattern.
-      TypeError: it is neither text nor a compiled pattern of text.
-    """
+    """Compiles a pattern; errors name `owner` and the pattern."""
     if not isinstance(pattern, (str, re.Pattern)) or not isinstance(pattern_text(pattern), str):
         raise TypeError(f"{owner}: a pattern is text or a compiled pattern of text, not {pattern!r}")
     try:

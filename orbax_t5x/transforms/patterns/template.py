@@ -30,11 +30,7 @@ def _template_parts(template: str) -> tuple[str | int | tuple[str], ...] | None:
 
 
 def expand_match(match: re.Match[str], template: str) -> str:
-    """Computes `match.expand(template)`, with the template parsed once.
-
-    Raises:
-      ValueError: it names a group that the pattern does not have, or has a bad escape.
-    """
+    """Computes `match.expand(template)`, with the template parsed once; a ValueError for unknown groups or escapes."""
     parts = _template_parts(template)
     try:
         if parts is not None:
