@@ -66,9 +66,8 @@ OptaxFactory = Callable[..., "OptaxWrapper"]
 class _OptaxWrapperHyperParams:
     """Hyper-parameters that may be given to one step of an Optax optimizer.
 
-    Attributes:
-      learning_rate: accepted and ignored; Optax has its own schedules.
-      extra_args: keyword arguments for the update of optimizers that take some, such as `value`.
+    The learning rate is ignored, because Optax has its own schedules; `extra_args` are keywords for the update of
+    optimizers that take some, such as `value`.
     """
 
     learning_rate: Any = None

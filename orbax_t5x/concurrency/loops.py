@@ -145,11 +145,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 class _Serving:
     """Event loop that is made, served and closed by one thread, which no interrupt of another can stop half-way.
 
-    Attributes:
-      loop: the event loop; None: it is not made yet, or cannot be made.
-      error: why it cannot be made.
-      begun: set when either is known.
-      ended: set when the thread has nothing left to do.
+    `begun` is set when the loop is made, or cannot be made (`error`); `ended` when the thread has nothing left to do.
     """
 
     def __init__(self) -> None:
@@ -188,10 +184,6 @@ class _Call:
     """Coroutine that an event loop runs for another thread; its methods are called in the loop.
 
     The end is signalled by the task, not by the coroutine: one that is cancelled before its first step never runs.
-
-    Attributes:
-      ended: set when the coroutine has ended, or will never begin.
-      failures: the exception that it raised.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], caller: CallerThread | None):

@@ -245,12 +245,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         return restored
 
     def _note_restored(self, own: epath.Path | None, lineage: provenance.Lineage) -> None:
-        """Keeps what a restore did.
-
-        Args:
-          own: the directory, where a step of the run itself was restored: the next save goes on from it.
-          lineage: of what was restored.
-        """
+        """Keeps what a restore did; `own` is a step of the run itself, from which the next save goes on."""
         self._restored = tuple(lineage)
         if own is not None:
             remember_restored(own, lineage)

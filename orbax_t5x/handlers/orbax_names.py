@@ -30,14 +30,7 @@ def write_spec(
     """Returns the TensorStore spec of an array as Orbax would write it, in chunks of another shape.
 
     The layout is Orbax's own. According to Orbax's source this function will be replaced by one that no public module
-    exports yet.
-
-    Args:
-      info: the `ParamInfo` that Orbax gives a type handler for a leaf.
-      shape: of the array.
-      chunk: the shape of its chunks.
-      dtype: of the array.
-      database: the number of the database below the directory that the array goes to; None: this process's.
+    exports yet. `info` is Orbax's `ParamInfo`; `database` is the number of the database, by default this process's.
     """
     database = jax.process_index() if database is None else database
     return ocp.type_handlers.get_json_tspec_write(

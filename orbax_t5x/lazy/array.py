@@ -237,9 +237,7 @@ class _Bfloat16Bits:
 
 
 def _spec_shape_dtype(ts_spec: Any, default_dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Returns the shape and dtype that zarr, zarr3 or N5 metadata, or the spec itself, record; the default for no
-    dtype.
-    """
+    """Returns the shape and dtype that zarr or N5 metadata, or the spec itself, record; the default for none."""
     json: Mapping[str, Any] = ts_spec if is_mapping(ts_spec) else ts_spec.to_json()
     metadata: Mapping[str, Any] = json.get("metadata") or {}
     shape = metadata.get("shape", metadata.get("dimensions"))

@@ -31,8 +31,7 @@ _COMPARED_BYTES = 4
 class CastNode(Node):
     """The elements in another dtype, as NumPy's `astype` makes them; make it with `cast_node`.
 
-    Attributes:
-      mismatch: what reading raises where a value does not survive the way there and back; None: nothing is compared.
+    With `mismatch`, reading raises that where a value does not survive the way there and back.
     """
 
     mismatch: Mismatch | None

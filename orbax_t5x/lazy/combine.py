@@ -26,12 +26,7 @@ _COMPARED_BYTES = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AverageNode(Node):
-    """The weighted average of arrays of one shape; make it with `average_node`.
-
-    Attributes:
-      weights: one for each input, of sum 1.
-      sum_dtype: what sums are made in.
-    """
+    """The weighted average of arrays of one shape, with weights of sum 1; make it with `average_node`."""
 
     weights: tuple[float, ...]
     sum_dtype: np.dtype
@@ -83,11 +78,7 @@ def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNod
 
     The result has the dtype that JAX's promotion gives for the inputs' dtypes, integers rounded to the nearest even.
     Sums are made in float32, or in float64 where an input or the result has 64 bits or is an integer (complex
-    likewise).
-
-    Raises:
-      ValueError: weights that do not fit, or dtypes that JAX does not promote.
-      TypeError: what holds no numbers.
+    likewise). Dtypes that JAX does not promote are a ValueError, what holds no numbers a TypeError.
     """
     if len(weights) != len(inputs):
         raise ValueError(f"average of {len(inputs)} arrays with {len(weights)} weights")

@@ -107,8 +107,7 @@ class Leaf(abc.ABC):
         """
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the bytes that one read of these boxes adds to `ReadStats.bytes_read`; plans use it to count in
-        advance.
+        """Returns the bytes that one read of these boxes adds to `ReadStats.bytes_read`; plans count so in advance.
 
         Here the bytes of their elements, decoded, an element of several boxes once. A leaf that reads more than the
         requested elements, or nothing, counts that instead.

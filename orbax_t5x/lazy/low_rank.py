@@ -26,11 +26,9 @@ _BLOCK_BYTES = 128 << 10
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LowRankNode(Node):
-    """`kernel + scale * tensordot(down, up, 1)`; the inputs are kernel, down and up; make it with `low_rank_node`.
+    """`kernel + scale * tensordot(down, up, 1)` of the inputs; make it with `low_rank_node`.
 
-    Attributes:
-      scale: of the product.
-      sum_dtype: what sums are made in, before they are rounded to the kernel's dtype once.
+    Sums are made in `sum_dtype`, and rounded to the kernel's dtype once.
     """
 
     scale: float
@@ -94,11 +92,8 @@ class LowRankNode(Node):
 def low_rank_node(kernel: Node, down: Node, up: Node, scale: float) -> Node:
     """Adds the scaled product of `down` and `up` over their common dimension to the kernel.
 
-    Sums are made in float32, or in float64 where an input has 64 bits; the result has the kernel's dtype.
-
-    Raises:
-      ValueError: shapes that do not fit.
-      TypeError: what holds no real floating-point numbers.
+    Sums are made in float32, or in float64 where an input has 64 bits; the result has the kernel's dtype. Shapes that
+    do not fit are a ValueError, what holds no real floating-point numbers a TypeError.
     """
     for node in (kernel, down, up):
         if kind_of(node.dtype) != "float":

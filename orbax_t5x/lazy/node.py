@@ -67,9 +67,7 @@ class _MeasuringLowering(Lowering):
 
 
 def memoryless(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Makes an array with the strides of a C-contiguous one over the memory of one element; it must not be read or
-    written.
-    """
+    """Makes an array with the strides of a C-contiguous one over the memory of one element, not to be touched."""
     strides: list[int] = []
     step = dtype.itemsize
     for size in reversed(shape):

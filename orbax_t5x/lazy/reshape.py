@@ -63,11 +63,7 @@ def _before_reshapes(node: Node) -> Node:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class JoinNode(Node):
-    """Adjacent dimensions merged into one, in C order.
-
-    Attributes:
-      groups: for every dimension of the result, the sizes of the input's dimensions that it joins.
-    """
+    """Adjacent dimensions merged into one, in C order: `groups` has the sizes that each dimension joins."""
 
     groups: _Groups
 
@@ -94,11 +90,7 @@ class JoinNode(Node):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SplitNode(Node):
-    """One or more dimensions, each split into several, in C order.
-
-    Attributes:
-      groups: for every dimension of the input, the sizes of the result's dimensions that it becomes.
-    """
+    """Dimensions split into several, in C order: `groups` has the sizes that each dimension of the input becomes."""
 
     groups: _Groups
 

@@ -33,10 +33,8 @@ _FLIP = slice(None, None, -1)
 class _Cut(NamedTuple):
     """A box of the output as a box of the input.
 
-    Attributes:
-      box: of the input.
-      at: cuts the output down to one element along repeats, and turns negative steps round.
-      strides: the index of the wanted elements within the covering box, or None where the box is exact.
+    `at` cuts the output down to one element along repeats, and turns negative steps round; `strides` index the wanted
+    elements within the covering box, or are None where the box is exact.
     """
 
     box: Box

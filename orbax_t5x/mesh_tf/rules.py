@@ -252,7 +252,7 @@ def _is_placeholder(leaf: Any) -> bool:
 
 
 def _known_parameters(target: Iterable[str]) -> frozenset[str] | None:
-    """Returns the parameters whose slots a target names as T5X does, as the slots begin; None without Adafactor slots.
+    """Returns the parameters whose slots a target names as T5X does; None without Adafactor slots.
 
     None of them in a target with Optax's factored state (`…/v_row/<parameter>`), which has other names for all slots.
     """

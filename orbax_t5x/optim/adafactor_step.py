@@ -87,16 +87,9 @@ def second_moment_decay(step: Any, decay_rate: Any) -> Any:
 def step_param(
     hyper_params: AdafactorHyperParams, path: str, dims: FactorDims, beta2: Any, param: Any, slots: Any, grad: Any
 ) -> tuple[Any, Any]:
-    """Computes one parameter's new value and slots.
+    """Computes one parameter's new value and slots, which are of the same class.
 
-    Args:
-      hyper_params: of this step.
-      path: the parameter's name, for hyper-parameters by name.
-      dims: how its second moment is factored.
-      beta2: the second moment's decay at this step.
-      param: the parameter.
-      slots: its slots; the new ones are of the same class.
-      grad: its gradient.
+    `beta2` is the second moment's decay at this step; hyper-parameters may be given by name (`path`).
     """
     learning_rate = hyper_params.learning_rate
     update, moments = _normalize(hyper_params.epsilon1, dims, beta2, slots, grad.astype(jnp.float32))

@@ -88,20 +88,11 @@ _FACTORED_PARTS = (FactorDim.ROW, FactorDim.COLUMN)
 def parse_rule(
     rule: FactorRule, shape: Sequence[int], path: str, fallback_to_heuristics: bool = True
 ) -> tuple[tuple[int, ...], HeuristicRule | FactoredPair | None]:
-    """Interprets a rule for a parameter.
+    """Interprets a rule for a parameter; see `FactorDims`.
 
-    Args:
-      rule: a `FactorDim` per dimension, `HEURISTIC_RULE`, or None for "do not factor".
-      shape: of the parameter.
-      path: its name, for errors.
-      fallback_to_heuristics: whether rules for rank 2 and less without BATCH give way to `HEURISTIC_RULE`.
-
-    Returns:
-      The dimensions over which the parameter's scale and the clipping average, and the ROW and the COLUMN dimensions;
-      in place of these `HEURISTIC_RULE`, or None where the second moment is not factored.
-
-    Raises:
-      ValueError: the heuristic for a rank above 2; a rule of another rank, or with only one of ROW and COLUMN.
+    In place of ROW and COLUMN, `HEURISTIC_RULE` is returned where the sizes decide, and None where the second moment is
+    not factored. With `fallback_to_heuristics`, rules for rank 2 and less without BATCH give way to `HEURISTIC_RULE`. A
+    rule of another rank, or with only one of ROW and COLUMN, is a ValueError.
     """
     rank = len(shape)
     every = tuple(range(rank))
@@ -150,12 +141,8 @@ def possible_dims(
 ) -> tuple[FactorDims, ...]:
     """Lists all dimensions over which the slots of a checkpoint may have been averaged.
 
-    Args:
-      shape: the parameter's.
-      v_row: the shape of v_row, or None where it is not known.
-      v_col: the shape of v_col, likewise.
-      rule: T5X's rule for the parameter, where it is known; it counts for ranks above 2.
-      always_by_size: whether the sizes decide for every rank (Optax), not only up to rank 2.
+    `v_row` and `v_col` are shapes, or None where not known, and so is T5X's rule, which counts for ranks above 2. With
+    `always_by_size` the sizes decide for every rank (Optax), not only up to rank 2.
     """
 
     def fits(dims: FactorDims) -> bool:

@@ -47,17 +47,10 @@ class SlotConversion:
 def match_slots(
     shape: Shape, t5x: Mapping[str, Shape], optax: Mapping[str, Shape], rule: Sequence[FactorDim] | None = None
 ) -> dict[str, str]:
-    """Finds, for each of Optax's slots of a parameter, the T5X slot that has the same values.
+    """Finds, for each of Optax's slots of a parameter, the T5X slot that has the same values, by their shapes.
 
-    Args:
-      shape: of the parameter.
-      t5x: the shapes of T5X's v_row, v_col and v.
-      optax: the shapes of Optax's.
-      rule: T5X's rule for the parameter. Without it the shapes decide, which are ambiguous where dimensions of a
-        parameter of rank 3 and above are equal.
-
-    Raises:
-      ValueError: the values are not the same, or the shapes are ambiguous.
+    Without T5X's rule the shapes decide, which are ambiguous where dimensions of a parameter of rank 3 and above are
+    equal: a ValueError, and so are values that are not the same.
     """
     same = {slot: slot for slot in _SLOTS}
     t5x_whole, optax_whole = _is_whole(t5x, shape), _is_whole(optax, shape)
@@ -89,10 +82,7 @@ def t5x_to_optax(
 ) -> SlotConversion:
     """Fills a target that holds `optax.adafactor`'s state, anywhere in the tree, from a T5X Adafactor checkpoint.
 
-    Args:
-      source: shapes by name, in T5X's layout (`target/…`, `state/step`, `state/param_states/<param>/v_row`, …).
-      target: shapes by name.
-      rules: T5X's rules by parameter name; see `match_slots`.
+    Source and target are shapes by name, the source in T5X's layout (`target/…`, `state/param_states/<param>/v_row`).
     """
     result = SlotConversion()
     for prefix, params in _factored_states(target).items():
@@ -126,13 +116,8 @@ def optax_to_t5x(
 class _Pairing:
     """Matcher of one factored Optax state with T5X's slots.
 
-    Attributes:
-      result: the conversion, to which leaves and problems are added.
-      t5x, optax: shapes by name on each side.
-      prefix: of the factored state's fields.
-      entries: the prefixes of all entries of its chain, its own among them.
-      rules: T5X's rules by parameter name.
-      to_optax: whether T5X's side is the source.
+    `prefix` is that of the factored state's fields, `entries` are those of all entries of its chain; `to_optax` where
+    T5X's side is the source.
     """
 
     result: SlotConversion

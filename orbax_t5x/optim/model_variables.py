@@ -18,14 +18,7 @@ _AXES = "_axes"
 
 
 class ModelVariables(NamedTuple):
-    """Variables that `module.init` returned.
-
-    Attributes:
-      params: the parameters.
-      params_axes: their axis metadata, or None.
-      mutables: all other collections by name.
-      mutables_axes: axis metadata of those that have it, or None.
-    """
+    """Variables that `module.init` returned: parameters, other collections by name, and the axis metadata of both."""
 
     params: Any
     params_axes: Any
@@ -34,11 +27,7 @@ class ModelVariables(NamedTuple):
 
 
 def split_variables(model_variables: Mapping[str, Any]) -> ModelVariables:
-    """Takes collections apart; the arrays may be abstract.
-
-    Raises:
-      ValueError: no parameters, axes without their collection, or variables without axis names.
-    """
+    """Takes collections apart; a ValueError without parameters, or where axes and variables do not fit."""
     if "params" not in model_variables:
         raise ValueError(f"The model variables have no collection 'params', only {sorted(model_variables)}.")
     mutables, axes = split_collections(model_variables)
@@ -47,11 +36,7 @@ def split_variables(model_variables: Mapping[str, Any]) -> ModelVariables:
 
 
 def split_collections(variables_and_axes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separates the collections from their axes, which are under the names of their collections.
-
-    Raises:
-      ValueError: axes without their collection, or variables without axis names.
-    """
+    """Separates the collections from their axes, which are under the names of their collections."""
     variables: dict[str, Any] = {}
     axes: dict[str, Any] = {}
     for name, collection in variables_and_axes.items():
@@ -74,11 +59,7 @@ def check_axes(axes: Any, variables: Any) -> None:
 
 
 def params_axis_names(params_axes: Any) -> FrozenDict[str, Any]:
-    """Returns a tree like the parameters of `PartitionSpec`s of logical axis names.
-
-    Raises:
-      ValueError: there are no axes.
-    """
+    """Returns a tree like the parameters of `PartitionSpec`s of logical axis names."""
     if params_axes is None:
         raise ValueError(
             "The train state has no params_axes. Declare parameters with flax.linen.partitioning.param_with_axes, and "

@@ -88,9 +88,7 @@ class MultiOptimizer(OptimizerDef):
         return _like(params, new_params), OptimizerState(step=state.step + 1, param_states=param_states)
 
     def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
-        """Returns the list of hyper-parameters: `hyper_params=[…]` replaces all; other overrides go to every
-        sub-optimizer. sub-optimizer.
-        """
+        """Returns the list of hyper-parameters: `hyper_params=[…]` replaces all, others go to every optimizer."""
         hyper_params = hyper_param_overrides.pop("hyper_params", self.hyper_params)
         if len(hyper_params) != len(self.sub_optimizers):
             raise ValueError(f"{len(self.sub_optimizers)} optimizers, but {len(hyper_params)} hyper-parameters.")
@@ -124,9 +122,7 @@ class MultiOptimizer(OptimizerDef):
         return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
-        """Returns T5X's tree with None for untouched leaves; over Optax one entry per sub-optimizer, without empty
-        dicts. dicts.
-        """
+        """Returns T5X's tree with None for untouched leaves; over Optax one entry per sub-optimizer, if not empty."""
         return {"target": to_state_dict(target), "state": to_state_dict(state, keep_empty=self.keeps_param_tree)}
 
     def _parts(self, tree: Any) -> list[list[_Path]]:

@@ -66,14 +66,7 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
 
 
 def apply_axes_rules(rules: Mapping[type, AxesRule], state: Any, params_axes: Any, axes: Any) -> Any:
-    """Returns the axes of a state, with the rules' results for states of their classes.
-
-    Args:
-      rules: by the class of a state.
-      state: any optimizer state.
-      params_axes: handed to the rules.
-      axes: of `state`, and of its structure: what holds where there is no rule.
-    """
+    """Returns the axes of a state, with the results of `rules` for states of their classes, by which they are given."""
     rule = rules.get(type(state))
     if rule is not None:
         return rule(state, params_axes)
@@ -121,11 +114,8 @@ def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
 def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
     """Reports whether a node of a state has the structure of the parameters; masked parts fit anything.
 
-    Args:
-      node: of a tree of slots.
-      axes: of the parameters.
-      allow_records: whether a state may have several leaves for a parameter. False where the parameters are a tuple or
-        a list, because the states of chained optimizers look the same.
+    `allow_records`: a state may have several leaves for a parameter. Not where the parameters are a tuple or a list,
+    because the states of chained optimizers look the same.
     """
     opened, wanted = open_node(node), open_node(axes)
     if wanted is None:
@@ -226,9 +216,7 @@ def _kept_dims(slot: _StateLeaf, param_shape: tuple[int, ...], names: tuple[Any,
 
 
 def _factored_drop(slot: _StateLeaf, param_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the dimension that Optax's factored moments average over: v_row the largest one, v_col the second
-    largest.
-    """
+    """Returns the dimension that Optax's factored moments average over: v_row the largest, v_col the second."""
     dims = dims_by_size(param_shape)
     if dims is None:
         return ()
@@ -236,11 +224,7 @@ def _factored_drop(slot: _StateLeaf, param_shape: tuple[int, ...]) -> tuple[int,
 
 
 def align_axes(params: Any, params_axes: Any) -> Any:
-    """Returns the axes in the parameters' own structure.
-
-    Raises:
-      ValueError: parameters have no place in `params_axes`.
-    """
+    """Returns the axes in the parameters' own structure; a parameter without a place in `params_axes` is an error."""
     missing: list[str] = []
     result = _align(params, params_axes, (), missing)
     if missing:

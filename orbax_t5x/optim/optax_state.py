@@ -57,9 +57,7 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tup
 def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
     """Returns the state dict of a tree; a leaf is its own.
 
-    Args:
-      tree: any pytree.
-      keep_empty: whether nodes without leaves stay as empty dicts. The outermost node always stays.
+    Nodes without leaves stay as empty dicts with `keep_empty`; the outermost node always stays.
     """
     opened = open_node(tree)
     if opened is None:
@@ -76,15 +74,7 @@ def from_state_dict(reference: Any, state_dict: Any, *, what: str = "state") -> 
     """Builds a tree of the structure of `reference` with the leaves of `state_dict`.
 
     As in Flax, a dict in the reference ignores entries that it does not have; a tuple, list or record with other
-    entries is an error.
-
-    Args:
-      reference: gives the structure; its leaves may be abstract.
-      state_dict: nested dicts; entries that hold nothing (empty nodes, None) may be absent.
-      what: the word for the tree in errors.
-
-    Raises:
-      ValueError: an entry is absent, too many, or not a dict where the reference has a node.
+    entries is a ValueError. Entries that hold nothing (empty nodes, None) may be absent. Errors call the tree `what`.
     """
     missing: list[str] = []
     result = _restore(reference, state_dict, (), missing, what)

@@ -22,12 +22,9 @@ _RECORDED_RULES = 500
 
 @dataclasses.dataclass(frozen=True)
 class ChainRecord:
-    """Record of a chain of transforms.
+    """Record of a chain of transforms: a text per rule, in order, and the digest, if each transform has one.
 
-    Attributes:
-      rules: one text per rule, in order; empty for a chain of no transforms.
-      digest: `sha256:…`, or None where a transform has no digest.
-      only_selects: whether no transform changes the value of a leaf that it keeps, nor which leaf it is.
+    `only_selects` where no transform changes the value of a leaf that it keeps, nor which leaf it is.
     """
 
     rules: tuple[str, ...] = ()

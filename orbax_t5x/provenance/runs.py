@@ -16,11 +16,9 @@ EVERY_ITEM = ""
 
 
 class RunKey(NamedTuple):
-    """Key of a run.
+    """Key of a run: its resolved root, or the root's URL, and the name of the item in each step.
 
-    Attributes:
-      root: the resolved root directory, or its URL.
-      item: the item's name in each step; `EVERY_ITEM` for each item of the root that has no lineage of its own.
+    `EVERY_ITEM` stands for each item of the root that has no lineage of its own.
     """
 
     root: str

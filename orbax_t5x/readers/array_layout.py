@@ -12,13 +12,9 @@ import tensorstore as ts
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-    """The layout of one chunked array.
+    """The layout of one chunked array: `shard` is what holds the index of its chunks, `chunk` is decoded at a time.
 
-    Attributes:
-      shape: of the array.
-      dtype: of its elements.
-      chunk: the shape of what is decoded at a time, () for a rank-0 array.
-      shard: the shape of what holds the index of its chunks; the same as `chunk` where chunks are stored by themselves.
+    They are the same where chunks are stored by themselves, and () for a rank-0 array.
     """
 
     shape: tuple[int, ...]

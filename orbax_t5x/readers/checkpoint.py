@@ -18,9 +18,7 @@ _SHOWN_ROWS = 200
 
 
 def _insert(root: dict[str, Any], name: str, value: Any) -> None:
-    """Puts a leaf under nested dicts; where a leaf is in the way (a TF bundle may hold `a` and `a/b`), under the
-    joined rest.
-    """
+    """Puts a leaf under nested dicts; where a leaf is in the way (`a` and `a/b`), under the joined rest."""
     node = root
     parts = name.split("/")
     for depth, part in enumerate(parts[:-1]):
@@ -67,14 +65,10 @@ class Checkpoint:
         close: Callable[[], None] | None = None,
         index_bytes: int = 0,
     ):
-        """Holds the result of a reader.
+        """Holds the result of a reader; `empties` and `sequences` are as in the properties.
 
-        Args:
-          leaves: by '/'-joined name.
-          empties: names of nodes without leaves: None, an empty container, or `...` where Orbax was given that to save.
-          sequences: names of the containers that were lists or tuples, where recorded; "" is the whole tree.
-          close: releases files and makes later reads a ValueError; may be called again. What it releases must also
-            release itself when neither this object nor a leaf refers to it any more.
+        `close` releases files and makes later reads a ValueError; it may be called again. What it releases must also
+        release itself when neither this object nor a leaf refers to it any more.
         """
         self.path = path
         self.given_path = path

@@ -53,13 +53,7 @@ _CHECKING_CODECS = ("gzip", "zlib", "crc32c")
 
 
 class TensorStoreLeaf(Leaf):
-    """One zarr array.
-
-    Attributes:
-      chunks: the unit in which the array is read, or None for a rank-0 array.
-      error: that a chunk takes more memory than the limits allow, or None.
-      prng_impl: the implementation of a typed PRNG key whose uint32 data this is ("threefry2x32", …), or None.
-    """
+    """One zarr array, read in chunks; `error` where a chunk takes more memory than the limits allow."""
 
     __slots__ = (
         "_array",
@@ -92,16 +86,9 @@ class TensorStoreLeaf(Leaf):
     ):
         """Makes the leaf of an array; called by readers.
 
-        Args:
-          name: of the leaf.
-          path: the directory that holds the array.
-          array: opened for reading, or what opens it on the first read.
-          flag: of the checkpoint.
-          prng_impl: see above.
-          sums: the checksums that the checkpoint keeps of the array, why they cannot be used, or None. Checksums of
-            another shape or dtype cannot be used.
-          files: those that hold the array, as they were before it was opened.
-          limits: on its chunks.
+        The array is open for reading, or is opened on the first read. `sums` are the checksums that the checkpoint
+        keeps of it, or why they cannot be used; those of another shape or dtype cannot. `files` are as they were before
+        it was opened.
         """
         self.name: str = name
         self.path: str = path

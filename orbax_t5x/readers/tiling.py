@@ -20,12 +20,7 @@ def box_text(box: Box) -> str:
 
 
 class Tiling(NamedTuple):
-    """Result of a check of boxes.
-
-    Attributes:
-      problem: what is wrong with them, or None.
-      steps: what it took to find out, beyond a few steps per box.
-    """
+    """Result of a check of boxes: what is wrong with them, or None, and the steps beyond a few per box that it took."""
 
     problem: str | None
     steps: int = 0

@@ -259,9 +259,7 @@ class _Execution:
     # -- checksums
 
     async def _verify_group(self, group: Group) -> None:
-        """Compares the checksums of the leaves whose last read this was; over several processes that waits for the
-        others.
-        """
+        """Compares the checksums of leaves after their last read; of several processes all do that at the end."""
         if self._several:
             return
         for leaf in group.leaves:

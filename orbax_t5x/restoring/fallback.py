@@ -51,11 +51,9 @@ class ComputedLeaf(BlockingLeaf):
 
 
 class Fallback:
-    """Values for what the checkpoint lacks.
+    """Values for what the checkpoint lacks, by name: given ones, and a `ComputedLeaf` for each that JAX computes.
 
-    Attributes:
-      leaves: by name: values, and a `ComputedLeaf` for each array that a function computes with JAX.
-      compute: computes such arrays; None where there are none. It holds none of the values.
+    `compute` computes the latter; it holds none of the values.
     """
 
     def __init__(self, fallback: Any):

@@ -29,15 +29,11 @@ def _unchanged(records: Records) -> Records:
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Caller of a restore.
+    """Caller of a restore; see `orbax_t5x.provenance.decision` for its kind.
 
-    Attributes:
-      kind: see `orbax_t5x.provenance.decision`.
-      agree: returns the records that all processes of a collective restore use; each process calls it once, with what
-        it read.
-      proposes: whether transforms that would help are looked for where leaves are missing.
-      keeps_lineage: whether the lineage of what is restored is recorded with what the caller saves or writes next. The
-        history of the run then counts without transforms, too.
+    `agree` returns the records that all processes of a collective restore use; each process calls it once, with what it
+    read. `proposes` where transforms that would help are looked for. With `keeps_lineage` the lineage of what is
+    restored is recorded with what the caller saves next: the history of the run then counts without transforms, too.
     """
 
     kind: CallerKind = "restore"

@@ -31,16 +31,8 @@ from orbax_t5x.trees.flat import prefixed
 class PlanInputs:
     """Inputs of a plan: open checkpoints, a flattened target, and the transforms between them.
 
-    Attributes:
-      checkpoints: by the prefix of their leaf names; one checkpoint under "" has no prefix.
-      path: of the checkpoints, for errors.
-      target: what is to be filled.
-      stored: the leaves of the checkpoints by name.
-      source: the same under the names that transforms get.
-      given: the transforms as the caller gave them, in order.
-      transforms: the same with the rules that `"auto"` found.
-      options: the rest of the keywords.
-      diagnostics: what was found so far.
+    `stored` has the leaves by their names in the checkpoints, `source` by those that transforms get. `transforms` are
+    the `given` ones with the rules that `"auto"` found.
     """
 
     checkpoints: Mapping[str, Checkpoint]

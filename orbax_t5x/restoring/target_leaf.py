@@ -69,12 +69,8 @@ class TargetLeaf:
 class MissingLeaf:
     """A leaf of the target that nothing fills.
 
-    Attributes:
-      name: in the target.
-      leaf: what the target wants.
-      is_none: the checkpoint has None under the name.
-      is_reset: a transform found that it has no counterpart.
-      is_barred: the fallback has a value, and `fallback_for` does not let it fill the leaf.
+    `is_none`: the checkpoint has None under the name. `is_reset`: a transform found that it has no counterpart.
+    `is_barred`: the fallback has a value, and `fallback_for` does not let it fill the leaf.
     """
 
     name: str

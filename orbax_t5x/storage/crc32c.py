@@ -106,7 +106,7 @@ def move(crc: int, distance: int) -> int:
 
 
 def combine_spread(crcs: np.ndarray, stride: int) -> int:
-    """Returns the contribution of equal ranges, one every `stride` bytes, to the checksum that ends with the last.
+    """Returns the contribution of equal ranges, one every `stride` bytes, to the crc of a whole that ends with them.
 
     The checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
     elsewhere.

@@ -269,9 +269,7 @@ class _PathWalker:
             self._pending.extend(reversed(target.split("/")))
 
     def _hub_blob(self, target: str) -> tuple[str, list[str]] | None:
-        """Returns the directory and the name of a blob, where a snapshot of the hub cache links to one and nothing
-        follows.
-        """
+        """Returns directory and name of a blob, where a snapshot of the hub cache links to one and nothing follows."""
         blob, snapshot = _HUB_BLOB.fullmatch(target), _HUB_SNAPSHOT.fullmatch(self._root.path)
         if blob and snapshot and blob["cache"] == snapshot["cache"] and not self._pending:
             return blob["cache"] + "/blobs", [blob["blob"]]

@@ -66,10 +66,7 @@ class StoredFile(Protocol):
         ...
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Fills buffers (contiguous, of any dtype) with bytes as they are, one after the other, from `offset`.
-
-        Errors as `read`.
-        """
+        """Fills buffers (contiguous, of any dtype) with bytes as they are, from `offset`; errors as `read`."""
         ...
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
@@ -94,11 +91,7 @@ class OpenFiles(Protocol):
     """The files of one checkpoint that are being read."""
 
     def file(self, name: str, *, leaf: str | None = None) -> StoredFile:
-        """Stats a file without reading it.
-
-        Raises:
-          CheckpointError: there is none, or it cannot be read.
-        """
+        """Stats a file without reading it."""
         ...
 
     def require_open(self) -> None:
@@ -128,23 +121,15 @@ class Snapshot(Protocol):
         ...
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
-        """Stats the files once in each execution; blocks.
-
-        Raises:
-          CheckpointGoneError: one is another now.
-        """
+        """Stats the files once in each execution; blocks."""
         ...
 
 
 class ArrayDirectory(NamedTuple):
-    """The directory of one array that TensorStore reads by itself.
+    """The directory of one array that TensorStore reads by itself, with the bytes of its metadata file.
 
-    Attributes:
-      path: resolved.
-      identity: equal for two names of the same directory.
-      kvstore: TensorStore's spec of it, without the slash at the path's end.
-      metadata: the bytes of the array's metadata file.
-      files: of the array, as they were before the metadata were read.
+    `identity` is equal for two names of the same directory; `kvstore` is TensorStore's spec of it; `files` are as they
+    were before the metadata were read.
     """
 
     path: str
@@ -206,23 +191,9 @@ class Store(Protocol):
         ...
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> Snapshot:
-        """Returns the files of an array.
-
-        Args:
-          directory: of the array; "" for the root.
-          metadata: the name of its metadata file in there, the only one that is looked at in a remote store.
-          leaf: for errors.
-        """
+        """Returns the files of an array; of a remote one, only `metadata` is looked at."""
         ...
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
-        """Opens the directory of an array once and returns all that opening the array needs; see `array_files`.
-
-        Args:
-          directory, metadata, leaf: as there.
-          limit: on the bytes of the metadata, `Limits.json_bytes`.
-
-        Raises:
-          CheckpointError: as `locate`, `array_files` and `read_small`.
-        """
+        """Opens the directory of an array once and returns all that opening it needs; see `array_files`."""
         ...

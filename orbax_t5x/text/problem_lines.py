@@ -51,10 +51,7 @@ class DescribedProblem(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _ProblemGroup:
-    """Problems of one kind with one message; `leaves` are their leaves, folded, and none where they concern no leaf.
-
-    `fix_names_leaf` is True where the fix is only that of the first.
-    """
+    """Problems of one kind with one message, with their `leaves` folded; the fix may be only the first's."""
 
     kind: str
     message: str

@@ -38,17 +38,7 @@ def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> li
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableRow:
-    """Row of a table; any text but the label may be empty.
-
-    Attributes:
-      label: the leaf's name, with the number of leaves in the row.
-      array: dtype and shape.
-      placing: the sharding.
-      size: bytes, as text.
-      source: where it comes from: a name, or a remark in its place.
-      how: what happens on the way.
-      has_remark: whether `source` is a remark, such as "same name".
-    """
+    """Row of a table: the leaf's name, its array, sharding, bytes, source (or a remark in its place) and operations."""
 
     label: str
     array: str = ""

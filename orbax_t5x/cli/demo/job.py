@@ -149,9 +149,7 @@ class _DemoJob:
     # -- parts
 
     def _abstract_state(self, everything: RestorePlan) -> dict[str, Any]:
-        """Returns a state dict of `jax.ShapeDtypeStruct`: kernels in parts on all eight devices, the rest as it
-        divides.
-        """
+        """Returns the abstract state: kernels on all eight devices, the rest as it divides."""
         leaves = {}
         for entry in everything.entries:
             dtype = np.int32 if entry.dtype == np.int64 else entry.dtype

@@ -32,11 +32,9 @@ _unfinished: dict[str, _UnfinishedSave] = {}
 
 
 class _UnfinishedSave(NamedTuple):
-    """A save that has begun and not succeeded.
+    """A save that has begun and not succeeded; a fork leaves its parent's saves alone.
 
-    Attributes:
-      process: that saves; a fork leaves its parent's saves alone.
-      in_background: whether Orbax may write metadata at any time, and raises an error where it cannot.
+    Of one in the background, Orbax may write metadata at any time, and raises an error where it cannot.
     """
 
     process: int

@@ -40,9 +40,8 @@ _CAST_BYTES = 1 << 22
 class SaveSums:
     """The checksums that this process has made for one save; filled from any thread.
 
-    Attributes:
-      later: whether what is to be summed is kept for `sum_kept`. Summing holds the interpreter much of the time, so an
-        asynchronous save first gives its caller the control back.
+    With `later`, what is to be summed is kept for `sum_kept`. Summing holds the interpreter much of the time, so an
+    asynchronous save first gives its caller the control back.
     """
 
     def __init__(self, *, later: bool) -> None:

@@ -68,14 +68,11 @@ class WriteJob(NamedTuple):
 
 
 class ChunkWriter:
-    """Writer of the lazy arrays of one save.
+    """Writer of the lazy arrays of one save; it reads `snapshots` of leaves in memory, as they were at its begin.
 
     Jobs come from Orbax, which knows where arrays go. They are written at once in Orbax's background thread, or,
-    deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an
-    interrupt, without leaving writers behind.
-
-    Attributes:
-      snapshots: read instead of leaves in memory: their values when the save began.
+    deferred, when `run_deferred` is called: a long write that the caller waits for must be stoppable by an interrupt,
+    without leaving writers behind.
     """
 
     def __init__(

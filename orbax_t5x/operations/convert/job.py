@@ -49,11 +49,8 @@ PRIMARY = 0
 class _StartMessage(NamedTuple):
     """Message of the primary process to the others, before they write.
 
-    Attributes:
-      directory: the name of the work directory.
-      conversion: its digest, or a unique text.
-      first: the number of the primary's journal; those of the others follow.
-      kept: the numbers of the blocks that are durable already.
+    It has the name of the work directory, the digest of the conversion (or a unique text), the number of the primary's
+    journal, which those of the others follow, and the numbers of the durable blocks.
     """
 
     directory: str

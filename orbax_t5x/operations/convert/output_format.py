@@ -38,14 +38,7 @@ class WriteOptions:
 
 
 class WriteSummary(NamedTuple):
-    """Summary of the written directory.
-
-    Attributes:
-      leaves: how many arrays.
-      bytes: of their data, decoded.
-      skipped: (shape, dtype name) of the leaves that were left out, by name.
-      kept_bytes: how many of the bytes a killed conversion had written.
-    """
+    """Summary of the written directory: leaves, bytes, what was skipped, and what a killed conversion had written."""
 
     leaves: int
     bytes: int
@@ -66,11 +59,7 @@ class BlockStore(Protocol):
 
 
 class OutputFormat(Protocol):
-    """A plan's views as one format stores them; making one checks everything and writes nothing.
-
-    Attributes:
-      arrays: written block by block, in order; every process has the same.
-    """
+    """A plan's views as one format stores them; making one checks everything and writes nothing."""
 
     arrays: Sequence[PlannedArray]
 

@@ -24,14 +24,9 @@ _GROUPS_PER_PROCESS = 4
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedArray:
-    """One array to write.
+    """One array to write, under `key`, in blocks of the shape `chunk`.
 
-    Attributes:
-      name: for errors and progress.
-      key: under which the format stores it.
-      view: to read.
-      chunk: the shape of its blocks.
-      group: arrays of one group are stored in one file, and best written by one process.
+    Arrays of one `group` are stored in one file, and best written by one process.
     """
 
     name: str

@@ -46,14 +46,7 @@ class Tensor(NamedTuple):
 
 
 class PlannedFile(NamedTuple):
-    """One file.
-
-    Attributes:
-      name: within the directory.
-      head: its bytes before the first tensor.
-      starts: where each tensor's data begin, from the beginning of the file.
-      size: of the whole file.
-    """
+    """One file: `head` is before the first tensor, `starts` are the tensors' first bytes in the whole file."""
 
     name: str
     head: bytes

@@ -25,11 +25,7 @@ _BYTES_PER_ELEMENT = 64
 
 
 class Tolerance(NamedTuple):
-    """Elements are equal where `|a - b| <= atol + rtol * |b|`, as in `numpy.isclose`.
-
-    Attributes:
-      atol, rtol: not negative.
-    """
+    """Elements are equal where `|a - b| <= atol + rtol * |b|`, as in `numpy.isclose`; neither is negative."""
 
     atol: float = 0.0
     rtol: float = 0.0

@@ -104,12 +104,7 @@ def is_file(directory: str, name: str) -> bool:
 
 
 class Subdirectories(NamedTuple):
-    """The names of what may be directories in a directory.
-
-    Attributes:
-      inside: directories, and links to directories that stay inside.
-      outside: links that lead out, to whatever it is.
-    """
+    """The names of what may be directories in a directory, and of links that lead out, to whatever it is."""
 
     inside: list[str]
     outside: list[str]
@@ -215,9 +210,7 @@ def is_msgpack_map(probe: PathProbe) -> bool:
 
 
 def is_t5x_msgpack(probe: PathProbe) -> bool:
-    """Reports whether a file is a msgpack map of `version` and `optimizer`, in the order of newer T5X or in that of
-    older.
-    """
+    """Reports whether a file is a msgpack map of `version` and `optimizer`, in the order of newer or older T5X."""
     return is_msgpack_map(probe) and (
         _T5X_HEAD.match(probe.head) is not None
         or (probe.head.startswith(b"\x82\xa9optimizer") and _T5X_TAIL.search(probe.tail) is not None)
@@ -225,7 +218,5 @@ def is_t5x_msgpack(probe: PathProbe) -> bool:
 
 
 def is_t5x_state(probe: PathProbe) -> bool:
-    """Reports whether a file called `checkpoint` is T5X's: with its version, or a map of a train state's parts without
-    one.
-    """
+    """Reports whether a file called `checkpoint` is T5X's: with its version, or a map of a train state's parts."""
     return is_t5x_msgpack(probe) or (is_msgpack_map(probe) and _TRAIN_STATE_HEAD.match(probe.head) is not None)

@@ -87,12 +87,7 @@ _SHORT = tuple(map(_short_header, range(0x100)))
 
 
 class HeaderReader:
-    """Reader of headers and short byte strings of a file in file order.
-
-    Attributes:
-      stop: where what is read now must end; at first the end of the file.
-      bytes_read: how many bytes were read so far.
-    """
+    """Reader of headers and short byte strings in file order, up to `stop`: at first the end of the file."""
 
     def __init__(self, file: StoredFile):
         self._file = file

@@ -56,14 +56,8 @@ class _OpeningArray(NamedTuple):
 class ItemArrays:
     """The arrays of an item: their storage, and how they are opened.
 
-    Attributes:
-      root: the directory that was opened.
-      name: the item's directory, relative to the root; "" for the root itself.
-      directory: the same, resolved.
-      database: the files of the database that holds them all, or None where each array has a directory of its own.
-      prng_impls: the implementation of typed keys, by the key under which their data is stored.
-      plain_directories: names of the item's subdirectories that are no symlinks.
-      sums: the checksums of the arrays.
+    `name` is the item's directory relative to the root, `database` has the files of the database that holds them all,
+    or is None where each array has a directory of its own.
     """
 
     root: Store

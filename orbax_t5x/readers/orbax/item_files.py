@@ -26,16 +26,7 @@ _METADATA_FILES_AT_ONCE = 16
 
 
 class ItemFiles(NamedTuple):
-    """The files of an item.
-
-    Attributes:
-      manifest: whether the item has an OCDBT database.
-      strings: whether it has a file of strings.
-      checksums: whether it has a file of checksums.
-      array_metadatas: the names of the files of metadata of arrays.
-      plain_directories: names of its subdirectories that are no symlinks.
-      database: the names of the database's files and directories.
-    """
+    """The files of an item: whether it has those that Orbax names, and what its subdirectories are."""
 
     manifest: bool
     strings: bool

@@ -197,9 +197,8 @@ def _is_text(key: str) -> bool:
 def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: str) -> Iterator[NodeMetadata]:
     """Returns the nodes, proven to have distinct names and array keys.
 
-    An empty container that got children in a later partial save is beside them
-    in the file; the children are what
-    it is now.
+    An empty container that got children in a later partial save is beside them in the file; the children are what it is
+    now.
     """
     parents = {keys[:depth] for keys, _ in entries for depth in range(len(keys))}
     names: dict[str, tuple[str, ...]] = {}

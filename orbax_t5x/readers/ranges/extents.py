@@ -41,12 +41,7 @@ class ByteExtent(NamedTuple):
 
 
 class JoinedExtents:
-    """Byte ranges of a file, one after the other, as the file that a `ByteRange` reads.
-
-    Attributes:
-      path: of the file.
-      size: of all ranges.
-    """
+    """Byte ranges of a file, one after the other, as the file that a `ByteRange` reads."""
 
     def __init__(self, file: StoredFile, extents: Sequence[ByteExtent]):
         self._file = file

@@ -21,11 +21,7 @@ from orbax_t5x.storage.locations import is_url
 
 
 class RangeLeaf(BlockingLeaf):
-    """Base of leaves whose reads block: `read_into` puts them into a thread.
-
-    Attributes:
-      error: what makes the leaf unreadable, found when the checkpoint was opened; reading raises it.
-    """
+    """Base of leaves whose reads block: `read_into` puts them into a thread."""
 
     __slots__ = ("dtype", "error", "is_remote", "name", "path", "shape")
 

@@ -53,12 +53,9 @@ _METADATA_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Directory, shape and dtype of an array, from its spec.
+    """Directory (relative to the checkpoint's), shape and dtype of an array, from its spec.
 
-    Attributes:
-      directory: relative to the checkpoint's directory.
-      shape: None where the spec does not record it.
-      dtypes: what it calls the dtype: by TensorStore's name, by zarr's, both, or not at all.
+    The shape is None where the spec does not record it; the dtype has TensorStore's name, zarr's, both, or none.
     """
 
     directory: str

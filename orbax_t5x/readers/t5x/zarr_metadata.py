@@ -48,13 +48,7 @@ _DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class ZarrMetadata:
-    """Contents of `.zarray`.
-
-    Attributes:
-      dtype: of the elements as they are stored.
-      stored_dtype: the dtype's name in the file.
-      separator: between the numbers of a chunk's name.
-    """
+    """Contents of `.zarray`; `separator` is between the numbers of a chunk's name."""
 
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -66,9 +60,7 @@ class ZarrMetadata:
     separator: str
 
     def spec(self, *, as_bfloat16: bool) -> dict[str, Any]:
-        """Returns the metadata as TensorStore takes it; with `as_bfloat16` the bits of uint16 elements are read as
-        that.
-        """
+        """Returns the metadata as TensorStore takes it; `as_bfloat16` reads the bits of uint16 elements as that."""
         fill = self.fill_value
         if as_bfloat16 and fill is not None:
             fill = float(np.array(fill, np.uint16).view(ml_dtypes.bfloat16))
@@ -93,7 +85,7 @@ class ZarrMetadata:
 
     @property
     def kind(self) -> Hashable | None:
-        """Key that is equal for arrays that differ only in their sizes: TensorStore accepts all of them or none.
+        """Key that is equal for arrays that differ only in sizes, all or none of which TensorStore accepts.
 
         None for an array of sizes near those that TensorStore cannot count.
         """

@@ -42,13 +42,9 @@ _V1_HINT = (
 
 
 class BundleLocation(NamedTuple):
-    """Directory and prefix of a bundle.
+    """Directory and prefix of a bundle; `bytes_read` to find out.
 
-    Attributes:
-      root: its directory.
-      prefix: in the directory.
-      rebased_from: the absolute path that the `checkpoint` file names, where that is another directory.
-      bytes_read: to find out.
+    `rebased_from` is the absolute path that the `checkpoint` file names, where that is another directory.
     """
 
     root: Store
@@ -128,9 +124,7 @@ def _in_directory(path: str) -> BundleLocation:
 
 
 def _state(root: Store, name: str) -> tuple[str, int] | None:
-    """Reads the model_checkpoint_path that a `checkpoint` file names and counts the bytes; None for files of another
-    kind.
-    """
+    """Reads the model_checkpoint_path that a `checkpoint` file names; None for files of another kind."""
     files = root.open_files()
     try:
         file = files.file(name)

@@ -190,9 +190,7 @@ def _ordered_signed(value: int) -> bytes:
 
 
 def slice_key(name: bytes, extents: tuple[Extent, ...]) -> bytes:
-    """Returns the key under which a slice of a partitioned variable has its entry: OrderedCode of 0, name, rank,
-    extents.
-    """
+    """Returns the key of the entry of a variable's slice: OrderedCode of 0, name, rank, extents."""
     escaped = b"".join(_ESCAPED.get(byte, bytes([byte])) for byte in name)
     parts = [_ordered_unsigned(0), escaped, b"\x00\x01", _ordered_unsigned(len(extents))]
     for extent in extents:

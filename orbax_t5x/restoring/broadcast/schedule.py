@@ -39,14 +39,7 @@ _OWN_BUFFERS = 5
 
 
 class Message(NamedTuple):
-    """Message: a box of one piece of a chunk, as it is sent.
-
-    Attributes:
-      chunk: its number in the schedule.
-      piece: the number of the piece among those of the chunk.
-      box: within the box of that piece.
-      size: in bytes.
-    """
+    """Message: a box within one piece of a chunk, both by number, as it is sent."""
 
     chunk: int
     piece: int

@@ -80,13 +80,10 @@ class UnmatchedLeaves:
 
 
 class Remedy(NamedTuple):
-    """Transforms that may fill most of the missing leaves.
+    """Transforms that may fill most of the missing leaves, to run after those of the call; `reason` founds them.
 
-    Attributes:
-      transforms: to run after those of the call.
-      reason: what they are founded on.
-      advice: the fix in words, where the names do not show that the transforms are right.
-      source: the name of the source on which they run, before the transforms of the call; empty for all leaves.
+    `advice` is the fix in words, where the names do not show that the transforms are right. With a `source` they run on
+    its leaves, before the transforms of the call.
     """
 
     transforms: tuple[Transform, ...]

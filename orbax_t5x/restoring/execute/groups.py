@@ -39,13 +39,8 @@ _Reading = TypeVar("_Reading", bound=ReadsLeaves)
 class Group:
     """Group of entries that are read together, because they share stored bytes or because they are small.
 
-    Attributes:
-      entries: in plan order.
-      size: bytes on the host while they are read: results and scratch.
-      leaves: that they are made of, each once.
-      stages: what is read together, one stage after another.
-      blocking: whether all leaves are read by blocking calls, one after the other. Remote ones are not: their round
-        trips overlap.
+    `size` counts results and scratch on the host. A group is `blocking` where all leaves are read by blocking calls,
+    one after the other. Remote ones are not: their round trips overlap.
     """
 
     entries: list[PlanEntry]

@@ -29,17 +29,11 @@ RuleOf = Callable[[str, int], tuple[FactorDim, ...] | None]
 
 @dataclasses.dataclass(frozen=True)
 class NewParameter:
-    """A new parameter, the old ones that it is made of, and the leaves of one optimizer for them.
+    """A new parameter, the old ones that it is made of, and the leaves of one optimizer for them, by kind.
 
-    Attributes:
-      view: the new parameter, computed from symbols of the old ones.
-      path: the new parameter's path.
-      paths: old parameter's name -> its path.
-      leaves: old parameter's name -> kind -> the leaf; each has the same kinds.
-      wanted: kind -> the target's leaf, for the kinds that the target has.
-      always_by_size: whether the second moment is factored by size for every rank (Optax).
-      not_in_use: the kinds of which parameters of other shapes have placeholders in this optimizer.
-      approximate: (old parameter's name, kind) of the leaves that are approximate already.
+    `view` is computed from symbols of the old ones; `wanted` are the target's leaves. With `always_by_size` the second
+    moment is factored by size for every rank (Optax). `not_in_use` are kinds of which parameters of other shapes have
+    placeholders, `approximate` the leaves that are approximate already.
     """
 
     view: View
@@ -194,9 +188,7 @@ def _move_factored(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves) -> 
 
 
 def _dims_before(param: NewParameter, rule_of: RuleOf) -> Iterator[dict[str, FactorDims]]:
-    """Yields every choice of averaged dimensions for the old parameters, by name; the same for parameters that are
-    alike. alike.
-    """
+    """Yields every choice of averaged dimensions for the old parameters, the same for those that are alike."""
     groups: dict[Any, list[str]] = collections.defaultdict(list)
     for symbol in symbols_of(param.view):
         v_row, v_col = (_shape(param.leaves[symbol.name][kind]) for kind in _FACTORED)

@@ -22,25 +22,17 @@ STANDARD_ROOTS: Roots = (("target", "state/param_states"), ("params", "opt_state
 
 
 class StateRoot(NamedTuple):
-    """A train state: its source, and the pair of roots that its names have.
-
-    Attributes:
-      source: the name of a source with '/', or ''.
-      number: the index of the pair in `SlotNames.roots`.
-    """
+    """A train state: its source's name with '/', or '', and the index of its pair in `SlotNames.roots`."""
 
     source: str
     number: int
 
 
 class SlotTree(NamedTuple):
-    """A part of an optimizer's state that has slots for the parameters.
+    """A part of an optimizer's state, below the root of `state`, that has slots for the parameters.
 
-    Attributes:
-      state: the train state that it belongs to.
-      path: its path below the root of the optimizer's state.
-      kind_first: whether a leaf is named `<path>/<kind>/<parameter>` (Optax), not `<path>/<parameter>/<kind>`
-        (T5X's Adafactor).
+    `kind_first` where a leaf is named `<path>/<kind>/<parameter>` (Optax), not `<path>/<parameter>/<kind>` (T5X's
+    Adafactor).
     """
 
     state: StateRoot

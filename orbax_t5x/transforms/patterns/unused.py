@@ -26,15 +26,7 @@ def note_unused(
     """Records rules that decided nothing: a problem where they matched nothing and had to, else a warning.
 
     A rule that matches names which earlier rules decide is shadowed: a warning. A pattern given twice counts once.
-
-    Args:
-      table: the rules.
-      used: the indices of rules that decided something.
-      names: what was matched.
-      diagnostics: takes the findings.
-      owner: the transform's class.
-      required: whether every rule must match.
-      what: where the names are from.
+    `used` are the indices of rules that decided something, `what` is where the names are from.
     """
     if len(used) == len(table.patterns) or (not required and not diagnostics.warns_of_unused):
         return
