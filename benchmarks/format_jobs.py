@@ -395,11 +395,7 @@ def _t5x_spec(name, shape, dtype, codec):
         "driver": "zarr",
         "dtype": dtype.name,
         "kvstore": {"driver": "file", "path": name.replace("/", ".") + "/"},
-        "metadata": {
-            "shape": list(shape),
-            "chunks": [rows, *shape[1:]],
-            "compressor": {"id": codec, "level": 1},
-        },
+        "metadata": {"shape": list(shape), "chunks": [rows, *shape[1:]], "compressor": {"id": codec, "level": 1}},
     }
 
 

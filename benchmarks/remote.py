@@ -33,10 +33,7 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     """Parameters of T5.1.1-small by their T5X names, 77 million."""
     yield "target/token_embedder/embedding", (_VOCAB, _EMBED)
     yield "target/decoder/logits_dense/kernel", (_EMBED, _VOCAB)
-    for tower, attentions in (
-        ("encoder", ["attention"]),
-        ("decoder", ["self_attention", "encoder_decoder_attention"]),
-    ):
+    for tower, attentions in (("encoder", ["attention"]), ("decoder", ["self_attention", "encoder_decoder_attention"])):
         for layer in range(_LAYERS):
             for attention in attentions:
                 for kernel, shape in zip(("query", "key", "value"), [(_EMBED, _HEADS)] * 3, strict=True):

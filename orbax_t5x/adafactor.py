@@ -274,8 +274,7 @@ class Adafactor(OptimizerDef):
             [
                 # A subclass may have slots of its own: they have no axes.
                 jax.tree.map(lambda _: None, slot).replace(
-                    v=None if jnp.shape(slot.v) == (1,) else axes[name],
-                    m=axes[name] if keeps_momentum else None,
+                    v=None if jnp.shape(slot.v) == (1,) else axes[name], m=axes[name] if keeps_momentum else None
                 )
                 for name, slot in zip(state_names, slots, strict=True)
             ]

@@ -21,15 +21,7 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, Fix, LeafMismatchError, Problem, RestorePlanError
-from orbax_t5x.lazy import (
-    LazyArray,
-    LazyAwaitableArray,
-    LazyThreadPoolArray,
-    View,
-    as_view,
-    full_box,
-    read_views,
-)
+from orbax_t5x.lazy import LazyArray, LazyAwaitableArray, LazyThreadPoolArray, View, as_view, full_box, read_views
 from orbax_t5x.mesh_tf.rules import (
     SLOT_MAP,
     TOWER_MAP,

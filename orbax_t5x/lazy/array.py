@@ -171,12 +171,7 @@ class LazyAwaitableArray(LazyArray):
 
     @classmethod
     def from_tensor_store_spec(
-        cls,
-        ts_spec: Any,
-        get_fn: Callable[[], Awaitable[Any]],
-        dtype: Any = None,
-        *,
-        bfloat16_as_uint16: bool = False,
+        cls, ts_spec: Any, get_fn: Callable[[], Awaitable[Any]], dtype: Any = None, *, bfloat16_as_uint16: bool = False
     ) -> Self:
         """Returns a lazy array with the shape that a TensorStore spec records; the spec is not opened.
 

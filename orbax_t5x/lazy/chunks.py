@@ -18,12 +18,7 @@ class ChunkPreferences(NamedTuple):
 
 
 def choose_chunk(
-    shape: Sequence[int],
-    itemsize: int,
-    limit: int,
-    unit: Sequence[int] | None = None,
-    *,
-    cut_first: Sequence[int] = (),
+    shape: Sequence[int], itemsize: int, limit: int, unit: Sequence[int] | None = None, *, cut_first: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Chooses the shape of the chunks in which an array is stored: at most `limit` bytes, but at least one `unit`.
 

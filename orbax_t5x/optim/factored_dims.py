@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orbax_t5x.optim.factor_rules import (
-    HEURISTIC_RULE,
-    FactorDim,
-    FactorRule,
-    HeuristicRule,
-    factor_name_to_factordim,
-)
+from orbax_t5x.optim.factor_rules import HEURISTIC_RULE, FactorDim, FactorRule, HeuristicRule, factor_name_to_factordim
 
 _log = logging.getLogger(__name__)
 

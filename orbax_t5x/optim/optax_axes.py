@@ -53,15 +53,13 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
       initable: the gradient transformation that made the state, if at hand.
     """
     slots = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _StateLeaf(tuple(map(key_text, path)), np.shape(leaf)),
-        state,
+        lambda path, leaf: _StateLeaf(tuple(map(key_text, path)), np.shape(leaf)), state
     )
     marked = _ask_optax(initable, slots, params_axes)
     if marked is None:
         return _search(slots, _candidates(params_axes, params))
     return jax.tree.map(
-        lambda node: _assign(node.tree, params_axes, params) if isinstance(node, _ParamTree) else None,
-        marked,
+        lambda node: _assign(node.tree, params_axes, params) if isinstance(node, _ParamTree) else None, marked
     )
 
 

@@ -21,12 +21,7 @@ class StringLeaf(Leaf):
     __slots__ = ("_open", "_sums", "_value", "chunks", "dtype", "name", "path", "shape")
 
     def __init__(
-        self,
-        name: str,
-        path: str,
-        value: bytes,
-        flag: OpenFlag,
-        sums: BoxSums | CheckpointError | None = None,
+        self, name: str, path: str, value: bytes, flag: OpenFlag, sums: BoxSums | CheckpointError | None = None
     ):
         self.name: str = name
         self.path: str = path

@@ -20,13 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
-from orbax_t5x.errors import (
-    CheckpointError,
-    CheckpointIOError,
-    CorruptCheckpointError,
-    LimitExceededError,
-    error_at,
-)
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats

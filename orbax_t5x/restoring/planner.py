@@ -47,10 +47,7 @@ class PlanInputs:
 
 
 def plan_inputs(
-    checkpoints: Mapping[str, Checkpoint],
-    target: Any,
-    transforms: Sequence[Callable[..., Any]],
-    options: PlanOptions,
+    checkpoints: Mapping[str, Checkpoint], target: Any, transforms: Sequence[Callable[..., Any]], options: PlanOptions
 ) -> PlanInputs:
     """Flattens the target, names the leaves of the checkpoints, and finds the rules of `"auto"`."""
     path = ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None

@@ -18,12 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from orbax_t5x.errors import (
-    CheckpointGoneError,
-    CheckpointIOError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
+from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import FileIdentity, Root, io_error
 from orbax_t5x.storage.store import OpenFiles

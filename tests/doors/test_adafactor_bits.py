@@ -20,11 +20,7 @@ pytestmark = pytest.mark.slow
 STEPS = 5
 # Matrices by size, with the larger dimension first and last; a whole moment; a rule with BATCH and groups.
 SHAPES = {"encoder/embedding": (40, 16), "encoder/wi": (16, 48), "encoder/bias": (7,), "decoder/scanned": (16, 3, 4, 8)}
-FACTORED = {
-    "encoder/embedding": ((1,), (0,)),
-    "encoder/wi": ((0,), (1,)),
-    "decoder/scanned": ((0,), (2, 3)),
-}
+FACTORED = {"encoder/embedding": ((1,), (0,)), "encoder/wi": ((0,), (1,)), "decoder/scanned": ((0,), (2, 3))}
 AVERAGING = {"decoder/scanned": (0, 2, 3)}
 RULES = HParamMap(
     [("scanned", (FactorDim.ROW, FactorDim.BATCH, FactorDim.COLUMN, FactorDim.COLUMN)), (".*", HEURISTIC_RULE)]

@@ -11,18 +11,8 @@ import pytest
 from orbax_t5x.adafactor import Adafactor, FactorDim, HParamMap
 
 _ROW, _COLUMN, _BATCH, _NONE = FactorDim.ROW, FactorDim.COLUMN, FactorDim.BATCH, FactorDim.NONE
-_RULES = {
-    "qkv": (_ROW, _BATCH, _COLUMN, _COLUMN),
-    "out": (_COLUMN, _COLUMN, _ROW),
-    "cube": (_BATCH, _NONE, _NONE),
-}
-_SHAPES = {
-    "qkv": (6, 2, 3, 4),
-    "out": (3, 4, 6),
-    "cube": (2, 3, 4),
-    "tall": (9, 7),
-    "scalar": (),
-}
+_RULES = {"qkv": (_ROW, _BATCH, _COLUMN, _COLUMN), "out": (_COLUMN, _COLUMN, _ROW), "cube": (_BATCH, _NONE, _NONE)}
+_SHAPES = {"qkv": (6, 2, 3, 4), "out": (3, 4, 6), "cube": (2, 3, 4), "tall": (9, 7), "scalar": ()}
 _PLAIN_SHAPES = {"tall": (9, 7), "square": (8, 8), "bias": (5,)}
 
 

@@ -80,9 +80,7 @@ def small_variables(**collections):
     """Two parameters with axes, and other collections."""
     return {
         "params": {"dense": {"kernel": jnp.ones((4, 8)), "bias": jnp.arange(8.0)}},
-        "params_axes": {
-            "dense": {"kernel_axes": AxisMetadata(("embed", "mlp")), "bias_axes": AxisMetadata(("mlp",))},
-        },
+        "params_axes": {"dense": {"kernel_axes": AxisMetadata(("embed", "mlp")), "bias_axes": AxisMetadata(("mlp",))}},
         **collections,
     }
 

@@ -201,10 +201,7 @@ def _proto(_: Path) -> Check:
                 tuple(Extent(part.start, part.length if part.HasField("length") else -1) for part in one.extent)
                 for one in theirs.slices
             )
-            assert ours == (
-                *(theirs.dtype, shape, theirs.shard, theirs.offset, theirs.size, theirs.masked_crc),
-                slices,
-            )
+            assert ours == (*(theirs.dtype, shape, theirs.shard, theirs.offset, theirs.size, theirs.masked_crc), slices)
 
     return check
 

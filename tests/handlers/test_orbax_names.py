@@ -60,11 +60,7 @@ def test_the_function_for_specs_that_is_to_be_removed_is_still_there():
 def test_what_is_written_by_the_spec_is_read_by_orbaxs_own(tmp_path, use_zarr3, dtype):
     context = ts.Context()
     info = ocp.type_handlers.ParamInfo(
-        name="a.b",
-        parent_dir=epath.Path(tmp_path),
-        is_ocdbt_checkpoint=False,
-        use_zarr3=use_zarr3,
-        ts_context=context,
+        name="a.b", parent_dir=epath.Path(tmp_path), is_ocdbt_checkpoint=False, use_zarr3=use_zarr3, ts_context=context
     )
     array = np.arange(24).reshape(4, 6).astype(dtype)
     spec = write_spec(info, array.shape, (2, 3), array.dtype)

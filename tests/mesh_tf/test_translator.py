@@ -127,10 +127,7 @@ def test_momentum_is_not_invented():
 
 def test_a_slot_that_the_file_lost_is_not_invented():
     result = translate(unreadable(["shared/embedding", "shared/embedding_slot_vr"]))
-    assert set(result) == {
-        "target/token_embedder/embedding",
-        *(f"{EMBEDDING}/{slot}" for slot in ("v_row", "v", "m")),
-    }
+    assert set(result) == {"target/token_embedder/embedding", *(f"{EMBEDDING}/{slot}" for slot in ("v_row", "v", "m"))}
 
 
 def test_a_bundle_without_slots_fills_what_the_target_keeps_unused():

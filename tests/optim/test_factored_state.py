@@ -24,11 +24,7 @@ _SHAPES = {
     "one": (1,),
     "bias": (5,),
 }
-_RULES = {
-    "layers": (_BATCH, _ROW, _COLUMN),
-    "turned": (_ROW, _BATCH, _COLUMN),
-    "equal": (_BATCH, _COLUMN, _ROW),
-}
+_RULES = {"layers": (_BATCH, _ROW, _COLUMN), "turned": (_ROW, _BATCH, _COLUMN), "equal": (_BATCH, _COLUMN, _ROW)}
 
 
 def _values(seed):

@@ -34,10 +34,7 @@ def test_models_without_axes_have_none():
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [
-        ({"params": {**VARIABLES["params"], "bias": np.ones(2)}}, "'bias'"),
-        ({"other_axes": {}}, "no 'other'"),
-    ],
+    [({"params": {**VARIABLES["params"], "bias": np.ones(2)}}, "'bias'"), ({"other_axes": {}}, "no 'other'")],
 )
 def test_axes_and_variables_that_do_not_belong_together_are_errors(changed, said):
     with pytest.raises(ValueError, match=said):

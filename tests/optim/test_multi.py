@@ -213,8 +213,7 @@ def test_saved_restored_and_continued_on_eight_devices(make, tmp_path):
         loaded = checkpointer.restore(
             tmp_path / "checkpoint",
             args=ocp.args.PyTreeRestore(
-                item=wanted.state_dict(),
-                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted.state_dict()),
+                item=wanted.state_dict(), restore_args=ocp.checkpoint_utils.construct_restore_args(wanted.state_dict())
             ),
         )
     resumed = abstract.restore_state(loaded)

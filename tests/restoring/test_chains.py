@@ -36,11 +36,7 @@ def arrays(**values):
 
 
 def test_each_of_several_sources_has_its_own_transforms():
-    both = {
-        "one": ot.Source(arrays(a=1, b=2), [SWAP]),
-        "two": ot.Source(arrays(a=3), double),
-        "three": arrays(a=4),
-    }
+    both = {"one": ot.Source(arrays(a=1, b=2), [SWAP]), "two": ot.Source(arrays(a=3), double), "three": arrays(a=4)}
     target = {"x": np.zeros(2, np.float32), "y": np.zeros(2, np.float32)}
     plan = ot.plan_restore(both, target, T.AssignmentMap([("x", "one/a"), ("y", "two/a")]), strict=False)
     got = plan.execute()

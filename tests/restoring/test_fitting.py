@@ -41,10 +41,7 @@ def test_lossy_conversions_are_problems_unless_asked_for():
 
 def test_dtype_is_for_model_parameters_alone():
     source = checkpoint({"target/w": values((4,)), "state/step": np.int32(1100001), "state/v": values((4,))})
-    target = {
-        "target": {"w": sharded((4,))},
-        "state": {"step": sharded((), np.int32), "v": sharded((4,))},
-    }
+    target = {"target": {"w": sharded((4,))}, "state": {"step": sharded((), np.int32), "v": sharded((4,))}}
     got = ot.restore(source, target, dtype=jnp.bfloat16)
     assert got["target"]["w"].dtype == jnp.bfloat16 and got["state"]["v"].dtype == np.float32
     assert int(got["state"]["step"]) == 1100001

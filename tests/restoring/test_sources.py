@@ -119,9 +119,7 @@ def test_a_bundle_and_adapters_in_one_restore(tmp_path, parameters, kind):
     else:
         adapters = tmp_path / "adapters.safetensors"
         safetensors.numpy.save_file({name.replace("/", "."): value for name, value in lora.items()}, adapters)
-    rename = [
-        (r"encoder.layers_(\d+).attention.query.(lora_[ab])", r"params/encoder/layers_\1/attention/query/\2"),
-    ]
+    rename = [(r"encoder.layers_(\d+).attention.query.(lora_[ab])", r"params/encoder/layers_\1/attention/query/\2")]
     expected = {"params": unflatten({**parameters, **lora})}
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), expected)
     sources = {

@@ -53,11 +53,7 @@ def train_step(state, x):
         return jnp.mean(jnp.square(Model().apply({"params": params}, x) - x[:, ::-1]))
 
     updates, optimizer = _OPTIMIZER.update(jax.grad(loss)(state["params"]), state["optimizer"], state["params"])
-    return {
-        "params": optax.apply_updates(state["params"], updates),
-        "optimizer": optimizer,
-        "step": state["step"] + 1,
-    }
+    return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer, "step": state["step"] + 1}
 
 
 def batch(step):

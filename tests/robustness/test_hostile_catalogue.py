@@ -98,11 +98,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     "1.2.2": ("paths that lead out", ("t5x:paths_that_lead_out",)),
     "1.2.3": (
         "links out, dangling links",
-        (
-            "t5x:links_out_of_the_checkpoint",
-            "t5x:dangling_links",
-            "t5x:a_link_below_a_directory_of_chunks",
-        ),
+        ("t5x:links_out_of_the_checkpoint", "t5x:dangling_links", "t5x:a_link_below_a_directory_of_chunks"),
     ),
     "1.2.4": (
         "kvstores that reach out",
@@ -133,10 +129,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "1.2.16": ("metadata of an array", ("t5x:metadata", "t5x:metadata_that_is_none")),
-    "1.2.17": (
-        "FIFOs and directories",
-        ("t5x:pipes", "t5x:a_pipe_or_a_directory_in_place_of_the_array"),
-    ),
+    "1.2.17": ("FIFOs and directories", ("t5x:pipes", "t5x:a_pipe_or_a_directory_in_place_of_the_array")),
     "1.2.18": ("msgpack heads of 4 G", ("flax_msgpack:headers_that_claim_more_than_there_is",)),
     "1.2.19": (
         "nesting and keys",
@@ -152,10 +145,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     "1.2.21": ("two leaves in one directory", ("t5x:two_leaves_in_one_directory",)),
     "1.2.22": ("a damaged checkpoint file", ("t5x:damaged_checkpoint_files",)),
     # Orbax
-    "1.3.1": (
-        "manifest and tree of a database",
-        ("orbax:flips_in_manifest_and_tree", "orbax:files_cut"),
-    ),
+    "1.3.1": ("manifest and tree of a database", ("orbax:flips_in_manifest_and_tree", "orbax:files_cut")),
     "1.3.2": (
         "data flipped, with a checksum and without",
         (
@@ -166,11 +156,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     "1.3.3": ("data cut or missing", ("orbax:files_cut", "orbax:files_missing")),
     "1.3.4": (
         "_METADATA missing, broken, hostile keys",
-        (
-            "orbax:broken_metadata",
-            "orbax:hostile_keys",
-            "orbax:two_nodes_of_one_name_or_place",
-        ),
+        ("orbax:broken_metadata", "orbax:hostile_keys", "orbax:two_nodes_of_one_name_or_place"),
     ),
     "1.3.5": ("references out of a database", ("orbax:a_reference_out_of_the_directory",)),
     "1.3.6": (
@@ -187,10 +173,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     "1.4.1": ("dtypes that are no numbers", ("flax_msgpack:dtypes_that_are_no_numbers",)),
     "1.4.2": ("shapes", ("flax_msgpack:arrays_that_do_not_hold_together",)),
     "1.4.3": ("chunked arrays", ("flax_msgpack:chunked_arrays", "flax_msgpack:very_many_chunks")),
-    "1.4.4": (
-        "extensions",
-        ("flax_msgpack:extensions_that_are_not_flaxs", "flax_msgpack:complex_numbers"),
-    ),
+    "1.4.4": ("extensions", ("flax_msgpack:extensions_that_are_not_flaxs", "flax_msgpack:complex_numbers")),
     "1.4.5": ("cut, trailing bytes", ("flax_msgpack:truncated", "flax_msgpack:empty_and_trailing")),
     "1.4.6": ("arrays beside the file", ("flax_msgpack:arrays_beside_the_file",)),
     "1.4.7": ("keys twice, of other kinds, colliding", ("flax_msgpack:a_million_colliding_keys",)),
@@ -201,10 +184,7 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     "1.5.2": ("offsets", ("safetensors:corrupt_headers",)),
     "1.5.3": (
         "sizes that disagree or cannot be counted",
-        (
-            "safetensors:corrupt_headers",
-            "memory_claims:shapes_that_cannot_be_counted_are_refused_for_their_leaf",
-        ),
+        ("safetensors:corrupt_headers", "memory_claims:shapes_that_cannot_be_counted_are_refused_for_their_leaf"),
     ),
     "1.5.4": (
         "JSON: keys twice, BOM, deep, many small parts",

@@ -7,10 +7,7 @@ import pytest
 from orbax_t5x import rules
 from orbax_t5x.errors import RestorePlanError
 from tests.support import t5_model
-from tests.support.prefixed_models import (
-    CONFIGS,
-    source,
-)
+from tests.support.prefixed_models import CONFIGS, source
 
 
 def test_packs_are_values():

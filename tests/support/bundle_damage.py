@@ -7,9 +7,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from orbax_t5x.errors import (
-    CheckpointError,
-)
+from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy.box import full_box
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits

@@ -165,10 +165,7 @@ Handles = list[tuple[bytes, int, int]]
 
 
 def table_of_blocks(
-    blocks: Sequence[tuple[bytes, bytes]],
-    *,
-    edit: Callable[[Handles], Handles] | None = None,
-    index_kind: int = 0,
+    blocks: Sequence[tuple[bytes, bytes]], *, edit: Callable[[Handles], Handles] | None = None, index_kind: int = 0
 ) -> bytes:
     """A table of (last key, sealed block); `edit` may change what the index block says about them."""
     out = bytearray()

@@ -77,12 +77,7 @@ def run_processes(
 
 
 def run_script(
-    script: str,
-    count: int,
-    *arguments: object,
-    devices: int = 2,
-    before: str = "",
-    killed: Collection[int] = (),
+    script: str, count: int, *arguments: object, devices: int = 2, before: str = "", killed: Collection[int] = ()
 ) -> list[list[Any]]:
     """Runs a script as the processes of one job, and returns what each has told.
 

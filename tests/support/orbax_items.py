@@ -5,9 +5,7 @@ import os
 import numpy as np
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointError,
-)
+from orbax_t5x.errors import CheckpointError
 
 RNG = np.random.default_rng(3)
 

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from orbax_t5x import transforms as tr
-from tests.support.transform_cases import (
-    AB,
-    problems,
-)
+from tests.support.transform_cases import AB, problems
 
 
 def test_bad_groups_are_problems_that_name_the_rule():

@@ -257,11 +257,7 @@ def test_a_shard_needs_its_rows_and_columns_alone(adapted):
     plan = ot.plan_restore({"base": root / "base", "lora": root / "lora"}, target, MERGE)
     view = next(entry for entry in plan.entries if entry.name == "params/q/kernel").view
     boxes = {leaf.name.rsplit("/", 1)[1]: box for leaf, box in view.requests(((6, 12), (8, 16)))}
-    assert boxes == {
-        "kernel": ((6, 12), (8, 16)),
-        "lora_a": ((6, 12), (0, RANK)),
-        "lora_b": ((0, RANK), (8, 16)),
-    }
+    assert boxes == {"kernel": ((6, 12), (8, 16)), "lora_a": ((6, 12), (0, RANK)), "lora_b": ((0, RANK), (8, 16))}
 
 
 def test_adapters_without_a_kernel_are_left_over(adapted):

@@ -71,10 +71,7 @@ def check(transform, source, oracle_result, target=None):
 def test_assignment_map(source, target, rules, require):
     wanted = dict.fromkeys(target)
     check(
-        tr.AssignmentMap(rules, require),
-        source,
-        lambda: oracle.assignment_map(source, wanted, rules, require),
-        wanted,
+        tr.AssignmentMap(rules, require), source, lambda: oracle.assignment_map(source, wanted, rules, require), wanted
     )
 
 

@@ -1,10 +1,7 @@
 """`Split` and `Concat`: missing inputs."""
 
 from orbax_t5x import transforms as tr
-from tests.support.transform_cases import (
-    AB,
-    problems,
-)
+from tests.support.transform_cases import AB, problems
 
 
 def test_concat_names_the_missing_part():

@@ -80,10 +80,7 @@ class TestSuite(TransformSuite):
             oracle.each(TWO, "[xy]/w", lambda value: value.reshape(3, -1)),
         ),
         "transpose": Case(
-            lambda: tr.Transpose("./w"),
-            lambda: tr.Transpose("./w", (1, 0)),
-            TWO,
-            oracle.each(TWO, "./w", np.transpose),
+            lambda: tr.Transpose("./w"), lambda: tr.Transpose("./w", (1, 0)), TWO, oracle.each(TWO, "./w", np.transpose)
         ),
         "cast": Case(
             lambda: tr.Cast(".*", "bfloat16"),

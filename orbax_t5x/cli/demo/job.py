@@ -76,8 +76,7 @@ class _DemoJob:
         shards = counted(checkpoint.metadata["num_shards"], "shard")
         _say("Inspect", f"{leaves_text(len(leaves))}, {size} in {shards}, as TensorFlow wrote them at step")
         _say(
-            "",
-            f"{checkpoint.step:,}; opened in {clock}, reading only its index of {size_text(checkpoint.index_bytes)}",
+            "", f"{checkpoint.step:,}; opened in {clock}, reading only its index of {size_text(checkpoint.index_bytes)}"
         )
 
     def plan(self) -> None:

@@ -89,10 +89,7 @@ def prepare(
     ]
     metadata = {**(args.custom_metadata or {}), **provenance.to_metadata([dict(record) for record in records], skipped)}
     return PreparedSave(
-        _put_together(treedef, ready, ready),
-        _put_together(treedef, save_args, ready),
-        metadata or None,
-        writer,
+        _put_together(treedef, ready, ready), _put_together(treedef, save_args, ready), metadata or None, writer
     )
 
 

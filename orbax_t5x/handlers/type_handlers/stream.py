@@ -210,12 +210,7 @@ class _WriteRun:
     """State of one run of a writer: the budget, the read stats, the progress."""
 
     def __init__(
-        self,
-        limit: int,
-        progress: OnProgress | None,
-        total: int,
-        sums: SaveSums | None,
-        snapshots: Mapping[Leaf, Leaf],
+        self, limit: int, progress: OnProgress | None, total: int, sums: SaveSums | None, snapshots: Mapping[Leaf, Leaf]
     ):
         self._sums = sums
         self._snapshots = snapshots

@@ -65,10 +65,7 @@ class OrbaxFormat(OutputFormat):
         if isinstance(tree, Mapping) and not tree:
             raise nothing_to_write(plan)
         args = TrainStateSave(
-            tree,
-            writing.dtype,
-            on_unsupported=writing.on_unsupported,
-            memory_limit_bytes=writing.memory_limit_bytes,
+            tree, writing.dtype, on_unsupported=writing.on_unsupported, memory_limit_bytes=writing.memory_limit_bytes
         )
         records = checked_lineage(plan.provenance)
         self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes

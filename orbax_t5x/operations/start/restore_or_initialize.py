@@ -59,13 +59,7 @@ _ANY_NAME = ("(?s:.*)",)
 
 # Errors of a step that nothing can restore. All others mean that this restore, or this installation, is not the right
 # one for it, and an older step would only hide that.
-_DAMAGE = (
-    CorruptCheckpointError,
-    CheckpointGoneError,
-    CheckpointIOError,
-    CheckpointNotFoundError,
-    LeafMismatchError,
-)
+_DAMAGE = (CorruptCheckpointError, CheckpointGoneError, CheckpointIOError, CheckpointNotFoundError, LeafMismatchError)
 
 
 class TrainingStart(NamedTuple):

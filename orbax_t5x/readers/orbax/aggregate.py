@@ -56,12 +56,7 @@ class Aggregate:
             empty = _EMPTY_TYPES.get(kind) if not node else None
             nodes.append(NodeMetadata(name, array or name, empty or "aggregated", skipped=array is None))
         return ItemMetadata(
-            nodes=tuple(nodes),
-            use_ocdbt=None,
-            use_zarr3=False,
-            absent_is_fill=False,
-            custom_metadata=None,
-            nbytes=0,
+            nodes=tuple(nodes), use_ocdbt=None, use_zarr3=False, absent_is_fill=False, custom_metadata=None, nbytes=0
         )
 
     def leaf(self, node: NodeMetadata, name: str) -> Leaf:

@@ -20,9 +20,5 @@ def is_orbax(probe: PathProbe) -> bool:
 
 
 FORMAT = Format(
-    "orbax",
-    "an Orbax item or step (_METADATA, _CHECKPOINT_METADATA)",
-    is_orbax,
-    open_orbax,
-    open_item=open_orbax,
+    "orbax", "an Orbax item or step (_METADATA, _CHECKPOINT_METADATA)", is_orbax, open_orbax, open_item=open_orbax
 )

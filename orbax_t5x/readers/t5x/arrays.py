@@ -138,13 +138,7 @@ class ZarrArrays:
         if metadata.fill_value is None:
             return TensorStoreLeaf(name, found.path, array, self._flag, files=found.files, limits=self._limits)
         return FilledLeaf(
-            name,
-            found.path,
-            array,
-            self._flag,
-            files=found.files,
-            limits=self._limits,
-            separator=metadata.separator,
+            name, found.path, array, self._flag, files=found.files, limits=self._limits, separator=metadata.separator
         )
 
     def _array(
@@ -155,8 +149,7 @@ class ZarrArrays:
         What it may refuse is found now, and a checkpoint of many arrays opens without opening each.
         """
         unopened = UnopenedArray(
-            metadata.layout(as_bfloat16=as_bfloat16),
-            partial(self._open_array, name, found, metadata, as_bfloat16),
+            metadata.layout(as_bfloat16=as_bfloat16), partial(self._open_array, name, found, metadata, as_bfloat16)
         )
         kind = metadata.kind
         if kind in self._accepted:

@@ -12,12 +12,7 @@ import os
 import re
 from typing import Any
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
 from orbax_t5x.readers.tf_bundle.locate import BundleLocation, find_bundle

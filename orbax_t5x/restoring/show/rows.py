@@ -10,13 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from orbax_t5x.restoring.plan_data import PlanData
-from orbax_t5x.restoring.show.entries import (
-    ACTION_WORDS,
-    entry_array,
-    entry_how,
-    entry_sharding,
-    entry_source,
-)
+from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_how, entry_sharding, entry_source
 from orbax_t5x.restoring.show.filled import filled_text
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.table import TableRow
@@ -78,11 +72,7 @@ def heading(plan: PlanData) -> list[str]:
     leaves, facts_text = f"{leaves_text(len(plan.entries))} from {', '.join(sources)}", " · ".join(facts)
     if filled := filled_text(plan):
         return [f"Restore plan: {filled}", f"{leaves}: {facts_text}", _reads_text(plan)]
-    return [
-        f"Restore plan: {leaves}",
-        facts_text or "nothing to do",
-        _reads_text(plan),
-    ]
+    return [f"Restore plan: {leaves}", facts_text or "nothing to do", _reads_text(plan)]
 
 
 def _reads_text(plan: PlanData) -> str:

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from orbax_t5x.restoring.plan_data import PlanData
-from orbax_t5x.restoring.show.rows import (
-    HEADS,
-    heading,
-    name_sections,
-    outcome,
-    plan_rows,
-    without_common_sharding,
-)
+from orbax_t5x.restoring.show.rows import HEADS, heading, name_sections, outcome, plan_rows, without_common_sharding
 from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_table
 from orbax_t5x.text.table import table_lines, terminal_width, wrapped
 from orbax_t5x.text.wording import plain

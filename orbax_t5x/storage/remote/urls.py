@@ -58,8 +58,7 @@ def plain_url(url: str) -> str:
         return f"{url_scheme(url)}://{url.partition('://')[2]}"
     if "?" in url or "#" in url:
         raise UnsupportedCheckpointError(
-            "URLs with a query or a fragment are not read: the names of further files could not be appended",
-            path=url,
+            "URLs with a query or a fragment are not read: the names of further files could not be appended", path=url
         )
     return f"{url_scheme(url)}://{urllib.parse.unquote(url.partition('://')[2])}"
 

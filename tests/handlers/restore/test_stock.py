@@ -58,10 +58,7 @@ def test_what_a_users_handler_stores_is_never_read_as_it_is_stored(tmp_path):
     assert_equal(restore(path, handler), tree)
     assert_equal(
         restore(path, handler, ot.args.TrainStateRestore(jax.tree.map(np.zeros_like, tree))),
-        {
-            "a": tree["a"],
-            "b": np.asarray(tree["b"]),
-        },
+        {"a": tree["a"], "b": np.asarray(tree["b"])},
     )
     moved = ot.args.TrainStateRestore({"c": np.zeros(4), "b": ...}, [ot.transforms.Rename([("a", "c")])])
     for args in (ot.args.TrainStateRestore(None), dataclasses.replace(moved, is_resuming=False)):

@@ -12,12 +12,7 @@ import orbax.checkpoint.experimental.v1 as v1
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CorruptCheckpointError,
-    RestorePlanError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CorruptCheckpointError, RestorePlanError, UnsafeCheckpointError, UnsupportedCheckpointError
 from tests.support.saving import save
 
 numbers = itertools.count()

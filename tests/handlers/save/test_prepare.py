@@ -58,9 +58,7 @@ def state():
 
 
 @pytest.mark.parametrize(
-    "transforms",
-    [(ot.transforms.Keep(("target/.*",)),), (ot.transforms.Drop(("state/.*",)),)],
-    ids=["keep", "drop"],
+    "transforms", [(ot.transforms.Keep(("target/.*",)),), (ot.transforms.Drop(("state/.*",)),)], ids=["keep", "drop"]
 )
 def test_parameters_alone_in_another_dtype(tmp_path, transforms):
     item = state()

@@ -35,12 +35,7 @@ UNSTORED = {
         (1,),
         "datetime64[D]",
     ),
-    "fields": (
-        np.zeros(2, STRUCTURED),
-        f"has a dtype that Orbax does not store ({STRUCTURED})",
-        (2,),
-        str(STRUCTURED),
-    ),
+    "fields": (np.zeros(2, STRUCTURED), f"has a dtype that Orbax does not store ({STRUCTURED})", (2,), str(STRUCTURED)),
 }
 
 

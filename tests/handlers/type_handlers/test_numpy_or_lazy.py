@@ -12,11 +12,7 @@ import pytest
 from etils import epath
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointGoneError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
+from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError
 from tests.support.pytrees import LAZY, noise, restore, save
 
 

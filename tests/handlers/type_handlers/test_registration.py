@@ -11,10 +11,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointIOError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers.numpy_or_lazy import NumpyOrLazyHandler
 from orbax_t5x.lazy import as_view
 from tests.support.jax_job import run_script

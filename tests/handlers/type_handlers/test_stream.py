@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CorruptCheckpointError,
-)
+from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.handlers.type_handlers import stream
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 from tests.support.saving import data_files, stock

@@ -8,9 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointIOError,
-)
+from orbax_t5x.errors import CheckpointIOError
 from tests.support.bundle_writer import bundle_of
 from tests.support.memory_checkpoint import checkpoint
 from tests.support.saving import stock

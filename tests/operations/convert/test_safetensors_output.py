@@ -16,12 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointIOError,
-    CorruptCheckpointError,
-    RestorePlanError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers import stream
 from orbax_t5x.operations.convert import safetensors_layout
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint

@@ -8,18 +8,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.provenance import runs
-from tests.support.started_runs import (
-    OTHER,
-    STATE,
-    SWAP,
-    SWAPPED,
-    T,
-    initial,
-    our_args,
-    ours,
-    recorded,
-    values,
-)
+from tests.support.started_runs import OTHER, STATE, SWAP, SWAPPED, T, initial, our_args, ours, recorded, values
 
 
 def test_several_items_keep_their_own_lineages(tmp_path, target, source):

@@ -10,18 +10,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.provenance import runs
-from tests.support.started_runs import (
-    SOURCE,
-    STATE,
-    SWAP,
-    SWAPPED,
-    T,
-    initial,
-    our_args,
-    ours,
-    recorded,
-    values,
-)
+from tests.support.started_runs import SOURCE, STATE, SWAP, SWAPPED, T, initial, our_args, ours, recorded, values
 
 
 def test_scratch_is_the_function_under_jit_in_the_targets_shardings(tmp_path, target):

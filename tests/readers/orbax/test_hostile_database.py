@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-)
+from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError
 from tests.support.orbax_items import files_of, outcome, right_or
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")

@@ -9,12 +9,7 @@ import sys
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointGoneError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-)
+from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
 from tests.support.orbax_items import files_of, outcome, right_or
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")

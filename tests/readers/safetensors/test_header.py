@@ -8,11 +8,7 @@ import safetensors
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LimitExceededError,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError
 from orbax_t5x.storage.limits import Limits
 from tests.support.safetensors_files import container, tensor
 

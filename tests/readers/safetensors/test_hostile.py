@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from tests.support.safetensors_files import container, tensor
 
 # A guard against hangs and bombs, not a claim about speed: machines that run tests are shared.

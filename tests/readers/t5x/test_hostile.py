@@ -4,12 +4,7 @@ import flax.serialization
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from tests.support.t5x_steps import save, spec
 
 

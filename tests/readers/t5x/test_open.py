@@ -58,11 +58,7 @@ def openings(monkeypatch):
     return seen
 
 
-@given(
-    st.data(),
-    st.sampled_from(DTYPES),
-    hnp.array_shapes(min_dims=0, max_dims=4, max_side=40),
-)
+@given(st.data(), st.sampled_from(DTYPES), hnp.array_shapes(min_dims=0, max_dims=4, max_side=40))
 def test_the_layout_is_what_tensorstore_says(data, dtype, shape):
     chunks = data.draw(st.tuples(*[st.integers(1, 50)] * len(shape)))
     order = data.draw(st.sampled_from(["C", "F"]))
@@ -93,11 +89,7 @@ def test_arrays_alike_but_for_their_sizes_are_opened_when_they_are_read(tmp_path
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"compressor": {"id": "gzip", "level": 77}},
-        {"dtype": "<i4", "fill_value": 1.5},
-        {"fill_value": True},
-    ],
+    [{"compressor": {"id": "gzip", "level": 77}}, {"dtype": "<i4", "fill_value": 1.5}, {"fill_value": True}],
     ids=["level", "fill", "fill_bool"],
 )
 def test_what_tensorstore_refuses_is_known_before_reading(tmp_path, changes):

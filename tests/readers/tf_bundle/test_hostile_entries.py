@@ -5,26 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent, parse_entry, slice_key
 from orbax_t5x.testing.leaf_reads import leaf_of, read_whole, same_bits
 from tests.support.bundle_damage import GOOD, VALUE, costs_one_leaf, place, with_entry
-from tests.support.bundle_writer import (
-    Bundle,
-    bundle_of,
-    entry,
-    header,
-    integer,
-    message,
-    shape_proto,
-    table,
-    varint,
-)
+from tests.support.bundle_writer import Bundle, bundle_of, entry, header, integer, message, shape_proto, table, varint
 
 
 def refused(prefix: Path, kind: type[CheckpointError], text: str) -> None:

@@ -8,19 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.readers.tf_bundle.proto import Extent
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from tests.support.bundle_damage import VALUE
 from tests.support.bundle_mutations import sealed_mutation, values_of
-from tests.support.bundle_writer import (
-    bundle_of,
-)
+from tests.support.bundle_writer import bundle_of
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from tests.support.bundle_damage import GOOD, VALUE, costs_one_leaf
-from tests.support.bundle_writer import (
-    Bundle,
-    bundle_of,
-    shard_path,
-)
+from tests.support.bundle_writer import Bundle, bundle_of, shard_path
 
 
 def fifo(path: Path) -> None:

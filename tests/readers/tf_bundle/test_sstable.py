@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.readers.tf_bundle.sstable import BadVarint, Table, is_table, read_varint
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits

@@ -10,11 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
-from orbax_t5x.errors import (
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.lazy.box import box_slices
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
@@ -22,14 +18,7 @@ from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, read_whole, same_bits
 from orbax_t5x.testing.leaf_suite import LeafSuite
 from tests.support.bundle_damage import GOOD, costs_one_leaf
-from tests.support.bundle_writer import (
-    Bundle,
-    bundle_of,
-    entry,
-    shard_path,
-    string_bytes,
-    varint,
-)
+from tests.support.bundle_writer import Bundle, bundle_of, entry, shard_path, string_bytes, varint
 
 
 def with_strings(directory: Path, data: bytes, shape: list[int], **change) -> Path:

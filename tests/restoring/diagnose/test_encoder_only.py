@@ -12,13 +12,7 @@ ENCODER = {name: leaf for name, leaf in WHOLE.items() if "decoder" not in name}
 
 
 @pytest.mark.parametrize(
-    "source, transforms",
-    [
-        (checkpoint(WHOLE), ()),
-        (HF, [ot.rules.hf_t5_to_t5x()]),
-        (HF, ()),
-        (HF, "auto"),
-    ],
+    "source, transforms", [(checkpoint(WHOLE), ()), (HF, [ot.rules.hf_t5_to_t5x()]), (HF, ()), (HF, "auto")]
 )
 def test_the_decoders_leaves_are_left_over(source, transforms):
     problem = problems_of(source, ENCODER, transforms)[-1]

@@ -55,11 +55,7 @@ def test_a_bundle_that_translate_helps_little_is_said_to_be_one():
     assert applied(hint.fix) == [ot.transforms.Translate()] and len(others) == 3
 
 
-LAYOUTS = {
-    "minimal": {},
-    "scanned": {"scan_layers": True},
-    "unscanned": {"split_heads": True, "per_layer_bias": True},
-}
+LAYOUTS = {"minimal": {}, "scanned": {"scan_layers": True}, "unscanned": {"split_heads": True, "per_layer_bias": True}}
 
 
 @pytest.mark.parametrize("prefix", ["target", "params", ""])
