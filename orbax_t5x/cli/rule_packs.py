@@ -14,13 +14,15 @@ from orbax_t5x.rules import RulePack
 AUTO = "auto"
 """Name for the pack that `orbax_t5x.rules.infer` finds."""
 
+# What takes leaves, or several sources, is not for one checkpoint on the command line.
+_NO_PACKS = frozenset({"RulePack", "infer", "peft_lora"})
 _INVERSE = "inverse"
 _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def pack_names() -> list[str]:
     """Lists the packs that can be given by name."""
-    return sorted(set(rules.__all__) - {"RulePack", "infer"})
+    return sorted(set(rules.__all__) - _NO_PACKS)
 
 
 def pack_argument(text: str) -> RulePack:

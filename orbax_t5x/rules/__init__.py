@@ -15,6 +15,7 @@ from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x, t5x_to
 from orbax_t5x.rules.inference import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.peft import peft_lora
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "hf_t5_to_t5x",
     "infer",
     "mesh_tf_to_t5x",
+    "peft_lora",
     "t5_minimal_to_scanned",
     "t5_minimal_to_unscanned",
     "t5_unscanned_to_scanned",

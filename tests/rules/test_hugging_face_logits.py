@@ -68,3 +68,29 @@ def test_scanned_parameters_have_the_same_way_back(tmp_path, kind):
     chain = [scan.inverse(), ot.rules.t5x_to_hf_t5()]
     ot.convert(tmp_path / "scanned", tmp_path / "back", chain, format="safetensors")
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_model_that_is_its_base_with_adapters(tmp_path):
+    """What is taken off Transformers' weights comes back with PEFT's adapters, and so do the golden logits."""
+    source, rng = GOLDENS / "untied_gated", np.random.default_rng(0)
+    base, adapter = safetensors.numpy.load_file(source / "model.safetensors"), {}
+    for name in [name for name in base if "Attention.q." in name or ".wo." in name]:
+        rows, columns = base[name].shape
+        a, b = (rng.normal(size=size).astype(np.float32) for size in ((4, columns), (rows, 4)))
+        base[name] = (base[name] - 0.5 * b.astype(np.float64) @ a).astype(np.float32)
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        adapter |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    for name, leaves in (("base", base), ("adapter", adapter)):
+        safetensors.numpy.save_file(leaves, tmp_path / f"{name}.safetensors")
+    model, variables = t5_model.init(config_of(source))
+    abstract = {"target": jax.eval_shape(lambda: variables["params"])}
+    pack = ot.rules.peft_lora({"r": 4, "lora_alpha": 2, "target_modules": ["q", "wo"]})
+    chain = [pack, ot.rules.hf_t5_to_t5x()]
+    sources = {name: tmp_path / f"{name}.safetensors" for name in ("base", "adapter")}
+    apply = jax.jit(model.apply, compiler_options=t5_model.COMPILE_FAST)
+    with np.load(source / "logits.npz") as golden:
+        for given, transforms, is_equal in ((sources, chain, True), (sources["base"], chain[1:], False)):
+            params = ot.restore(given, abstract, transforms)["target"]
+            logits = apply({"params": params}, golden["inputs"], golden["targets"])
+            assert np.allclose(logits, golden["logits"], rtol=1e-4, atol=1e-4) == is_equal
