@@ -19,6 +19,7 @@ from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms import __all__ as transform_names
 from orbax_t5x.transforms.base import AnyTransform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.model_surgery import adopted
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
@@ -133,7 +134,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
             raise TypeError(f"{pack} is a function that makes a rule pack; pass what it makes: {_call_of(pack)}")
         if not callable(transform):
             raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
-    return tuple(chain)
+    return tuple(map(adopted, chain))
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:

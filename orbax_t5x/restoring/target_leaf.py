@@ -5,6 +5,7 @@ A leaf that nothing can be restored into is a problem, never an exception. Nothi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, Literal
@@ -21,6 +22,8 @@ Kind = Literal["jax", "key", "numpy", "scalar", "keep", "none"]
 
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
+# Orbax's descriptions of NumPy arrays have a shape and a dtype, and no sharding as those of `jax.Array` have one.
+_ORBAX = "orbax."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,11 +91,16 @@ def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: 
         return TargetLeaf("none")
     if isinstance(leaf, np.ndarray):
         return TargetLeaf("numpy", leaf.shape, leaf.dtype, is_param=is_param, is_variable=is_variable)
+    if isinstance(leaf, type) and issubclass(leaf, _SCALARS):
+        with contextlib.suppress(TypeError):  # np.generic and other abstract classes make no value
+            leaf = leaf()
     if isinstance(leaf, _SCALARS):
         return _describe_scalar(leaf, is_param, is_variable)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return _unknown(name, leaf, f"a leaf of type {type(leaf).__name__} can not be restored into")
+    if type(leaf).__module__.startswith(_ORBAX) and not hasattr(type(leaf), "sharding"):
+        return TargetLeaf("numpy", tuple(shape), np.dtype(dtype), is_param=is_param, is_variable=is_variable)
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.sharding.Sharding):
         sharding = None

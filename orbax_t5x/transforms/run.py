@@ -30,6 +30,19 @@ def takes_is_resuming(function: Callable[..., Any]) -> bool:
     )
 
 
+def _takes_target(function: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
+    """Reports whether a function takes the target beside the state; the functions of Orbax's guide take one tree."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return True
+    try:
+        signature.bind_partial(None, None, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
 def _run_function(
     function: Callable[..., Any],
     state: dict[str, Any],
@@ -44,7 +57,9 @@ def _run_function(
     arguments = {"is_resuming": is_resuming} if keyword else {}
     name = qualified_name(function)
     # Fresh nested dicts: the function may change them.
-    nested = unflatten(state, join_clashes=True), unflatten(target, join_clashes=True)
+    nested = [unflatten(state, join_clashes=True)]
+    if _takes_target(function, arguments):
+        nested.append(unflatten(target, join_clashes=True))
     try:
         result = function(*nested, **arguments)
     except Exception as error:

@@ -19,7 +19,14 @@ from etils import epath
 import orbax_t5x as ot
 from orbax_t5x.handlers.checkpoint_handler import TrainStateHandler
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK, CommitFuture, step_directory, write_spec
-from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, stored_dtype, transfer_limit
+from orbax_t5x.handlers.v1.orbax_v1_names import (
+    active_context,
+    global_entries,
+    manager_of,
+    recorded_type,
+    stored_dtype,
+    transfer_limit,
+)
 from orbax_t5x.readers.orbax import steps
 from orbax_t5x.restoring import run_steps
 
@@ -181,3 +188,20 @@ def test_orbaxs_handler_takes_a_context_and_its_futures_can_be_waited_for(tmp_pa
     assert futures
     for future in futures:
         future.result()
+
+
+def test_the_handlers_of_the_whole_process_are_a_list_that_a_new_context_reads():
+    entries = global_entries()
+    assert entries is global_entries() and (v1.handlers.PyTreeHandler, None) in entries
+    last = entries.pop()
+    try:
+        assert last not in v1.Context().checkpointables.registry.get_all_entries()
+    finally:
+        entries.append(last)
+
+
+def test_a_checkpointers_manager_knows_its_steps(tmp_path):
+    with v1.training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, {"a": np.ones(2)})
+        manager = manager_of(checkpointer)
+        assert list(manager.all_steps()) == [3] and step_directory(manager, 3) == epath.Path(tmp_path / "3")

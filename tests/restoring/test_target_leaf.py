@@ -169,3 +169,10 @@ def test_typed_keys_are_named_where_the_target_wants_other_data(saved):
     assert "Slice" not in str(problem.fix) and "jax.random.key(seed, impl='rbg')" in str(problem.fix)
     data = ot.restore(source, {"k": S((3, 4), np.uint32)})["k"]
     np.testing.assert_array_equal(data, jax.random.key_data(key((3,), impl="rbg")))
+
+
+def test_types_of_scalars_are_leaves_and_abstract_ones_are_problems():
+    source = checkpoint({"a": np.asarray(3), "b": np.asarray(2.5, np.float32), "c": np.asarray(True)})
+    got = ot.restore(source, {"a": int, "b": np.float32, "c": bool})
+    assert got == {"a": 3, "b": 2.5, "c": True} and [type(leaf) for leaf in got.values()] == [int, np.float32, bool]
+    assert problems(source, {"a": np.generic, "b": 0.0, "c": False}) == [("target", "a")]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint.experimental.v1 as v1
 
 from orbax_t5x.lazy.read_stats import Verify
@@ -32,7 +31,8 @@ class AbstractTrainState:
     type, the structure, the dtypes and the shardings of the target.
 
     Attributes:
-      target: the tree to load into, or what `ocp.metadata` returned; None: everything, as NumPy.
+      target: the tree to load into, or what `ocp.metadata` returned, whole or its `metadata`; types such as `int` and
+        `str` are leaves as in Orbax. None: everything, as NumPy.
       transforms: called in order on the state dict of the checkpoint.
       source: loaded from instead of the path that Orbax is given, which must be an Orbax checkpoint all the same: any
         path or format, an opened checkpoint, an `orbax_t5x.Source`, or a mapping of several.
@@ -79,14 +79,7 @@ def plain_target(target: Any) -> Any:
     """
     if isinstance(target, AbstractTrainState):
         raise TypeError("the target is an AbstractTrainState; pass its own target, and its keywords beside it")
-    return jax.tree.map(_leaf_of_metadata, target.metadata) if isinstance(target, v1.CheckpointMetadata) else target
-
-
-def _leaf_of_metadata(leaf: Any) -> Any:
-    """Converts a leaf of Orbax's metadata to one of a target: a leaf without a sharding attribute was a NumPy array."""
-    if hasattr(leaf, "shape") and not hasattr(type(leaf), "sharding"):
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)  # one element, whatever the shape
-    return leaf
+    return target.metadata if isinstance(target, v1.CheckpointMetadata) else target
 
 
 def _keywords(state: AbstractTrainState) -> tuple[tuple[str, Any], ...]:

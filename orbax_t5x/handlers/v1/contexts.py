@@ -1,16 +1,17 @@
-"""The Orbax context in which train states are saved and loaded."""
+"""The Orbax context in which train states are saved and loaded, and the registration for tools that make their own."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
 
 import orbax.checkpoint.experimental.v1 as v1
 
 from orbax_t5x.handlers.v1.handler import AnyTreeHandler, V1TrainStateHandler
-from orbax_t5x.handlers.v1.orbax_v1_names import recorded_type
+from orbax_t5x.handlers.v1.orbax_v1_names import global_entries, recorded_type
 from orbax_t5x.provenance.records import given_lineage
 
 
@@ -63,6 +64,65 @@ def context(
     handler = _handler_with(given, _handler_of(registry))
     made.checkpointables.registry = _with_handler(registry, handler)
     return made
+
+
+def register() -> Callable[[], None]:
+    """Registers our handler with Orbax for the whole process, for tools that make their own `ocp.Context`.
+
+    Contexts and `training.Checkpointer`s made after it save trees with our handler, and load what is wrapped in an
+    `AbstractTrainState`, as inside `orbax_t5x.v1.context`; those made before stay as they are. Handlers of others
+    keep what they handle.
+
+    Returns:
+      A function of no arguments that undoes it. Several registrations are one, which ends with the last of them.
+
+    Example:
+      >>> undo = ot.v1.register()
+      >>> with ocp_v1.training.Checkpointer(directory / "run") as checkpointer:
+      ...     _ = checkpointer.save(0, {"w": jnp.ones(3)})
+      ...     checkpointer.load(0, ot.v1.AbstractTrainState({"w": np.zeros(3, np.float32)}))
+      {'w': array([1., 1., 1.], dtype=float32)}
+      >>> undo()
+    """
+    token = object()
+    _REGISTRATION.add(token)
+    return lambda: _REGISTRATION.remove(token)
+
+
+class _Registration:
+    """Our handler in Orbax's global registry, for as long as somebody wants it there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted_by: set[object] = set()
+        self._before: list[Any] = []
+        self._after: list[Any] = []
+
+    def add(self, token: object) -> None:
+        with self._lock:
+            if not self._wanted_by:
+                self._register()
+            self._wanted_by.add(token)
+
+    def remove(self, token: object) -> None:
+        with self._lock:
+            is_last = self._wanted_by == {token}
+            self._wanted_by.discard(token)
+            if is_last:
+                entries = global_entries()
+                entries[:] = [*self._before, *(entry for entry in entries if entry not in self._after)]
+
+    def _register(self) -> None:
+        entries = global_entries()
+        registry = _with_handler(v1.handlers.global_registry(), _handler_with({}, V1TrainStateHandler))
+        self._before, self._after = list(entries), list(registry.get_all_entries())
+        for cls in {cls for cls, _ in self._after if _is_ours(cls)}:
+            # Orbax's way to add a handler also keeps its recorded types. Then the order is made that of a context.
+            v1.handlers.register_handler(cls, secondary_typestrs=list(registry.get_secondary_typestrs(cls)) or None)
+        entries[:] = self._after
+
+
+_REGISTRATION = _Registration()
 
 
 # What is entered and not left yet, innermost last. Each thread and each asyncio task has a value of its own, and a task

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import inspect
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +24,7 @@ from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.text.progress_bar import Progress
+from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.patterns.table import Pattern
 
 
@@ -52,11 +55,22 @@ def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.C
     return restored
 
 
+class _NotGiven(enum.Enum):
+    """Default of an argument that has another name, too."""
+
+    TOKEN = "…"
+
+
+_NOT_GIVEN = _NotGiven.TOKEN
+
+
 def load_and_transform(
     path: AnySource,
-    target: Any,
-    transforms: Transforms = (),
+    target: Any = _NOT_GIVEN,
+    transforms: Transforms | _NotGiven = _NOT_GIVEN,
     *,
+    abstract_tree: Any = _NOT_GIVEN,
+    transform_fn: Transforms | _NotGiven = _NOT_GIVEN,
     item: str | None = PlanOptions.item,
     fallback: Any = PlanOptions.fallback,
     is_resuming: bool | None = PlanOptions.is_resuming,
@@ -79,7 +93,9 @@ def load_and_transform(
       path: of the checkpoint, of any format, local or remote; an opened checkpoint, an `orbax_t5x.Source`, or a mapping
         of several.
       target: as `orbax_t5x.restore` takes it, or what `ocp.metadata` returned.
-      transforms: called in order on the lazy state dict; see `orbax_t5x.transforms`.
+      transforms: called in order on the lazy state dict; see `orbax_t5x.transforms`. Orbax's own transformations
+        (`orbax.checkpoint.experimental.model_surgery`) are transforms, too, and so is a function of one tree.
+      abstract_tree, transform_fn: other names of `target` and `transforms`: those in Orbax's guide.
       item: which checkpointable of the path.
       fallback: as in `orbax_t5x.restore`, like all that follow.
       is_resuming: whether the transforms were applied already; None decides by the record in the checkpoint.
@@ -97,10 +113,30 @@ def load_and_transform(
       The target's structure, with its types, dtypes and shardings.
 
     Raises:
-      TypeError: the target is an `AbstractTrainState`, which is for `ocp.load`.
+      TypeError: the target is an `AbstractTrainState`, which is for `ocp.load`; or it is missing, given twice, or given
+        in the position of the transforms.
       CheckpointError: as `orbax_t5x.restore` does.
+
+    Example:
+      >>> ocp_v1.save(directory / "step", {"old": np.ones(3, np.float32)})
+      >>> target = {"new": np.zeros(3, np.float32)}
+      >>> rename = ot.transforms.Rename([("old", "new")])
+      >>> ot.v1.load_and_transform(directory / "step", transform_fn=rename, abstract_tree=target)
+      {'new': array([1., 1., 1.], dtype=float32)}
     """
+    target = _one_of("target", target, "abstract_tree", abstract_tree)
+    if target is _NOT_GIVEN or isinstance(target, Transform) or inspect.isroutine(target):
+        raise TypeError("load_and_transform takes (path, target, transforms); by keyword in any order")
+    transforms = _one_of("transforms", transforms, "transform_fn", transform_fn)
+    transforms = () if isinstance(transforms, _NotGiven) else transforms
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
     with open_plan(path, plain_target(target), transforms, options) as plan:
         return plan.run(reading.within(active_context().memory.read_concurrent_bytes))
+
+
+def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """Returns the value that is given under one of two names."""
+    if value is not _NOT_GIVEN and other is not _NOT_GIVEN:
+        raise TypeError(f"{other_name}= is another name of {name}: pass one of the two")
+    return value if other is _NOT_GIVEN else other

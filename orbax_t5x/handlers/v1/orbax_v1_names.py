@@ -1,7 +1,9 @@
 """Orbax v1 names used beyond its documented interface, in one place.
 
-A handler must obey the options of the context that is active, and Orbax exports no function that returns it;
-`tests/handlers/test_orbax_names.py` fails when this one has moved. Fields of options are read by their documented
+A handler must obey the options of the context that is active, and Orbax exports no function that returns it; a handler
+that is registered for the whole process cannot be removed by a documented name; and the manager inside a
+`Checkpointer` knows the directories of its steps. `tests/handlers/test_orbax_names.py`
+fails when one of these has moved. Fields of options are read by their documented
 names, those that the lowest allowed version lacks with a default.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
 from orbax.checkpoint.experimental.v1._src.context.context import get_context
 
@@ -17,6 +20,18 @@ from orbax.checkpoint.experimental.v1._src.context.context import get_context
 def active_context() -> v1.Context:
     """Returns the context of the innermost `with ocp.Context()` of this thread, or one with Orbax's defaults."""
     return get_context()
+
+
+def global_entries() -> list[tuple[type[v1.CheckpointableHandler], str | None]]:
+    """Returns the list of handlers, with names, that Orbax has for the whole process: the list itself, to change it."""
+    entries = v1.handlers.global_registry().get_all_entries()
+    assert isinstance(entries, list)
+    return entries
+
+
+def manager_of(checkpointer: v1.training.Checkpointer) -> ocp.CheckpointManager:
+    """Returns the manager by which a `Checkpointer` lists its steps and waits for its saves."""
+    return checkpointer._manager
 
 
 def recorded_type() -> str:

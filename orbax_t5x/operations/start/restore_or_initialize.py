@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
 from orbax_t5x.errors import (
@@ -29,6 +30,7 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
 )
 from orbax_t5x.handlers.orbax_names import step_directory
+from orbax_t5x.handlers.v1.orbax_v1_names import manager_of
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
@@ -77,7 +79,7 @@ class TrainingStart(NamedTuple):
 
 
 def restore_or_initialize(
-    manager: ocp.CheckpointManager,
+    manager: ocp.CheckpointManager | v1.training.Checkpointer,
     target: Any,
     *,
     init_from: AnySource | None = None,
@@ -98,11 +100,12 @@ def restore_or_initialize(
     """Starts a training job: from its own newest step, else from a checkpoint to begin with, else from scratch.
 
     Call it at every start, with the same arguments. What was applied when the run began is recorded by the first save
-    of an `orbax_t5x.TrainStateHandler` below the manager's root, and a run that goes on is never transformed again.
+    of an `orbax_t5x.TrainStateHandler` below the manager's root, or in an `orbax_t5x.v1.context`, and a run that goes
+    on is never transformed again.
 
     Args:
-      manager: any `ocp.CheckpointManager`, with whichever handlers; steps that others than this package wrote are
-        resumed too.
+      manager: any `ocp.CheckpointManager`, with whichever handlers, or Orbax v1's `training.Checkpointer`; steps that
+        others than this package wrote are resumed too.
       target: as `orbax_t5x.restore` takes it.
       init_from: what a new run begins with: a source of `orbax_t5x.restore`, of any format.
       transforms: of `init_from`. They are not applied to a step of the manager's root. Where the run's record has other
@@ -136,8 +139,12 @@ def restore_or_initialize(
       ...     step, how
       (0, 'scratch')
     """
+    if isinstance(manager, v1.training.Checkpointer):
+        manager.wait()
+        manager = manager_of(manager)
     if not hasattr(manager, "all_steps"):
-        raise TypeError(f"manager is {manager!r}; pass an ocp.CheckpointManager, such as ocp.CheckpointManager(path)")
+        what = "an ocp.CheckpointManager, such as ocp.CheckpointManager(path), or Orbax v1's training.Checkpointer"
+        raise TypeError(f"manager is {manager!r}; pass {what}")
     options = PlanOptions(item, init_fn, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
     start = _JobStart(manager, target, options, reading)

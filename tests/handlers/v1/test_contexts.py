@@ -160,3 +160,40 @@ def test_a_handler_made_of_ours_stays_in_the_registry_of_a_base(tmp_path):
     assert saved == ["state"]
     assert not (tmp_path / "1" / "state" / "_CHECKSUMS.json").exists()
     assert_same(ocp.load(tmp_path / "1"), {"w": np.ones(2)})
+
+
+# -- for tools that make their own context
+
+
+@pytest.fixture
+def registered():
+    before = list(ocp.handlers.global_registry().get_all_entries())
+    undo = ot.v1.register()
+    yield undo
+    undo()
+    assert ocp.handlers.global_registry().get_all_entries() == before
+
+
+@pytest.mark.parametrize("name", ["state", "model_params"])
+def test_a_registered_handler_saves_and_loads_in_contexts_of_others(tmp_path, registered, name):
+    abstract = ot.v1.AbstractTrainState({"v": np.zeros(2)}, RULES, is_resuming=False)
+    with ocp.training.Checkpointer(tmp_path, context=ocp.Context()) as checkpointer:
+        checkpointer.save_checkpointables(0, {name: {"w": np.ones(2)}, "config": {"size": 2}})
+        loaded = checkpointer.load_checkpointables(0, {name: abstract, "config": None})
+    assert_same(loaded, {name: {"v": np.ones(2)}, "config": {"size": 2}})
+    assert (tmp_path / "0" / name / "_CHECKSUMS.json").exists()
+
+
+def test_registrations_are_one_and_handlers_added_meanwhile_stay(tmp_path, registered):
+    class Other(ocp.handlers.PyTreeHandler):
+        pass
+
+    again = ot.v1.register()
+    again()
+    again()  # as often as one likes
+    assert has_sums(tmp_path / "registered")
+    ocp.handlers.register_handler(Other)
+    registered()
+    entries = ocp.handlers.global_registry().get_all_entries()
+    assert entries.pop() == (Other, None)
+    assert not has_sums(tmp_path / "not registered")

@@ -129,3 +129,56 @@ def test_loads_work_inside_a_running_event_loop(tmp_path):
             return ocp.load(tmp_path / "1", ot.v1.AbstractTrainState(abstract_of(tree)))
 
     assert_same(asyncio.run(notebook()), tree)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path, rules, target: ot.v1.load_and_transform(path, target, rules),
+        lambda path, rules, target: ot.v1.load_and_transform(path, transform_fn=rules, abstract_tree=target),
+        lambda path, rules, target: ot.v1.load_and_transform(path, abstract_tree=target, transform_fn=rules),
+        lambda path, rules, target: ot.v1.load_and_transform(path, abstract_tree=target, transforms=rules),
+        lambda path, rules, target: ot.v1.load_and_transform(path=path, transforms=rules, target=target),
+    ],
+)
+@pytest.mark.parametrize(
+    "rules", [ot.transforms.Rename([("old", "new")]), lambda tree: {"new": tree["old"]}], ids=["rule", "function"]
+)
+def test_arguments_in_the_order_of_orbaxs_guide(tmp_path, call, rules):
+    ocp.save(tmp_path / "1", {"old": np.arange(3)})
+    assert_same(call(tmp_path / "1", rules, {"new": np.zeros(3, int)}), {"new": np.arange(3)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        ((), {}, "takes \\(path, target, transforms\\)"),
+        ((lambda tree: tree, {}), {}, "by keyword in any order"),
+        (({},), {"abstract_tree": {}}, "abstract_tree= is another name of target"),
+        (({}, ()), {"transform_fn": ()}, "transform_fn= is another name of transforms"),
+    ],
+)
+def test_a_target_is_given_once_and_in_its_position(arguments, keywords, message):
+    with pytest.raises(TypeError, match=message):
+        ot.v1.load_and_transform("nowhere", *arguments, **keywords)
+
+
+TREE = {"i": 3, "f": 1.5, "n": np.arange(3), "j": np.arange(3.0, dtype=np.float32), "s": "hello"}
+
+
+@pytest.mark.parametrize("form", ["metadata", "plain tree of it", "types"])
+@pytest.mark.parametrize("load", ["ocp.load", "load_and_transform", "ot.restore"])
+def test_leaves_of_orbaxs_abstract_trees_are_targets(tmp_path, form, load):
+    tree = {**TREE, "j": jnp.asarray(TREE["j"])}
+    with ot.v1.context(provenance=()):
+        ocp.save(tmp_path / "1", tree)
+        metadata = ocp.metadata(tmp_path / "1")
+        types = {**metadata.metadata, "i": int, "f": float, "s": str, "j": tree["j"]}
+        abstract = {"metadata": metadata, "plain tree of it": metadata.metadata, "types": types}[form]
+        if load == "ocp.load":
+            loaded = ocp.load(tmp_path / "1", ot.v1.AbstractTrainState(abstract))
+        elif load == "load_and_transform":
+            loaded = ot.v1.load_and_transform(tmp_path / "1", abstract)
+        else:
+            loaded = ot.restore(tmp_path / "1", metadata.metadata if form == "metadata" else abstract)
+    assert_same(loaded, tree)

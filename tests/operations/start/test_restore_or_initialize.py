@@ -6,11 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as v1
 import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.provenance import runs
-from tests.support.started_runs import SOURCE, STATE, SWAP, SWAPPED, T, initial, our_args, ours, recorded, values
+from tests.support.started_runs import (
+    SOURCE,
+    STATE,
+    SWAP,
+    SWAPPED,
+    T,
+    cut_data,
+    initial,
+    our_args,
+    ours,
+    recorded,
+    values,
+)
 
 
 def test_scratch_is_the_function_under_jit_in_the_targets_shardings(tmp_path, target):
@@ -206,3 +219,29 @@ def test_keywords_are_those_of_restore(tmp_path, target, source):
     assert start.state["params"]["x"].dtype == jnp.bfloat16 and seen
     with ours(tmp_path / "root") as manager, pytest.raises(TypeError, match="item"):
         ot.restore_or_initialize(manager, target, init_from=source, item=target)
+
+
+def test_a_checkpointer_of_orbax_v1_is_a_manager(tmp_path, target, source):
+    """With the same lineage rules: what was applied is recorded, and a restart asks nothing."""
+    root = tmp_path / "root"
+    for expected in (("scratch", 0), ("initialized", 0), ("resumed", 1), ("resumed", 2)):
+        runs.forget_all()  # as a new process
+        begin = {"init_fn": initial} if expected[0] == "scratch" else {"init_from": source, "transforms": SWAP}
+        with ot.v1.context(), v1.training.Checkpointer(root) as checkpointer:
+            state, step, how = ot.restore_or_initialize(checkpointer, target, **begin)
+            assert (how, step) == expected
+            if how != "scratch":
+                assert values(state) == SWAPPED
+                checkpointer.save_async(step + 1, state)
+                assert ot.restore_or_initialize(checkpointer, target)[1:] == (step + 1, "resumed")
+    for step in (1, 2):
+        assert recorded(root / str(step) / "state")[0]["transforms"] == ["Rename: ('x', 'y')", "Rename: ('y', 'x')"]
+
+
+def test_a_damaged_step_of_a_checkpointer_is_passed_over(tmp_path, target):
+    with ot.v1.context(), v1.training.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, STATE)
+        cut_data(tmp_path / "2" / "state")
+        with pytest.warns(UserWarning, match="step 2 is skipped"):
+            assert ot.restore_or_initialize(checkpointer, target)[1:] == (1, "resumed")
