@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from orbax_t5x.lazy.box import Box, union_size
+from orbax_t5x.lazy.box import Box, box_slices, shift, union_size
+from orbax_t5x.lazy.leaf import Request
 
 # Boxes of one request that are awaited one by one; more would cost more than they show.
 _MAX_PIECES = 4096
@@ -26,20 +27,21 @@ def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
 
 def count_chunks(boxes: Iterable[Box], chunks: Sequence[int]) -> int:
     """Counts the chunks that boxes overlap together."""
-    return union_size(tuple([_chunk_indices(box, chunks) for box in boxes]))
+    return union_size(tuple([chunk_indices(box, chunks) for box in boxes]))
 
 
-def boxes_by_chunk(boxes: Iterable[Box], chunks: Sequence[int]) -> Iterator[list[tuple[Box, Box]]]:
-    """Yields, for each chunk that boxes overlap, (intersection, box) of each of them."""
-    found: dict[tuple[int, ...], list[tuple[Box, Box]]] = {}
-    for box in boxes:
+def requests_by_chunk(requests: Iterable[Request], chunks: Sequence[int]) -> Iterator[list[Request]]:
+    """Yields, for each chunk that requests overlap, the parts of them that lie in it."""
+    found: dict[tuple[int, ...], list[Request]] = {}
+    for box, out in requests:
         for piece in itertools.product(*map(_cuts, box, chunks)):
             chunk = tuple([low // size for (low, _), size in zip(piece, chunks, strict=True)])
-            found.setdefault(chunk, []).append((piece, box))
+            found.setdefault(chunk, []).append(Request(piece, out[(*box_slices(shift(piece, box)), ...)]))
     yield from found.values()
 
 
-def _chunk_indices(box: Box, chunks: Sequence[int]) -> Box:
+def chunk_indices(box: Box, chunks: Sequence[int]) -> Box:
+    """Returns the box of the indices of the chunks that a box overlaps."""
     return tuple([(low // size, -(-high // size)) for (low, high), size in zip(box, chunks, strict=True)])
 
 

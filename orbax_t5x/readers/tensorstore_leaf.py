@@ -2,10 +2,10 @@
 
 Each box is written by TensorStore straight into the buffer that wants it, boxes that occur twice are read
 once, and all boxes of a call that touch a chunk are under way together, so that it is decoded once. Chunks are decoded
-as a whole: large ones wait for their share of the memory that an execution has for that. A chunk that is not there is
-damage, never zeros. The arrays have no checksum of their own; where the checkpoint keeps some beside them (`BoxSums`),
-the elements that were read are compared with those. What TensorStore raises leaves here as a typed error that names the
-leaf.
+as a whole: large ones wait for their share of the memory that an execution has for that. A chunk that is absent is
+damage, or holds the fill value where the format says so, and is counted (`StoredChunks`). The arrays have no checksum
+of their own; where the checkpoint keeps some beside them (`BoxSums`), the elements that were read are compared with
+those. What TensorStore raises leaves here as a typed error that names the leaf.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,14 @@ from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.array_layout import ArrayLayout, UnopenedArray
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
-from orbax_t5x.readers.chunk_grid import boxes_by_chunk, chunk_boxes, count_chunks
+from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, requests_by_chunk
 from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.stored_chunks import StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.memory import naming_memory_errors, require_memory
-from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.store import Snapshot
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
@@ -55,6 +55,7 @@ class TensorStoreLeaf(Leaf):
         "_files",
         "_open",
         "_open_array",
+        "_stored",
         "_sums",
         "chunks",
         "dtype",
@@ -75,14 +76,15 @@ class TensorStoreLeaf(Leaf):
         *,
         prng_impl: str | None = None,
         sums: BoxSums | CheckpointError | None = None,
+        absent_is_fill: bool = False,
         files: Snapshot,
         limits: Limits,
     ):
         """Makes the leaf of an array; called by readers.
 
         The array is open for reading, or is opened on the first read. `sums` are the checksums that the checkpoint
-        keeps of it, or why they cannot be used; those of another shape or dtype cannot. `files` are as they were before
-        it was opened.
+        keeps of it, or why they cannot be used; those of another shape or dtype cannot. With `absent_is_fill` a chunk
+        that is not stored holds the fill value. `files` are as they were before the array was opened.
         """
         self.name: str = name
         self.path: str = path
@@ -100,7 +102,6 @@ class TensorStoreLeaf(Leaf):
             if shard != chunk:
                 chunks_per_shard = math.prod(shard) // math.prod(chunk)
                 limits.require_chunk(chunks_per_shard * _SHARD_INDEX_BYTES, f"the index of a shard of shape {shard}")
-            limits.require_chunks(self.shape, chunk)
         except LimitExceededError as error:
             self.error = error_at(error, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
@@ -109,6 +110,10 @@ class TensorStoreLeaf(Leaf):
         self._open_array: Callable[[], ts.TensorStore] | None = None if opened else array.open
         self._open = flag
         self._files = files
+        self._stored: StoredChunks | None = None
+        if absent_is_fill:
+            grid = tuple([-(-size // cell) for size, cell in zip(self.shape, shard, strict=True)])
+            self._stored = StoredChunks(shard, grid, files, limits.chunks)
         self.is_remote: bool = files.clock is not None
 
     @property
@@ -180,8 +185,10 @@ class TensorStoreLeaf(Leaf):
                 copies.append((out, buffer))
             first[box] = buffer
         try:
-            if first:
-                await self._read_boxes(first, stats.decoding)
+            requests = [Request(box, buffer) for box, buffer in first.items()]
+            left = requests if self._stored is None else await self._fill(requests, self._stored, stats)
+            if left:
+                await self._read_requests(left, stats.decoding)
         except CheckpointError:
             raise
         except Exception as error:
@@ -195,34 +202,45 @@ class TensorStoreLeaf(Leaf):
             out[...] = buffer
         stats.count(self.bytes_of(tuple(first)))
         if isinstance(self._sums, BoxSums) and stats.verify != "off":
-            reads = [Request(box, buffer) for box, buffer in first.items()]
-            await run_in_pool(reader_pool(), self._add_sums, reads, self._sums, stats)
+            await run_in_pool(reader_pool(), self._add_sums, requests, self._sums, stats)
 
     def _add_sums(self, reads: Sequence[Request], sums: BoxSums, stats: ReadStats) -> None:
         for part in sums_of(reads, sums):
             stats.add_range(self, part)
 
-    async def _read_boxes(self, wanted: Mapping[Box, np.ndarray], decoding: Budget) -> None:
+    async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
+        """Fills boxes with the fill value where most of their chunks are absent; returns what is left to read."""
+        array = self._opened()
+        finding = [asyncio.ensure_future(chunks.find(array, [box for box, _ in requests]))]
+        try:
+            await self._end(finding)
+        except LimitExceededError as error:
+            raise error_at(error, path=self.path, leaf=self.name) from None
+        stored = finding[0].result()
+        left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, stored, np.asarray(array.fill_value))
+        stats.count(0, fill_chunks=absent)
+        return left
+
+    async def _read_requests(self, requests: Sequence[Request], decoding: Budget) -> None:
         """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
         chunks = self.chunks or ()
         with naming_memory_errors(self.path, self.name):
             # Other memory was taken since the leaf was opened.
             require_memory(int(_DECODING_COPIES * self._chunk_bytes), f"decoding a chunk of shape {chunks}")
-        at_once = self._chunk_bytes * min(count_chunks(wanted, chunks), FILE_IO_CONCURRENCY)
+        at_once = self._chunk_bytes * min(count_chunks([box for box, _ in requests], chunks), FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)
-            await self._read_pieces(wanted.items(), decoding, at_once)
+            await self._read_pieces(requests, decoding, at_once)
             return
 
         async def by_chunk() -> AsyncIterator[Coroutine[Any, Any, None]]:
-            for pieces in boxes_by_chunk(wanted, chunks):
-                outs = [(piece, wanted[box][box_slices(shift(piece, box))]) for piece, box in pieces]
+            for pieces in requests_by_chunk(requests, chunks):
                 await decoding.take(self._chunk_bytes)
-                yield self._read_pieces(outs, decoding, self._chunk_bytes)
+                yield self._read_pieces(pieces, decoding, self._chunk_bytes)
 
         await wait_all(by_chunk())
 
-    async def _read_pieces(self, pieces: Iterable[tuple[Box, np.ndarray]], decoding: Budget, taken: int) -> None:
+    async def _read_pieces(self, pieces: Sequence[Request], decoding: Budget, taken: int) -> None:
         """Reads boxes into their buffers together, and gives back what was taken for their chunks."""
         writes: list[ts.WriteFutures] = []
         try:
@@ -250,7 +268,7 @@ class TensorStoreLeaf(Leaf):
 
     async def _end_writes(self, writes: Sequence[ts.WriteFutures]) -> None:
         if self._files.clock is not None:
-            await self._end_remote_writes(writes, self._files.clock)
+            await self._end([asyncio.ensure_future(_ended(write)) for write in writes])
             return
         # Waking the loop costs more than a small read: the last one is waited for first, then most others are done.
         for write in reversed(writes):
@@ -258,22 +276,23 @@ class TensorStoreLeaf(Leaf):
                 await write.commit
             write.commit.result()
 
-    async def _end_remote_writes(self, writes: Sequence[ts.WriteFutures], clock: ResponseClock) -> None:
-        """Waits as long as responses arrive.
+    async def _end(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        """Waits for tasks, of a remote store as long as responses arrive.
 
         A write that is given up keeps its part of the buffer alive until its request has ended.
         """
-        begun = time.monotonic()
-        waiting = {asyncio.ensure_future(_ended(write)) for write in writes}
+        clock, begun = self._files.clock, time.monotonic()
+        waiting = set(tasks)
         try:
             while waiting:
-                left = clock.seconds_left(begun)
-                if left <= 0:
+                left = None if clock is None else clock.seconds_left(begun)
+                if clock is not None and left is not None and left <= 0:
                     raise CheckpointIOError(f"reading it: {clock.timeout_text()}", path=self.path, leaf=self.name)
                 done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                    clock.note()
+                    if clock is not None:
+                        clock.note()
         finally:
             for task in waiting:
                 task.cancel()

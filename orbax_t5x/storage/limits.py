@@ -64,7 +64,8 @@ class Limits:
       msgpack_depth: the deepest nesting of a msgpack tree.
       chunk_bytes: the largest chunk of a chunked format (zarr), decoded; to read one element
         takes memory for all of it. Never more than this process can have, whatever is set here.
-      chunks: the most chunks of one leaf: each takes time, also one that is not stored and holds the fill value.
+      chunks: the most chunks of one read that are asked for one by one: a remote store that keeps them as files has no
+        list of them, and one that is absent may hold the fill value.
       io_timeout_secs: how long one read of a remote store may take.
 
     Example:
@@ -137,19 +138,6 @@ class Limits:
         """Refuses a name of so many bytes, which need not be joined yet; see `require_name`."""
         if nbytes > self.name_bytes:
             raise LimitExceededError(f"a name of more than Limits.name_bytes = {self.name_bytes} bytes", path=path)
-
-    def require_chunks(self, shape: Sequence[int], chunk: Sequence[int]) -> None:
-        """Refuses an array in too many chunks.
-
-        Raises:
-          LimitExceededError: without file and leaf; the caller names them.
-        """
-        count = math.prod([-(-size // part) for size, part in zip(shape, chunk, strict=True)])
-        if count > self.chunks:
-            raise LimitExceededError(
-                f"shape {list(shape)} in chunks of {list(chunk)}: {count} chunks, more than Limits.chunks = "
-                f"{self.chunks}"
-            )
 
     def require_chunk(self, nbytes: int, what: str) -> None:
         """Refuses a chunk that takes too much memory.

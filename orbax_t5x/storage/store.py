@@ -8,7 +8,7 @@ read chunked arrays from. A name is always relative, with '/', and never leaves 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -112,8 +112,8 @@ class Snapshot(Protocol):
 
     clock: ResponseClock | None
 
-    def count_absent(self, names: Collection[str]) -> int:
-        """Counts the names that are not in the directory of the array; blocks."""
+    def are_stored(self, names: Sequence[str]) -> list[bool]:
+        """Reports for each name whether it is a file in the directory of the array; blocks."""
         ...
 
     def was_checked(self, execution: object) -> bool:

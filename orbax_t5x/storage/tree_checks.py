@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.storage.paths import Root, io_error
@@ -84,9 +84,9 @@ class TreeSnapshot(Snapshot):
         self._checked_in: weakref.ref[object] | None = None
         self._digest = self._look(leaf)
 
-    def count_absent(self, names: Collection[str]) -> int:
+    def are_stored(self, names: Sequence[str]) -> list[bool]:
         directory = self._root.join(self._names[0]) if self._names[0] else self._root.path
-        return sum(not os.path.lexists(os.path.join(directory, name)) for name in names)
+        return [os.path.lexists(os.path.join(directory, name)) for name in names]
 
     def was_checked(self, execution: object) -> bool:
         checked = self._checked_in

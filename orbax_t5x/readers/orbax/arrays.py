@@ -74,6 +74,11 @@ class ItemArrays:
         """The name of the metadata file of each array that has a directory of its own."""
         return "zarr.json" if self.metadata.use_zarr3 else ".zarray"
 
+    @property
+    def absent_is_fill(self) -> bool:
+        """True if a chunk may be absent. Zarr v2 arrays of Orbax have no fill value, so each chunk is stored."""
+        return self.metadata.absent_is_fill and self.metadata.use_zarr3
+
     def open(
         self, nodes: Sequence[NamedNode], *, context: ts.Context, flag: OpenFlag, limits: Limits
     ) -> Iterator[Leaf]:
@@ -99,8 +104,7 @@ class ItemArrays:
                 array_key(named.node.param),
                 ocdbt=self.database is not None,
                 zarr3=self.metadata.use_zarr3,
-                # Zarr v2 arrays of Orbax have no fill value, so TensorStore stored every chunk.
-                absent_is_fill=self.metadata.absent_is_fill and self.metadata.use_zarr3,
+                absent_is_fill=self.absent_is_fill,
             )
             return _OpeningArray(files, ts.open(spec, open=True, read=True, context=context))
         except CheckpointError as error:
@@ -143,6 +147,7 @@ class ItemArrays:
             flag,
             prng_impl=self.prng_impls.get(named.node.param),
             sums=self.sums.of(named.node.param),
+            absent_is_fill=self.absent_is_fill,
             files=begun.files,
             limits=limits,
         )

@@ -9,14 +9,12 @@ at once more.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Hashable, Sequence
 from functools import partial
 
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import reader_pool, run_in_pool
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -25,8 +23,7 @@ from orbax_t5x.errors import (
     LeafMismatchError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.lazy.leaf import Leaf, Request
-from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_layout import UnopenedArray
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.walk import Node
@@ -37,7 +34,7 @@ from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec, make_context
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.store import ArrayDirectory, Snapshot, Store
+from orbax_t5x.storage.store import ArrayDirectory, Store
 
 # The newest version whose uint16 arrays are the bits of bfloat16; later ones store bfloat16 as itself.
 _LAST_UINT16_VERSION = 2
@@ -135,10 +132,9 @@ class ZarrArrays:
                 leaf=name,
             )
         array = self._array(name, found, metadata, as_bfloat16)
-        if metadata.fill_value is None:
-            return TensorStoreLeaf(name, found.path, array, self._flag, files=found.files, limits=self._limits)
-        return FilledLeaf(
-            name, found.path, array, self._flag, files=found.files, limits=self._limits, separator=metadata.separator
+        is_filled = metadata.fill_value is not None
+        return TensorStoreLeaf(
+            name, found.path, array, self._flag, absent_is_fill=is_filled, files=found.files, limits=self._limits
         )
 
     def _array(
@@ -169,41 +165,3 @@ class ZarrArrays:
             return ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
         except (ValueError, NotImplementedError, OverflowError) as error:
             raise typed_error(error, path=found.path, leaf=name, doing="opening it") from error
-
-
-class FilledLeaf(TensorStoreLeaf):
-    """An array whose chunks may be absent because they hold the fill value and nothing else; those are counted."""
-
-    __slots__ = ("_separator",)
-
-    def __init__(
-        self,
-        name: str,
-        path: str,
-        array: ts.TensorStore | UnopenedArray,
-        flag: OpenFlag,
-        *,
-        files: Snapshot,
-        limits: Limits,
-        separator: str,
-    ):
-        """Makes the leaf as `TensorStoreLeaf` does; `separator` joins the numbers of a chunk's name."""
-        super().__init__(name, path, array, flag, files=files, limits=limits)
-        self._separator = separator
-
-    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
-        await super().read_into(requests, stats)
-        wanted = {name for box, _ in requests for name in self._chunk_names(box)}
-        absent = await run_in_pool(reader_pool(), self._files.count_absent, wanted)
-        stats.count(0, fill_chunks=absent)
-
-    def _chunk_names(self, box: Sequence[tuple[int, int]]) -> list[str]:
-        """Returns the names of the chunks that hold a box's elements."""
-        if not box:
-            return ["0"]
-        chunks = self.chunks or ()
-        ranges = [
-            range(start // size, -(-stop // size)) if stop > start else range(0)
-            for (start, stop), size in zip(box, chunks, strict=True)
-        ]
-        return [self._separator.join(map(str, index)) for index in itertools.product(*ranges)]

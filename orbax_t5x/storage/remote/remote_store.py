@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointNotFoundError, LimitExceededError
@@ -134,10 +134,9 @@ class RemoteSnapshot(Snapshot):
         if self._stat is None:
             raise CheckpointNotFoundError("no such file", path=store.join(name), leaf=leaf)
 
-    def count_absent(self, names: Collection[str]) -> int:
-        directory = self._key.rpartition("/")[0]
-        found = self._connection.stat_again([f"{directory}/{name}" for name in names])
-        return sum(stat is None for stat in found)
+    def are_stored(self, names: Sequence[str]) -> list[bool]:
+        directory = "".join(self._key.rpartition("/")[:2])
+        return [found is not None for found in self._connection.stat_again([directory + name for name in names])]
 
     def was_checked(self, execution: object) -> bool:
         checked = self._checked_in

@@ -1,0 +1,154 @@
+"""Finds the chunks of an array that are stored, where one that is absent stands for the fill value.
+
+A few bytes of metadata may describe billions of chunks of which none is stored. So the work of a read follows the box
+that is wanted and the chunks that are stored: what else the box covers is filled at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorstore as ts
+
+from orbax_t5x.concurrency import run_in_pool, waiting_pool
+from orbax_t5x.errors import LimitExceededError
+from orbax_t5x.lazy.box import Box, box_slices, intersect, shift
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.readers.chunk_grid import chunk_indices, count_chunks
+from orbax_t5x.storage.store import Snapshot
+
+
+class ChunkKeys(NamedTuple):
+    """The keys under which the chunks of an array are stored: `prefix`, then the indices joined by `separator`."""
+
+    prefix: str
+    separator: str
+
+    @classmethod
+    def of(cls, array: ts.TensorStore) -> ChunkKeys:
+        """Returns the keys of an array that is open."""
+        metadata = array.spec().to_json()["metadata"]
+        if metadata.get("zarr_format") != 3:
+            return cls("", metadata.get("dimension_separator", "."))
+        encoding = metadata["chunk_key_encoding"]
+        is_default = encoding["name"] == "default"
+        separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+        return cls("c" if is_default else "", separator)
+
+    def key(self, index: Sequence[int]) -> str:
+        """Returns the key of a chunk."""
+        numbers = [str(number) for number in index]
+        return self.separator.join([self.prefix, *numbers] if self.prefix else numbers or ["0"])
+
+    def indices(self, keys: Sequence[str], grid: Sequence[int]) -> np.ndarray:
+        """Returns the indices of the keys that are those of chunks, sorted; other keys are passed over.
+
+        Args:
+          keys: of all that is stored with the array.
+          grid: how many chunks the array has in each dimension.
+        """
+        found = {index for key in keys if (index := self._index(key, grid)) is not None}
+        return np.array(sorted(found), np.int64).reshape(len(found), len(grid))
+
+    def _index(self, key: str, grid: Sequence[int]) -> tuple[int, ...] | None:
+        numbers = key.split(self.separator)
+        if self.prefix or not grid:
+            numbers = numbers[1:]
+        if len(numbers) != len(grid) or not all(number.isdecimal() and len(number) < 20 for number in numbers):
+            return None
+        index = tuple(map(int, numbers))
+        is_inside = all(number < count for number, count in zip(index, grid, strict=True))
+        return index if is_inside and self.key(index) == key else None
+
+
+class StoredChunks:
+    """The stored chunks of one array, listed at its first read; `Snapshot` notices when others are there later.
+
+    A remote store that keeps chunks as files has no list of them: there each chunk of a read is asked for, and one read
+    may have at most `most` of them.
+    """
+
+    def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], files: Snapshot, most: int):
+        """Makes the chunks of an array.
+
+        Args:
+          cell: the shape of what is stored under one key: a chunk, or a shard of chunks.
+          grid: how many of those the array has in each dimension.
+          files: those of the array.
+          most: see above, `Limits.chunks`.
+        """
+        self._cell = cell
+        self._grid = grid
+        self._files = files
+        self._most = most
+        self._listed: np.ndarray | None = None
+
+    async def find(self, array: ts.TensorStore, boxes: Sequence[Box]) -> np.ndarray:
+        """Returns the indices of stored chunks, sorted: all that are in boxes, and maybe others.
+
+        Raises:
+          LimitExceededError: without file and leaf; the boxes have more than `most` chunks in a store without a list.
+        """
+        if self._listed is not None:
+            return self._listed
+        keys = ChunkKeys.of(array)
+        kvstore = array.kvstore
+        assert kvstore is not None
+        if self._files.clock is None or kvstore.spec().to_json()["driver"] == "ocdbt":
+            names = await kvstore.list()
+            self._listed = keys.indices([name.decode("utf-8", "replace") for name in names], self._grid)
+            return self._listed
+        count = count_chunks(boxes, self._cell)
+        if count > self._most:
+            raise LimitExceededError(
+                f"one read has {count} chunks, which the store cannot list, more than Limits.chunks = {self._most}"
+            )
+        names = list({keys.key(index): None for box in boxes for index in self._indices(box)})
+        are_stored = await run_in_pool(waiting_pool(), self._files.are_stored, names)
+        return keys.indices(list(itertools.compress(names, are_stored)), self._grid)
+
+    def _indices(self, box: Box) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*[range(low, high) for low, high in chunk_indices(box, self._cell)])
+
+    def fill(self, requests: Sequence[Request], stored: np.ndarray, value: np.ndarray) -> tuple[list[Request], int]:
+        """Fills what no stored chunk covers, where that is most of a box.
+
+        Args:
+          requests: of one read, no two of one box.
+          stored: from `find`.
+          value: to fill with.
+
+        Returns:
+          The requests that are left to read, whose number of chunks is at most twice that of the stored ones in them,
+          and how many chunks of the boxes are absent.
+        """
+        left: list[Request] = []
+        used = np.zeros(len(stored), np.bool_)
+        for request in requests:
+            inside = self._inside(request.box, stored)
+            used |= inside
+            indices = stored[inside]
+            if 2 * len(indices) >= count_chunks([request.box], self._cell):
+                left.append(request)
+                continue
+            request.out[...] = value
+            left += [self._piece(request, index) for index in indices.tolist()]
+        absent = count_chunks([request.box for request in requests], self._cell) - int(np.count_nonzero(used))
+        return left, absent
+
+    def _inside(self, box: Box, stored: np.ndarray) -> np.ndarray:
+        """Returns a mask of the stored chunks that a box overlaps."""
+        inside = np.ones(len(stored), np.bool_)
+        for axis, (low, high) in enumerate(chunk_indices(box, self._cell)):
+            inside &= (low <= stored[:, axis]) & (stored[:, axis] < high)
+        return inside
+
+    def _piece(self, request: Request, index: Sequence[int]) -> Request:
+        """Returns the part of a request that lies in one chunk."""
+        chunk = tuple([(number * size, (number + 1) * size) for number, size in zip(index, self._cell, strict=True)])
+        box = intersect(chunk, request.box)
+        assert box is not None
+        return Request(box, request.out[box_slices(shift(box, request.box))])
