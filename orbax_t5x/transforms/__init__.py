@@ -17,6 +17,7 @@ from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.low_rank import AddLowRank
 from orbax_t5x.transforms.names import Drop, Intersect, Keep, Merge, Rename
+from orbax_t5x.transforms.repeat_layers import RepeatLayers
 from orbax_t5x.transforms.sizes import FALLBACK, Pad, Slice
 from orbax_t5x.transforms.sources import Average, Overlay
 from orbax_t5x.transforms.split_concat import Concat, Split
@@ -40,6 +41,7 @@ __all__ = [
     "Pad",
     "Rename",
     "Repeat",
+    "RepeatLayers",
     "Reshape",
     "Slice",
     "Split",

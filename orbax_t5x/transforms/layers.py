@@ -25,13 +25,13 @@ from orbax_t5x.trees.flat import FlatState
 _DIGITS_GROUP = re.compile(r"(?<!\\)\((?:\?P<(?P<name>\w+)>)?(?=(?:\\d|\[0-9\])(?:[+*?]|\{\d+(?:,\d*)?\})?\))")
 _LAYER_NUMBER = re.compile(r"\{i(?::(?P<format>[^{}]*))?\}")
 # More layers than any model has: a name may hold any number, and a shape without elements may claim any size.
-_MOST_LAYERS = 100_000
+MOST_LAYERS = 100_000
 # Missing layers named in a problem.
 _SHOWN_LAYERS = 5
 
 
 @functools.lru_cache(maxsize=256)
-def _written_layer_group(regex: re.Pattern[str]) -> int | None:
+def written_layer_group(regex: re.Pattern[str], owner: str) -> int | None:
     """Finds the layer group in the pattern's text: named `i`, or the only one that matches only digits; or None.
 
     Raises:
@@ -48,14 +48,15 @@ def _written_layer_group(regex: re.Pattern[str]) -> int | None:
     numbers.discard(0)
     if len(numbers) > 1:
         raise ValueError(
-            f"StackLayers: several groups of {regex.pattern!r} match only digits; name the layer number's (?P<i>...)"
+            f"{owner}: several groups of {regex.pattern!r} match only digits; name the layer number's (?P<i>...)"
         )
     return numbers.pop() if numbers else None
 
 
-def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagnostics: Diagnostics) -> int | None:
+def layer_group(matches: Sequence[re.Match[str]], owner: str, diagnostics: Diagnostics) -> int | None:
     """Returns the number of the layer group; None, and a problem, where it is ambiguous or absent."""
-    written = _written_layer_group(regex)
+    regex = matches[0].re
+    written = written_layer_group(regex, owner)
     if written is not None:
         return written
     groups = range(1, regex.groups + 1)
@@ -65,11 +66,25 @@ def _layer_group(regex: re.Pattern[str], matches: Sequence[re.Match[str]], diagn
     diagnostics.problem(
         "rule",
         None,
-        f"StackLayers {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match only digits, "
+        f"{owner} {regex.pattern!r}: {len(digits) or 'none'} of its {regex.groups} groups match only digits, "
         "so it is not clear which is the layer number",
         Fix("name the layer number's group (?P<i>\\d+)"),
     )
     return None
+
+
+def layer_number(match: re.Match[str], group: int, owner: str, diagnostics: Diagnostics) -> int | None:
+    """Returns the layer number of a name; None, and a problem, where it is none."""
+    name, text = match.string, match[group]
+    if text is None or not text.isdecimal():
+        message = f"{owner}: the layer number of {name!r} is {text!r}"
+        diagnostics.problem("rule", name, message, Fix("let the group match only digits"))
+        return None
+    if int(text) >= MOST_LAYERS:
+        message = f"{owner}: the layer number of {name!r} is beyond {MOST_LAYERS} layers"
+        diagnostics.problem("rule", name, message, Fix("let the group match only the layer number"))
+        return None
+    return int(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +114,7 @@ class StackLayers(ByRules):
         regex = compile_pattern(self.pattern, "StackLayers")
         if not regex.groups:
             raise ValueError(f"StackLayers: {pattern_text(self.pattern)!r} has no group for the layer number")
-        number = _written_layer_group(regex)
+        number = written_layer_group(regex, "StackLayers")
         if number is not None and re.search(rf"\\({number}(?!\d)|g<({number}|i)>)", self.into):
             raise ValueError(
                 f"StackLayers: into {self.into!r} uses the layer number, which the stacked leaf does not have"
@@ -114,7 +129,7 @@ class StackLayers(ByRules):
 
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
         found = [match for _, match in matches.values()]
-        group = _layer_group(found[0].re, found, diagnostics) if found else None
+        group = layer_group(found, "StackLayers", diagnostics) if found else None
         for name, value in state.items():
             if name not in matches or group is None:
                 new.put(name, value, name)
@@ -133,21 +148,16 @@ class StackLayers(ByRules):
         """Returns name of the stacked leaf -> layer number -> match."""
         stacks: dict[str, dict[int, re.Match[str]]] = {}
         for match in matches:
-            name, text = match.string, match[group]
+            name = match.string
             stacked = new_name(match, self.into, f"StackLayers {pattern_text(self.pattern)!r}", diagnostics)
             if stacked is None:
                 continue
-            if text is None or not text.isdecimal():
-                message = f"StackLayers: the layer number of {name!r} is {text!r}"
-                diagnostics.problem("rule", name, message, Fix("let the group match only digits"))
+            number = layer_number(match, group, "StackLayers", diagnostics)
+            if number is None:
                 continue
-            if int(text) >= _MOST_LAYERS:
-                message = f"StackLayers: the layer number of {name!r} is beyond {_MOST_LAYERS} layers"
-                diagnostics.problem("rule", name, message, Fix("let the group match only the layer number"))
-                continue
-            other = stacks.setdefault(stacked, {}).setdefault(int(text), match)
+            other = stacks.setdefault(stacked, {}).setdefault(number, match)
             if other is not match:
-                message = f"StackLayers: {other.string!r} and {name!r} are both layer {int(text)} of {stacked!r}"
+                message = f"StackLayers: {other.string!r} and {name!r} are both layer {number} of {stacked!r}"
                 fix = "distinguish them by a group of the pattern that `into` uses"
                 diagnostics.problem("duplicate", stacked, message, Fix(fix))
         return stacks
@@ -248,8 +258,8 @@ def numbered_names(
     match: re.Match[str], into: str, count: int, rule: str, diagnostics: Diagnostics
 ) -> list[str] | None:
     """Fills numbers from 0 into a template with `{i}`; returns None, with a problem, where it gives no names."""
-    if count > _MOST_LAYERS:
-        message = f"{rule}: {count} layers, and {_MOST_LAYERS} are the most"
+    if count > MOST_LAYERS:
+        message = f"{rule}: {count} layers, and {MOST_LAYERS} are the most"
         diagnostics.problem("shape", match.string, message, Fix("check the axis"))
         return None
     # The number is no part of a group reference: in "\\1{i}" layer 0 is not group 10.

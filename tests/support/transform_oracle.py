@@ -112,6 +112,47 @@ def merge(source, other, overwrite=False):
     return result
 
 
+def layers_to_take(old, depth, how):
+    """For each new layer the old one, by a loop."""
+    if how == "append":
+        return [i - old * (i // old) for i in range(depth)]
+    if how == "interleave":
+        return [max(j for j in range(old) if j * depth <= i * old) for i in range(depth)]
+    if max(how) >= old:
+        raise Wrong("rule")
+    return list(how)
+
+
+def repeat_layers(source, pattern, depth, how="interleave"):
+    """Unrolled layers; the pattern's group `i` is the number."""
+    towers, result = {}, {}
+    for name, value in source.items():
+        match = _matches(pattern, name)
+        if match:
+            before, after = name[: match.start("i")], name[match.end("i") :]
+            towers.setdefault(before, {}).setdefault(int(match["i"]), {})[after] = value
+        else:
+            result[name] = value
+    if not towers:
+        raise Wrong("unused_rule")
+    for before, layers in towers.items():
+        if sorted(layers) != list(range(len(layers))):
+            raise Wrong("missing")
+        taken = layers_to_take(max(layers) + 1, depth, how)
+        of_tower = {
+            after for after in layers[0] if len(layers) > 1 and not any(after in layers[i] for i in layers if i)
+        }
+        pairs = [(f"{before}0{after}", layers[0][after]) for after in of_tower]
+        for i, old in enumerate(taken):
+            pairs += [(f"{before}{i}{after}", value) for after, value in layers[old].items() if after not in of_tower]
+        result = _collect([*result.items(), *pairs])
+    return result
+
+
+def repeat_stacked(value, depth, how, axis):
+    return np.take(value, layers_to_take(value.shape[axis], depth, how), axis)
+
+
 def stack_layers(source, pattern, into, axis, group="i"):
     layers = {}
     rest = []

@@ -36,6 +36,7 @@ def test_public_names():
         "Pad",
         "Rename",
         "Repeat",
+        "RepeatLayers",
         "Reshape",
         "Slice",
         "Split",

@@ -49,6 +49,18 @@ class TestSuite(TransformSuite):
         ),
         "drop": Case(lambda: tr.Drop(["a", "[c]"]), lambda: tr.Drop("a"), AB, oracle.drop(AB, ["a", "[c]"])),
         "keep": Case(lambda: tr.Keep(["a", "[c]"]), lambda: tr.Keep("a"), AB, oracle.keep(AB, ["a", "[c]"])),
+        "repeat_layers": Case(
+            lambda: tr.RepeatLayers(r"(enc|dec)/layers_(?P<i>\d+)/(.*)", 5),
+            lambda: tr.RepeatLayers(r"(enc|dec)/layers_(?P<i>\d+)/(.*)", 5, "append"),
+            LAYERS,
+            oracle.repeat_layers(LAYERS, r"(enc|dec)/layers_(?P<i>\d+)/(.*)", 5),
+        ),
+        "repeat_stacked_layers": Case(
+            lambda: tr.RepeatLayers("enc/layers/w", 3, [3, 0, 0], axis=-2),
+            lambda: tr.RepeatLayers("enc/layers/w", 3, [3, 0, 1], axis=-2),
+            STACKED,
+            {**STACKED, "enc/layers/w": STACKED["enc/layers/w"][:, [3, 0, 0]]},
+        ),
         "stack_layers": Case(
             lambda: tr.StackLayers(*STACK),
             lambda: tr.StackLayers(*STACK[:2], 0),
