@@ -13,16 +13,19 @@ Example:
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TypedDict, Unpack
 
 from orbax_t5x.text.fix import Fix as Fix
 from orbax_t5x.text.html import html_fragment, html_list
 from orbax_t5x.text.masked import masked
+from orbax_t5x.text.problem import Problem as Problem
+from orbax_t5x.text.problem import ProblemKind as ProblemKind
 from orbax_t5x.text.problem_lines import problem_lines
 from orbax_t5x.text.wording import counted, ended, plain
+
+AnyPath = str | os.PathLike[str]
 
 
 class CheckpointError(Exception):
@@ -34,14 +37,7 @@ class CheckpointError(Exception):
       fix: what to do about it, or None.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: str | os.PathLike[str] | None = None,
-        leaf: str | None = None,
-        fix: Fix | None = None,
-    ):
+    def __init__(self, message: str, *, path: AnyPath | None = None, leaf: str | None = None, fix: Fix | None = None):
         self.message: str = masked(message)
         self.path: str | None = None if path is None else masked(os.fspath(path), is_path=True)
         self.leaf = leaf
@@ -87,6 +83,12 @@ class LimitExceededError(CheckpointError, ValueError):
     """Error: a size in a file exceeds the limits; raise them with `orbax_t5x.Limits`."""
 
 
+class _Place(TypedDict, total=False):
+    path: AnyPath | None
+    leaf: str | None
+    fix: Fix | None
+
+
 class CheckpointIOError(CheckpointError, OSError):
     """Error: the operating system or a remote store failed to read or write.
 
@@ -94,20 +96,12 @@ class CheckpointIOError(CheckpointError, OSError):
       errno: the operating system's error number, or None where it gave none.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: str | os.PathLike[str] | None = None,
-        leaf: str | None = None,
-        fix: Fix | None = None,
-        errno: int | None = None,
-    ):
-        super().__init__(message, path=path, leaf=leaf, fix=fix)
+    def __init__(self, message: str, *, errno: int | None = None, **place: Unpack[_Place]):
+        super().__init__(message, **place)
         self.errno = errno
 
 
-def error_at(error: CheckpointError, *, path: str | os.PathLike[str] | None, leaf: str | None) -> CheckpointError:
+def error_at(error: CheckpointError, *, path: AnyPath | None, leaf: str | None) -> CheckpointError:
     """Returns the same error about another file or leaf; a new exception, because a traceback belongs to one raise."""
     if isinstance(error, CheckpointIOError):
         return CheckpointIOError(error.message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
@@ -116,84 +110,6 @@ def error_at(error: CheckpointError, *, path: str | os.PathLike[str] | None, lea
 
 class LeafMismatchError(CheckpointError, ValueError):
     """Error: a file disagrees with itself about a leaf, or a T5X function found a shape that does not fit."""
-
-
-ProblemKind = Literal[
-    "missing",
-    "leftover",
-    "shape",
-    "dtype",
-    "sharding",
-    "target",
-    "fallback",
-    "duplicate",
-    "name",
-    "rule",
-    "unused_rule",
-    "unmapped",
-    "transform",
-    "translate",
-    "optimizer",
-    "provenance",
-    "nothing_restored",
-]
-"""Kind of a `Problem`. The words are stable, and programs may compare them:
-
-* "missing": a leaf of the target, or an input of a transform, is in no checkpoint.
-* "leftover": a leaf of the checkpoint has no place in the target, and `strict` is set.
-* "shape": two shapes disagree, or a transform does not apply to a shape.
-* "dtype": a conversion that may lose values, or that needs `Cast`, and was not requested.
-* "sharding": a sharding does not fit its leaf, or is needed and missing.
-* "target": the target holds something that no leaf can be restored into.
-* "fallback": the fallback cannot be used for a leaf.
-* "duplicate": two leaves have one name.
-* "name": a checkpoint could not be opened with a name that is to be saved.
-* "rule": a rule cannot be applied as it is written.
-* "unused_rule": a rule that must match matches nothing.
-* "unmapped": a rule pack does not know the name of a leaf of the model, and `strict` is set.
-* "transform": a transform raised an exception or returned something that is no state dict.
-* "translate": a name of Mesh TensorFlow has no translation into T5X's.
-* "optimizer": two optimizers keep states that cannot be converted exactly.
-* "provenance": what was applied to this state before disagrees with what is to be applied now.
-* "nothing_restored": no leaf of the checkpoint has a place in the target, and the fallback would fill it alone.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Problem of a restore, found before anything is read.
-
-    Attributes:
-      kind: a stable short word for programs; see `ProblemKind`.
-      leaf: the '/'-joined name concerned, or None where the problem is not about one leaf.
-      message: what is wrong, with both values.
-      fix: what to do about it, or None.
-
-    Example:
-      >>> try:
-      ...     ot.restore(bundle, {"shared": {"embedding": np.zeros((8, 8), np.float32)}}, strict=False)
-      ... except ot.RestorePlanError as error:
-      ...     [(problem.kind, problem.leaf) for problem in error.problems]
-      [('shape', 'shared/embedding')]
-    """
-
-    kind: ProblemKind
-    leaf: str | None
-    message: str
-    fix: Fix | None = None
-
-    def as_data(self, fix_text: Callable[[Fix], str] = str) -> dict[str, Any]:
-        """Returns the problem for JSON; transforms are the code that makes them.
-
-        Args:
-          fix_text: gives the text of the fix.
-        """
-        fix = None if self.fix is None else {**self.fix.as_data(), "text": fix_text(self.fix)}
-        return {"kind": self.kind, "leaf": self.leaf, "message": self.message, "fix": fix}
-
-    def __str__(self) -> str:
-        where = "" if self.leaf is None else f"{self.leaf}: "
-        return f"[{self.kind}] {ended(where + self.message)}" + ("" if self.fix is None else f"\nFix: {self.fix}")
 
 
 class RestorePlanError(CheckpointError, ValueError):
@@ -213,7 +129,7 @@ class RestorePlanError(CheckpointError, ValueError):
       ['shared/embedding', 'shared/embedding_slot_vc']
     """
 
-    def __init__(self, problems: Sequence[Problem], *, path: str | os.PathLike[str] | None = None):
+    def __init__(self, problems: Sequence[Problem], *, path: AnyPath | None = None):
         self.problems: tuple[Problem, ...] = tuple(problems)
         self._heading = f"{counted(len(self.problems), 'problem')} between checkpoint, transforms and target:"
         super().__init__("\n".join([self._heading, *problem_lines(self.problems)]), path=path)

@@ -134,11 +134,11 @@ class Fitting:
         source_text = _described_source(name, view)
         if leaf.kind == "key":
             wanted = f"keys of {leaf.key_impl!r} in the target have data of shape {leaf.shape}"
-            message = f"{origin} has PRNG key data of shape {view.shape}, {wanted}{source_text}"
+            message = f"{origin} has PRNG key data of shape {view.shape}, {wanted}"
         else:
             keys = f" (the data of PRNG keys of {listed(map(repr, impls), 2)})" if impls else ""
-            message = f"{origin} has shape {view.shape}{keys}, the target {leaf.shape}{source_text}"
-        self._problem("shape", name, message, fix)
+            message = f"{origin} has shape {view.shape}{keys}, the target {leaf.shape}"
+        self._note(Problem("shape", name, message + source_text, fix, source_text))
 
     def _dtype_problem(self, name: str, leaf: TargetLeaf, source: np.dtype, origin: Origin, *, is_lossy: bool) -> None:
         if "object" in (kind_of(source), kind_of(leaf.dtype)):

@@ -7,46 +7,19 @@ are not shown. A long list inside a message, such as all names of a checkpoint, 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol
 
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.fold import Folded, fold
+from orbax_t5x.text.problem import Problem
 from orbax_t5x.text.table import wrapped
 from orbax_t5x.text.wording import counted, ended, leaves_text, plain
 
 MOST_LINES = 56
 # Entries of all kinds together, where no kind has fewer than three.
 _MOST_ENTRIES = 20
-# Which leaf of the checkpoint a message is about: like problems of several leaves are one entry without it.
-_FROM = re.compile(r" \(from [^()]*\)$")
 # Messages of this length are read; longer ones are lists of names.
 _MOST_CHARACTERS = 600
-
-
-class DescribedProblem(Protocol):
-    """Protocol of a problem; `orbax_t5x.errors.Problem` is one."""
-
-    @property
-    def kind(self) -> str:
-        """The kind of the problem."""
-        ...
-
-    @property
-    def leaf(self) -> str | None:
-        """The leaf's name, or None."""
-        ...
-
-    @property
-    def message(self) -> str:
-        """The disagreement, in words."""
-        ...
-
-    @property
-    def fix(self) -> Fix | None:
-        """The fix, or None."""
-        ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,7 +52,7 @@ class _ProblemGroup:
 
 
 def problem_lines(
-    problems: Sequence[DescribedProblem],
+    problems: Sequence[Problem],
     *,
     width: int | None = None,
     all_in: str = "`.problems`",
@@ -104,22 +77,23 @@ def problem_lines(
     return [*lines[: MOST_LINES - 2], f"  … and more: see {all_in}"]
 
 
-def _entries(problems: Sequence[DescribedProblem], fix_text: Callable[[Fix], str]) -> Iterable[_ProblemGroup]:
+def _entries(problems: Sequence[Problem], fix_text: Callable[[Fix], str]) -> Iterable[_ProblemGroup]:
     """Groups problems whose messages differ only in where a leaf is from, and whose fixes only in its name."""
-    folded = fold([(one.leaf or "", one.message) for one in problems], [one.kind for one in problems])
+    texts = [(one.leaf or "", one.message.removesuffix(one.source), one.source) for one in problems]
+    folded = fold(texts, [one.kind for one in problems])
     entries: dict[Hashable, _ProblemGroup] = {}
     for row in folded:
         first = problems[row.members[0]]
         fix = first.fix
-        message = _FROM.sub("", row.texts[1])
+        _, message, source = row.texts
         shared = None if fix is None else fix.without(first.leaf)
         entry = entries.get((first.kind, message, shared))
         if entry is None:
             names_leaf = fix is not None and shared != fix.without(None)
             text = "" if fix is None else fix_text(fix)
-            entry = _ProblemGroup(first.kind, row.texts[1], text, names_leaf, [], 0)
+            entry = _ProblemGroup(first.kind, message + source, text, names_leaf, [], 0)
             entries[first.kind, message, shared] = entry
-        elif entry.message != row.texts[1]:
+        elif entry.message != message + source:
             entry.message = message
         entry.count += len(row.members)
         if first.leaf:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x import errors
+from orbax_t5x.text import problem as problem_module
 from tests.support.memory_checkpoint import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def test_every_kind_is_used_and_every_used_kind_is_listed():
 def test_every_kind_is_documented():
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/problems.md").read_text(), re.MULTILINE)
     assert table == list(KINDS)
-    listed = re.findall(r'^\* "(\w+)": ', Path(errors.__file__).read_text(), re.MULTILINE)
+    listed = re.findall(r'^\* "(\w+)": ', Path(problem_module.__file__).read_text(), re.MULTILINE)
     assert listed == list(KINDS)
 
 
