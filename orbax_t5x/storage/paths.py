@@ -256,7 +256,7 @@ class _PathWalker:
         if blob := self._hub_blob(os.path.normpath(os.path.join(directory, target))):
             self._restart(*blob)
         elif target == self._root.path or target.startswith(self._root.path.rstrip("/") + "/"):
-            # MsgpackTree, not resolved by name: `realpath` lets ".." follow a file, which the kernel does not.
+            # Walked, not resolved by name: `realpath` lets ".." follow a file, which the kernel does not.
             self._restart(self._root.path, target[len(self._root.path) :].split("/"))
         elif os.path.isabs(target):
             resolved = os.path.realpath(target)

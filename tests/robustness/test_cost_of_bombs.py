@@ -106,7 +106,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> dict[str, tuple[str, float, int]]:
-    """ReadOutcome, processor seconds and peak growth of memory, by name."""
+    """Outcome, processor seconds and peak growth of memory, by name."""
     root = tmp_path_factory.mktemp("bombs")
     (root / "sound").mkdir()
     bundle_of({"a": GOOD}).write(root / "sound")

@@ -44,7 +44,7 @@ def diff(
 ) -> DiffReport:
     """Compares two checkpoints, of any formats and in any stores.
 
-    PairOutcome are arrays: None and empty containers have no values, and some formats no place for them. Values of
+    Only arrays are compared: None and empty containers have no values, and some formats no place for them. Values of
     different dtypes are compared in a type that has both, NaN equals NaN, and -0 equals 0.
 
     Args:
