@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 
 class OpenFlag:
     """State of a checkpoint, open or closed; shared by its leaves, so that closing reaches them all."""
@@ -19,3 +21,9 @@ class OpenFlag:
         """Raises ValueError after `close`."""
         if self.closed:
             raise ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed")
+
+
+def close_all(closers: Iterable[Callable[[], None]]) -> None:
+    """Calls what closes parts of a checkpoint."""
+    for close in closers:
+        close()

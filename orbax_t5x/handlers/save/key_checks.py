@@ -15,8 +15,7 @@ import jax
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError, UnsafeCheckpointError
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
-from orbax_t5x.readers.orbax.item_files import ARRAY_METADATAS, STRINGS_FILE
-from orbax_t5x.readers.orbax.keys import array_key, fault_of_key, key_leads_out
+from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, key_leads_out
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE
 from orbax_t5x.storage.paths import split_name
@@ -56,8 +55,7 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
                 problems.append(Problem("duplicate", name, message, Fix("rename one of the two")))
             elif in_directories and not isinstance(node, str) and not _is_directory(array_key(joined)):
                 message = f"its array would be stored in the directory {joined!r}, which an item cannot have"
-                fix = Fix.any_of(Fix("rename it"), Fix.in_program("save with use_ocdbt=True"))
-                problems.append(Problem("name", name, message, fix))
+                problems.append(Problem("name", name, message, _RENAME_OR_OCDBT))
     if problems:
         raise RestorePlanError(problems)
 

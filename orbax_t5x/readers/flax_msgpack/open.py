@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
+from orbax_t5x.readers.hub_files import LFS_POINTER, read_config, refuse_lfs_pointer
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
-from orbax_t5x.storage.strict_json import parse_object, read_small
 
 HUB_FILE = "flax_model.msgpack"
-_CONFIG = "config.json"
 # How Flax names the files of steps, and the Hugging Face trainer its directories.
 _STEP_NAME = re.compile(r"(?:.*[._-])?checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
 # A file up to this size is fetched whole from a remote store: its headers and small arrays are all over it.
 _LOADED_BYTES = 1 << 24
-_LFS = b"version https://git-lfs"
 
 
 class StateFile(NamedTuple):
@@ -48,10 +40,7 @@ def open_state_file(root: Store, name: str, limits: Limits) -> StateFile:
     files = root.open_files()
     file = files.file(name)
     file.load(_LOADED_BYTES)
-    if bytes(file.read(0, min(file.size, len(_LFS)))) == _LFS:
-        raise UnsupportedCheckpointError(
-            "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned", path=file.path
-        )
+    refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
     tree, bytes_read = walk(file, limits)
     if not isinstance(tree, dict):
         raise CorruptCheckpointError("the msgpack file holds no map at its top, so it is no state dict", path=file.path)
@@ -73,7 +62,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
     nodes = dict(named_nodes(opened.tree, opened.file, limits))
     metadata: dict[str, Any] = {"files": [name]}
     if os.path.basename(path) == HUB_FILE or is_directory:
-        metadata |= _config(root if is_directory else locations.open_store(os.path.dirname(path)), limits)
+        metadata |= read_config(root if is_directory else locations.open_store(os.path.dirname(path)), limits)
     return Checkpoint(
         path=path,
         format="flax_msgpack",
@@ -84,14 +73,3 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
         close=opened.files.close,
         index_bytes=opened.index_bytes,
     )
-
-
-def _config(root: Store, limits: Limits) -> Mapping[str, Any]:
-    """Reads the model's configuration, or the reason why it cannot be read; the arrays do not need it."""
-    try:
-        data = read_small(root, _CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
-        return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}
-    except CheckpointNotFoundError:
-        return {"config": None}
-    except CheckpointError as error:
-        return {"config": None, "config_error": str(error)}

@@ -88,13 +88,6 @@ Node: TypeAlias = (
 )
 
 
-class MsgpackTree(NamedTuple):
-    """A file's tree, and the number of bytes that were read for it."""
-
-    tree: Node
-    bytes_read: int
-
-
 def most_leaves(file_bytes: int) -> int:
     """Returns the most leaves that a file of this size may have."""
     return _FREE_LEAVES + file_bytes // _FILE_BYTES_PER_LEAF
@@ -110,11 +103,11 @@ def too_many(what: str, most: int, file: StoredFile) -> LimitExceededError:
     )
 
 
-def walk(file: StoredFile, limits: Limits) -> MsgpackTree:
-    """Walks over a whole file; a CorruptCheckpointError or LimitExceededError if it is no msgpack of text keys."""
+def walk(file: StoredFile, limits: Limits) -> tuple[Node, int]:
+    """Walks over a whole file of msgpack with text keys; returns its tree, and the number of bytes read for it."""
     walker = _MessageWalker(file, limits)
     tree = walker.run()
-    return MsgpackTree(tree, walker.reader.bytes_read)
+    return tree, walker.reader.bytes_read
 
 
 class _OpenContainer(NamedTuple):

@@ -25,8 +25,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.checksums import ItemSums
-from orbax_t5x.readers.orbax.item_files import inside
-from orbax_t5x.readers.orbax.keys import array_key
+from orbax_t5x.readers.orbax.keys import array_key, inside
 from orbax_t5x.readers.orbax.metadata import ItemMetadata, NodeMetadata
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
@@ -45,11 +44,8 @@ class NamedNode(NamedTuple):
     node: NodeMetadata
 
 
-class _OpeningArray(NamedTuple):
-    """An array that is being opened, and its files as they were before."""
-
-    files: Snapshot
-    opening: ts.Future[ts.TensorStore]
+_OpeningArray = tuple[Snapshot, "ts.Future[ts.TensorStore]"]
+"""The files of an array as they were before it was opened, and the opening."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +102,7 @@ class ItemArrays:
                 zarr3=self.metadata.use_zarr3,
                 absent_is_fill=self.absent_is_fill,
             )
-            return _OpeningArray(files, ts.open(spec, open=True, read=True, context=context))
+            return files, ts.open(spec, open=True, read=True, context=context)
         except CheckpointError as error:
             return error
         except ValueError as error:
@@ -132,8 +128,9 @@ class ItemArrays:
         """Returns the leaf of an array that is open, or the broken leaf of one that cannot be."""
         if isinstance(begun, CheckpointError):
             return BrokenLeaf(named.name, begun)
+        files, opening = begun
         try:
-            array = begun.opening.result()
+            array = opening.result()
         except (ValueError, NotImplementedError) as error:
             return BrokenLeaf(named.name, self._typed(error, named))
         try:
@@ -148,6 +145,6 @@ class ItemArrays:
             prng_impl=self.prng_impls.get(named.node.param),
             sums=self.sums.of(named.node.param),
             absent_is_fill=self.absent_is_fill,
-            files=begun.files,
+            files=files,
             limits=limits,
         )

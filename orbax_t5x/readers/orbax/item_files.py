@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
+from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, inside
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.store import Snapshot, Store
 from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
 
-STRINGS_FILE = "_strings.json"
-ARRAY_METADATAS = "array_metadatas"
 # Files of an OCDBT database: its manifest, its tables, and those of single processes.
 _DATABASE = frozenset({MANIFEST_FILE, "d"})
 _PROCESS_PREFIX = "ocdbt.process_"
@@ -80,8 +79,3 @@ def database_files(store: Store, item: str, found: ItemFiles) -> Snapshot:
         return store.array_files(item, MANIFEST_FILE)
     check_tree(store, item)
     return TreeSnapshot(store, [inside(item, name) for name in found.database])
-
-
-def inside(item: str, name: str) -> str:
-    """Returns the path of something in an item, relative to the root."""
-    return f"{item}/{name}" if item and name else item or name

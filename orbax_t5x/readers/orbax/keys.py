@@ -6,6 +6,9 @@ Orbax distinguishes leaves by the tuple of their keys, and stores each under its
 
 from __future__ import annotations
 
+STRINGS_FILE = "_strings.json"
+ARRAY_METADATAS = "array_metadatas"
+
 
 def fault_of_key(key: str) -> str | None:
     """Describes the fault of a key that no name can hold ("is empty"); None for any other."""
@@ -27,3 +30,8 @@ def array_key(param: str) -> str:
     Two arrays of one place are written over each other.
     """
     return param.removesuffix("/")
+
+
+def inside(item: str, name: str) -> str:
+    """Returns the path of something in an item, relative to the root."""
+    return f"{item}/{name}" if item and name else item or name

@@ -19,14 +19,12 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.readers.orbax.keys import array_key, fault_of_key, key_leads_out
+from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, array_key, fault_of_key, inside, key_leads_out
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
 METADATA_FILE = "_METADATA"
-_STRINGS_FILE = "_strings.json"
-_ARRAY_METADATAS = "array_metadatas"
 # Values of `key_type`: what kind of container a key belongs to.
 _SEQUENCE, _DICT = 1, 2
 # Value types of nodes without data, as Python values. A named tuple without fields looks like None.
@@ -90,7 +88,7 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
 
     Errors name the file, and the leaf where one has a name that has no place here.
     """
-    name = _join(item, METADATA_FILE)
+    name = inside(item, METADATA_FILE)
     path = root.join(name)
     try:
         data = read_small(root, name, limit=limits.index_bytes)
@@ -114,10 +112,6 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
         nbytes=len(data),
         sequences=_sequences(tree.values()),
     )
-
-
-def _join(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory else name
 
 
 def _flag(parsed: Mapping[str, Any], key: str, default: bool | None, path: str) -> bool | None:
@@ -158,7 +152,7 @@ def _sequences(entries: Iterable[Any]) -> frozenset[str]:
         container = ""
         for key in entry["key_metadata"]:
             kinds.setdefault(container, set()).add(key["key_type"])
-            container = _join(container, key["key"])
+            container = inside(container, key["key"])
     return frozenset(container for container, found in kinds.items() if found == {_SEQUENCE})
 
 
@@ -227,9 +221,9 @@ def _distinct_nodes(entries: list[tuple[tuple[str, ...], NodeMetadata]], path: s
 def read_prng_impls(root: Store, item: str, names: Sequence[str], limits: Limits) -> dict[str, str]:
     """Reads the implementation of each typed PRNG key, by the key under which its data is stored."""
     impls: dict[str, str] = {}
-    root.read_ahead([_join(item, f"{_ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
+    root.read_ahead([inside(item, f"{ARRAY_METADATAS}/{name}") for name in names], limit=limits.index_bytes)
     for name in sorted(names):
-        file = _join(item, f"{_ARRAY_METADATAS}/{name}")
+        file = inside(item, f"{ARRAY_METADATAS}/{name}")
         path = root.join(file)
         parsed = parse_object(read_small(root, file, limit=limits.index_bytes), path, allow_nan=True)
         entries = parsed.get("array_metadatas")
@@ -256,7 +250,7 @@ def read_strings(root: Store, item: str, params: Sequence[str], limits: Limits) 
 
     Orbax takes each key for a JSON pointer: `a/b` is `b` in the object `a`.
     """
-    name = _join(item, _STRINGS_FILE)
+    name = inside(item, STRINGS_FILE)
     path = root.join(name)
     try:
         parsed = parse_object(read_small(root, name, limit=limits.index_bytes), path)

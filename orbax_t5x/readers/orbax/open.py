@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,12 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
-from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.open_flag import OpenFlag, close_all
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
-from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, inside
+from orbax_t5x.readers.orbax.item_files import database_files, find_item_files
+from orbax_t5x.readers.orbax.keys import inside
 from orbax_t5x.readers.orbax.metadata import (
     METADATA_FILE,
     ItemMetadata,
@@ -82,7 +83,7 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
         raise CheckpointNotFoundError(
             "an unfinished save: Orbax renames this directory when it is done", path=directory
         )
-    if is_item(directory) or _has_manifest(directory) or _is_early_item(directory):
+    if is_item(directory) or is_file(directory, MANIFEST_FILE) or _is_early_item(directory):
         return _open_single_item(directory, limits, item)
     if not is_step_directory(directory):
         steps = finished_steps(directory)
@@ -94,11 +95,6 @@ def open_orbax(path: str | os.PathLike[str], *, limits: Limits, item: str | None
         if is_item(directory):
             return _open_single_item(directory, limits, item)
     return _open_step(open_store(directory), limits, item)
-
-
-def _has_manifest(directory: str) -> bool:
-    """Reports whether a directory is an OCDBT database; without `_METADATA`, one whose list of names is lost."""
-    return is_file(directory, MANIFEST_FILE)
 
 
 def _is_early_item(directory: str) -> bool:
@@ -186,7 +182,7 @@ def _no_items(root: Store, step_metadata: Mapping[str, Any]) -> CheckpointError:
     if outside:
         return UnsafeCheckpointError(LEADS_OUT, path=root.join(min(outside)))
     for entry in sorted(inside):
-        if _has_manifest(os.path.join(root.path, entry)):
+        if is_file(os.path.join(root.path, entry), MANIFEST_FILE):
             return CorruptCheckpointError(
                 f"{METADATA_FILE} is missing, so the names of its leaves are unknown", path=root.join(entry)
             )
@@ -206,11 +202,6 @@ def read_step_metadata(root: Store, limits: Limits) -> dict[str, Any]:
     except CheckpointNotFoundError:
         return {}
     return parse_object(data, root.join(STEP_METADATA_FILE), allow_nan=True)
-
-
-def _close_all(closers: Sequence[Callable[[], None]]) -> None:
-    for close in closers:
-        close()
 
 
 class _OrbaxOpening:
@@ -253,7 +244,7 @@ class _OrbaxOpening:
             empties=self._empties,
             sequences=self._sequences,
             metadata=metadata,
-            close=partial(_close_all, self._closers),
+            close=partial(close_all, self._closers),
             index_bytes=self._bytes,
         )
 

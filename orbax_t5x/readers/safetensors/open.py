@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsafeCheckpointError,
@@ -22,6 +20,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.hub_files import LFS_POINTER, read_config, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end
@@ -35,8 +34,6 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_CONFIG = "config.json"
-_LFS = b"version https://git-lfs"
 # How the Hugging Face trainer names its steps.
 _STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
 
@@ -71,7 +68,7 @@ class _SafetensorsOpening:
 
     def checkpoint(self, path: str, step: int | None) -> Checkpoint:
         """Makes the checkpoint, with the model's configuration where it is beside the files."""
-        self._metadata.update(self._config())
+        self._metadata.update(read_config(self._root, self._limits))
         return Checkpoint(
             path=path,
             format="safetensors",
@@ -112,8 +109,7 @@ class _SafetensorsOpening:
         path = self._root.join(index)
         data = read_small(self._root, index, limit=self._limits.index_bytes)
         self._bytes += len(data)
-        if data.startswith(_LFS):
-            raise _lfs_pointer(path)
+        refuse_lfs_pointer(data, path)
         parsed = parse_object(data, path)
         placed = parsed.get("weight_map")
         if not isinstance(placed, dict):
@@ -138,8 +134,7 @@ class _SafetensorsOpening:
         """Adds all tensors of one file."""
         file = self._files.file(name)
         first = _head(file)
-        if first.startswith(_LFS):
-            raise _lfs_pointer(file.path)
+        refuse_lfs_pointer(first, file.path)
         size = header_size(first, file.known_size, file.path)
         data = bytes(file.read(LENGTH_BYTES, size))
         self._bytes += LENGTH_BYTES + size
@@ -162,30 +157,14 @@ class _SafetensorsOpening:
                     entry.name, ByteRange(file, entry.start, entry.shape, entry.dtype)
                 )
 
-    def _config(self) -> Mapping[str, Any]:
-        """Reads the model's configuration, or the reason why it cannot be read; the tensors do not need it."""
-        try:
-            data = read_small(self._root, _CONFIG, limit=self._limits.json_bytes, bound="Limits.json_bytes")
-            return {"config": parse_object(data, self._root.join(_CONFIG), allow_nan=True)}
-        except CheckpointNotFoundError:
-            return {"config": None}
-        except CheckpointError as error:
-            return {"config": None, "config_error": str(error)}
-
 
 def _head(file: StoredFile) -> bytes:
     """Reads the first bytes of a file, as many as it has."""
     size = file.known_size
     try:
-        return bytes(file.read(0, len(_LFS) if size is None else min(size, len(_LFS))))
+        return bytes(file.read(0, len(LFS_POINTER) if size is None else min(size, len(LFS_POINTER))))
     except CorruptCheckpointError:  # a remote file that is shorter
         return bytes(file.read(0, file.size))
-
-
-def _lfs_pointer(path: str) -> UnsupportedCheckpointError:
-    return UnsupportedCheckpointError(
-        "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned", path=path
-    )
 
 
 def _shard_name(leaf: str, file: Any, path: str) -> str:

@@ -22,13 +22,14 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     LeafMismatchError,
     UnsupportedCheckpointError,
+    error_at,
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.array_layout import UnopenedArray
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.open_flag import OpenFlag
-from orbax_t5x.readers.t5x.specs import ArraySpec, located, parse_spec
+from orbax_t5x.readers.t5x.specs import ArraySpec, parse_spec
 from orbax_t5x.readers.t5x.zarr_metadata import METADATA_FILE, ZarrMetadata, parse_zarr_metadata
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
@@ -74,7 +75,7 @@ class ZarrArrays:
         try:
             spec = parse_spec(node)
         except CheckpointError as error:
-            return BrokenLeaf(name, located(error, self._file, name))
+            return BrokenLeaf(name, error_at(error, path=self._file, leaf=name))
         try:
             limit = self._limits.json_bytes
             found = self._root.array_directory(spec.directory, METADATA_FILE, limit=limit, leaf=name)
@@ -90,7 +91,7 @@ class ZarrArrays:
         except SharedDirectoryError:
             raise
         except CheckpointError as error:
-            return BrokenLeaf(name, located(error, error.path or self._file, name))
+            return BrokenLeaf(name, error_at(error, path=error.path or self._file, leaf=name))
 
     def _claim(self, found: ArrayDirectory, spec: ArraySpec, name: str) -> None:
         """Records the owner of a directory, by identity: some file systems take two names for one."""

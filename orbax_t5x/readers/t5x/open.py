@@ -9,8 +9,8 @@ its tree is the whole file. A save is written under a temporary name and renamed
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
@@ -18,7 +18,7 @@ from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import StateFile, named_by_caller, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
-from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.open_flag import OpenFlag, close_all
 from orbax_t5x.readers.orbax.aggregate import is_early_item
 from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE, finished_steps, newest_directory, step_of_name
@@ -49,13 +49,6 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     return _open(path, locations.open_store(path), MSGPACK_FILE, step_of_name(os.path.basename(path)), limits)
 
 
-class _Tree(NamedTuple):
-    """The tree of a checkpoint, and the version of the format."""
-
-    version: int
-    node: Node
-
-
 def _open(path: str, root: Store, name: str, step: int | None, limits: Limits) -> Checkpoint:
     opened = open_state_file(root, name, limits)
     version, tree = _tree_of(opened)
@@ -84,21 +77,13 @@ def _open(path: str, root: Store, name: str, step: int | None, limits: Limits) -
         leaves=leaves,
         empties=empties,
         metadata=_metadata(version, opened),
-        close=_closing(opened, flag),
+        close=partial(close_all, (flag.close, opened.files.close)),
         index_bytes=opened.index_bytes + (arrays.index_bytes if arrays else 0),
     )
 
 
-def _closing(opened: StateFile, flag: OpenFlag) -> Callable[[], None]:
-    def close() -> None:
-        flag.close()
-        opened.files.close()
-
-    return close
-
-
-def _tree_of(opened: StateFile) -> _Tree:
-    """Returns the subtree of the file that holds the train state."""
+def _tree_of(opened: StateFile) -> tuple[int, Node]:
+    """Returns the version of the format, and the subtree of the file that holds the train state."""
     version = opened.tree.get("version", 0)
     if type(version) is not int or version < 0:
         raise CorruptCheckpointError(f"the version is {str(version)[:200]}", path=opened.file.path)
@@ -107,10 +92,10 @@ def _tree_of(opened: StateFile) -> _Tree:
             f"version {version} of T5X's format; versions up to {_VERSIONS[-1]} are read", path=opened.file.path
         )
     if version == 0:
-        return _Tree(0, {key: node for key, node in opened.tree.items() if key != "version"})
+        return 0, {key: node for key, node in opened.tree.items() if key != "version"}
     if "optimizer" not in opened.tree:
         raise CorruptCheckpointError(f"version {version} of T5X's format without 'optimizer'", path=opened.file.path)
-    return _Tree(version, opened.tree["optimizer"])
+    return version, opened.tree["optimizer"]
 
 
 def _metadata(version: int, opened: StateFile) -> dict[str, Any]:

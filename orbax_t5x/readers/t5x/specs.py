@@ -15,13 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-    error_at,
-)
+from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.flax_msgpack.walk import Node, StoredText
 from orbax_t5x.storage.paths import split_name
 
@@ -182,8 +176,3 @@ def _require_identity(transform: Any, shape: tuple[int, ...] | None) -> None:
 
 def _shown(said: Any) -> str:
     return repr(said)[:200]
-
-
-def located(error: CheckpointError, path: str, leaf: str) -> CheckpointError:
-    """Adds file and leaf to an error of a pure function."""
-    return error_at(error, path=path, leaf=leaf)

@@ -11,7 +11,7 @@ from orbax_t5x.storage.paths import Root
 
 def walked(directory, data):
     (directory / "file").write_bytes(data)
-    return walk(FileSet(Root(directory)).file("file"), Limits()).tree
+    return walk(FileSet(Root(directory)).file("file"), Limits())[0]
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000])

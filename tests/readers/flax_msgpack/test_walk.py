@@ -20,7 +20,7 @@ def open_bytes(directory, data, name="state.msgpack", **limits):
 
 def walked(directory, data):
     (directory / "file").write_bytes(data)
-    return walk(FileSet(Root(directory)).file("file"), Limits()).tree
+    return walk(FileSet(Root(directory)).file("file"), Limits())[0]
 
 
 PLAIN = st.recursive(
