@@ -83,7 +83,7 @@ class LimitExceededError(CheckpointError, ValueError):
     """Error: a size in a file exceeds the limits; raise them with `orbax_t5x.Limits`."""
 
 
-class _Place(TypedDict, total=False):
+class _ErrorPlace(TypedDict, total=False):
     path: AnyPath | None
     leaf: str | None
     fix: Fix | None
@@ -96,7 +96,7 @@ class CheckpointIOError(CheckpointError, OSError):
       errno: the operating system's error number, or None where it gave none.
     """
 
-    def __init__(self, message: str, *, errno: int | None = None, **place: Unpack[_Place]):
+    def __init__(self, message: str, *, errno: int | None = None, **place: Unpack[_ErrorPlace]):
         super().__init__(message, **place)
         self.errno = errno
 

@@ -9,6 +9,7 @@ buffer per thread.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
@@ -92,30 +93,50 @@ class _ReadChecksums:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ByteRange:
-    """A row-major array at `offset` of a file; made by readers that have compared its size with the file's.
-
-    Attributes:
-      swap: the bytes of each element are stored in the other order than this machine's.
-    """
+class StoredRange(abc.ABC):
+    """An array at `offset` of a file, in an encoding of its own; readers have compared its size with the file's."""
 
     file: StoredBytes
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """The bytes of the whole array, as stored."""
+
+    @abc.abstractmethod
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        """Returns the bytes that reading these boxes together counts as wanted."""
+
+    @abc.abstractmethod
+    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
+        """Fills all requests; blocks. Errors name the file and `leaf`."""
+
+    @abc.abstractmethod
+    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
+        """Reads byte ranges of it only for their checksums; blocks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ByteRange(StoredRange):
+    """A row-major array in a byte range.
+
+    Attributes:
+      swap: the bytes of each element are stored in the other order than this machine's.
+    """
+
     swap: bool = False
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole array, as stored."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the bytes of the boxes' elements, each once."""
         return union_size(boxes) * self.dtype.itemsize
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-        """Fills all requests; blocks. Errors name the file and `leaf`."""
         itemsize = self.dtype.itemsize
         strides = byte_strides(self.shape, itemsize)
         direct = not self.swap and as_stored(self.dtype)
@@ -142,7 +163,6 @@ class ByteRange:
         return self._read_windows(wanted, checksum, leaf)
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
-        """Reads byte ranges of the array only for their checksums; blocks."""
         checksums = _ReadChecksums(True)
         size = 0
         buffer = _staging()

@@ -5,32 +5,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from orbax_t5x.storage.store import ReadAhead, StoredFile
-
-
-class StoredBytes(Protocol):
-    """Bytes that a `ByteRange` reads: a `StoredFile`, or ranges of one."""
-
-    @property
-    def path(self) -> str:
-        """The path, for messages."""
-        ...
-
-    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
-        """Implements `StoredFile.read_into`."""
-        ...
-
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
-        """Implements `StoredFile.ahead`."""
-        ...
-
-    def check_unchanged(self, *, leaf: str | None = None) -> None:
-        """Implements `StoredFile.check_unchanged`."""
-        ...
 
 
 class ByteExtent(NamedTuple):
@@ -97,3 +76,7 @@ class _JoinedReadAhead:
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         self._joined._read(self._file, offset, buffers, leaf)
+
+
+StoredBytes = StoredFile | JoinedExtents
+"""Bytes that a `ByteRange` reads: of a file, or of ranges of one."""

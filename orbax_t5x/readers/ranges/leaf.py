@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,9 +13,8 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.ranges.byte_range import ReadOutcome
+from orbax_t5x.readers.ranges.byte_range import ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
-from orbax_t5x.readers.ranges.extents import StoredBytes
 from orbax_t5x.storage.locations import is_url
 
 
@@ -41,47 +39,6 @@ class RangeLeaf(BlockingLeaf):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} {self.dtype} {self.shape} of {self.path!r}>"
-
-
-class StoredRange(Protocol):
-    """An array in a byte range of a file: `ByteRange`, or another encoding with one checksum over it."""
-
-    @property
-    def file(self) -> StoredBytes:
-        """The file that holds it."""
-        ...
-
-    @property
-    def offset(self) -> int:
-        """The offset of its first byte in the file."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the array."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole range in bytes, as stored."""
-        ...
-
-    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the bytes that reading these boxes together counts as wanted."""
-        ...
-
-    def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-        """Fills all requests; blocks."""
-        ...
-
-    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
-        """Reads byte ranges only for their checksums; blocks."""
-        ...
 
 
 class ByteRangeLeaf(RangeLeaf):

@@ -25,8 +25,8 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.box import Box
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.readers.ranges.byte_range import ByteRange
-from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf, StoredRange
+from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.ranges.sliced_leaf import SlicedLeaf, StoredSlice
 from orbax_t5x.readers.tf_bundle.dtypes import STRING, dtype_of
 from orbax_t5x.readers.tf_bundle.proto import (
@@ -202,7 +202,7 @@ class BundleLeaves:
             raise UnsupportedCheckpointError(
                 "strings of the other byte order are not read (nor does TensorFlow)", path=self._index_path, leaf=leaf
             )
-        return StringRange(file, entry.offset, entry.size, shape)
+        return StringRange(file, entry.offset, shape, dtype, entry.size)
 
     def _sliced(
         self,

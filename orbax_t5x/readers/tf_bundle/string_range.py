@@ -17,7 +17,7 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.box import Box, box_shape, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.readers.ranges.byte_range import ReadOutcome
+from orbax_t5x.readers.ranges.byte_range import ReadOutcome, StoredRange
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.store import StoredFile
 
@@ -36,21 +36,20 @@ class _Strings(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StringRange:
-    """A string tensor at `offset` of a file; its elements are `bytes`."""
+class StringRange(StoredRange):
+    """A string tensor in `size` bytes; its elements are `bytes`."""
 
     file: StoredFile
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: np.dtype = dataclasses.field(default_factory=lambda: np.dtype(object))
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.size
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
-        """Returns the size of the whole entry, as stored, for any box."""
         return self.nbytes if boxes else 0
 
     def read(self, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
-        """Fills all requests from one read of the whole entry; blocks."""
         if not requests:
             return ReadOutcome([], 0, 0)
         strings = self._load(leaf)
@@ -65,7 +64,6 @@ class StringRange:
         return self._outcome(strings, checksum)
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
-        """Reads the entry only for its checksum; blocks."""
         return self._outcome(self._load(leaf), True) if list(ranges) else ReadOutcome([], 0, 0)
 
     def _outcome(self, strings: _Strings, checksum: bool) -> ReadOutcome:
