@@ -27,7 +27,7 @@ AxesRule = Callable[[Any, Any], Any]
 """The axes of a state, of the state's structure, from the state and the axes of the parameters."""
 
 
-class _StateLeaf:
+class StateLeaf:
     """The path and shape of a leaf of a state. It is no pytree node, so a tree of these has the state's structure."""
 
     def __init__(self, path: tuple[str, ...], shape: tuple[int, ...]):
@@ -53,7 +53,7 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
       initable: the gradient transformation that made the state, if at hand.
     """
     slots = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _StateLeaf(tuple(map(key_text, path)), np.shape(leaf)), state
+        lambda path, leaf: StateLeaf(tuple(map(key_text, path)), np.shape(leaf)), state
     )
     marked = _ask_optax(initable, slots, params_axes)
     if marked is None:
@@ -130,7 +130,7 @@ def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
 
 
 def _has_slots(node: Any) -> bool:
-    return any(isinstance(leaf, _StateLeaf) for leaf in jax.tree.leaves(node))
+    return any(isinstance(leaf, StateLeaf) for leaf in jax.tree.leaves(node))
 
 
 def _is_masked(node: Any) -> bool:
@@ -144,7 +144,7 @@ def _assign(node: Any, axes: Any, params: Any) -> Any:
     wanted = open_node(axes)
     if wanted is None:
         shape = None if params is None else _only_shape(params)
-        return jax.tree.map(lambda slot: _spec(slot, axes, shape), node)
+        return jax.tree.map(lambda slot: slot_axes(slot, axes, shape), node)
     opened = open_node(node)
     if opened is None:
         return None
@@ -164,8 +164,14 @@ def _only_shape(param: Any) -> tuple[int, ...] | None:
     return np.shape(leaves[0]) if len(leaves) == 1 else None
 
 
-def _spec(slot: _StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -> PartitionSpec | None:
-    """Returns the axes of a leaf of a state in the position of a parameter."""
+def slot_axes(slot: StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -> PartitionSpec | None:
+    """Returns the axes of a leaf of a state in the position of a parameter; None: it is not split.
+
+    Args:
+      slot: the leaf.
+      axes: of the parameter.
+      param_shape: of the parameter, or None where it is not known.
+    """
     shape = slot.shape
     if axes is None or not shape:
         return None
@@ -190,7 +196,7 @@ def _spec(slot: _StateLeaf, axes: Any, param_shape: tuple[int, ...] | None) -> P
     return None if kept is None else PartitionSpec(*(names[dim] for dim in kept))
 
 
-def _kept_dims(slot: _StateLeaf, param_shape: tuple[int, ...], names: tuple[Any, ...]) -> tuple[int, ...] | None:
+def _kept_dims(slot: StateLeaf, param_shape: tuple[int, ...], names: tuple[Any, ...]) -> tuple[int, ...] | None:
     """Returns the dimensions of the parameter that a leaf of lower rank has, or None where they are ambiguous."""
     shape = slot.shape
     all_dims = range(len(param_shape))
@@ -213,7 +219,7 @@ def _kept_dims(slot: _StateLeaf, param_shape: tuple[int, ...], names: tuple[Any,
     return None
 
 
-def _factored_drop(slot: _StateLeaf, param_shape: tuple[int, ...]) -> tuple[int, ...]:
+def _factored_drop(slot: StateLeaf, param_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the dimension that Optax's factored moments average over: v_row the largest, v_col the second."""
     dims = dims_by_size(param_shape)
     if dims is None:

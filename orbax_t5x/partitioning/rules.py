@@ -50,6 +50,7 @@ class AxisRules:
 
     Attributes:
       problems: leaves that do not fit, as text.
+      is_empty: whether there are no rules at all.
       has_patterns: whether some rules are for names of leaves.
       unused_patterns: those that no leaf has taken yet.
     """
@@ -59,20 +60,40 @@ class AxisRules:
         self._patterns = [(re.compile(name), spec) for name, spec in rules if isinstance(spec, PartitionSpec)]
         self._axes = self._on_mesh((name, axes) for name, axes in rules if not isinstance(axes, PartitionSpec))
         self.problems: list[str] = []
+        self.is_empty: bool = not rules
         self.has_patterns: bool = bool(self._patterns)
         self.unused_patterns: dict[str, None] = dict.fromkeys(pattern.pattern for pattern, _ in self._patterns)
 
-    def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec | None:
-        """Returns the spec of the first pattern that matches a leaf's whole name; None where none does."""
-        pattern, spec = next((rule for rule in self._patterns if rule[0].fullmatch(name)), (None, None))
-        if pattern is None or spec is None:
-            return None
-        self.unused_patterns.pop(pattern.pattern, None)
-        kept = PartitionSpec(*(self._present(axes) for axes in spec))
+    def has_pattern_for(self, name: str) -> bool:
+        """Reports whether a pattern matches a leaf's whole name."""
+        return any(pattern.fullmatch(name) for pattern, _ in self._patterns)
+
+    def pattern_of(self, name: str) -> str | None:
+        """Returns the first pattern that matches a leaf's whole name, which is used then; None where none does."""
+        found = next((pattern.pattern for pattern, _ in self._patterns if pattern.fullmatch(name)), None)
+        if found is not None:
+            self.unused_patterns.pop(found, None)
+        return found
+
+    def by_name(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """Returns the spec of the first pattern that matches a leaf's whole name."""
+        pattern, spec = next(rule for rule in self._patterns if rule[0].fullmatch(name))
+        kept = self.on_mesh(spec)
         if len(kept) > len(shape):
-            self.problems.append(f"{name}: {kept} for shape {shape}")
+            self.problems.append(
+                f"{name}: {kept} for shape {shape}: the rule {pattern.pattern!r} has more dimensions; put a rule of "
+                f"its own before it: ({re.escape(name)!r}, PartitionSpec())"
+            )
             return PartitionSpec()
-        return self._checked(kept, kept, shape, name)
+        return self.checked(kept, shape, name)
+
+    def on_mesh(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns a spec without the mesh axes that the mesh lacks."""
+        return PartitionSpec(*(self._present(axes) for axes in spec))
+
+    def checked(self, spec: PartitionSpec, shape: tuple[int, ...], name: str) -> PartitionSpec:
+        """Returns the spec of a leaf, after checking that it divides the shape."""
+        return self._checked(spec, spec, shape, name)
 
     def by_logical_axes(self, names: AxisNames | None, shape: tuple[int, ...], where: str) -> PartitionSpec:
         """Returns the mesh axes of a leaf whose model names a logical axis for each dimension, or none (None)."""

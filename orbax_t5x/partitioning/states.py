@@ -1,49 +1,67 @@
 """Whole states with shardings: T5X's train states, linen's with `nn.Partitioned`, NNX's, or any tree by leaf names.
 
-They differ in the origin of a leaf's axes. A T5X train state has a separate state of axes; linen and NNX keep
-a leaf's axes in the box or the variable that holds it, also in the optimizer's state, which Optax makes of the same
-boxes.
+They differ in the origin of a leaf's axes. A T5X train state has a separate state of axes, and T5X's networks make a
+collection `params_axes`; linen and NNX keep a leaf's axes in the box or the variable that holds it, also in the
+optimizer's state, which Optax makes of the same boxes. What has no axes of its own, and belongs to a parameter, is
+split as that is (`following.py`).
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from flax.core.meta import Partitioned
+from flax.linen.partitioning import AxisMetadata
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from orbax_t5x.partitioning.following import SplitParameter, SplitParameters
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, AxisNames, AxisRules, LogicalAxisRules
-from orbax_t5x.text.wording import listed
+from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.trees.pytree_names import key_text, leaf_name
 
 # Leaves named in one error; a mesh that does not fit a model fits hundreds of its leaves not.
 _SHOWN_LEAVES = 10
 # What Flax has called the axes of an NNX variable, the newest first.
 _NNX_AXES = ("out_sharding", "sharding_names", "sharding")
+# The parts of names below which a train state has its parameters.
+_PARAMETERS = ("params", "target")
+# T5X's networks put the axes of a collection `X` into a collection `X_axes`, as `name_axes` for `name`.
+_AXES_SUFFIX = "_axes"
 
 _State = TypeVar("_State")
 
 
 def with_shardings(
-    train_state: _State, mesh: Mesh | AbstractMesh, rules: LogicalAxisRules = STANDARD_LOGICAL_AXIS_RULES
+    train_state: _State,
+    mesh: Mesh | AbstractMesh,
+    rules: LogicalAxisRules = STANDARD_LOGICAL_AXIS_RULES,
+    like: Any = None,
 ) -> _State:
     """Returns the abstract state with a sharding on every leaf: a target for `orbax_t5x.restore`.
+
+    The leaves of an optimizer are split as their parameters, where no rule says otherwise: momenta and accumulators,
+    the factors of a second moment in the dimensions that they have, stacks behind their first dimension. In a T5X
+    train state whose parameters have axes, T5X's optimizers decide: Adafactor's factors are not split.
 
     Args:
       train_state: concrete or abstract (`jax.eval_shape`). A `FlaxOptimTrainState` or `InferenceState` with
         `params_axes`, or anything with `as_logical_axes`; a tree, such as Flax's `TrainState` or variables, whose
-        arrays are in `nn.Partitioned` or `nn.LogicallyPartitioned` boxes; an `nnx.State` or `nnx.Module` whose
-        variables have partitioning metadata. With rules for names of leaves: any tree.
+        arrays are in `nn.Partitioned` or `nn.LogicallyPartitioned` boxes, or which has the collection `params_axes` of
+        T5X's networks; an `nnx.State` or `nnx.Module` whose variables have partitioning metadata. With rules for
+        names of leaves, without rules, or with `like`: any tree.
       mesh: the devices.
       rules: pairs of a logical axis name and the mesh axis, or axes, that it is split over (None: not split); earlier
         ones go first, and no mesh axis is used twice in one leaf. In boxes and variables a name without a rule may be a
         mesh axis itself, and rules of their own go first. A pair of a regex and a `PartitionSpec` is for leaves whose
         whole '/'-joined name the regex matches, before all others: `(".*/embedding", PartitionSpec("model"))`. The
-        name of a leaf in a box is that of the box, and a T5X state's leaves have those of its state dict.
+        name of a leaf in a box is that of the box, and a T5X state's leaves have those of its state dict. Without
+        rules, `[]`, nothing is split.
+      like: a tree whose leaves have `NamedSharding`s, such as the parameters of a running job. Every leaf whose name
+        ends in the name of one of its leaves is split as that, before all rules.
 
     Returns:
       A state of the same kind and structure (boxes and metadata included) whose leaves are `jax.ShapeDtypeStruct`s
@@ -52,8 +70,8 @@ def with_shardings(
 
     Raises:
       TypeError: no leaf has a rule.
-      ValueError: the model named no axes, a leaf has another rank than its axes, or a dimension is not divided evenly;
-        all such leaves at once.
+      ValueError: the model named no axes, a leaf has another rank than its axes or its rule, or a dimension is not
+        divided evenly; all such leaves at once.
 
     Example:
       >>> mesh = jax.make_mesh((8,), ("model",))
@@ -66,33 +84,135 @@ def with_shardings(
     if loaded is not None and isinstance(train_state, loaded.Pytree) and not isinstance(train_state, loaded.State):
         # A variable that a module has several times is one in its state.
         graph, state = loaded.split(train_state)
-        return loaded.merge(graph, with_shardings(state, mesh, rules))
+        return loaded.merge(graph, with_shardings(state, mesh, rules, like))
     axis_rules = AxisRules(rules, mesh)
-    if hasattr(train_state, "as_logical_axes"):
-        abstract = _with_logical_axes(train_state, mesh, axis_rules)
-    else:
-        abstract = _with_metadata(train_state, mesh, axis_rules)
-    problems = axis_rules.problems
-    if problems:
-        more = len(problems) - _SHOWN_LEAVES
-        text = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN_LEAVES])
-        raise ValueError(
-            f"{len(problems)} leaves do not fit the mesh {dict(mesh.shape)} under these rules:\n{text}"
-            + (f"\n  … and {more} more" if more > 0 else "")
-        )
-    if axis_rules.unused_patterns:
-        patterns = listed(map(repr, axis_rules.unused_patterns), 5)
+    is_t5x = hasattr(train_state, "as_logical_axes")
+    leaves, treedef = _open_t5x_state(train_state, axis_rules, like) if is_t5x else _open_tree(train_state, axis_rules)
+    if not (axis_rules.is_empty or axis_rules.has_patterns or like is not None or is_t5x):
+        if all(leaf.axes is None for leaf in leaves):
+            raise _no_axes(train_state)
+    specs = _Splitting(axis_rules, _sharded_leaves(like, axis_rules)).specs(leaves)
+    _report(axis_rules, mesh)
+    made = [leaf.put(_abstract(leaf, mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
+    return cast(_State, jax.tree_util.tree_unflatten(treedef, made))
+
+
+class _ShardableLeaf(NamedTuple):
+    """A leaf, or a box or variable that holds one.
+
+    Attributes:
+      name: that rules match.
+      where: the name in errors about axes.
+      axes: what the model calls its dimensions; None: not known.
+      own_rules: for its axes.
+      is_logical: whether the axes are logical ones, all of them with a name.
+      is_parameter: whether an optimizer's leaves may belong to it.
+      put: puts an abstract value in place of the leaf's.
+    """
+
+    name: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: AxisNames | None
+    own_rules: LogicalAxisRules = ()
+    is_logical: bool = False
+    is_parameter: bool = False
+    put: Callable[[Any], Any] = lambda abstract: abstract
+
+
+class _Splitting:
+    """How the leaves of one state are split: the parameters first, then what belongs to them."""
+
+    def __init__(self, rules: AxisRules, like: SplitParameters):
+        self._rules = rules
+        self._like = like
+
+    def specs(self, leaves: Sequence[_ShardableLeaf]) -> list[PartitionSpec]:
+        """Returns the spec of each leaf."""
+        decided = [self._decided(leaf, None) if leaf.is_parameter else None for leaf in leaves]
+        named = {leaf.name: found for leaf, found in zip(leaves, decided, strict=True) if found is not None}
+        parameters = SplitParameters(_by_relative_names(named))
+        specs = []
+        for leaf, found in zip(leaves, decided, strict=True):
+            found = found or self._decided(leaf, parameters.of(leaf.name))
+            specs.append(found.spec)
+        return specs
+
+    def _decided(self, leaf: _ShardableLeaf, parameter: SplitParameter | None) -> SplitParameter:
+        """Decides about a leaf, which belongs to the given parameter if there is one."""
+        shape, by_axes = leaf.shape, False
+        liked = self._like.of(leaf.name)
+        rule = self._rules.pattern_of(leaf.name)
+        # The parameter's own rule is for the parameter's dimensions.
+        is_for_parameter = parameter is not None and parameter.shape != shape and parameter.rule == rule
+        if liked is not None:
+            spec = self._rules.checked(liked.spec_for(leaf.name, shape), shape, leaf.name)
+        elif rule is not None and not is_for_parameter:
+            spec = self._rules.by_name(leaf.name, shape)
+        elif parameter is not None and not self._has_axes(leaf, parameter):
+            spec = parameter.spec_for(leaf.name, shape)
+        elif leaf.axes is None:
+            spec = PartitionSpec()
+        else:
+            by_axes = True
+            if leaf.is_logical:
+                spec = self._rules.by_logical_axes(leaf.axes, shape, leaf.where)
+            else:
+                spec = self._rules.by_metadata(leaf.axes, shape, leaf.own_rules, leaf.name)
+        return SplitParameter(shape, spec, rule, by_axes)
+
+    def _has_axes(self, leaf: _ShardableLeaf, parameter: SplitParameter) -> bool:
+        """Reports whether a leaf that belongs to a parameter is split by axes of its own, as the parameter was."""
+        if not parameter.by_axes:
+            return False
+        # T5X's optimizers say None of what they do not split; a box keeps all axes of the parameter.
+        return leaf.is_logical if leaf.axes is None else len(leaf.axes) == len(leaf.shape)
+
+
+def _by_relative_names(parameters: Mapping[str, SplitParameter]) -> dict[str, SplitParameter]:
+    """Returns the parameters by what an optimizer's state calls them: without the containers that hold the model."""
+    found: dict[str, SplitParameter] = {}
+    clashing: set[str] = set()
+    for name, parameter in parameters.items():
+        parts = name.split("/")
+        at = next((index for index, part in enumerate(parts) if part in _PARAMETERS), None)
+        # Without a container of that name, the model may be the whole tree, or one entry of it.
+        for relative in [parts[at + 1 :]] if at is not None else [parts, parts[1:]]:
+            joined = "/".join(relative)
+            if found.setdefault(joined, parameter) is not parameter:
+                clashing.add(joined)
+    return {name: parameter for name, parameter in found.items() if name and name not in clashing}
+
+
+def _report(rules: AxisRules, mesh: Mesh | AbstractMesh) -> None:
+    """Raises what does not fit, and warns of rules that nothing has used."""
+    if rules.problems:
+        more = len(rules.problems) - _SHOWN_LEAVES
+        text = "\n".join(f"  - {problem}" for problem in rules.problems[:_SHOWN_LEAVES])
+        found = len(rules.problems)
+        what = f"{leaves_text(found)} {'does' if found == 1 else 'do'} not fit the mesh {dict(mesh.shape)}"
+        raise ValueError(f"{what} under these rules:\n{text}" + (f"\n  … and {more} more" if more > 0 else ""))
+    if rules.unused_patterns:
+        patterns = listed(map(repr, rules.unused_patterns), 5)
         warnings.warn(
             f"rules that no leaf's whole name matches, or none that an earlier rule leaves: {patterns}. What they are "
             "meant for is not split by them",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return cast(_State, abstract)
 
 
-def _abstract(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    shape, dtype = _shape_dtype(leaf)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+def _no_axes(tree: Any) -> TypeError:
+    return TypeError(
+        "with_shardings takes a train state with logical axes (FlaxOptimTrainState, InferenceState), or a tree "
+        f"with nn.Partitioned boxes, params_axes or NNX metadata, and {type(tree).__name__} has none; for any other "
+        "tree give rules of names, [(regex, PartitionSpec)], or [] to split nothing, or like= a tree with shardings, "
+        "or put jax.ShapeDtypeStruct(shape, dtype, sharding=...) in the place of the leaves"
+    )
+
+
+def _abstract(leaf: _ShardableLeaf, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
@@ -101,25 +221,47 @@ def _shape_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(leaf.shape), leaf.dtype
 
 
-# -- states with a separate state of axes
+def _sharded_leaves(tree: Any, rules: AxisRules) -> SplitParameters:
+    """Returns the leaves of the tree that others are to be like.
+
+    Raises:
+      TypeError: none has a `NamedSharding`.
+    """
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_holds_leaf):
+        value = _value(node)
+        sharding = getattr(value, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            found[leaf_name(path)] = SplitParameter(tuple(value.shape), rules.on_mesh(sharding.spec))
+    if tree is not None and not found:
+        raise TypeError("like= has no leaf with a NamedSharding")
+    return SplitParameters(found)
 
 
-def _with_logical_axes(train_state: Any, mesh: Mesh | AbstractMesh, rules: AxisRules) -> Any:
-    logical = _LogicalAxes(train_state.as_logical_axes())
+# -- T5X's train states, with a separate state of axes
 
-    def shard(path: Sequence[Any], leaf: Any) -> jax.ShapeDtypeStruct:
+
+def _open_t5x_state(train_state: Any, rules: AxisRules, like: Any) -> tuple[list[_ShardableLeaf], Any]:
+    try:
+        axes = _LogicalAxes(train_state.as_logical_axes())
+    except ValueError:
+        if not (rules.is_empty or rules.has_patterns or like is not None):
+            raise
+        axes = None
+    paths, treedef = jax.tree_util.tree_flatten_with_path(train_state)
+    leaves = []
+    for path, value in paths:
         keys = tuple(key_text(key) for key in path)
-        shape, _ = _shape_dtype(leaf)
-        spec = rules.by_name(_name_in_state_dict(keys), shape)
-        if spec is None:
+        name, where = _name_in_state_dict(keys), "/".join(keys)
+        names = None
+        if axes is not None and not rules.has_pattern_for(name):
             try:
-                spec = rules.by_logical_axes(logical.names(keys), shape, "/".join(keys))
+                names = axes.names(keys)
             except KeyError:
-                rules.problems.append(f"{'/'.join(keys)}: params_axes names no axes for it")
-                spec = PartitionSpec()
-        return _abstract(leaf, mesh, spec)
-
-    return jax.tree_util.tree_map_with_path(shard, train_state)
+                rules.problems.append(f"{where}: params_axes names no axes for it")
+        is_parameter = name.startswith("target/")
+        leaves.append(_ShardableLeaf(name, where, *_shape_dtype(value), names, (), True, is_parameter))
+    return leaves, treedef
 
 
 def _name_in_state_dict(keys: Sequence[str]) -> str:
@@ -154,53 +296,79 @@ def _is_axes(node: Any) -> bool:
     return node is None or isinstance(node, PartitionSpec)
 
 
-# -- trees whose boxes and variables have metadata
+# -- trees whose boxes and variables have metadata, or with a collection of axes
 
 
-def _with_metadata(tree: Any, mesh: Mesh | AbstractMesh, rules: AxisRules) -> Any:
-    has_axes = rules.has_patterns
-
-    def shard(path: Sequence[Any], node: Any) -> Any:
-        nonlocal has_axes
-        is_box, is_variable = isinstance(node, Partitioned), _is_variable(node)
-        value = node.value if is_box else node.get_value() if is_variable else node
+def _open_tree(tree: Any, rules: AxisRules) -> tuple[list[_ShardableLeaf], Any]:
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_holds_leaf)
+    of_collections = _axes_of_collections(tree)
+    is_parameter = _parameter_test([path for path, _ in paths], [node for _, node in paths])
+    leaves = []
+    for path, node in paths:
         name = leaf_name(path)
-        names, own_rules = _axes_of_box(node) if is_box else _axes_of_variable(node) if is_variable else (None, ())
-        has_axes = has_axes or names is not None
-        shape, _ = _shape_dtype(value)
-        spec = rules.by_name(name, shape)
-        if spec is None:
-            spec = PartitionSpec() if names is None else rules.by_metadata(names, shape, own_rules, name)
-        abstract = _abstract(value, mesh, spec)
-        return node.replace_boxed(abstract) if is_box else node.replace(abstract) if is_variable else abstract
-
-    abstract = jax.tree_util.tree_map_with_path(
-        shard, tree, is_leaf=lambda node: isinstance(node, Partitioned) or _is_variable(node)
-    )
-    if not has_axes:
-        axes = isinstance(tree, Mapping) and "params_axes" in tree
-        raise TypeError(
-            "with_shardings takes a train state with logical axes (FlaxOptimTrainState, InferenceState), or a tree "
-            f"with nn.Partitioned boxes or NNX metadata, and {type(tree).__name__} has none; for any other tree give "
-            "rules of names, (regex, PartitionSpec), or put jax.ShapeDtypeStruct(shape, dtype, sharding=...) in the "
-            "place of the leaves"
-            + ("; variables with params_axes become a train state by InferenceState.create(variables)" if axes else "")
+        axes, own_rules = _axes_of(node) if not rules.is_empty else (None, ())
+        is_logical = axes is None and name in of_collections and not rules.is_empty
+        axes = of_collections[name] if is_logical else axes
+        leaf = _ShardableLeaf(
+            name, name, *_shape_dtype(_value(node)), axes, own_rules, is_logical, is_parameter(path, node)
         )
-    return abstract
+        leaves.append(leaf._replace(put=_putter(node)))
+    return leaves, treedef
 
 
-def _is_variable(node: Any) -> bool:
+def _parameter_test(paths: Sequence[Any], nodes: Sequence[Any]) -> Callable[[Any, Any], bool]:
+    """Returns the function that knows parameters among the leaves of a tree, by path and node.
+
+    Those are what is below `params`, where that is nearest to the root, and values of `nnx.Param`; where there are
+    neither, what only dicts and lists hold, since each optimizer's state is a record.
+    """
+    depths = [at for path in paths for at, key in enumerate(path) if key_text(key) in _PARAMETERS]
+    if depths:
+        depth = min(depths)
+        return lambda path, node: len(path) > depth and key_text(path[depth]) in _PARAMETERS
+    if any(_is_variable(node, "Param") for node in nodes):
+        return lambda path, node: _is_variable(node, "Param")
+    plain = jax.tree_util.DictKey | jax.tree_util.SequenceKey
+    return lambda path, node: all(isinstance(key, plain) for key in path)
+
+
+def _axes_of_collections(tree: Any) -> dict[str, AxisNames]:
+    """Returns the axes in collections such as `params_axes`, by the names of the leaves that they are of."""
+    found: dict[str, AxisNames] = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, AxisMetadata)):
+        if isinstance(node, AxisMetadata):
+            found["/".join(key_text(key).removesuffix(_AXES_SUFFIX) for key in path)] = node.names
+    return found
+
+
+def _holds_leaf(node: Any) -> bool:
+    return isinstance(node, Partitioned) or _is_variable(node)
+
+
+def _is_variable(node: Any, kind: str = "Variable") -> bool:
     # A variable can only be met where `flax.nnx` is loaded.
     loaded = sys.modules.get("flax.nnx")
-    return loaded is not None and isinstance(node, loaded.Variable)
+    return loaded is not None and isinstance(node, getattr(loaded, kind))
 
 
-def _axes_of_box(box: Any) -> tuple[AxisNames, LogicalAxisRules]:
-    return box.names, getattr(box, "rules", None) or ()
+def _value(node: Any) -> Any:
+    return node.value if isinstance(node, Partitioned) else node.get_value() if _is_variable(node) else node
 
 
-def _axes_of_variable(variable: Any) -> tuple[AxisNames | None, LogicalAxisRules]:
-    metadata = variable.get_metadata()
+def _putter(node: Any) -> Callable[[Any], Any]:
+    """Returns the function that puts an abstract value in place of a leaf's, into its box or variable."""
+    if isinstance(node, Partitioned):
+        return node.replace_boxed
+    return node.replace if _is_variable(node) else lambda abstract: abstract
+
+
+def _axes_of(node: Any) -> tuple[AxisNames | None, LogicalAxisRules]:
+    """Returns the axes that a box or a variable has for its value, and its own rules for them."""
+    if isinstance(node, Partitioned):
+        return node.names, getattr(node, "rules", None) or ()
+    if not _is_variable(node):
+        return None, ()
+    metadata = node.get_metadata()
     found = next((metadata[name] for name in _NNX_AXES if metadata.get(name)), None)
     # It may be a layout of a sharding, a sharding, or its axes.
     found = getattr(found, "sharding", found)

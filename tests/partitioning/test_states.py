@@ -173,8 +173,6 @@ def test_states_without_axes_say_what_to_do():
         with_shardings(FlaxOptimTrainState.create(adamw(0.1), {"params": {"w": jnp.ones(2)}}), mesh())
     with pytest.raises(TypeError, match="ShapeDtypeStruct"):
         with_shardings({"w": jnp.ones(2)}, mesh())
-    with pytest.raises(TypeError, match=r"by InferenceState\.create\(variables\)"):
-        with_shardings({"params": {"w": jnp.ones(2)}, "params_axes": {"w_axes": AxisMetadata(("mlp",))}}, mesh())
 
 
 def test_a_mesh_without_devices_will_do():
