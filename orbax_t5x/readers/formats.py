@@ -17,6 +17,7 @@ from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import check_item, path_text
 from orbax_t5x.readers.flax_msgpack.format import FORMAT as FLAX_MSGPACK
+from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
 from orbax_t5x.readers.orbax.steps import finished_steps, newest_directory
 from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
@@ -24,7 +25,7 @@ from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.unrecognised import missing, unrecognised
 from orbax_t5x.storage.limits import Limits, check_limits
-from orbax_t5x.storage.locations import is_link, is_url
+from orbax_t5x.storage.locations import is_link, is_url, open_store
 from orbax_t5x.storage.remote.connection import remote_session
 
 # Formats whose marks make a directory one checkpoint; in a root, files of the others lie beside the steps.
@@ -43,7 +44,7 @@ def open_checkpoint(
     Args:
       path: local, or a URL (`gs://`, `s3://`, `http(s)://`): a TensorFlow bundle (its prefix, its `.index`, or its
         directory); an Orbax item, step or root, T5X's included (of a root, the newest finished step); a T5X or Flax
-        msgpack file; a safetensors file or directory.
+        msgpack file, or a root of these; a safetensors file or directory.
       format: "tf_bundle", "orbax", "safetensors", "t5x" or "flax_msgpack", where it shall not be found out.
       item: the item of an Orbax step to open; with several items and None, names start with the item's.
       limits: on what the files may claim; None for the defaults.
@@ -100,12 +101,26 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
     steps = [] if is_url(probe.path) else finished_steps(probe.path)
     if any(not is_link(os.path.join(probe.path, step.name)) for step in steps):
         return _open_path(newest_directory(probe.path, steps), None, item, limits)
-    marked = (row for row in _FILES if row.recognise(probe))
-    if row := next(itertools.chain(marked, (row for row in _UNMARKED if row.recognise_unmarked(probe))), None):
+    if row := _format_of_files(probe):
         return _open(row, probe.path, limits, item)
     if steps := finished_steps(probe.path):
         return _open_path(newest_directory(probe.path, steps), None, item, limits)
+    if newest := newest_file(probe):
+        checkpoint = _open_path(open_store(probe.path).locate(newest.name), None, item, limits)
+        checkpoint.step = newest.step
+        return checkpoint
     raise unrecognised(probe, FORMATS)
+
+
+def _format_of_files(probe: PathProbe) -> Format | None:
+    """Returns the format that owns a directory by its files, where it is no checkpoint and no root of such."""
+    marked = (row for row in _FILES if row.recognise(probe))
+    return next(itertools.chain(marked, (row for row in _UNMARKED if row.recognise_unmarked(probe))), None)
+
+
+def is_owned(probe: PathProbe) -> bool:
+    """Reports whether a directory is a checkpoint as a whole, so that nothing in it is a step."""
+    return any(row.recognise(probe) for row in _CHECKPOINTS) or _format_of_files(probe) is not None
 
 
 def _open(row: Format, path: str, limits: Limits, item: str | None) -> Checkpoint:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 
 from orbax_t5x.errors import CheckpointError
-from orbax_t5x.readers.detect.probe import probe_path
+from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import path_text
-from orbax_t5x.readers.formats import open_checkpoint
+from orbax_t5x.readers.flax_msgpack.root import StepFile, step_files
+from orbax_t5x.readers.formats import is_owned, open_checkpoint
 from orbax_t5x.readers.orbax.steps import finished_steps
 from orbax_t5x.storage.locations import open_store
 from orbax_t5x.storage.remote.connection import remote_session
@@ -16,9 +18,10 @@ from orbax_t5x.storage.store import Store
 
 
 def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
-    """Finds the newest finished step of a root: of Orbax, of T5X through Orbax, or of T5X itself.
+    """Finds the newest finished step of a root: of Orbax, of T5X through Orbax, of T5X itself, or of files of Flax.
 
-    Temporary, empty and half-deleted directories are no steps; step 0 is one.
+    Temporary, empty and half-deleted directories are no steps; step 0 is one. Where Flax numbered the newest file of a
+    root by a fraction, it has no step.
 
     Args:
       root: a local directory, or a prefix of a bucket; one that does not exist has no steps.
@@ -46,7 +49,7 @@ def _latest_step(root: str, validated: bool) -> int | None:
     probe = probe_path(root)
     if probe.kind != "directory":
         return None
-    steps = finished_steps(probe.path)
+    steps = finished_steps(probe.path) or _step_files(probe)
     place = open_store(probe.path)
     if not validated:
         if not steps:
@@ -59,6 +62,11 @@ def _latest_step(root: str, validated: bool) -> int | None:
             return step.step
         warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=3)
     return None
+
+
+def _step_files(probe: PathProbe) -> Sequence[StepFile]:
+    """Lists the files of steps in a directory that no other format owns."""
+    return [] if is_owned(probe) else step_files(probe)
 
 
 def _problem_of(root: Store, name: str) -> CheckpointError | None:

@@ -27,6 +27,7 @@ KNOWN_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "flax_model.msgpack",
+    "flax_model.msgpack.index.json",
 )
 
 

@@ -386,13 +386,17 @@ def _weight_map(directory: Path) -> Check:
     for number in (1, 2):
         file = directory / f"model-{number}.safetensors"
         file.write_bytes(safetensors.numpy.save({f"w{number}": _VALUE}))
+        (directory / f"model-{number}.msgpack").write_bytes(flax.serialization.to_bytes({f"w{number}": _VALUE}))
     (directory.parent / "outside.safetensors").write_bytes(safetensors.numpy.save({"w3": _VALUE}))
 
     def check(data: bytes) -> CheckpointError | None:
         (directory / "model.safetensors.index.json").write_bytes(data)
+        flax_index = directory / "flax_model.msgpack.index.json"
+        flax_index.write_bytes(data.replace(b".safetensors", b".msgpack"))
         found = contents(directory, "safetensors")
-        assert found.values.keys() <= {"w1", "w2"}
-        assert all(same_bits(value, _VALUE) for value in found.values.values())
+        for values in (found.values, contents(flax_index, "flax_msgpack").values):
+            assert values.keys() <= {"w1", "w2"}
+            assert all(same_bits(value, _VALUE) for value in values.values())
         return found.first_error
 
     return check

@@ -57,6 +57,10 @@ class TestFlaxMsgpack(OverHttp, suites.FlaxMsgpackSuite):
     dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 
 
+class TestFlaxIndex(OverHttp, suites.FlaxIndexSuite):
+    dtypes = (np.dtype(np.float32), np.dtype(np.int8))
+
+
 class TestT5xGzip(OverHttp, suites.T5xGzipSuite):
     pass
 

@@ -75,6 +75,21 @@ class FlaxMsgpackSuite(ReaderSuite):
         return path
 
 
+class FlaxIndexSuite(ReaderSuite):
+    """In files as Transformers cuts a model: by '/'-joined names, each a tree of its own."""
+
+    def write(self, directory, arrays):
+        weight_map = {}
+        for k in range(3):
+            file = f"flax_model-0000{k + 1}-of-00003.msgpack"
+            part = dict(list(arrays.items())[k::3])
+            (directory / file).write_bytes(flax.serialization.to_bytes(unflatten(part)))
+            weight_map |= dict.fromkeys(part, file)
+        index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+        (directory / "flax_model.msgpack.index.json").write_text(json.dumps(index))
+        return directory
+
+
 def write_t5x(directory, arrays, *, version=3, compressor=None, chunks=lambda shape: shape, inline=(), **metadata):
     """Writes arrays as T5X does: zarr by TensorStore, the tree by Flax."""
     directory.mkdir(parents=True, exist_ok=True)

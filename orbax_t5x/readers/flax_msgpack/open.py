@@ -1,7 +1,7 @@
-"""Flax msgpack files: any state dict that `flax.serialization` wrote, Hugging Face's `flax_model.msgpack` among them.
+"""Flax msgpack files: any state dict that `flax.serialization` wrote, Hugging Face's models among them.
 
-Opening walks over the headers of the file; the bytes of arrays are read by range when they are wanted. The format keeps
-no checksum.
+Opening walks over the headers of the files; the bytes of arrays are read by range when they are wanted. The format
+keeps no checksum.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
+from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
+from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
-from orbax_t5x.readers.hub_files import LFS_POINTER, read_config, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, found_twice, read_config, read_weight_map, refuse_lfs_pointer
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
 
+SUFFIX = ".msgpack"
+INDEX_SUFFIX = ".msgpack.index.json"
+# Hugging Face's names for a model in one file, and for the index of one in several.
 HUB_FILE = "flax_model.msgpack"
+INDEX_FILE = "flax_model.msgpack.index.json"
 # How Flax names the files of steps, and the Hugging Face trainer its directories.
 _STEP_NAME = re.compile(r"(?:.*[._-])?checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
 # A file up to this size is fetched whole from a remote store: its headers and small arrays are all over it.
@@ -35,9 +42,9 @@ class StateFile(NamedTuple):
     index_bytes: int
 
 
-def open_state_file(root: Store, name: str, limits: Limits) -> StateFile:
+def open_state_file(root: Store, name: str, limits: Limits, files: OpenFiles | None = None) -> StateFile:
     """Walks over a msgpack file whose top is a map."""
-    files = root.open_files()
+    files = root.open_files() if files is None else files
     file = files.file(name)
     file.load(_LOADED_BYTES)
     refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
@@ -54,22 +61,89 @@ def named_by_caller(path: str) -> tuple[Store, str]:
 
 
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
-    """Opens a local file, or a directory that holds `flax_model.msgpack`."""
+    """Opens a file, the index of several, a directory with Hugging Face's names for these, or the newest of a root."""
     path = locations.absolute(os.fspath(path))
-    is_directory = locations.is_directory(path)
-    root, name = (locations.open_store(path), HUB_FILE) if is_directory else named_by_caller(path)
-    opened = open_state_file(root, name, limits)
-    nodes = dict(named_nodes(opened.tree, opened.file, limits))
-    metadata: dict[str, Any] = {"files": [name]}
-    if os.path.basename(path) == HUB_FILE or is_directory:
-        metadata |= read_config(root if is_directory else locations.open_store(os.path.dirname(path)), limits)
-    return Checkpoint(
-        path=path,
-        format="flax_msgpack",
-        step=int(match["step"]) if (match := _STEP_NAME.fullmatch(os.path.basename(path))) else None,
-        leaves={key: leaf_of(key, node, opened.file, limits) for key, node in nodes.items() if not is_empty(node)},
-        empties={key: node for key, node in nodes.items() if is_empty(node)},
-        metadata=metadata,
-        close=opened.files.close,
-        index_bytes=opened.index_bytes,
-    )
+    match = _STEP_NAME.fullmatch(os.path.basename(path))
+    step = int(match["step"]) if match else None
+    if not locations.is_directory(path):
+        directory, name = os.path.split(path)
+        if name.endswith(INDEX_SUFFIX):
+            return _open_model(path, directory, name, step, limits)
+        store, file = named_by_caller(path)
+        opened = _FlaxOpening(store, limits)
+        opened.add_file(file)
+        if name == HUB_FILE:
+            opened.add_config(locations.open_store(directory))
+        return opened.checkpoint(path, step)
+    names = locations.names(path)
+    if model := next((name for name in (HUB_FILE, INDEX_FILE) if name in names), None):
+        return _open_model(path, path, model, step, limits)
+    newest = newest_file(probe_path(path))
+    if newest is None:
+        raise CheckpointNotFoundError(f"neither {HUB_FILE!r}, nor its index, nor files of steps", path=path)
+    opened = _FlaxOpening(locations.open_store(path), limits)
+    opened.add_file(newest.name)
+    return opened.checkpoint(os.path.join(path, newest.name), newest.step)
+
+
+def _open_model(path: str, directory: str, name: str, step: int | None, limits: Limits) -> Checkpoint:
+    """Opens a model's only file or its index, with the configuration beside it."""
+    store = locations.open_store(directory)
+    opened = _FlaxOpening(store, limits)
+    if name.endswith(INDEX_SUFFIX):
+        opened.add_index(name)
+    else:
+        opened.add_file(name)
+    opened.add_config(store)
+    return opened.checkpoint(path, step)
+
+
+class _FlaxOpening:
+    """One checkpoint while it is being opened."""
+
+    def __init__(self, root: Store, limits: Limits):
+        self._root = root
+        self._limits = limits
+        self._files = root.open_files()
+        self._leaves: dict[str, Leaf] = {}
+        self._empties: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._metadata: dict[str, Any] = {"files": []}
+        self._bytes = 0
+
+    def checkpoint(self, path: str, step: int | None) -> Checkpoint:
+        """Makes the checkpoint."""
+        return Checkpoint(
+            path=path,
+            format="flax_msgpack",
+            step=step,
+            leaves=self._leaves,
+            empties=self._empties,
+            metadata=self._metadata,
+            close=self._files.close,
+            index_bytes=self._bytes,
+        )
+
+    def add_config(self, store: Store) -> None:
+        """Adds the model's configuration."""
+        self._metadata.update(read_config(store, self._limits))
+
+    def add_index(self, index: str) -> None:
+        """Adds all files that an index names, each proven to hold the leaves that the index assigns to it."""
+        weight_map = read_weight_map(self._root, index, suffix=SUFFIX, limits=self._limits)
+        self._bytes += weight_map.index_bytes
+        self._metadata["index"] = weight_map.metadata
+        weight_map.add_files(self.add_file, self._file_of)
+
+    def add_file(self, name: str) -> None:
+        """Adds all leaves of one file."""
+        opened = open_state_file(self._root, name, self._limits, self._files)
+        self._bytes += opened.index_bytes
+        self._metadata["files"].append(name)
+        for leaf, node in named_nodes(opened.tree, opened.file, self._limits):
+            if self._file_of.setdefault(leaf, name) != name:
+                raise found_twice(leaf, self._file_of[leaf], name, self._root.path)
+            if is_empty(node):
+                self._empties[leaf] = node
+            else:
+                self._leaves[leaf] = leaf_of(leaf, node, opened.file, self._limits)

@@ -11,24 +11,17 @@ import os
 import re
 from typing import Any
 
-from orbax_t5x.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.hub_files import LFS_POINTER, read_config, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, found_twice, read_config, read_weight_map, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import Store, StoredFile
-from orbax_t5x.storage.strict_json import parse_object, read_small
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -106,29 +99,10 @@ class _SafetensorsOpening:
 
     def add_index(self, index: str) -> None:
         """Adds all files that an index names, each proven to hold the tensors that the index assigns to it."""
-        path = self._root.join(index)
-        data = read_small(self._root, index, limit=self._limits.index_bytes)
-        self._bytes += len(data)
-        refuse_lfs_pointer(data, path)
-        parsed = parse_object(data, path)
-        placed = parsed.get("weight_map")
-        if not isinstance(placed, dict):
-            raise CorruptCheckpointError("'weight_map' is missing or not an object", path=path)
-        self._metadata["index"] = parsed.get("metadata")
-        for name in sorted({_shard_name(leaf, file, path) for leaf, file in placed.items()}):
-            try:
-                self.add_file(name)
-            except CheckpointNotFoundError:
-                raise CorruptCheckpointError(
-                    f"the file {name!r}, which the index names, is missing", path=path
-                ) from None
-        for leaf, file in placed.items():
-            found = self._file_of.get(leaf)
-            if found != file:
-                where = "in no file that the index names" if found is None else f"in {found!r}"
-                raise CorruptCheckpointError(
-                    f"the index puts it into {file!r}, and it is {where}", path=path, leaf=leaf
-                )
+        weight_map = read_weight_map(self._root, index, suffix=SUFFIX, limits=self._limits)
+        self._bytes += weight_map.index_bytes
+        self._metadata["index"] = weight_map.metadata
+        weight_map.add_files(self.add_file, self._file_of)
 
     def add_file(self, name: str) -> None:
         """Adds all tensors of one file."""
@@ -144,11 +118,7 @@ class _SafetensorsOpening:
         self._metadata["file_metadata"][name] = metadata
         for entry in entries:
             if self._file_of.setdefault(entry.name, name) != name:
-                raise CorruptCheckpointError(
-                    f"is in {self._file_of[entry.name]!r} and in {name!r}; open one of them by its path",
-                    path=self._root.path,
-                    leaf=entry.name,
-                )
+                raise found_twice(entry.name, self._file_of[entry.name], name, self._root.path)
             if entry.dtype is None:
                 assert entry.error is not None
                 self._leaves[entry.name] = BrokenLeaf(entry.name, entry.error)
@@ -165,15 +135,3 @@ def _head(file: StoredFile) -> bytes:
         return bytes(file.read(0, len(LFS_POINTER) if size is None else min(size, len(LFS_POINTER))))
     except CorruptCheckpointError:  # a remote file that is shorter
         return bytes(file.read(0, file.size))
-
-
-def _shard_name(leaf: str, file: Any, path: str) -> str:
-    """Returns the file that an index names for a leaf, proven to be in its own directory."""
-    if not isinstance(file, str) or not file.endswith(SUFFIX):
-        raise CorruptCheckpointError(
-            f"the index names {str(file)[:200]!r} for it, not a {SUFFIX} file", path=path, leaf=leaf
-        )
-    if "://" in file:
-        raise UnsafeCheckpointError(f"the index names the URL {file[:200]!r} for it", path=path, leaf=leaf)
-    split_name(file, path=path, leaf=leaf)
-    return file

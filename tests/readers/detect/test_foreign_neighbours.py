@@ -1,5 +1,6 @@
 """A directory belongs to the format that owns it, whatever files of other formats lie beside its own."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def _hub_flax(directory: Path) -> None:
     (directory / "flax_model.msgpack").write_bytes(b"\x81\xa4good\x07")
 
 
+def _hub_flax_index(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "flax_model-00001-of-00001.msgpack").write_bytes(b"\x81\xa4good\x07")
+    index = {"weight_map": {"good": "flax_model-00001-of-00001.msgpack"}}
+    (directory / "flax_model.msgpack.index.json").write_text(json.dumps(index))
+
+
+def _flax_root(directory: Path) -> None:
+    directory.mkdir()
+    for step in (20, 3):
+        (directory / f"checkpoint_{step}").write_bytes(b"\x81\xa4good\x07")
+
+
 # A directory of each format: its writer, the format that owns it and its newest step.
 OWNERS = {
     "a T5X step": (_t5x_step, "t5x", None),
@@ -73,6 +87,8 @@ OWNERS = {
     "a model of safetensors": (_hub_safetensors, "safetensors", None),
     "safetensors of another name": (_named_safetensors, "safetensors", None),
     "a model in msgpack": (_hub_flax, "flax_msgpack", None),
+    "a model in several msgpack files": (_hub_flax_index, "flax_msgpack", None),
+    "a Flax root": (_flax_root, "flax_msgpack", 20),
 }
 
 
@@ -97,7 +113,10 @@ MARKED_NEIGHBOURS = {
     "a model of safetensors": lambda directory: safetensors.numpy.save_file(OTHER, directory / "model.safetensors"),
     "a model in msgpack": lambda directory: (directory / "flax_model.msgpack").write_bytes(_MSGPACK),
 }
-_WEAK = ("a model of safetensors", "safetensors of another name", "a model in msgpack")
+_WEAK = (
+    *("a model of safetensors", "safetensors of another name", "a model in msgpack"),
+    *("a model in several msgpack files", "a Flax root"),
+)
 
 
 def _made(directory: Path) -> Path:
@@ -121,6 +140,9 @@ CASES = [(owner, neighbour) for owner in OWNERS for neighbour in NEIGHBOURS] + [
 AMBIGUOUS = {
     ("safetensors of another name", "safetensors"),
     ("safetensors of another name", "the index of safetensors"),
+    ("a Flax root", "safetensors"),
+    ("a Flax root", "the index of safetensors"),
+    ("a Flax root", "a bundle"),
 }
 
 
@@ -136,7 +158,7 @@ def test_files_of_other_formats_never_decide(owner, neighbour, owned, tmp_path):
         assert not any("other" in name for name in checkpoint.leaves)
         assert step is None or checkpoint.step == step
     assert ot.latest_step(path) == step
-    shape, dtype = ((), np.int64) if owner == "a model in msgpack" else (GOOD.shape, GOOD.dtype)
+    shape, dtype = ((), np.int64) if OWNERS[owner][1] == "flax_msgpack" else (GOOD.shape, GOOD.dtype)
     restored = ot.restore(path, {"good": np.zeros(shape, dtype)}, strict=False)
     np.testing.assert_array_equal(restored["good"], 7 if shape == () else GOOD)
 

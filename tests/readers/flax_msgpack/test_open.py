@@ -21,12 +21,16 @@ from orbax_t5x.storage.limits import Limits
 from orbax_t5x.testing.leaf_reads import assert_same
 from orbax_t5x.testing.reader_suite import ReaderSuite
 from orbax_t5x.trees.flat import unflatten
-from tests.support.format_suites import FlaxMsgpackSuite
+from tests.support.format_suites import FlaxIndexSuite, FlaxMsgpackSuite
 
 MIB = 1 << 20
 
 
 class TestFile(FlaxMsgpackSuite):
+    pass
+
+
+class TestIndex(FlaxIndexSuite):
     pass
 
 
@@ -126,6 +130,28 @@ def test_a_model_saved_by_transformers(goldens, name):
                     assert_same(lazy.get(), expected[leaf])
                 assert checkpoint.metadata["config"] == json.loads((directory / "config.json").read_text())
                 json.dumps(checkpoint.metadata)
+
+
+def test_a_model_in_several_files(goldens, tmp_path):
+    """The golden of Transformers, cut as its `flax_shard_checkpoint` cuts: a shard is a tree of some of the leaves."""
+    golden = goldens / "flax_msgpack" / "t5_1_1"
+    tree = flax.serialization.msgpack_restore((golden / "flax_model.msgpack").read_bytes())
+    flat = flax.traverse_util.flatten_dict(tree, sep="/")
+    FlaxIndexSuite().write(tmp_path, flat)
+    (tmp_path / "config.json").write_bytes((golden / "config.json").read_bytes())
+    index = tmp_path / "flax_model.msgpack.index.json"
+    with ot.open_checkpoint(golden) as whole:
+        for path in (tmp_path, index):
+            with ot.open_checkpoint(path) as checkpoint:
+                assert checkpoint.format == "flax_msgpack"
+                assert checkpoint.metadata["index"] == {"total_size": 1}
+                assert checkpoint.metadata["config"] == whole.metadata["config"]
+                assert len(checkpoint.metadata["files"]) == 3
+                assert checkpoint.leaves.keys() == whole.leaves.keys() == flat.keys()
+                for name, lazy in checkpoint.leaves.items():
+                    assert_same(lazy.get(), flat[name])
+    with ot.open_checkpoint(tmp_path / "flax_model-00002-of-00003.msgpack") as shard:
+        assert 0 < len(shard.leaves) < len(flat)
 
 
 def test_a_train_state_of_flax(tmp_path):

@@ -1,0 +1,73 @@
+"""Roots in which `flax.training.checkpoints` keeps one file for each step: `checkpoint_3`, or another prefix.
+
+Flax numbers steps by whole numbers or by others, such as a metric. It writes under the name `checkpoint_tmp` and
+renames, so that a file with a number is finished.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import NamedTuple
+
+from orbax_t5x.errors import UnsupportedCheckpointError
+from orbax_t5x.readers.detect.probe import PathProbe, is_msgpack_map, subdirectories
+
+_PREFIX = "checkpoint_"
+# As Python writes numbers; a sign that follows a letter or a digit belongs to the prefix.
+_NAME = re.compile(
+    r"(?P<prefix>.*?)(?P<number>(?:(?<![A-Za-z0-9])-)?[0-9]{1,18}(?:\.[0-9]{1,18})?(?:e[-+]?[0-9]{1,3})?)",
+    re.ASCII | re.DOTALL,
+)
+
+
+class StepFile(NamedTuple):
+    """File of one step: the number in its name, and the name."""
+
+    number: Decimal
+    name: str
+
+    @property
+    def step(self) -> int | None:
+        """The step; None where the number is not a whole one from 0 on."""
+        return int(self.number) if self.number >= 0 and self.number == self.number.to_integral_value() else None
+
+
+def step_files(probe: PathProbe) -> list[StepFile]:
+    """Lists the files of steps in a directory, oldest first; none where it holds no such files.
+
+    Files of the prefix `checkpoint_` are Flax's by their names, so that a damaged one is never passed over for an older
+    one. Files of another prefix are where the newest of them begins as Flax's do.
+
+    Raises:
+      UnsupportedCheckpointError: there are files of several other prefixes.
+    """
+    found: dict[str, list[StepFile]] = {}
+    matches = [match for name in probe.names if (match := _NAME.fullmatch(name))]
+    directories = set(subdirectories(probe.path).inside) if matches else set()
+    for match in matches:
+        if match[0] not in directories:
+            found.setdefault(match["prefix"], []).append(StepFile(Decimal(match["number"]), match[0]))
+    for files in found.values():
+        files.sort()
+    if _PREFIX in found and probe.inside(found[_PREFIX][-1].name).kind != "special":
+        return found[_PREFIX]
+    others = [files for _, files in sorted(found.items()) if is_msgpack_map(probe.inside(files[-1].name))]
+    if len(others) > 1:
+        newest = ", ".join(repr(files[-1].name) for files in others)
+        raise UnsupportedCheckpointError(
+            f"steps of several prefixes: open one of {newest} by its path", path=probe.path
+        )
+    return others[0] if others else []
+
+
+def newest_file(probe: PathProbe) -> StepFile | None:
+    """Returns the file of the newest step, or None; a number that two files have is an error."""
+    files = step_files(probe)
+    same = [file.name for file in files if file.number == files[-1].number]
+    if len(same) > 1:
+        raise UnsupportedCheckpointError(
+            f"the files {', '.join(map(repr, same))} are all step {files[-1].number}; open one of them by its own path",
+            path=probe.path,
+        )
+    return files[-1] if files else None
