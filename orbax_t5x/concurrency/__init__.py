@@ -14,9 +14,10 @@ from orbax_t5x.concurrency.carried import CarriedError, as_carried, call_carried
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
 from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
 from orbax_t5x.concurrency.sharing import balanced_shares
-from orbax_t5x.concurrency.waiting import Budget, await_to_end, wait_all
+from orbax_t5x.concurrency.waiting import BlocksInFlight, Budget, await_to_end, wait_all
 
 __all__ = [
+    "BlocksInFlight",
     "Budget",
     "CallThread",
     "CallerThread",

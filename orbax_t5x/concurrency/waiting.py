@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterable, Awaitable, Coroutine, Iterable
+import contextlib
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, TypeVar
 
-from orbax_t5x.concurrency.carried import as_carried, first_failure
+from orbax_t5x.concurrency.carried import as_carried, call_carried, first_failure
 
 _Result = TypeVar("_Result")
+
+# Blocks of small arrays in flight at once; more only lengthen the queue.
+_MOST_BLOCKS = 128
 
 
 async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterable[Coroutine[Any, Any, Any]]) -> None:
@@ -85,3 +89,36 @@ class Budget:
 
     def _fits(self, size: int) -> bool:
         return self._used == 0 or self._used + size <= self.limit
+
+
+class BlocksInFlight:
+    """Blocks of arrays in flight on one event loop: a budget of their bytes, a bound on their number, and progress."""
+
+    def __init__(self, limit: int, total: int, on_progress: Callable[[int, int, str], None] | None):
+        """Holds a limit of bytes; `on_progress` is called with the bytes that are done, those of all, and a name."""
+        self._budget = Budget(limit)
+        self._count = asyncio.Semaphore(_MOST_BLOCKS)
+        self._total = total
+        self._done = 0
+        self._on_progress = on_progress
+
+    async def admit(self, size: int) -> int:
+        """Waits until a block of `size` bytes may begin, and returns the size for `admitted`."""
+        await self._count.acquire()
+        await self._budget.take(size)
+        return size
+
+    @contextlib.contextmanager
+    def admitted(self, size: int) -> Generator[None, None, None]:
+        """Ends the block that was admitted, at the end of the context."""
+        try:
+            yield
+        finally:
+            self._budget.give(size)
+            self._count.release()
+
+    def note_done(self, nbytes: int, name: str) -> None:
+        """Counts bytes of a leaf as done."""
+        self._done += nbytes
+        if self._on_progress is not None:
+            call_carried(self._on_progress, self._done, self._total, name)

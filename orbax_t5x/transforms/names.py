@@ -144,10 +144,12 @@ class Rename(ByRules):
             new.put(name, value, match.string, text)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Select(ByRules):
     """Base of transforms that select leaves by their names."""
 
     patterns: tuple[Pattern, ...]
+    require_match: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", pattern_tuple(self.patterns, type(self).__name__))
@@ -173,9 +175,6 @@ class Drop(_Select):
       {'params': {'w': 1}}
     """
 
-    patterns: tuple[Pattern, ...]
-    require_match: bool = True
-
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
         new.flat.update((name, value) for name, value in state.items() if name not in matches)
 
@@ -192,9 +191,6 @@ class Keep(_Select):
       >>> ot.transforms.Keep(["params/.*"])({"params": {"w": 1}, "opt_state": {"mu": 2}}, {})
       {'params': {'w': 1}}
     """
-
-    patterns: tuple[Pattern, ...]
-    require_match: bool = True
 
     def _build(self, state: FlatState, matches: Matches, new: NewState, diagnostics: Diagnostics) -> None:
         new.flat.update((name, value) for name, value in state.items() if name in matches)

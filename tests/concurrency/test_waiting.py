@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orbax_t5x.concurrency.waiting import Budget, await_to_end
+from orbax_t5x.concurrency.waiting import BlocksInFlight, Budget, await_to_end
 
 
 def test_a_budget_is_granted_in_order_and_never_exceeded():
@@ -66,3 +66,25 @@ def test_what_is_awaited_to_its_end_ends_before_the_cancellation():
         assert ended == ["work"]
 
     asyncio.run(run())
+
+
+def test_blocks_wait_for_the_budget_and_give_it_back_after_a_failure():
+    order, seen = [], []
+
+    async def run():
+        blocks = BlocksInFlight(10, 12, lambda *said: seen.append(said))
+
+        async def one(name, size, error=None):
+            with blocks.admitted(await blocks.admit(size)):
+                order.append(f"{name} begins")
+                await asyncio.sleep(0)
+                order.append(f"{name} ends")
+                if error is not None:
+                    raise error
+                blocks.note_done(size, name)
+
+        return await asyncio.gather(one("a", 6, ValueError("a")), one("b", 6), one("c", 6), return_exceptions=True)
+
+    assert [type(result) for result in asyncio.run(run())] == [ValueError, type(None), type(None)]
+    assert order == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
+    assert seen == [(6, 12, "b"), (12, 12, "c")]

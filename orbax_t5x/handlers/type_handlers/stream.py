@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from orbax_t5x.concurrency import Budget, LoopThread, await_to_end, call_carried, reader_pool, run_in_pool, wait_all
+from orbax_t5x.concurrency import BlocksInFlight, LoopThread, await_to_end, reader_pool, run_in_pool, wait_all
 from orbax_t5x.handlers.type_handlers.checksums import SaveSums
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View
@@ -44,8 +44,6 @@ _NODE_CACHE_FRACTION = 16
 _MAX_NODE_CACHE_BYTES = 100_000_000
 # Writes at a time; each thread keeps buffers of its own.
 _FILE_THREADS = 16
-# Blocks of small leaves in flight at once; more only lengthen the queue.
-BLOCKS_IN_FLIGHT = 128
 
 
 class BlockOutput(Protocol):
@@ -207,7 +205,7 @@ class TensorStoreArray(BlockOutput):
 
 
 class _WriteRun:
-    """State of one run of a writer: the budget, the read stats, the progress."""
+    """State of one run of a writer: the blocks in flight, and the read stats."""
 
     def __init__(
         self, limit: int, progress: OnProgress | None, total: int, sums: SaveSums | None, snapshots: Mapping[Leaf, Leaf]
@@ -215,22 +213,16 @@ class _WriteRun:
         self._sums = sums
         self._snapshots = snapshots
         self.stats = ReadStats("touched", limit)
-        self._budget = Budget(limit)
-        self._count = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
-        self._progress = progress
-        self._done = 0
-        self._total = total
+        self._blocks = BlocksInFlight(limit, total, progress)
 
     async def admit(self, view: View, box: Box) -> int:
-        """Takes a block's bytes from the budget when it has room, and returns how many."""
+        """Waits until a block may begin, and returns the bytes that it takes."""
         size = COPIES_PER_BLOCK * box_size(box) * view.dtype.itemsize + view.scratch_bytes(box)
-        await self._count.acquire()
-        await self._budget.take(size)
-        return size
+        return await self._blocks.admit(size)
 
     async def write(self, job: WriteJob, output: BlockOutput, box: Box, size: int) -> None:
         """Reads one block and writes it."""
-        try:
+        with self._blocks.admitted(size):
             out = await read_block(job.view, box, self.stats, self._snapshots)
             if self._sums is not None:
                 crc = await run_in_pool(reader_pool(), array_crc, out)
@@ -239,9 +231,4 @@ class _WriteRun:
                 await output.write(box, out)
             except Exception as error:
                 raise_as_checkpoint_error(error, job.path, leaf=job.name)
-            self._done += out.nbytes
-            if self._progress is not None:
-                call_carried(self._progress, self._done, self._total, job.name)
-        finally:
-            self._budget.give(size)
-            self._count.release()
+            self._blocks.note_done(out.nbytes, job.name)

@@ -6,13 +6,12 @@ more than was in memory.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orbax_t5x.concurrency import Budget, LoopThread, call_carried, reader_pool, run_in_pool, wait_all
-from orbax_t5x.handlers.type_handlers.stream import BLOCKS_IN_FLIGHT, COPIES_PER_BLOCK, BlockOutput, read_block
+from orbax_t5x.concurrency import BlocksInFlight, LoopThread, reader_pool, run_in_pool, wait_all
+from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, BlockOutput, read_block
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.lazy import Leaf, ReadStats
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, SourceRange
@@ -48,8 +47,6 @@ class BlockPipeline:
         self._limit = limit
         self._progress = progress
         self._stats = ReadStats("touched", limit)
-        self._done = 0
-        self._total = 0
 
     def run(self, blocks: Sequence[PlannedBlock]) -> None:
         """Writes the blocks; returns when all are durable, or when another process has failed.
@@ -61,13 +58,13 @@ class BlockPipeline:
                 thread.run(self._run(blocks))
 
     async def _run(self, blocks: Sequence[PlannedBlock]) -> None:
-        self._total = sum(block.nbytes for block in blocks)
         largest = max(block.array.view.nbytes for block in blocks)
-        budget = Budget(min(self._limit, COPIES_PER_BLOCK * max(largest, _LEAST_IN_FLIGHT)))
-        await wait_all(self._writes(blocks, budget, asyncio.Semaphore(BLOCKS_IN_FLIGHT)))
+        limit = min(self._limit, COPIES_PER_BLOCK * max(largest, _LEAST_IN_FLIGHT))
+        in_flight = BlocksInFlight(limit, sum(block.nbytes for block in blocks), self._progress)
+        await wait_all(self._writes(blocks, in_flight))
 
     async def _writes(
-        self, blocks: Sequence[PlannedBlock], budget: Budget, count: asyncio.Semaphore
+        self, blocks: Sequence[PlannedBlock], in_flight: BlocksInFlight
     ) -> AsyncIterator[Coroutine[Any, Any, None]]:
         """Yields the writing of each block as soon as the budget has room for it."""
         outputs: dict[str, BlockOutput] = {}
@@ -76,17 +73,13 @@ class BlockPipeline:
             if array.key not in outputs:
                 # The blocks of an array follow one another: those of the array before are in flight.
                 outputs = {array.key: self._store.output(array)}
-            size = COPIES_PER_BLOCK * block.nbytes + array.view.scratch_bytes(block.box)
-            await count.acquire()
-            await budget.take(size)
+            size = await in_flight.admit(COPIES_PER_BLOCK * block.nbytes + array.view.scratch_bytes(block.box))
             if self._stop_file.exists():
                 return
-            yield self._write(block, outputs[array.key], size, budget, count)
+            yield self._write(block, outputs[array.key], size, in_flight)
 
-    async def _write(
-        self, block: PlannedBlock, output: BlockOutput, size: int, budget: Budget, count: asyncio.Semaphore
-    ) -> None:
-        try:
+    async def _write(self, block: PlannedBlock, output: BlockOutput, size: int, in_flight: BlocksInFlight) -> None:
+        with in_flight.admitted(size):
             view = block.array.view
             stats = self._stats.scoped()
             out = await read_block(view, block.box, stats)
@@ -98,12 +91,7 @@ class BlockPipeline:
                 )
             except Exception as error:
                 raise_as_checkpoint_error(error, self._stop_file.parent, leaf=block.array.name)
-            self._done += out.nbytes
-            if self._progress is not None:
-                call_carried(self._progress, self._done, self._total, block.array.name)
-        finally:
-            budget.give(size)
-            count.release()
+            in_flight.note_done(out.nbytes, block.array.name)
 
     def _read(self, leaves: Sequence[Leaf], stats: ReadStats) -> tuple[SourceRange, ...]:
         return tuple(

@@ -7,7 +7,6 @@ read of one array is an outcome of that pair, and the others go on.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from orbax_t5x.concurrency import Budget, LoopThread, call_carried, reader_pool, run_in_pool, wait_all
+from orbax_t5x.concurrency import BlocksInFlight, LoopThread, reader_pool, run_in_pool, wait_all
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import Box, Leaf, ReadStats, View, full_box
 from orbax_t5x.lazy.box import box_shape, box_size
@@ -33,8 +32,6 @@ _BLOCK_BYTES = 16 << 20
 # Fraction of the limit for one buffer, so that several blocks are in flight: two buffers are an eighth.
 _BLOCK_FRACTION = 16
 _LEAST_BLOCK_BYTES = 1 << 20
-# Blocks of small arrays in flight at once; more only lengthen the queue.
-_BLOCKS_IN_FLIGHT = 128
 
 
 class LeafPair(NamedTuple):
@@ -76,7 +73,7 @@ def compare_pairs(
 
 
 class _BlockComparison:
-    """State of a comparison: the budget, the outcomes, the progress."""
+    """State of a comparison: the outcomes, and the blocks in flight."""
 
     def __init__(
         self,
@@ -90,12 +87,8 @@ class _BlockComparison:
         self._pairs = pairs
         self._tolerance = tolerance
         self._limit = limit
-        self._on_progress = on_progress
         self._stats = stats
-        self._budget = Budget(limit)
-        self._count = asyncio.Semaphore(_BLOCKS_IN_FLIGHT)
-        self._total = sum(pair.bytes_to_read for pair in pairs)
-        self._done = 0
+        self._in_flight = BlocksInFlight(limit, sum(pair.bytes_to_read for pair in pairs), on_progress)
 
     async def compare_all(self) -> None:
         await wait_all(self._blocks())
@@ -105,14 +98,11 @@ class _BlockComparison:
         """Yields the comparison of each block of each pair, as soon as the budget has room for it."""
         for pair in self._pairs:
             for box in block_boxes(pair.a, pair.b, self._limit):
-                size = _bytes_in_flight(pair, box)
-                await self._count.acquire()
-                await self._budget.take(size)
-                yield self._block(pair, box, size)
+                yield self._block(pair, box, await self._in_flight.admit(_bytes_in_flight(pair, box)))
 
     async def _block(self, pair: LeafPair, box: Box, size: int) -> None:
         outcome = self.outcomes[pair.name]
-        try:
+        with self._in_flight.admitted(size):
             if outcome.failure is None:
                 buffers: dict[Side, np.ndarray] = {}
                 await wait_all(self._read(outcome, side, view, box, buffers) for side, view in pair.sides)
@@ -121,12 +111,7 @@ class _BlockComparison:
                     values = buffers["a"], buffers["b"]
                     apart = await run_in_pool(reader_pool(), compare, *values, corner, self._tolerance)
                     outcome.apart = outcome.apart.joined(apart)
-            self._done += box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize)
-            if self._on_progress is not None:
-                call_carried(self._on_progress, self._done, self._total, pair.name)
-        finally:
-            self._budget.give(size)
-            self._count.release()
+            self._in_flight.note_done(box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize), pair.name)
 
     async def _read(
         self, outcome: PairOutcome, side: Side, view: View, box: Box, buffers: dict[Side, np.ndarray]
