@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,33 +24,11 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.provenance.digests import chain_digest
+from tests.support.conversions import BUNDLES, GOLDENS, assert_equals, flat, names_in, record_of
 from tests.support.memory_checkpoint import FailingLeaf, checkpoint
 from tests.support.saving import stock
 
-GOLDENS = Path(__file__).parents[2] / "goldens"
 MIB = 1 << 20
-
-
-def flat(tree):
-    return ot.state_utils.flatten_state_dict(tree)
-
-
-def assert_equals(restored, expected):
-    assert restored.keys() == expected.keys()
-    for name, array in expected.items():
-        assert restored[name].dtype == array.dtype, name
-        np.testing.assert_array_equal(np.asarray(restored[name]), array, err_msg=name)
-
-
-def record_of(directory):
-    return json.loads((directory / "_METADATA").read_text())["custom_metadata"]
-
-
-def names_in(directory):
-    return sorted(path.name for path in directory.iterdir())
-
-
-BUNDLES = ["t5_1_1_f32", "t5_1_0_bf16", "t5_1_1_bf16_snappy", "t5_1_1_perlayer_rel", "lm_transformer"]
 
 
 @pytest.mark.parametrize("name", BUNDLES)

@@ -7,25 +7,11 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.handlers.type_handlers import stream
 from orbax_t5x.lazy import LazyThreadPoolArray
+from tests.support.conversions import assert_equals, flat, names_in
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 from tests.support.saving import stock
 
 MIB = 1 << 20
-
-
-def flat(tree):
-    return ot.state_utils.flatten_state_dict(tree)
-
-
-def assert_equals(restored, expected):
-    assert restored.keys() == expected.keys()
-    for name, array in expected.items():
-        assert restored[name].dtype == array.dtype, name
-        np.testing.assert_array_equal(np.asarray(restored[name]), array, err_msg=name)
-
-
-def names_in(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 def test_get_fn_arrays_are_read_once_whatever_the_limit(tmp_path, monkeypatch):

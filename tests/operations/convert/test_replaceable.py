@@ -9,17 +9,14 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
-from tests.support.bundle_writer import bundle_of
+from tests.support.conversions import new_source
 from tests.support.memory_checkpoint import checkpoint
 from tests.support.saving import stock
-
-OLD, NEW = {"a": np.zeros(3, np.float32)}, {"b": np.ones(5, np.float32)}
 
 
 @pytest.fixture
 def new(tmp_path) -> Path:
-    (tmp_path / "source").mkdir()
-    return bundle_of(NEW).write(tmp_path / "source")
+    return new_source(tmp_path / "source")
 
 
 def with_files(directory: Path, files: dict[str, str]) -> Path:

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 import orbax_t5x as ot
 from orbax_t5x.operations.convert import safetensors_layout
 from orbax_t5x.operations.convert.safetensors_layout import Tensor, plan_files
+from tests.support.conversions import names_in
 from tests.support.memory_checkpoint import checkpoint
-
-
-def names_in(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 def assert_equals(loaded, expected):

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -19,14 +18,10 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, RestorePlanError, UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers import stream
 from orbax_t5x.operations.convert import safetensors_layout
+from tests.support.conversions import GOLDENS, names_in
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 
-GOLDENS = Path(__file__).parents[2] / "goldens"
 MIB = 1 << 20
-
-
-def names_in(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 def assert_equals(loaded, expected):

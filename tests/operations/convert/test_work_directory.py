@@ -7,41 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.operations.convert import work_directory as _work
 from orbax_t5x.operations.convert.work_directory import exchange
-from tests.support.bundle_writer import bundle_of
+from tests.support.conversions import names_in, new_source, old_destination
+from tests.support.saving import stock
 
 WORK = ".c.orbax-t5x-convert"
-OLD, NEW = {"a": np.zeros(3, np.float32)}, {"b": np.ones(5, np.float32)}
-
-
-def names_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
-def stock(directory: Path) -> dict:
-    return ocp.PyTreeCheckpointer().restore(directory)
 
 
 @pytest.fixture
 def new(tmp_path) -> Path:
-    (tmp_path / "source").mkdir()
-    return bundle_of(NEW).write(tmp_path / "source")
+    return new_source(tmp_path / "source")
 
 
 @pytest.fixture
 def out(tmp_path) -> Path:
     """A destination that holds a checkpoint."""
-    (tmp_path / "out").mkdir()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(tmp_path / "out" / "c", args=ocp.args.PyTreeSave(OLD))
-    return tmp_path / "out" / "c"
+    return old_destination(tmp_path / "out")
 
 
 KILLED = """
