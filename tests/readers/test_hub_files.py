@@ -1,4 +1,4 @@
-"""Index of a model in several files, of each format that has one: what it claims is proven."""
+"""A model's configuration, files that Git LFS has not fetched, and the index of a model in several files."""
 
 import json
 
@@ -9,6 +9,9 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.readers.hub_files import LFS_POINTER, read_config, refuse_lfs_pointer
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.local_store import LocalStore
 
 FORMATS = {
     "model.safetensors.index.json": (".safetensors", safetensors.numpy.save),
@@ -72,3 +75,22 @@ def test_two_files_with_one_leaf(written):
     with pytest.raises(CorruptCheckpointError, match=r"is in 'a.* and in 'b") as caught:
         ot.open_checkpoint(directory)
     assert caught.value.leaf == "w1"
+
+
+def test_a_configuration_is_read_and_one_that_cannot_be_is_no_error(tmp_path):
+    store = LocalStore(tmp_path)
+    assert read_config(store, Limits()) == {"config": None}
+    (tmp_path / "config.json").write_text('{"d_model": 512, "x": NaN}')
+    assert read_config(store, Limits())["config"]["d_model"] == 512
+    damaged = read_config(store, Limits(json_bytes=8))
+    assert damaged["config"] is None and "Limits.json_bytes" in damaged["config_error"]
+    (tmp_path / "config.json").write_text("[1]")
+    assert "config.json" in read_config(store, Limits())["config_error"]
+
+
+def test_a_pointer_is_refused_with_the_command_that_fetches_the_file():
+    refuse_lfs_pointer(b"\x82\xa9optimizer", "/a")
+    refuse_lfs_pointer(LFS_POINTER[:10], "/a")
+    with pytest.raises(UnsupportedCheckpointError, match="git lfs pull") as caught:
+        refuse_lfs_pointer(LFS_POINTER + b".github.com/spec/v1", "/a")
+    assert caught.value.path == "/a"

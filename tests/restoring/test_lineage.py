@@ -1,0 +1,62 @@
+"""The lineage of a source: as its checkpoint records it, as older steps complete it, and what is decided by it."""
+
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.errors import RestorePlanError
+from orbax_t5x.provenance.records import UNRECORDED, to_metadata
+from orbax_t5x.restoring import lineage
+from orbax_t5x.restoring.options import PlanOptions
+from tests.support.memory_checkpoint import checkpoint
+
+RENAME = ot.transforms.Rename([("a", "b")])
+
+
+def recorded(*transforms):
+    """The metadata of an item whose run began with these transforms."""
+    plan = ot.plan_restore(checkpoint({"a": [1.0]}), None, transforms)
+    return {"custom_metadata": to_metadata(list(plan.provenance))}
+
+
+def test_a_single_item_and_several_are_read_by_name():
+    one = checkpoint({"a": [1.0]}, metadata={"items": {"state": recorded(RENAME)}, **recorded(RENAME)})
+    (entry,) = lineage.recorded_lineages({"": one})[""]
+    assert "Rename" in str(entry["transforms"] if "transforms" in entry else entry)
+    several = checkpoint({"a": [1.0]}, metadata={"items": {"x": recorded(RENAME), "y": {}}})
+    found = lineage.recorded_lineages({"": several})
+    assert found["x"] == (entry,) and found["y"] is None
+    assert lineage.recorded_lineages({"x": one, "y": one}) == {"": None}
+
+
+def test_history_is_read_only_where_a_record_is_missing(monkeypatch):
+    asked = []
+    monkeypatch.setattr(lineage, "has_older_record", lambda path: asked.append(path) or True)
+    one = checkpoint({"a": [1.0]})
+    known = (dict(UNRECORDED),)
+    records = lineage.with_history({"x": None, "y": known}, {"": one})
+    assert asked == ["/memory/x"] and records == {"x": (UNRECORDED,), "y": known}
+    asked.clear()
+    assert lineage.with_history({"": None}, {"a": one, "b": one}) == {"": None}
+    assert lineage.with_history({"": None}, {"": checkpoint({}, format="t5x")}) == {"": None}
+    assert asked == []
+
+
+def decide(records, kind="restore", **options):
+    return lineage.decide_resuming(records, {"": checkpoint({"a": [1.0]})}, [RENAME], PlanOptions(**options), kind)
+
+
+def test_only_the_caller_can_decide_over_what_is_unrecorded():
+    with pytest.raises(RestorePlanError) as caught:
+        decide({"": (UNRECORDED,)})
+    (problem,) = caught.value.problems
+    assert problem.kind == "provenance" and caught.value.path == "/memory"
+    assert {"is_resuming": True} in [dict(way.arguments) for way in problem.fix.ways]
+    assert decide({"": (UNRECORDED,)}, is_resuming=True).is_resuming
+    assert not decide({"": (UNRECORDED,)}, is_resuming=False).is_resuming
+
+
+def test_without_a_record_the_transforms_are_applied_and_recorded():
+    decision = decide({"": None})
+    assert not decision.is_resuming and len(decision.lineage) == 1
+    again = decide({"": decision.lineage}, kind="own step")
+    assert again.is_resuming and again.lineage == decision.lineage
