@@ -8,7 +8,6 @@ clash is a problem; nothing raises and nothing is read.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Leaf, View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.stacked_names import stacked_part
 from orbax_t5x.restoring.target_leaf import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms import FALLBACK, Cast, Pad, Slice
@@ -29,8 +29,6 @@ from orbax_t5x.trees.dtypes import conversion, kind_of
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
 
 _STEP_NAMES = frozenset({"step", "global_step"})
-# A container of layers that are one array for all of them.
-_LAYERS = re.compile(r"(?i)(?:\w*_)?(?:layers?|blocks?|h|stack|scan[a-z]*|(?:en|de)coder_?blocks?)(?:_(?:stack|scan))?")
 _OTHER_DEPTH = Fix("build the model with the checkpoint's number of layers, if that is the dimension that differs")
 _UNKNOWN_DIMENSIONS = Fix(
     "find out which dimensions are the same: the names do not show it, and a transform that makes the shape may still "
@@ -243,21 +241,12 @@ def _key_width_fix(impls: list[str]) -> Fix:
     return Fix.by_target(text)
 
 
-def _is_stacked(name: str) -> bool:
-    """Returns True for a name of which a part is of layers without a number: one dimension may count them."""
-    parts = name.split("/")
-    return any(
-        (_LAYERS.fullmatch(part) is not None and not after.isdecimal()) or part == after  # Flaxformer: decoder/decoder
-        for part, after in itertools.pairwise(parts)
-    )
-
-
 def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is_key: bool) -> Fix:
     """Returns the fix for a shape: `Pad` where the target is larger throughout, `Slice` where it is smaller."""
     stored = Fix.by_target("give the target the checkpoint's shape")
     pairs = list(zip(shape, wanted, strict=False)) if len(shape) == len(wanted) else []
     pattern = re.escape(name)
-    if _is_stacked(name):
+    if stacked_part(name) is not None:
         return Fix.any_of(stored, _OTHER_DEPTH)
     if pairs and all(have <= want for have, want in pairs):
         grown = tuple(None if have == want else want for have, want in pairs)

@@ -110,7 +110,9 @@ def _remedied(failure: MatchFailure) -> list[Problem] | None:
         after = _match_with(remedy, matcher, failure)
         if not _fills_most(unfilled, after.unfilled):
             continue
-        problems = _problems(after, failure)
+        problems = _problems_after(remedy, after, matcher, failure)
+        if problems is None:
+            continue
         if best is None or len(problems) < len(best[1]):
             best, others = (remedy, problems), []
         elif problems == best[1] and remedy.reason == best[0].reason:
@@ -159,6 +161,15 @@ def _match_with(remedy: Remedy, matcher: Matcher, failure: MatchFailure) -> Matc
     return after
 
 
+def _problems_after(remedy: Remedy, after: Matcher, before: Matcher, failure: MatchFailure) -> list[Problem] | None:
+    """Returns the problems that are left; after advice none that corrects or adds to rules that nobody has written."""
+    if remedy.advice is None or remedy.source:
+        return _problems(after, failure)
+    if len(after.diagnostics.problems) > len(before.diagnostics.problems):
+        return None
+    return _problems(after, dataclasses.replace(failure, takes_rules=False))
+
+
 def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
     """Returns True if most of what was missing is there, and nothing that was there is missing.
 
@@ -190,6 +201,7 @@ def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
         transforms=failure.transforms,
         takes_rules=failure.takes_rules,
         bare_sources=failure.bare_sources() if len(failure.sources) else {},
+        clashes={one.leaf or "": one for one in matcher.problems if one.kind == "shape"},
     )
 
 
@@ -204,5 +216,8 @@ def _problems(matcher: Matcher, failure: MatchFailure) -> list[Problem]:
         unmatched = unmatched.without({name for one in explained for name in one.names})
     # Causes of many missing leaves, then single ones in the target's order, then what is left over.
     last = len(position)
-    found.sort(key=lambda one: last if one.kind == "leftover" else -1 if one.leaf is None else position[one.leaf])
-    return [*matcher.diagnostics.problems, *matcher.problems, *dict.fromkeys(found)]
+    found.sort(
+        key=lambda one: last if one.kind == "leftover" else -1 if one.leaf is None else position.get(one.leaf, last)
+    )
+    left = [one for one in matcher.problems if one.kind != "shape" or (one.leaf or "") in unmatched.clashes]
+    return [*matcher.diagnostics.problems, *left, *dict.fromkeys(found)]

@@ -32,6 +32,7 @@ class UnmatchedLeaves:
       transforms: of the call, or what `"auto"` found.
       takes_rules: whether one more transform would be applied; not so where a run is resumed.
       bare_sources: of several sources those without transforms of their own: their leaves by their own names.
+      clashes: the problem of each target leaf whose value has another shape, which nothing explains yet.
     """
 
     stored: Mapping[str, Any]
@@ -42,6 +43,7 @@ class UnmatchedLeaves:
     transforms: Sequence[Callable[..., Any]] = ()
     takes_rules: bool = True
     bare_sources: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
+    clashes: Mapping[str, Problem] = dataclasses.field(default_factory=dict[str, Problem])
 
     @functools.cached_property
     def arrays(self) -> dict[str, Any]:
@@ -73,9 +75,11 @@ class UnmatchedLeaves:
 
     def without(self, names: Collection[str]) -> UnmatchedLeaves:
         """Returns the unmatched leaves without leaves that are explained."""
-        missing = tuple([one for one in self.missing if one.name not in names])
         return dataclasses.replace(
-            self, missing=missing, leftovers=tuple([name for name in self.leftovers if name not in names])
+            self,
+            missing=tuple([one for one in self.missing if one.name not in names]),
+            leftovers=tuple([name for name in self.leftovers if name not in names]),
+            clashes={name: problem for name, problem in self.clashes.items() if name not in names},
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, Shapes, UnmatchedLeaves, as_template
 from orbax_t5x.restoring.diagnose.slots import is_slot
+from orbax_t5x.restoring.stacked_names import is_layer_word
 from orbax_t5x.transforms import AssignmentMap, Rename
 
 # Missing leaves whose likes are looked for, and prefixes tried for each: every one is tried with all missing leaves.
@@ -15,6 +16,9 @@ _SAMPLES = 4
 _TRIED = 4
 # A single leaf makes no prefix.
 _LEAST_ALIKE = 2
+
+# Parts that hold a whole model.
+_ROOTS = frozenset({"target", "params", "model", "module", "transformer", "state", "variables", "base", "base_model"})
 
 Prefixes = tuple[str, str]
 """The prefixes of names in a checkpoint and in a target; each is empty or ends with '/'."""
@@ -35,8 +39,23 @@ class OtherPrefix(Hypothesis):
         reason = f"names begin with {theirs!r} in the checkpoint, and with {ours!r} in the target"
         if not theirs or not ours:
             reason = f"only in the {'checkpoint' if theirs else 'target'} do names begin with {theirs or ours!r}"
-        yield Remedy((AssignmentMap(((f"{re.escape(ours)}(.*)", f"{as_template(theirs)}\\1"),)),), reason)
-        yield Remedy((Rename(((f"{re.escape(theirs)}(.*)", f"{as_template(ours)}\\1"),)),), reason)
+        advice = None
+        if not _is_nesting(theirs, ours):
+            advice = "if the two are the same module, map the names with a rule of AssignmentMap or Rename"
+        for kind, old, new in ((AssignmentMap, ours, theirs), (Rename, theirs, ours)):
+            yield Remedy((kind(((f"{re.escape(old)}(.*)", f"{as_template(new)}\\1"),)),), reason, advice)
+
+
+def _is_nesting(theirs: str, ours: str) -> bool:
+    """Returns True if one prefix only has more around the same model: `encoder/` and `decoder/` are two modules."""
+    one, other = ([part for part in prefix.split("/") if part and part not in _ROOTS] for prefix in (theirs, ours))
+    more, fewer = (one, other) if len(one) > len(other) else (other, one)
+    return more[len(more) - len(fewer) :] == fewer and not any(map(_is_one_layer, more))
+
+
+def _is_one_layer(part: str) -> bool:
+    word = part.rstrip("0123456789")
+    return word != part and (not word or is_layer_word(word.rstrip("_")))
 
 
 def _likely_prefixes(free: Shapes, unfilled: Sequence[str]) -> list[Prefixes]:

@@ -97,7 +97,8 @@ def _nearly_equal(one: Words, other: Words) -> bool:
     short, long = sorted((one, other), key=len)
     start = _first_difference(short, long)
     if len(long) - len(short) == 1:
-        return short[start:] == long[start + 1 :] and long[start] not in SLOT_WORDS
+        # A single word, such as `kernel`, is the end of too many names.
+        return len(short) > 1 and short[start:] == long[start + 1 :] and long[start] not in SLOT_WORDS
     return (
         len(long) == len(short) and short[start + 1 :] == long[start + 1 :] and _is_misspelt(short[start], long[start])
     )

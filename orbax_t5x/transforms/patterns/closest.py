@@ -19,6 +19,8 @@ _LOOKED_AT = 20_000
 _CUTOFF = 0.5
 
 _PART = re.compile(r"[A-Za-z]+|\d+")
+# What an optimizer keeps is close to nothing but itself, although its names hold those of its parameters.
+_OF_OPTIMIZER = re.compile(r"(?:.*/)?(?:param_states|opt_state|mu|nu|trace|ema)/.*")
 
 
 def _parts(name: str) -> frozenset[str]:
@@ -35,18 +37,23 @@ class ClosestNames:
     def _candidates(self) -> list[tuple[str, frozenset[str]]]:
         return [(name, _parts(name)) for _, name in zip(range(_LOOKED_AT), self._names, strict=False)]
 
+    @functools.cached_property
+    def _of_models(self) -> list[tuple[str, frozenset[str]]]:
+        return [candidate for candidate in self._candidates if not _OF_OPTIMIZER.fullmatch(candidate[0])]
+
     def to(self, name: str, count: int = 3) -> list[str]:
         """Returns at most `count` names that are most like `name`, which may be a pattern; best first."""
         # A pattern's escapes and quantifiers are no part of a name; \d+ is some number.
         plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
         plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)
         wanted = _parts(plain)
+        candidates = self._candidates if _OF_OPTIMIZER.fullmatch(name) else self._of_models
 
         def rank(candidate: tuple[str, frozenset[str]]) -> tuple[int, int, int]:
             shared = len(wanted & candidate[1])
             return -shared, len(candidate[1]) - shared, abs(len(candidate[0]) - len(plain))
 
-        likely = heapq.nsmallest(_COMPARED, self._candidates, key=rank)
+        likely = heapq.nsmallest(_COMPARED, candidates, key=rank)
         return difflib.get_close_matches(plain, [name for name, _ in likely], n=count, cutoff=_CUTOFF)
 
 

@@ -19,7 +19,7 @@ def test_a_model_of_another_size_or_kind_is_said_to_be_one(is_gated):
     one, another, *left = problems_of(stored, unflatten(target))
     assert {problem.kind for problem in left} == {"leftover"}
     fewer, other = sorted((one, another), key=lambda problem: problem.message)
-    assert fewer.message == "the checkpoint's encoder has 2 layers, the target's encoder 4"
+    assert fewer.message == "the checkpoint's encoder has 2 layers, 4 are wanted"
     wanted = "mlp_activations=('gelu', 'linear')" if is_gated else "mlp_activations=('relu',)"
     assert "feed-forward" in other.message and wanted in str(other.fix)
     others = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in target.items() if name not in source}

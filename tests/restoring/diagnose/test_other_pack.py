@@ -115,12 +115,12 @@ def test_a_pack_is_proposed_in_place_of_translate():
 
 
 def test_what_is_missing_after_auto_is_added_to_what_it_found():
-    """A head under another name, which no pack knows: a rule more, and the pack written out."""
+    """A head below another prefix, which no pack knows: a rule more, and the pack written out."""
     arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in ot.open_checkpoint(HF).leaves.items()}
-    arrays |= {f"head/old/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")}
+    arrays |= {f"model/head/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")}
     target = {
         **parameters(HF_CONFIG),
-        **{f"head/new/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")},
+        **{f"head/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")},
     }
     (problem,) = problems_of(checkpoint(arrays), target, "auto")
     assert str(problem.fix).startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.AssignmentMap(")

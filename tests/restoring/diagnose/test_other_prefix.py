@@ -27,15 +27,45 @@ def test_of_two_ways_to_change_a_prefix_the_one_without_problems_is_proposed():
 
 
 @pytest.mark.parametrize("theirs", ["", "params/", "state/model/", "a.b(c)/", "it's/"])
-@pytest.mark.parametrize("ours", ["", "target/", "x\\1/"])
+@pytest.mark.parametrize("ours", ["", "target/", "model/target/", "params/a.b(c)/"])
 def test_another_prefix_is_one_problem(theirs, ours):
     source = checkpoint({theirs + name: array for name, array in ARRAYS.items()})
     target = {ours + name: array for name, array in ARRAYS.items()}
     if theirs == ours:
         ot.plan_restore(source, target)
         return
+    if {theirs, ours} == {"it's/", "params/a.b(c)/"}:
+        assert_advice(source, target)
+        return
     plan, _ = assert_cured(source, target)
     assert_same(plan.execute(), target)
+
+
+def assert_advice(source, target):
+    """One problem without anything to paste."""
+    (problem,) = problems_of(source, target)
+    assert "names begin with" in problem.message and "ot." not in str(problem.fix)
+    assert not any(way.transforms or way.arguments for way in problem.fix.ways)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("encoder/", "decoder/"), ("params/student/", "params/teacher/"), ("model/a/", "target/b/"), ("", "layers_0/")],
+)
+def test_modules_of_other_names_are_advice(theirs, ours):
+    """Two modules may have the same leaves, of the same shapes, and be two."""
+    arrays = {"x/kernel": np.ones((2, 3)), "x/bias": np.ones(3), "y/kernel": np.ones((3, 2))}
+    source = checkpoint({theirs + name: array for name, array in arrays.items()})
+    assert_advice(source, {ours + name: array for name, array in arrays.items()})
+
+
+def test_what_is_left_after_advice_corrects_no_rule():
+    """A leaf more on one side is missing, and no rule that the user has not written is said to be wrong."""
+    theirs = {"aaa/kernel": np.ones(2), "aaa/bias": np.ones(2), "aaaa/scale": np.ones(2)}
+    ours = {"bbb/kernel": np.ones(2), "bbb/bias": np.ones(2), "bbb/scale": np.ones(2)}
+    first, *left = problems_of(checkpoint(theirs), ours)
+    assert "names begin with" in first.message and not first.fix.transforms
+    assert not any(way.rule or way.transforms for problem in left for way in problem.fix.ways)
 
 
 def test_a_prefix_leaves_what_fits_already_where_it_is():

@@ -10,3 +10,10 @@ def test_closest_names_are_close_and_cheap():
     assert closest_names("something/else", ["x", "y"]) == []
     looked_at = ClosestNames(iter(f"n{i}" for i in range(10**9)))
     assert looked_at.to("n7")[0] == "n7"
+
+
+def test_what_an_optimizer_keeps_is_close_to_nothing_of_the_model():
+    names = ["params/other/thing", *(f"{root}/layers_0/w" for root in ("opt_state/0/mu", "state/param_states", "m/nu"))]
+    assert closest_names("params/layers_0/w", names) == ["params/other/thing"]
+    assert closest_names(r"params/layers_(\d+)/w", names[1:]) == []
+    assert closest_names("opt_state/0/nu/layers_0/w", names)[0] == "opt_state/0/mu/layers_0/w"
