@@ -11,6 +11,7 @@ with it.
 """
 
 from orbax_t5x.concurrency.carried import CarriedError, as_carried, call_carried, carry, first_failure, run_in_pool
+from orbax_t5x.concurrency.guard import guarded, is_meant
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
 from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
 from orbax_t5x.concurrency.sharing import balanced_shares
@@ -31,6 +32,8 @@ __all__ = [
     "carry",
     "first_failure",
     "function_pool",
+    "guarded",
+    "is_meant",
     "reader_pool",
     "run_in_pool",
     "run_jobs",

@@ -17,6 +17,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.handlers.args import TrainStateRestore, TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType
@@ -202,6 +203,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         """
         return self._restored
 
+    @guarded
     def restore(self, directory: epath.Path, args: TrainStateRestore | None = None) -> Any:
         """Restores into the target of `args`; without one, as stock Orbax does.
 
@@ -252,6 +254,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     # -- the rest
 
+    @guarded
     def metadata(self, directory: epath.Path) -> Any:
         """Returns Orbax's metadata of the item."""
         return self._orbax.metadata(directory)

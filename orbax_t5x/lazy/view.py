@@ -7,13 +7,14 @@ Views are immutable, compare by identity, and may be used from any thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self
 
 import numpy as np
 
-from orbax_t5x.concurrency import CarriedError, run_in_pool
+from orbax_t5x.concurrency import CarriedError, guarded, run_in_pool
 from orbax_t5x.lazy.array import LazyArray
 from orbax_t5x.lazy.box import Box, full_box
 from orbax_t5x.lazy.cast import Mismatch, cast_node, leaf_mismatch
@@ -26,6 +27,25 @@ from orbax_t5x.lazy.reshape import reshaped
 from orbax_t5x.lazy.strided import strided
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
+
+_Arguments = ParamSpec("_Arguments")
+_Composed = Callable[Concatenate["View", _Arguments], "View"]
+
+
+def _sound(compose: _Composed[_Arguments]) -> _Composed[_Arguments]:
+    """Decorates a method that composes: where it fails, the error of a leaf that cannot be read comes first."""
+
+    @functools.wraps(compose)
+    def composed(self: View, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> View:
+        try:
+            return compose(self, *arguments, **keywords)
+        except (IndexError, TypeError, ValueError):
+            # The shape and dtype of such a leaf may be unknown.
+            for leaf in self.leaves():
+                leaf.raise_error()
+            raise
+
+    return composed
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -50,6 +70,7 @@ class View(LazyArray):
 
     # Composing.
 
+    @_sound
     def __getitem__(self, key: Any) -> View:
         """Applies a basic index: integers, slices with any step, None and '...'."""
         return self._with(strided(self.node, basic_index(key, self.shape)))
@@ -59,6 +80,7 @@ class View(LazyArray):
         """The dimensions in reverse order."""
         return self.transpose()
 
+    @_sound
     def transpose(self, *axes: Any) -> View:
         """Reorders the dimensions, as `numpy.ndarray.transpose` does."""
         given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes or None
@@ -69,11 +91,13 @@ class View(LazyArray):
         maps = tuple((axis, 1) for axis in order)
         return self._with(strided(self.node, IndexMap((0,) * rank, maps, tuple(shape[axis] for axis in order))))
 
+    @_sound
     def reshape(self, *shape: Any) -> View:
         """Reshapes in C order; one size may be -1."""
         new: Any = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
         return self._with(reshaped(self.node, reshape_target(self.shape, tuple(new))))
 
+    @_sound
     def astype(self, dtype: Any) -> View:
         """Casts the elements as NumPy's `astype` does; the same dtype is the same view."""
         return self._with(cast_node(self.node, np.dtype(dtype)))
@@ -92,6 +116,7 @@ class View(LazyArray):
 
     # Reading.
 
+    @guarded
     def get(self) -> np.ndarray:
         """Reads the whole view into a new array."""
         out = self.allocate()

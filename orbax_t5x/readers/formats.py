@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
@@ -36,6 +37,7 @@ _UNMARKED: tuple[Format, ...] = (SAFETENSORS, TF_BUNDLE)
 FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS)
 
 
+@guarded
 def open_checkpoint(
     path: str | os.PathLike[str], *, format: str | None = None, item: str | None = None, limits: Limits | None = None
 ) -> Checkpoint:
@@ -77,7 +79,7 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
     """Opens a path like `open_checkpoint`."""
     if format is not None:
         known = {row.name: row for row in FORMATS}
-        if format not in known:
+        if not isinstance(format, str) or format not in known:
             raise ValueError(f"format={format!r} is none of {', '.join(map(repr, known))}")
         return _open(known[format], text, limits, item)
     probe = probe_path(text)

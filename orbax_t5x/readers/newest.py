@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import path_text
@@ -17,6 +18,7 @@ from orbax_t5x.storage.remote.connection import remote_session
 from orbax_t5x.storage.store import Store
 
 
+@guarded
 def latest_step(root: str | os.PathLike[str], *, validated: bool = False) -> int | None:
     """Finds the newest finished step of a root: of Orbax, of T5X through Orbax, of T5X itself, or of files of Flax.
 
@@ -60,7 +62,7 @@ def _latest_step(root: str, validated: bool) -> int | None:
         problem = _problem_of(place, step.name)
         if problem is None:
             return step.step
-        warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=3)
+        warnings.warn(f"step {step.step} is skipped: {problem}", stacklevel=4)
     return None
 
 

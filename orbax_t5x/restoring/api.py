@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.multihost.heartbeat import announce_exit, sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
@@ -22,6 +23,7 @@ from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
 
 
+@guarded
 def plan_restore(
     source: AnySource,
     target: Any,
@@ -60,6 +62,7 @@ def plan_restore(
     return plan
 
 
+@guarded
 def restore(
     source: AnySource,
     target: Any,

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
+
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.detect.user_path import check_item
@@ -22,6 +24,14 @@ from orbax_t5x.trees.narrow import check_flag
 MEMORY_LIMIT_BYTES = 256 << 20
 """Host buffers in flight where no limit is given. Below about eight chunks of a chunked format in flight, chunks that
 several shards need are decoded twice."""
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises TypeError for a `dtype` that NumPy does not know; None is the target's own."""
+    try:
+        np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype={dtype!r}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +82,7 @@ class PlanOptions(_FromKeywords):
         if self.is_resuming is not None:
             check_flag("is_resuming", self.is_resuming)
         check_flag("strict", self.strict)
+        check_dtype(self.dtype)
         check_flag("allow_lossy_cast", self.allow_lossy_cast)
         if self.fallback_for is not None:
             object.__setattr__(self, "fallback_for", pattern_tuple(self.fallback_for, "fallback_for"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy import Verify
 from orbax_t5x.restoring.executor import execute_plan
 from orbax_t5x.restoring.options import ReadOptions
@@ -51,6 +52,7 @@ class RestorePlan(PlanData):
         """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
         return self.run(ReadOptions(verify, memory_limit_bytes, progress, broadcast))
 
+    @guarded
     def run(self, options: ReadOptions) -> Any:
         """Runs `execute` with its keywords as one object."""
         if warning := warning_of_filled(self):

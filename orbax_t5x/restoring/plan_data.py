@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import full_box
 from orbax_t5x.readers import Checkpoint
@@ -233,6 +234,7 @@ class PlanData:
         self._read_provenance = read
 
     @functools.cached_property
+    @guarded
     def provenance(self) -> tuple[Mapping[str, Any], ...]:
         """The transforms that were applied to this state, oldest first, to record with what is saved of it.
 

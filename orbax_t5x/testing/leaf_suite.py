@@ -24,6 +24,7 @@ from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy.box import box_shape, box_slices, full_box
 from orbax_t5x.lazy.leaf import BlockingLeaf, Leaf, Request
 from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.lazy.view import as_view
 from orbax_t5x.testing.leaf_reads import assert_same, random_box, random_buffer, read, read_boxes
 
 
@@ -153,3 +154,16 @@ class BrokenLeafSuite(LeafAttributes):
         box = tuple((0, 0) for _ in leaf.shape)
         with pytest.raises(CheckpointError):
             read_boxes(leaf, [box])
+
+    def test_composing_raises_no_other_error(self, leaf: Leaf) -> None:
+        view = as_view(leaf)
+        for compose in (
+            lambda: view[0],
+            lambda: view[..., None, 5:],
+            lambda: view.transpose(1, 0),
+            lambda: view.reshape(3, 5),
+            lambda: view.astype(np.float32),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                compose().get()
+            assert str(caught.value) == str(leaf.error)

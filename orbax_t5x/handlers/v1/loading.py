@@ -12,6 +12,7 @@ from typing import Any
 import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.handlers.run_lineage import remember_restored
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState, plain_target
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context
@@ -28,6 +29,7 @@ from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms.patterns.table import Pattern
 
 
+@guarded
 def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.Context) -> Any:
     """Loads one checkpointable, by all processes together.
 
@@ -64,6 +66,7 @@ class _NotGiven(enum.Enum):
 _NOT_GIVEN = _NotGiven.TOKEN
 
 
+@guarded
 def load_and_transform(
     path: AnySource,
     target: Any = _NOT_GIVEN,

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from orbax_t5x.concurrency import guarded, is_meant
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
@@ -33,11 +34,11 @@ from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
 from orbax_t5x.storage.limits import check_memory_limit
-from orbax_t5x.text.progress_bar import OnProgress, Progress, shown_progress
+from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import size_text
 from orbax_t5x.trees.narrow import check_flag
 
@@ -121,6 +122,7 @@ def convert(
     return convert_for(None, source, destination, transforms, options, writing)
 
 
+@guarded
 def convert_for(
     target: Any,
     source: AnySource,
@@ -131,6 +133,8 @@ def convert_for(
 ) -> ConvertReport:
     """Converts with a target, whose names, shapes and dtypes are written; None: everything, as it is."""
     started = time.monotonic()
+    if not isinstance(destination, str | os.PathLike):
+        raise TypeError(f"the destination is text or an os.PathLike, not {type(destination).__name__}")
     agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
@@ -141,14 +145,8 @@ def convert_for(
         for checkpoint in plan.checkpoints.values():
             check_apart(path, checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
-        callback = None if on_progress is None else _ProgressCallback(on_progress)
-        try:
-            with _typed(path):
-                written = ConversionJob(plan, path, writing, agreement).run(stack, callback)
-        except CheckpointIOError:
-            if callback is not None and callback.error is not None:
-                raise callback.error from None
-            raise
+        with _typed(path):
+            written = ConversionJob(plan, path, writing, agreement).run(stack, on_progress)
     seconds = time.monotonic() - started
     return ConvertReport(
         str(path), writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes
@@ -161,31 +159,17 @@ def _typed(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError) or is_meant(error):
             raise
         raise CheckpointIOError(f"could not be written: {error}", path=path, errno=error.errno) from error
 
 
-class _ProgressCallback:
-    """Wrapper of the caller's `progress`; an OSError that it raises is kept apart from failures of writing."""
-
-    def __init__(self, progress: OnProgress):
-        self.error: BaseException | None = None
-        self._progress = progress
-
-    def __call__(self, done_bytes: int, total_bytes: int, leaf: str) -> None:
-        try:
-            self._progress(done_bytes, total_bytes, leaf)
-        except BaseException as error:
-            self.error = error
-            raise
-
-
 def _check_options(writing: WriteOptions) -> None:
-    if writing.format not in FORMATS:
+    if not isinstance(writing.format, str) or writing.format not in FORMATS:
         formats = " and ".join(map(repr, FORMATS))
         raise UnsupportedCheckpointError(f"format={writing.format!r} is not written; {formats} are")
     check_flag("overwrite", writing.overwrite)
+    check_dtype(writing.dtype)
     check_memory_limit(writing.memory_limit_bytes)
     limit = writing.memory_limit_bytes
     if limit is not None and 0 < limit < _LEAST_SENSIBLE_LIMIT:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterable
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy import ReadStats, View
 from orbax_t5x.operations.diff.blocks import LeafPair, PairOutcome, compare_pairs
@@ -28,6 +29,7 @@ from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import dtype_text
 
 
+@guarded
 def diff(
     a: AnySource,
     b: AnySource,

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.experimental.v1 as v1
 from etils import epath
 
+from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -78,6 +79,7 @@ class TrainingStart(NamedTuple):
     how: Literal["resumed", "initialized", "scratch"]
 
 
+@guarded
 def restore_or_initialize(
     manager: ocp.CheckpointManager | v1.training.Checkpointer,
     target: Any,
@@ -208,7 +210,7 @@ class _JobStart:
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
             advice = f"No step up to {step} is saved before manager.delete({step})."
-            warnings.warn(f"step {step} is skipped: {ended(attempt.reason)} {advice}", stacklevel=3)
+            warnings.warn(f"step {step} is skipped: {ended(attempt.reason)} {advice}", stacklevel=4)
         if refused:
             message = f"none of the run's steps can be read, so the run is not begun anew: {refused}"
             raise CheckpointIOError(message, path=self._root)

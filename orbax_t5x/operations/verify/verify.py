@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from orbax_t5x.concurrency import run_on_read_thread
+from orbax_t5x.concurrency import guarded, run_on_read_thread
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
 from orbax_t5x.lazy.box import box_shape
@@ -26,6 +26,7 @@ from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, sh
 _BLOCK_BYTES = 32 << 20
 
 
+@guarded
 def verify(
     path: str | os.PathLike[str],
     *,

@@ -1,0 +1,142 @@
+"""What leaves a guarded call: our errors, what we raise on purpose and what users raise as it is, all else typed."""
+
+import asyncio
+import json
+import signal
+import warnings
+
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.concurrency import guarded
+from orbax_t5x.concurrency.carried import call_carried
+from orbax_t5x.errors import (
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+)
+
+
+def compiled(body, module, file):
+    """A guarded function `path -> None` as if a module of this name and file had it."""
+    scope = {"__name__": module, "__file__": file, "np": np, "json": json}
+    exec(f"def function(path, *arguments):\n    {body}", scope)
+    return guarded(scope["function"])
+
+
+def ours(body):
+    return compiled(body, "orbax_t5x.readers.fake", ot.__file__)
+
+
+def library(body):
+    return compiled(body, "numpy.fake", np.__file__)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("raise ValueError('text')", UnsupportedCheckpointError),
+        ("raise KeyError('text')", UnsupportedCheckpointError),
+        ("raise Exception('text')", UnsupportedCheckpointError),
+        ("raise RecursionError('text')", UnsupportedCheckpointError),
+        ("json.loads('{')", UnsupportedCheckpointError),
+        ("raise MemoryError('text')", LimitExceededError),
+        ("raise OSError(5, 'text')", CheckpointIOError),
+        ("raise FileNotFoundError(2, 'text')", CheckpointNotFoundError),
+    ],
+)
+def test_errors_of_libraries_are_typed_with_their_cause(body, kind):
+    with pytest.raises(kind, match="place") as caught:
+        library(body)("place")
+    assert caught.value.path == "place"
+    assert caught.value.__cause__ is not None
+    if kind is CheckpointIOError:
+        assert caught.value.errno == 5
+
+
+@pytest.mark.parametrize(
+    "body", ["(10**30).to_bytes(8)", "None + 1", "np.dtype('nothing')", "np.zeros(2)[5]", "{}['a']", "assert False"]
+)
+def test_mistakes_of_ours_are_typed(body):
+    with pytest.raises(UnsupportedCheckpointError, match="not foreseen"):
+        ours(body)("place")
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, IndexError, KeyError, NotImplementedError])
+def test_what_this_package_raises_is_meant(kind):
+    with pytest.raises(kind, match=r"^'?text'?$") as caught:
+        ours(f"raise {kind.__name__}('text')")("place")
+    assert type(caught.value) is kind
+
+
+def test_our_errors_are_the_same_objects():
+    error = CorruptCheckpointError("text", path="elsewhere")
+    with pytest.raises(CorruptCheckpointError) as caught:
+        ours("raise arguments[0]")("place", error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError])
+def test_what_is_no_exception_passes(kind):
+    with pytest.raises(kind):
+        library(f"import asyncio; raise {'asyncio.' if kind is asyncio.CancelledError else ''}{kind.__name__}")("place")
+
+
+class Stopped(Exception):
+    pass
+
+
+def user(*_):
+    raise Stopped("by the user")
+
+
+def test_what_users_raise_passes():
+    for call in (ours("arguments[0]()"), library("arguments[0]()"), library("sorted([2, 1], key=arguments[0])")):
+        with pytest.raises(Stopped):
+            call("place", user)
+
+
+def test_what_libraries_raise_under_a_users_function_passes():
+    with pytest.raises(json.JSONDecodeError):
+        ours("arguments[0]()")("place", lambda: json.loads("{"))
+
+
+def test_an_installed_function_of_the_user_passes_where_it_is_called_as_one():
+    with pytest.raises(json.JSONDecodeError):
+        guarded(call_carried)(json.loads, "{")
+
+
+def test_a_signal_handler_may_raise_anywhere():
+    before = signal.signal(signal.SIGUSR1, user)
+    try:
+        with pytest.raises(Stopped):
+            library("import signal; signal.raise_signal(signal.SIGUSR1); return sum(range(1000))")("place")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_warnings_that_are_errors_pass():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning):
+            ours("import warnings; warnings.warn('text')")("place")
+
+
+def test_coroutines():
+    scope = {"__name__": "numpy.fake", "__file__": np.__file__}
+    exec("async def function(path):\n    {}['a']", scope)
+    with pytest.raises(UnsupportedCheckpointError, match=r"^place: .*KeyError: 'a'"):
+        asyncio.run(guarded(scope["function"])("place"))
+
+
+def test_the_path_is_that_of_an_object_or_follows_self(tmp_path):
+    class Opened:
+        path = "opened"
+
+    for arguments, path in (((Opened(),), "opened"), ((None, tmp_path), str(tmp_path)), ((3,), None)):
+        with pytest.raises(UnsupportedCheckpointError) as caught:
+            library("{}['a']")(*arguments)
+        assert caught.value.path == path
