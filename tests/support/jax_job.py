@@ -1,13 +1,16 @@
 """The processes of one JAX job: real ones, because a missing peer ends a process."""
 
+import atexit
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import textwrap
+import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,10 @@ REPOSITORY = Path(__file__).parents[2]
 # Guards against hangs only: a loaded machine takes minutes to start four processes.
 _TIMEOUT_SECS = 800
 _TOLD = "told "
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["jax", "jax.experimental.multihost_utils", "flax.nnx", "optax", "orbax.checkpoint.v1", "orbax_t5x"]
+)
 _BEGIN = f"""
 import json, sys, warnings
 import jax, numpy as np
@@ -32,17 +39,20 @@ jax.distributed.initialize(coordinator, count, process, initialization_timeout=8
 
 
 def run_processes(
-    command_of: Callable[[int, str], Sequence[str]],
+    work_of: Callable[[int, str], tuple[str, Sequence[object]]],
     count: int,
     *,
     killed: Collection[int] = (),
     stopped: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Runs one command for each process, and returns what they print.
+    """Runs Python code in several processes, and returns what they print.
+
+    They are forked from a process that has imported JAX and Orbax and done nothing else: importing both takes longer
+    than what most of them do.
 
     Args:
-      command_of: the command of a process, from its index and the coordinator's address.
+      work_of: the code of a process and its `sys.argv[1:]`, from its index and the coordinator's address.
       count: of processes.
       killed: those that are killed on the way, by themselves or each other.
       stopped: those that stop, and are killed when the others have ended.
@@ -51,29 +61,50 @@ def run_processes(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    workers = [
-        subprocess.Popen(
-            command_of(index, coordinator),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})},
-        )
-        for index in range(count)
-    ]
-    outputs = [("", "")] * count
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
+    with tempfile.TemporaryDirectory() as folder:
+        printed = [(Path(folder) / f"{index}.out", Path(folder) / f"{index}.err") for index in range(count)]
+        workers = []
+        for index in range(count):
+            code, arguments = work_of(index, coordinator)
+            given = (code, [str(argument) for argument in arguments], variables, printed[index])
+            workers.append(_CONTEXT.Process(target=_run, args=given))
+        try:
+            for worker in workers:
+                worker.start()
+            guard = time.monotonic() + _TIMEOUT_SECS
+            for index in sorted(range(count), key=lambda index: index in stopped):
+                if index in stopped:
+                    workers[index].kill()
+                workers[index].join(max(0.0, guard - time.monotonic()))
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+        for index, worker in enumerate(workers):
+            expected = -signal.SIGKILL if index in {*killed, *stopped} else 0
+            assert worker.exitcode == expected, printed[index][1].read_text(errors="replace")[-4000:]
+        return [output.read_text() for output, _ in printed]
+
+
+def run_module(name: str) -> str:
+    """Returns code that runs a module as `python -m` does."""
+    return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+
+
+def _run(code: str, arguments: list[str], variables: Mapping[str, str], printed: Sequence[Path]) -> None:
+    """Makes this process one that `python -W ignore -c` began."""
+    os.chdir(REPOSITORY)
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, path in enumerate(printed, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    warnings.simplefilter("ignore")
+    sys.argv = ["-c", *arguments]
     try:
-        for index in sorted(range(count), key=lambda index: index in stopped):
-            if index in stopped:
-                workers[index].kill()
-            outputs[index] = workers[index].communicate(timeout=_TIMEOUT_SECS)
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     finally:
-        for worker in workers:
-            worker.kill()
-    for index, (worker, (_, errors)) in enumerate(zip(workers, outputs, strict=True)):
-        assert worker.returncode == (-signal.SIGKILL if index in {*killed, *stopped} else 0), errors[-4000:]
-    return [output for output, _ in outputs]
+        atexit._run_exitfuncs()
 
 
 def run_script(
@@ -92,10 +123,7 @@ def run_script(
     """
     code = _BEGIN + textwrap.dedent(before) + _JOIN + textwrap.dedent(script)
     outputs = run_processes(
-        lambda index, coordinator: [
-            *(sys.executable, "-W", "ignore", "-c", code, str(index), str(count), coordinator),
-            *map(str, arguments),
-        ],
+        lambda index, coordinator: (code, [index, count, coordinator, *arguments]),
         count,
         killed=killed,
         environment={"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
@@ -112,11 +140,11 @@ def run_job(count, job, *arguments, killed=(), stopped=()) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / f"{index}.json" for index in range(count)]
 
-        def command_of(index, coordinator):
-            worker = [sys.executable, "-m", "tests.multihost.jobs.multiprocess_worker", job, coordinator]
-            return [*worker, str(count), str(index), str(results[index]), *map(str, arguments)]
+        def work_of(index, coordinator):
+            worker = run_module("tests.multihost.jobs.multiprocess_worker")
+            return worker, [job, coordinator, count, index, results[index], *arguments]
 
-        run_processes(command_of, count, killed=killed, stopped=stopped)
+        run_processes(work_of, count, killed=killed, stopped=stopped)
         return [
             None if index in {*killed, *stopped} else json.loads(result.read_text())
             for index, result in enumerate(results)

@@ -1,6 +1,7 @@
 """Jobs of `multiprocess_worker` that restore with `broadcast=True`; several cases in one group of processes."""
 
 import contextlib
+import ctypes
 import gc
 from pathlib import Path
 
@@ -284,8 +285,15 @@ def memory(name):
         return next(int(line.split()[1]) for line in file if line.startswith(name)) << 10
 
 
+# Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
 def peak(folder):
     """What a restore of one large array takes beside the array."""
+    # By itself the allocator keeps buffers of this size for the threads that had them, now more, now less.
+    for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+        assert ctypes.CDLL(None).mallopt(parameter, 65536)
     source = (Path(folder) / "large.path").read_text()
     target = {"small": placed((8,), np.dtype(np.float32), "replicated")}
     limit = 32 << 20

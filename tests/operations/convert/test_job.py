@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -12,7 +11,7 @@ import safetensors.numpy
 import orbax_t5x as ot
 from tests.robustness.killed_conversions import arrays
 from tests.support.bundle_writer import bundle_of
-from tests.support.jax_job import run_processes
+from tests.support.jax_job import run_module, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -36,20 +35,8 @@ def folder(tmp_path_factory):
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1  # in the leaf that both processes write pieces of
     shard.write_bytes(data)
-    run_processes(
-        lambda index, coordinator: [
-            *(
-                sys.executable,
-                "-m",
-                "tests.multihost.jobs.convert_worker",
-                coordinator,
-                str(COUNT),
-                str(index),
-                str(folder),
-            )
-        ],
-        COUNT,
-    )
+    worker = run_module("tests.multihost.jobs.convert_worker")
+    run_processes(lambda index, coordinator: (worker, [coordinator, COUNT, index, folder]), COUNT)
     return folder
 
 
