@@ -123,5 +123,5 @@ def test_what_is_missing_after_auto_is_added_to_what_it_found():
         **{f"head/{name}": np.ones(2, np.float32) for name in ("kernel", "bias", "scale")},
     }
     (problem,) = problems_of(checkpoint(arrays), target, "auto")
-    assert str(problem.fix).startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.AssignmentMap(")
+    assert str(problem.fix).startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.Rename(")
     assert ot.plan_restore(checkpoint(arrays), target, applied(problem.fix)).unused == ()
