@@ -15,7 +15,7 @@ AUTO = "auto"
 """Name for the pack that `orbax_t5x.rules.infer` finds."""
 
 # What takes leaves, or several sources, is not for one checkpoint on the command line.
-_NO_PACKS = frozenset({"RulePack", "infer", "peft_lora"})
+_NO_PACKS = frozenset({"Alignment", "RulePack", "align", "infer", "peft_lora"})
 _INVERSE = "inverse"
 _CONSTANTS = {"true": True, "false": False, "none": None}
 

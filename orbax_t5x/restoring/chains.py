@@ -33,7 +33,7 @@ AUTO = "auto"
 Transforms = Sequence[Callable[..., Any]] | Callable[..., Any] | Literal["auto"]
 # The functions that make rule packs, by name.
 _PACKS: dict[str, Callable[..., Any]] = {
-    name: getattr(rules, name) for name in rules.__all__ if name not in ("RulePack", "infer")
+    name: getattr(rules, name) for name in rules.__all__ if name not in ("Alignment", "RulePack", "align", "infer")
 }
 
 

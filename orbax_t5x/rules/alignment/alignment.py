@@ -1,0 +1,170 @@
+"""Finds transforms between any two trees of one model by shapes and structure, and by names where these are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
+from orbax_t5x.rules.alignment.writing import written
+from orbax_t5x.text.code import code_of
+from orbax_t5x.text.wording import leaves_text
+from orbax_t5x.transforms import FollowOptimizer, Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.follow.slots import SlotNames
+from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
+from orbax_t5x.transforms.prefix import is_of_optimizer
+from orbax_t5x.trees.named_leaves import named_leaves
+
+_STEPS = frozenset({"step", "state/step"})
+
+Leaves = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alignment:
+    r"""The way from one tree of a model to another, as far as there is only one.
+
+    `print` shows the transforms as code to paste, each with its evidence.
+
+    Attributes:
+      transforms: to pass to a restore, in order.
+      evidence: for each transform, the leaves that it changes and what shows that it is right.
+      open: name of a target's parameter with no or several readings -> names of the leaves that it may be.
+
+    Example:
+      >>> ours = {f"dec/{i}/{name}": np.ones(4 + at) for i in range(3) for at, name in enumerate("ab")}
+      >>> theirs = {f"decoder/layers_{i}/{name}": np.ones(4 + at) for i in range(3) for at, name in enumerate("ab")}
+      >>> alignment = ot.rules.align(theirs, ours)
+      >>> alignment.transforms
+      (Rename(rules=(('decoder/layers_(\\d+)/(.*)', 'dec/\\g<1>/\\g<2>'),), require_match=True),)
+      >>> alignment.is_complete, alignment.inverse().transforms[0].rules
+      (True, (('dec/(\\d+)/(.*)', 'decoder/layers_\\g<1>/\\g<2>'),))
+    """
+
+    transforms: tuple[Transform, ...]
+    evidence: tuple[str, ...]
+    open: Mapping[str, tuple[str, ...]]
+    _moves: Moves = dataclasses.field(repr=False, compare=False)
+    _source: Leaves = dataclasses.field(repr=False, compare=False)
+    _target: Leaves = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every parameter of the target has exactly one reading."""
+        return not self.open
+
+    @property
+    def covered(self) -> int:
+        """Number of the target's parameters that have one reading."""
+        return len(self._moves)
+
+    def inverse(self) -> Alignment:
+        """Returns the way back; leaves of the source that the target lacks are open in it."""
+        back = Moves({name: move.reversed() for move in self._moves.values() for name in move.sources})
+        readings: dict[str, list[str]] = {}
+        for name, found in self.open.items():
+            for one in found:
+                readings.setdefault(one, []).append(name)
+        back.open = {name: tuple(readings.get(name, ())) for name in _parameters(self._source) if name not in back}
+        return _alignment(back, self._target, self._source)
+
+    def __str__(self) -> str:
+        lines = [f"    {code_of(one)},  # {why}" for one, why in zip(self.transforms, self.evidence, strict=True)]
+        lines = ["[", *lines, "]"]
+        for name, found in self.open.items():
+            lines.append(f"# open: {name}: {' or '.join(found) if found else 'nothing has its shape and place'}")
+        return "\n".join(lines)
+
+
+def align(source_leaves: Any, target_leaves: Any) -> Alignment:
+    r"""Finds what maps a checkpoint's leaves to a target's, whatever both are called.
+
+    Shapes, dtypes, the order of layers and the structure of the names decide; names where several leaves are alike.
+    Names are replaced in part, given another prefix or separator, and renumbered; layers are stacked or unstacked;
+    PyTorch's `weight` is transposed to Flax's `kernel`. No leaf is assigned that another reading could claim. State of
+    the optimizer follows the parameters.
+
+    Args:
+      source_leaves: an opened checkpoint, its `leaves`, or a nested state dict.
+      target_leaves: whatever a restore takes as its target, or leaves by name.
+
+    Returns:
+      The transforms, with what stays open.
+
+    Example:
+      >>> theirs = {f"h.{i}.{name}.weight": np.ones((4, 4)) for i in range(2) for name in ("query", "a", "b")}
+      >>> ours = {f"layers/{i}/{name}/w": np.ones((4, 4)) for i in range(2) for name in ("q", "c", "d")}
+      >>> alignment = ot.rules.align(theirs, ours)
+      >>> alignment.transforms[-1].rules
+      (('layers/(\\d+)/query/w', 'layers/\\g<1>/q/w'),)
+      >>> alignment.open["layers/0/c/w"]
+      ('h.0.a.weight', 'h.0.b.weight')
+    """
+    source, target = leaves_of(source_leaves), leaves_of(target_leaves)
+    return _alignment(moves_between(_parameters(source), _parameters(target)), source, target)
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    """Returns leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target.
+
+    An array that is the whole tree has the name "".
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    leaves = getattr(tree, "leaves", None)
+    named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
+    if named.get("") is tree and not hasattr(tree, "shape"):
+        raise TypeError(f"leaves are given by name or as a tree, not as {type(tree).__name__}")
+    return named
+
+
+def _parameters(leaves: Leaves) -> dict[str, Any]:
+    return {
+        name: leaf
+        for name, leaf in leaves.items()
+        if not is_of_optimizer(name) and name not in _STEPS and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    }
+
+
+def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
+    """Writes moves as transforms; those that these do not make are open."""
+    slots = SlotNames().slots(source)
+    names = [name for name in source if name not in slots]
+    transforms: Sequence[Transform] = written(dict.fromkeys(moves.values()), names, list(target))
+    if slots:
+        transforms = [FollowOptimizer(one) for one in transforms]
+    states = _states(transforms, source, target)
+    wrong = [name for name, move in moves.items() if not _is_made(states[-1].get(name), move, target[name])]
+    for name in wrong:
+        moves.open[name] = moves.pop(name).sources
+    evidence = [_evidence(*pair, moves) for pair in itertools.pairwise(states)]
+    return Alignment(tuple(transforms), tuple(evidence), dict(moves.open), moves, source, target)
+
+
+def _states(transforms: Iterable[Transform], source: Leaves, target: Leaves) -> list[dict[str, Any]]:
+    """Returns what a source is before and after each transform, with symbols for arrays."""
+    symbols = {name: symbol_for(name, leaf) for name, leaf in source.items()}
+    states = [{name: source[name] if symbol is None else symbol for name, symbol in symbols.items()}]
+    for transform in transforms:
+        states.append(transform.apply(states[-1], target, Diagnostics()))
+    return states
+
+
+def _is_made(result: Any, move: Move, leaf: Any) -> bool:
+    """Tests that a leaf is made of the leaves of its move, and has the shape that it has to have."""
+    if result is None or tuple(result.shape) != tuple(leaf.shape):
+        return False
+    return {one.name for one in symbols_of(result)} <= set(move.sources)
+
+
+def _evidence(before: Leaves, after: Leaves, moves: Moves) -> str:
+    changed = [name for name, value in after.items() if before.get(name) is not value]
+    origins = {one.name for name in changed for one in symbols_of(after[name])}
+    named = {name for move in moves.values() if move.is_named for name in move.sources}
+    text = f"{leaves_text(len(changed))} by shapes and structure"
+    count = len(origins & named)
+    return text if not count else f"{text}, {f'{count} of them' if count < len(origins) else 'and'} by names or order"

@@ -1,0 +1,159 @@
+"""Finds for each leaf of a target the leaves of a checkpoint that it can only mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from orbax_t5x.rules.alignment.arrangements import Arrangement, arrangements, kind_of
+from orbax_t5x.rules.alignment.match import LeafPairing
+from orbax_t5x.rules.alignment.tree import NamedLeaf
+from orbax_t5x.rules.alignment.words import is_flat, path_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """What becomes of one leaf, or of the leaves of all layers.
+
+    Attributes:
+      sources: names of a leaf, or of each layer's.
+      targets: the same on the other side; one side has one name.
+      axis: of the layers on the side that has one name for all; None where they are single leaves.
+      stacks: whether it is the target's side that has one name for all.
+      turns_source, turns_target: whether the matrix is transposed, by the side that is PyTorch's.
+      is_named: whether names or numbers distinguish it from other leaves of its shape.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    axis: int | None = None
+    stacks: bool = False
+    turns_source: bool = False
+    turns_target: bool = False
+    is_named: bool = dataclasses.field(default=False, compare=False)
+
+    def reversed(self) -> Move:
+        """Returns the way back."""
+        return Move(
+            self.targets,
+            self.sources,
+            self.axis,
+            self.axis is not None and not self.stacks,
+            self.turns_target,
+            self.turns_source,
+            self.is_named,
+        )
+
+
+class Moves(dict[str, Move]):
+    """Moves by the name of the target's leaf; `open` has the leaves without one, and what they may be."""
+
+    open: dict[str, tuple[str, ...]]
+
+
+def moves_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> Moves:
+    """Finds the moves between two sets of leaves by name, which have shapes and dtypes."""
+    same = {name: Move((name,), (name,)) for name in target if name in source}
+    if len(same) == len(target) and all(_shape(source[name]) == _shape(target[name]) for name in target):
+        found = Moves(same)
+        found.open = {}
+        return found
+    first = _moves(source, target, flat=False)
+    if first.open and (is_flat(source) or is_flat(target)):
+        second = _moves(source, target, flat=True)
+        if not second.open:
+            return second
+    return first
+
+
+def _moves(source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool) -> Moves:
+    found = Moves()
+    found.open = dict.fromkeys(target, ())
+    if not source or not target:
+        return found
+    ours, theirs = _items(source, target, flat=flat)
+    ways = [_paired(arrangement) for arrangement in arrangements(ours, theirs)]
+    whole = [way for way in ways if not way.open]
+    ways = whole or ways
+    for name in target:
+        moves = {way.get(name) for way in ways}
+        move = next(iter(moves))
+        if len(moves) == 1 and move is not None:
+            found[name] = move
+    # All leaves of a move have it, or none.
+    for name, move in list(found.items()):
+        if any(found.get(one) != move for one in move.targets):
+            del found[name]
+    found.open = {
+        name: tuple(sorted({one for way in ways for one in _readings(way, name)}))
+        for name in target
+        if name not in found
+    }
+    return found
+
+
+def _readings(way: Moves, name: str) -> tuple[str, ...]:
+    return way[name].sources if name in way else way.open.get(name, ())
+
+
+def _paired(arrangement: Arrangement) -> Moves:
+    pairing = LeafPairing(arrangement.ours, arrangement.theirs)
+    moves = Moves()
+    moves.open = {
+        name: tuple(n for one in readings for n in one.names)
+        for item, readings in pairing.open.items()
+        for name in item.names
+    }
+    turns = any(item.is_turned for side in arrangement for item in side)
+    for one, other in pairing.pairs:
+        if turns and not _is_turned_right(one, other):
+            moves.open.update((name, one.names) for name in other.names)
+            continue
+        axis = one.axis if one.axis is not None else other.axis
+        move = Move(
+            one.names, other.names, axis, one.axis is not None, one.is_turned, other.is_turned, other in pairing.named
+        )
+        moves.update((name, move) for name in other.names)
+    return moves
+
+
+def _is_turned_right(one: NamedLeaf, other: NamedLeaf) -> bool:
+    """Tests that a matrix of PyTorch is transposed where the other side has a kernel, and only there."""
+    if len(one.shape) - (one.axis is not None) != 2:
+        return True
+    kinds = {kind_of(one), kind_of(other)}
+    return (kinds == {"weight", "kernel"}) == (one.is_turned or other.is_turned)
+
+
+def _items(
+    source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool
+) -> tuple[list[NamedLeaf], list[NamedLeaf]]:
+    """Returns the leaves of both sides; dtypes count where both sides have the same ones."""
+    dtypes = [{str(leaf.dtype) for leaf in side.values()} for side in (source, target)]
+    is_exact = dtypes[0] == dtypes[1]
+
+    def items(side: Mapping[str, Any]) -> list[NamedLeaf]:
+        paths = {name: path_of(name, is_flat=flat) for name in side}
+        if len(set(paths.values())) < len(paths):  # such as layer_1 and layer_01
+            paths = {name: tuple(name.split("/")) for name in side}
+        return [
+            NamedLeaf((name,), _shape(leaf), str(leaf.dtype) if is_exact else _kind(leaf.dtype), paths[name])
+            for name, leaf in side.items()
+        ]
+
+    return items(source), items(target)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape)
+
+
+def _kind(dtype: Any) -> str:
+    """Returns the kind of a dtype: values of one kind are cast into one another."""
+    for kind in (jnp.floating, jnp.integer, jnp.bool_):
+        if jnp.issubdtype(dtype, kind):
+            return kind.__name__
+    return str(dtype)

@@ -1,0 +1,151 @@
+"""Words of names: their paths, and the words that many projects have for one module.
+
+A path has no separators: `decoder.layers_3.wi_0` and `decoder/layers/3/wi/0` have one. Words count only where shapes
+and structure leave several readings.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+Key = str | int
+Path = tuple[Key, ...]
+"""A name without separators; numbers are parts of their own."""
+
+_PARTS = re.compile(r"[/.:]+|__")
+_NUMBER = re.compile(r"[_-]?(?<!\d)(\d{1,18})(?=[_-]|$)[_-]?")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_NORMS = re.compile(r"(?:layer|rms)_norm")
+_ARRAYS = frozenset({"kernel", "scale", "embedding"})
+# Deeper names are no model's; their last parts count as one.
+_MOST_KEYS = 64
+
+# Category -> words of one meaning each. Two words of one category that share no meaning contradict each other.
+_MEANINGS: dict[str, tuple[str, ...]] = {
+    "tower": ("encoder enc", "decoder dec"),
+    "sublayer": (
+        "attention self_attention attn self_attn mha",
+        "encoder_decoder_attention enc_dec_attention cross_attention cross_attn encoder_attention multihead_attn",
+        "mlp ffn ff feed_forward feedforward dense_relu_dense ffw",
+    ),
+    "projection": (
+        "query q q_proj query_proj wq to_q",
+        "key k k_proj key_proj wk to_k",
+        "value v v_proj value_proj wv to_v",
+        "out o o_proj out_proj attn_out to_out wo",
+        "wi_0 gate gate_proj wi_gate",
+        "wi_1 up up_proj wi_up",
+        "wi up up_proj fc_in",
+        "wo down down_proj fc_out",
+    ),
+    "embedding": (
+        "token_embedder shared embed_tokens wte tok_embeddings word_embeddings token_embedding",
+        "position_embedding position_embeddings wpe pos_embedding embed_positions",
+    ),
+    "norm": (
+        "pre_attention_layer_norm pre_self_attention_layer_norm attention_norm attn_norm",
+        "pre_cross_attention_layer_norm cross_attention_norm cross_attn_norm",
+        "pre_mlp_layer_norm mlp_norm ffn_norm",
+        "encoder_norm decoder_norm final_layer_norm final_norm ln_f norm_f",
+    ),
+    "module": ("relpos_bias relative_attention_bias rel_pos_bias", "layers layer blocks block h"),
+    "kind": ("kernel weight w", "scale weight gamma g", "bias beta b", "embedding embed emb embeddings weight"),
+    "statistic": ("mean running_mean", "var running_var"),
+}
+_SHORT = {
+    "attn": "attention",
+    "enc": "encoder",
+    "dec": "decoder",
+    "ffn": "mlp",
+    "ff": "mlp",
+    "ffw": "mlp",
+    "ln": "norm",
+}
+_SHORT |= {"layernorm": "norm", "rmsnorm": "norm", "emb": "embedding", "layers": "layer", "blocks": "block"}
+
+
+@functools.cache
+def _known() -> dict[str, dict[str, frozenset[str]]]:
+    known: dict[str, dict[str, frozenset[str]]] = {}
+    for category, meanings in _MEANINGS.items():
+        for meaning in meanings:
+            first, *others = meaning.split()
+            for word in (first, *others):
+                of_word = known.setdefault(_written_out(word), {})
+                of_word[category] = of_word.get(category, frozenset()) | {first}
+    return known
+
+
+def path_of(name: str, *, is_flat: bool = False) -> Path:
+    """Returns the path of a name; `is_flat`: words that `_` joins are parts of their own."""
+    keys: list[Key] = []
+    for part in _PARTS.split(name):
+        for at, text in enumerate(_NUMBER.split(part)):
+            if at % 2:
+                keys.append(int(text))
+            elif text:
+                keys.extend(text.split("_") if is_flat else [text])
+    if len(keys) > _MOST_KEYS:
+        keys[_MOST_KEYS - 1 :] = ["/".join(map(str, keys[_MOST_KEYS - 1 :]))]
+    return tuple(keys)
+
+
+def is_flat(names: Iterable[str]) -> bool:
+    """Reports whether names have no separators but `_`."""
+    return not any(_PARTS.search(name) for name in names)
+
+
+@functools.lru_cache(maxsize=4096)
+def words_of(part: str) -> tuple[str, ...]:
+    """Returns the words of a part in small letters, short ones written out."""
+    text = "_".join([_SHORT.get(word, word) for word in map(str.lower, _WORD.findall(part))])
+    return tuple(_NORMS.sub("norm", text).split("_"))
+
+
+def _written_out(part: str) -> str:
+    return "_".join(words_of(part))
+
+
+@functools.lru_cache(maxsize=4096)
+def meanings(part: str) -> Mapping[str, frozenset[str]]:
+    """Returns the meanings of a part by category; empty where it is none of the usual words."""
+    return _known().get(_written_out(part), {})
+
+
+def meaning_of(part: str) -> str:
+    """Returns the meaning of a part as text, or the part itself in small letters."""
+    known = [f"{category}:{'|'.join(sorted(words))}" for category, words in meanings(part).items()]
+    return " ".join(known) or _written_out(part)
+
+
+def says_little(part: str) -> bool:
+    """Reports whether a part is what projects call a module's only array: `kernel`, `weight`, `scale`, `value`."""
+    return part == "value" or not _ARRAYS.isdisjoint(meanings(part).get("kind", ()))
+
+
+def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Reports whether two modules with these parts of their names are known to be different ones."""
+    # Flax's NNX ends all names with it.
+    one, other = (_by_category(parts[:-1] if parts[1:] and parts[-1] == "value" else parts) for parts in (ours, theirs))
+    return any(one[category].isdisjoint(other[category]) for category in one.keys() & other.keys())
+
+
+def _by_category(parts: Iterable[str]) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for part in parts:
+        for category, words in meanings(part).items():
+            found[category] = found.get(category, frozenset()) | words
+    return found
+
+
+def features(parts: Iterable[str], tier: int) -> frozenset[str]:
+    """Returns what two modules of equal shape may have in common: parts, their meanings, or single words."""
+    parts = frozenset(parts)
+    if tier == 0:
+        return parts
+    if tier == 1:
+        known = {f"{category}:{word}" for part in parts for category, found in meanings(part).items() for word in found}
+        return frozenset(known | set(map(_written_out, parts)))
+    return frozenset(word for part in parts for word in words_of(part))

@@ -1,0 +1,166 @@
+"""Writes moves of leaves as transforms, and tests these on the leaves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from orbax_t5x.rules.alignment.moves import Move
+from orbax_t5x.rules.alignment.renaming import rename_rules
+from orbax_t5x.transforms import StackLayers, Transform, Transpose, UnstackLayers
+
+_NUMBER = re.compile(r"\d+")
+_BETWEEN = "/_.-"
+
+
+class _Layers(NamedTuple):
+    """Names of the leaves of all layers: what is before and after the number, and the numbers as text."""
+
+    before: str
+    numbers: tuple[str, ...]
+    after: str
+
+    @property
+    def stem(self) -> str:
+        """The name of all layers."""
+        stem = self.before.rstrip(_BETWEEN)
+        return self.before + "layers" if not stem or (self.before[-1] in "/." and not self._is_word(stem)) else stem
+
+    @staticmethod
+    def _is_word(stem: str) -> bool:
+        """Tests whether the last part is a word for layers."""
+        return re.search(r"(?:^|[/.])(?:layers?|blocks?|h)$", stem) is not None
+
+    @property
+    def joined(self) -> str:
+        """The name of the stacked leaf before its own name is given to it."""
+        return self.stem + self.after
+
+    def name(self, number: int) -> str:
+        """Returns the name of a layer's leaf where the numbers begin with 0."""
+        return f"{self.before}{number}{self.after}"
+
+    @property
+    def format(self) -> str | None:
+        """The field for the numbers of `UnstackLayers`; None where they do not begin with 0."""
+        width = len(self.numbers[0])
+        for field in ("i", f"i:0{width}d"):
+            if all(text == f"{{{field}}}".format(i=at) for at, text in enumerate(self.numbers)):
+                return f"{{{field}}}"
+        return None
+
+
+def _layers(names: Sequence[str]) -> _Layers:
+    """Splits the names of one leaf in all layers at the number in which they differ."""
+    found = [list(_NUMBER.finditer(name)) for name in names]
+    at = next((at for at, numbers in enumerate(zip(*found, strict=False)) if len({n[0] for n in numbers}) > 1), 0)
+    match = found[0][at]
+    return _Layers(names[0][: match.start()], tuple([numbers[at][0] for numbers in found]), names[0][match.end() :])
+
+
+def written(moves: Iterable[Move], names: Collection[str], target_names: Collection[str]) -> list[Transform]:
+    """Returns transforms that make moves.
+
+    Args:
+      moves: each once.
+      names: all names that the transforms see; those without a move stay.
+      target_names: all names of the result that matter.
+    """
+    moves = list(moves)
+    moved = {name for move in moves for name in move.sources}
+    others = [name for name in names if name not in moved]
+    steps: list[Transform] = _transposes([name for move in moves if move.turns_source for name in move.sources], names)
+    renames: dict[str, str] = {}
+    numbered: dict[str, str] = {}
+    stacks: dict[tuple[int, str, bool], dict[str, list[_Layers]]] = {}
+    splits: dict[tuple[int, str, str, bool], dict[str, list[_Layers]]] = {}
+    renumbered: dict[str, str] = {}
+    for move in moves:
+        if move.axis is None:
+            renames[move.sources[0]] = move.targets[0]
+        elif move.stacks:
+            layers = _layers(move.sources)
+            renames[layers.joined] = move.targets[0]
+            numbered.update((name, layers.name(at)) for at, name in enumerate(move.sources))
+            key = (
+                move.axis,
+                layers.before[len(layers.before.rstrip(_BETWEEN)) :],
+                layers.stem == layers.before + "layers",
+            )
+            stacks.setdefault(key, {}).setdefault(layers.stem, []).append(layers)
+        else:
+            layers = _layers(move.targets)
+            renames[move.sources[0]] = layers.joined
+            field = layers.format
+            renumbered.update((layers.name(at), name) for at, name in enumerate(move.targets) if field is None)
+            between = layers.before[len(layers.before.rstrip(_BETWEEN)) :]
+            split = move.axis, between, field or "{i}", layers.stem == layers.before + "layers"
+            splits.setdefault(split, {}).setdefault(layers.stem, []).append(layers)
+    if any(
+        text != f"{at}"
+        for of in stacks.values()
+        for all_ in of.values()
+        for one in all_
+        for at, text in enumerate(map(int_text, one.numbers))
+    ):
+        steps += rename_rules(numbered, others)
+    for (axis, between, is_named), towers in stacks.items():
+        befores, afters = (
+            _alternatives(one.removesuffix("layers") if is_named else one for one in towers),
+            _rest(towers, others),
+        )
+        steps.append(
+            StackLayers(
+                f"({befores}){'' if is_named else re.escape(between)}(?P<i>\\d+){afters}",
+                rf"\g<1>{'layers' if is_named else ''}\g<3>",
+                axis,
+            )
+        )
+    steps += rename_rules(renames, others)
+    for (axis, between, field, is_named), towers in splits.items():
+        known = {name for name in (*others, *renames.values())}
+        befores, afters = (
+            _alternatives(towers),
+            _rest(towers, known - {one.joined for all_ in towers.values() for one in all_}),
+        )
+        into = rf"\g<1>{between}{field}\g<2>"
+        if is_named:
+            befores, into = _alternatives(one.removesuffix("layers") for one in towers), rf"\g<1>{field}\g<2>"
+        steps.append(UnstackLayers(f"({befores}){'layers' if is_named else ''}{afters}", into, axis))
+    if renumbered:
+        every = {name for move in moves for name in move.targets}
+        steps += rename_rules(renumbered, [*others, *(every - set(renumbered.values()))])
+    return steps + _transposes([name for move in moves if move.turns_target for name in move.targets], target_names)
+
+
+def int_text(number: str) -> str:
+    """Returns a number without leading zeros."""
+    return str(int(number))
+
+
+def _alternatives(texts: Iterable[str]) -> str:
+    return "|".join(sorted(re.escape(text) for text in texts))
+
+
+def _rest(towers: Mapping[str, Sequence[_Layers]], others: Collection[str]) -> str:
+    """Returns the pattern of what follows the layers' number: anything, unless that takes other names, too."""
+    stems = tuple(towers)
+    if not any(name.startswith(stems) for name in others):
+        return "(.*)"
+    return f"({_alternatives({one.after for all_ in towers.values() for one in all_})})"
+
+
+def _transposes(names: Sequence[str], every: Collection[str]) -> list[Transform]:
+    """Returns one transform that transposes these of all names."""
+    if not names:
+        return []
+    others = set(every).difference(names)
+    for depth in (1, 2, 3):
+        ends = {"".join(re.split(r"([/.])", name)[-2 * depth :]) for name in names}
+        pattern = f".*(?:{_alternatives(ends)})" if len(ends) > 1 else f".*{re.escape(next(iter(ends)))}"
+        pattern = _NUMBER.sub(r"\\d+", pattern)
+        if not any(re.fullmatch(pattern, name) for name in others):
+            return [Transpose(pattern)]
+    kinds = sorted({_NUMBER.sub(r"\\d+", re.escape(name)) for name in names})
+    return [Transpose("|".join(kinds))]
