@@ -27,8 +27,8 @@ from orbax_t5x.storage import crc32c as _crc
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
 # Of a box that is read in part, a process sends the others what its columns add to the checksum, in 48 bytes for each
-# index of the dimensions before the last two that matter. A part with more of them stays unverified.
-_MAX_PARTS = 1 << 14
+# index of the dimensions before the last two that matter. A box with more of them stays unverified.
+_MAX_ROWS = 1 << 14
 # Of these dtypes an element takes a byte in memory, and only its low bits mean something.
 _LOW_BITS = {"int2": 0x03, "uint2": 0x03, "int4": 0x0F, "uint4": 0x0F}
 
@@ -92,22 +92,22 @@ def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRang
         if whole is not None:
             yield ChecksummedRange(base, stop, array_crc(whole.out[slices_within(box, whole.box)]))
             continue
-        parts = [part for read in some if (part := intersect(read.box, box)) is not None]
-        if union_size(tuple(parts)) == box_size(box):
+        boxes = [common for read in some if (common := intersect(read.box, box)) is not None]
+        if union_size(tuple(boxes)) == box_size(box):
             yield ChecksummedRange(base, stop, _joined_crc(box, some))
         else:
-            for part, read in zip(parts, some, strict=True):
-                yield from _run_sums(part, box, read, base)
+            for common, read in zip(boxes, some, strict=True):
+                yield from _run_sums(common, box, read, base)
 
 
-def compare(parts: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
+def compare(ranges: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
     """Compares the checksums of ranges with those that were stored for the boxes that they cover."""
     own: dict[int, list[ChecksummedRange]] = {}
     starts = np.asarray(sums.bases[:-1], np.int64)
-    for part in parts:
-        number = int(np.searchsorted(starts, part.start, side="right")) - 1
+    for one in ranges:
+        number = int(np.searchsorted(starts, one.start, side="right")) - 1
         base = sums.bases[number]
-        own.setdefault(number, []).append(part._replace(start=part.start - base, stop=part.stop - base))
+        own.setdefault(number, []).append(one._replace(start=one.start - base, stop=one.stop - base))
     uncovered: list[int] = []
     for number, stored in enumerate(sums.crcs):
         found = cover(own.get(number, ()), sums.bases[number + 1] - sums.bases[number])
@@ -158,9 +158,9 @@ def _joined_crc(box: Box, reads: Sequence[Request]) -> int:
     for block in _small_boxes(box, dtype.itemsize):
         scratch = np.empty(box_shape(block), dtype)
         for read in reads:
-            part = intersect(read.box, block)
-            if part is not None:
-                scratch[slices_within(part, block)] = read.out[slices_within(part, read.box)]
+            common = intersect(read.box, block)
+            if common is not None:
+                scratch[slices_within(common, block)] = read.out[slices_within(common, read.box)]
         crc = _crc.extend(crc, _canonical(scratch))
     return crc
 
@@ -172,30 +172,32 @@ def _small_boxes(box: Box, itemsize: int) -> Iterator[Box]:
         if row_bytes <= _BLOCK_BYTES:
             for outer in itertools.product(*(range(*side) for side in box[:axis])):
                 fixed = tuple((index, index + 1) for index in outer)
-                for piece in row_boxes(box[axis:], itemsize, _BLOCK_BYTES):
-                    yield (*fixed, *piece)
+                for inner in row_boxes(box[axis:], itemsize, _BLOCK_BYTES):
+                    yield (*fixed, *inner)
             return
     yield box
 
 
-def _run_sums(part: Box, box: Box, read: Request, base: int) -> Iterator[ChecksummedRange]:
+def _run_sums(common: Box, box: Box, read: Request, base: int) -> Iterator[ChecksummedRange]:
     """Yields the checksums of the ranges, in row-major order, in which one box lies within another."""
-    # From `axis` on a part is one range; along the dimension before it, one range for each index.
+    # From `axis` on it is one range; along the dimension before it, one range for each index.
     axis = len(box) - 1
-    while axis > 0 and part[axis] == box[axis]:
+    while axis > 0 and common[axis] == box[axis]:
         axis -= 1
     outer_axes = max(0, axis - 1)
-    counts = box_shape(part)[:outer_axes]
-    if math.prod(counts) > _MAX_PARTS:
+    counts = box_shape(common)[:outer_axes]
+    if math.prod(counts) > _MAX_ROWS:
         return
-    values = read.out[slices_within(part, read.box)]
+    values = read.out[slices_within(common, read.box)]
     itemsize = values.dtype.itemsize
     strides = byte_strides(box_shape(box), itemsize)
-    first = base + sum((low - start) * stride for (low, _), (start, _), stride in zip(part, box, strides, strict=True))
+    first = base + sum(
+        (low - start) * stride for (low, _), (start, _), stride in zip(common, box, strides, strict=True)
+    )
     for outer in np.ndindex(*counts):
         start = first + sum(index * stride for index, stride in zip(outer, strides, strict=False))
         rows = values[outer]
-        if axis == outer_axes:  # the part is one range
+        if axis == outer_axes:  # it is one range
             yield ChecksummedRange(start, start + rows.nbytes, array_crc(rows))
             continue
         crcs = _row_crcs(rows)

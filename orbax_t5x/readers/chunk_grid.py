@@ -9,7 +9,7 @@ from orbax_t5x.lazy.box import Box, box_slices, shift, union_size
 from orbax_t5x.lazy.leaf import Request
 
 # Boxes of one request that are awaited one by one; more would cost more than they show.
-_MAX_PIECES = 4096
+_MAX_BOXES = 4096
 
 
 def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
@@ -19,7 +19,7 @@ def chunk_boxes(box: Box, chunks: Sequence[int]) -> Iterator[Box]:
     for dimension, (side, size) in enumerate(zip(box, chunks, strict=False)):
         cuts[dimension] = _cuts(side, size)
         count *= len(cuts[dimension])
-        if count > _MAX_PIECES:
+        if count > _MAX_BOXES:
             cuts[dimension] = [side]
             break
     yield from itertools.product(*cuts)
@@ -31,12 +31,12 @@ def count_chunks(boxes: Iterable[Box], chunks: Sequence[int]) -> int:
 
 
 def requests_by_chunk(requests: Iterable[Request], chunks: Sequence[int]) -> Iterator[list[Request]]:
-    """Yields, for each chunk that requests overlap, the parts of them that lie in it."""
+    """Yields, for each chunk that requests overlap, their boxes in it."""
     found: dict[tuple[int, ...], list[Request]] = {}
     for box, out in requests:
-        for piece in itertools.product(*map(_cuts, box, chunks)):
-            chunk = tuple([low // size for (low, _), size in zip(piece, chunks, strict=True)])
-            found.setdefault(chunk, []).append(Request(piece, out[(*box_slices(shift(piece, box)), ...)]))
+        for inner in itertools.product(*map(_cuts, box, chunks)):
+            chunk = tuple([low // size for (low, _), size in zip(inner, chunks, strict=True)])
+            found.setdefault(chunk, []).append(Request(inner, out[(*box_slices(shift(inner, box)), ...)]))
     yield from found.values()
 
 

@@ -205,8 +205,8 @@ class TensorStoreLeaf(Leaf):
             await run_in_pool(reader_pool(), self._add_sums, requests, self._sums, stats)
 
     def _add_sums(self, reads: Sequence[Request], sums: BoxSums, stats: ReadStats) -> None:
-        for part in sums_of(reads, sums):
-            stats.add_range(self, part)
+        for one in sums_of(reads, sums):
+            stats.add_range(self, one)
 
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
         """Fills boxes with the fill value where most of their chunks are absent; returns what is left to read."""
@@ -230,21 +230,21 @@ class TensorStoreLeaf(Leaf):
         at_once = self._chunk_bytes * min(count_chunks([box for box, _ in requests], chunks), FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)
-            await self._read_pieces(requests, decoding, at_once)
+            await self._read_together(requests, decoding, at_once)
             return
 
         async def by_chunk() -> AsyncIterator[Coroutine[Any, Any, None]]:
-            for pieces in requests_by_chunk(requests, chunks):
+            for some in requests_by_chunk(requests, chunks):
                 await decoding.take(self._chunk_bytes)
-                yield self._read_pieces(pieces, decoding, self._chunk_bytes)
+                yield self._read_together(some, decoding, self._chunk_bytes)
 
         await wait_all(by_chunk())
 
-    async def _read_pieces(self, pieces: Sequence[Request], decoding: Budget, taken: int) -> None:
+    async def _read_together(self, requests: Sequence[Request], decoding: Budget, taken: int) -> None:
         """Reads boxes into their buffers together, and gives back what was taken for their chunks."""
         writes: list[ts.WriteFutures] = []
         try:
-            for box, buffer in pieces:
+            for box, buffer in requests:
                 writes += self._begin_writes(box, buffer)
             await self._end_writes(writes)
         except BaseException:
@@ -263,8 +263,8 @@ class TensorStoreLeaf(Leaf):
             yield ts.array(buffer, write=True, copy=False).write(source)
             return
         out = ts.array(buffer, write=True, copy=False)
-        for piece in chunk_boxes(box, self.chunks or ()):
-            yield out[box_slices(shift(piece, box))].write(array[box_slices(piece)])
+        for inner in chunk_boxes(box, self.chunks or ()):
+            yield out[box_slices(shift(inner, box))].write(array[box_slices(inner)])
 
     async def _end_writes(self, writes: Sequence[ts.WriteFutures]) -> None:
         if self._files.clock is not None:
@@ -279,7 +279,7 @@ class TensorStoreLeaf(Leaf):
     async def _end(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         """Waits for tasks, of a remote store as long as responses arrive.
 
-        A write that is given up keeps its part of the buffer alive until its request has ended.
+        A write that is given up keeps its box of the buffer alive until its request has ended.
         """
         clock, begun = self._files.clock, time.monotonic()
         waiting = set(tasks)
@@ -326,9 +326,9 @@ class _BoxChecksums(Checksums):
         rows = leaf.chunks[0] if leaf.chunks else 1
         reading = ReadStats("off")
         reading.decoding = stats.decoding
-        for part in row_boxes(box, leaf.dtype.itemsize, _VERIFY_BYTES, rows):
-            out = np.empty(box_shape(part), leaf.dtype)
-            await leaf.read_into([Request(part, out)], reading)
+        for rows_box in row_boxes(box, leaf.dtype.itemsize, _VERIFY_BYTES, rows):
+            out = np.empty(box_shape(rows_box), leaf.dtype)
+            await leaf.read_into([Request(rows_box, out)], reading)
             crc = await run_in_pool(reader_pool(), array_crc, out, crc)
         stats.count(reading.bytes_read)
         return crc

@@ -613,10 +613,10 @@ def _byte_runs(_: Path) -> Check:
         assert count == len(wanted)
         if wanted:
             windows = list(WindowGrid(shape, itemsize, 1 + upto(60)).windows(runs))
-            pieces = [byte for window in windows for piece in window.pieces for byte in range(*piece)]
+            pieces = [byte for window in windows for piece in window.ranges for byte in range(*piece)]
             assert pieces == read
             assert all(
-                window.start <= start < stop <= window.stop for window in windows for start, stop in window.pieces
+                window.start <= start < stop <= window.stop for window in windows for start, stop in window.ranges
             )
 
     return check

@@ -2,7 +2,7 @@
 
 Two ways in. Boxes that are each one byte range are read straight into their buffers. Boxes that are not (column shards)
 go through a small staging buffer per thread: a window of the array is read once, summed while it is in the cache, and
-scattered to all the boxes that want a part of it. Either way every stored byte is read at most once per call, in file
+scattered to all the boxes that want some of it. Either way every stored byte is read at most once per call, in file
 order, the checksum runs over what was read as stored, and every element of every buffer is counted. Memory: one staging
 buffer per thread.
 """
@@ -53,7 +53,7 @@ def _staging() -> np.ndarray:
 class ReadOutcome(NamedTuple):
     """Result of a read: checksums of the byte ranges read (relative to the array), and bytes wanted and read over."""
 
-    parts: list[ChecksummedRange]
+    ranges: list[ChecksummedRange]
     wanted: int
     gaps: int
 
@@ -74,7 +74,7 @@ class _ReadChecksums:
         self._join = join
         self._start = self._stop = 0
         self._crc = 0
-        self.parts: list[ChecksummedRange] = []
+        self.ranges: list[ChecksummedRange] = []
 
     def add(self, start: int, data: np.ndarray) -> None:
         if not self._wanted:
@@ -87,9 +87,9 @@ class _ReadChecksums:
 
     def flush(self) -> list[ChecksummedRange]:
         if self._stop > self._start:
-            self.parts.append(ChecksummedRange(self._start, self._stop, self._crc))
+            self.ranges.append(ChecksummedRange(self._start, self._stop, self._crc))
         self._start, self._crc = self._stop, 0
-        return self.parts
+        return self.ranges
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,12 +183,12 @@ class ByteRange(StoredRange):
         wanted = sum([span.stop - span.start for span in spans])
         batches = _batches(spans)
         if wanted <= _JOB_BYTES:
-            parts, read, _ = self._read_batches(list(batches), checksum, leaf)
-            return ReadOutcome(parts, wanted, read - wanted)
+            ranges, read, _ = self._read_batches(list(batches), checksum, leaf)
+            return ReadOutcome(ranges, wanted, read - wanted)
         jobs = _grouped(batches, lambda batch: batch.size)
         done = run_jobs(partial(self._read_batches, group, checksum, leaf) for group in jobs)
         read = sum(outcome.wanted for outcome in done)
-        return ReadOutcome([part for outcome in done for part in outcome.parts], wanted, read - wanted)
+        return ReadOutcome([one for outcome in done for one in outcome.ranges], wanted, read - wanted)
 
     def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> ReadOutcome:
         checksums = _ReadChecksums(checksum)
@@ -214,7 +214,7 @@ class ByteRange(StoredRange):
         grid = WindowGrid(self.shape, itemsize, _WINDOW_BYTES)
         elements = Elements(self.dtype, self.swap, self.file.path, leaf)
         scatter = Scatter(self.shape, grid.depth, requests, elements)
-        jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.pieces))
+        jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.ranges))
         done = run_jobs(
             partial(self._read_some, windows, scatter, _ReadChecksums(checksum, join=join), leaf) for windows in jobs
         )
@@ -222,17 +222,17 @@ class ByteRange(StoredRange):
         filled = sum(elements for _, elements in done)
         if filled != sum(box_size(request.box) for request in requests):
             raise CheckpointIOError("the buffers were not filled completely", path=self.file.path, leaf=leaf)
-        return ReadOutcome([part for outcome, _ in done for part in outcome.parts], wanted, read - wanted)
+        return ReadOutcome([one for outcome, _ in done for one in outcome.ranges], wanted, read - wanted)
 
     def _read_some(
         self, windows: list[Window], scatter: Scatter, checksums: _ReadChecksums, leaf: str
     ) -> tuple[ReadOutcome, int]:
         buffer = _staging()
         size = filled = 0
-        pieces = (piece for window in windows for piece in window.pieces)
-        file = self.file.ahead((self.offset + start, stop - start) for start, stop in pieces)
+        ranges = (one for window in windows for one in window.ranges)
+        file = self.file.ahead((self.offset + start, stop - start) for start, stop in ranges)
         for window in windows:
-            for start, stop in window.pieces:
+            for start, stop in window.ranges:
                 data = buffer[start - window.start : stop - window.start]
                 file.read_into(self.offset + start, [data], leaf=leaf)
                 checksums.add(start, data)

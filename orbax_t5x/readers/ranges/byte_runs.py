@@ -2,7 +2,7 @@
 
 The bound: nothing is listed per row where rows repeat. A `Run` is a whole lattice of equal byte ranges, so the
 columns of a matrix of any height are one run. Runs closer than `max_gap` become one, which is the only place where
-over-reading is decided. A window is a piece of the array, small enough for a staging buffer, that is an index box and
+over-reading is decided. A window is a box of the array, small enough for a staging buffer, that is an index box and
 one byte range at once.
 """
 
@@ -136,8 +136,8 @@ def split_ends(runs: Sequence[Run], wanted: Sequence[Run]) -> Iterator[Run]:
     """Splits runs that were joined over gaps: the first and the last wanted range of each become runs of their own.
 
     `wanted` are the same boxes' runs for a gap of 0. Why: two processes that read neighbouring columns, gaps and all,
-    read overlapping ranges that begin and end a column apart. Only parts that begin where another's end have a checksum
-    together.
+    read overlapping ranges that begin and end a column apart. Only ranges that begin where others end have a
+    checksum together.
     """
     rest = iter(wanted)
     item = next(rest, None)
@@ -165,7 +165,7 @@ class Window(NamedTuple):
     """A box of an array that is one byte range.
 
     `outer` indexes the first dimensions, [low, high) is a range of the next one, the rest is whole; `start` is its
-    first byte and `pieces` are the byte ranges of it to read.
+    first byte and `ranges` are the byte ranges of it to read.
     """
 
     outer: tuple[int, ...]
@@ -173,7 +173,7 @@ class Window(NamedTuple):
     high: int
     start: int
     stop: int
-    pieces: list[tuple[int, int]]
+    ranges: list[tuple[int, int]]
 
 
 class WindowGrid:
@@ -221,7 +221,7 @@ class WindowGrid:
                             yield window
                         window = self._window_at(start)
                     end = min(stop, window.stop)
-                    window.pieces.append((start, end))
+                    window.ranges.append((start, end))
                     start = end
         if window is not None:
             yield window

@@ -1,7 +1,7 @@
 """Combines the checksums of ranges, read by all processes together, to that of the whole: pure, on integers.
 
-Parts may come in any order, twice, or overlap (replicas read what others read). A part counts as verified when it is
-on a chain of parts, each beginning where the one before ends, from the first byte to the last; wherever two chains meet
+Ranges may come in any order, twice, or overlap (replicas read what others read). A range counts as verified when it is
+on a chain of them, each beginning where the one before ends, from the first byte to the last; wherever two chains meet
 they must agree. Columns (`ChecksummedRange.times`) that are side by side are first joined to whole rows.
 """
 
@@ -24,7 +24,7 @@ class Coverage(NamedTuple):
     """Result of combining the checksums of ranges.
 
     Attributes:
-      crc: of the whole, or None where no chain of parts reaches from end to end.
+      crc: of the whole, or None where no chain of ranges reaches from end to end.
       complete: every range is on such a chain.
       conflict: the range of bytes for which two readings gave different checksums, or None.
     """
@@ -34,22 +34,22 @@ class Coverage(NamedTuple):
     conflict: tuple[int, int] | None = None
 
 
-def cover(parts: Sequence[ChecksummedRange], size: int) -> Coverage:
-    """Combines the checksums of `parts` of `size` bytes."""
+def cover(ranges: Sequence[ChecksummedRange], size: int) -> Coverage:
+    """Combines the checksums of `ranges` of `size` bytes."""
     if not size:
         return Coverage(0, True)
-    if len(parts) == 1 and (parts[0].start, parts[0].stop) == (0, size):
-        return Coverage(parts[0].crc, True)
-    if any(part.times > 1 for part in parts):
-        columns = [part for part in parts if part.times > 1]
+    if len(ranges) == 1 and (ranges[0].start, ranges[0].stop) == (0, size):
+        return Coverage(ranges[0].crc, True)
+    if any(one.times > 1 for one in ranges):
+        columns = [one for one in ranges if one.times > 1]
         joined, rest = _join_columns(columns)
         if isinstance(joined, Coverage):
             return joined
-        found = cover([part for part in parts if part.times == 1] + joined, size)
+        found = cover([one for one in ranges if one.times == 1] + joined, size)
         return found._replace(complete=found.complete and not rest)
-    if not parts:
+    if not ranges:
         return Coverage(None, False)
-    table = np.asarray([part[:3] for part in parts], np.int64)
+    table = np.asarray([one[:3] for one in ranges], np.int64)
     table = table[np.lexsort((table[:, 1], table[:, 0]))]
     again = np.all(table[1:, :2] == table[:-1, :2], axis=1)
     differ = np.flatnonzero(again & (table[1:, 2] != table[:-1, 2]))
@@ -63,12 +63,12 @@ def cover(parts: Sequence[ChecksummedRange], size: int) -> Coverage:
     return _chains(table.tolist(), size)
 
 
-def fold_columns(parts: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
+def fold_columns(ranges: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
     """Folds plain ranges into columns of many rows, each one range, for processes to exchange.
 
-    A row of a bundle's matrix is a read and a part of its own where columns are far apart; a model has millions.
+    A row of a bundle's matrix is a read and a range of its own where columns are far apart; a model has millions.
     """
-    rest = sorted(parts)
+    rest = sorted(ranges)
     folded: list[ChecksummedRange] = []
     at = 0
     while at < len(rest):
@@ -78,33 +78,33 @@ def fold_columns(parts: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
             at += 1
             continue
         first, stride = row[0], row[1].start - row[0].start
-        crcs = np.asarray([part.crc for part in row], np.uint32)
+        crcs = np.asarray([one.crc for one in row], np.uint32)
         folded.append(first._replace(crc=_crc.combine_spread(crcs, stride), stride=stride, times=len(row)))
         at += len(row)
     return folded
 
 
-def _row_of_equal(parts: Sequence[ChecksummedRange], at: int) -> Sequence[ChecksummedRange]:
+def _row_of_equal(ranges: Sequence[ChecksummedRange], at: int) -> Sequence[ChecksummedRange]:
     """Returns the ranges from one on that are of one length and equally far apart, with gaps between them."""
-    first = parts[at]
+    first = ranges[at]
     length = first.stop - first.start
-    stride = parts[at + 1].start - first.start if at + 1 < len(parts) else 0
+    stride = ranges[at + 1].start - first.start if at + 1 < len(ranges) else 0
     if first.times > 1 or stride <= length:
-        return parts[at : at + 1]
-    for after in range(at + 1, len(parts)):
-        start, stop, _, _, times = parts[after]
-        if start - parts[after - 1].start != stride or stop - start != length or times > 1:
-            return parts[at:after]
-    return parts[at:]
+        return ranges[at : at + 1]
+    for after in range(at + 1, len(ranges)):
+        start, stop, _, _, times = ranges[after]
+        if start - ranges[after - 1].start != stride or stop - start != length or times > 1:
+            return ranges[at:after]
+    return ranges[at:]
 
 
-def _join_columns(parts: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRange] | Coverage, bool]:
+def _join_columns(ranges: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRange] | Coverage, bool]:
     """Joins columns side by side that together fill every stride to plain ranges; or returns a conflict.
 
     Also returned is whether there were others: those have no checksum together.
     """
     known: dict[tuple[int, int, int, int], int] = {}
-    for start, stop, crc, stride, times in parts:
+    for start, stop, crc, stride, times in ranges:
         if known.setdefault((stride, times, start, stop), crc) != crc:
             return Coverage(None, False, (start, start + (times - 1) * stride + stop - start)), False
     joined: list[ChecksummedRange] = []
@@ -131,28 +131,28 @@ def _join_columns(parts: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRa
     return joined, rest
 
 
-def _chains(parts: list[list[int]], size: int) -> Coverage:
+def _chains(ranges: list[list[int]], size: int) -> Coverage:
     """Handles the general case: checksums of all prefixes that chains reach; ranges are sorted by start."""
     known = {0: 0}
-    for start, stop, crc in parts:
+    for start, stop, crc in ranges:
         if start not in known:
             continue
         value = _crc.combine([known[start], crc], [start, stop - start])
         if known.setdefault(stop, value) != value:
             return Coverage(None, False, (start, stop))
     leads_on = {size}
-    for start, stop, _ in sorted(parts, key=lambda part: part[1], reverse=True):
+    for start, stop, _ in sorted(ranges, key=lambda one: one[1], reverse=True):
         if stop in leads_on:
             leads_on.add(start)
-    complete = all(start in known and stop in leads_on for start, stop, _ in parts)
+    complete = all(start in known and stop in leads_on for start, stop, _ in ranges)
     return Coverage(known.get(size), complete and size in known)
 
 
-def uncovered(parts: Sequence[ChecksummedRange], size: int) -> list[tuple[int, int]]:
+def uncovered(ranges: Sequence[ChecksummedRange], size: int) -> list[tuple[int, int]]:
     """Returns the byte ranges that no plain range covers."""
     holes: list[tuple[int, int]] = []
     reached = 0
-    for start, stop, *_ in sorted(parts):
+    for start, stop, *_ in sorted(ranges):
         if start > reached:
             holes.append((reached, start))
         reached = max(reached, stop)

@@ -35,8 +35,8 @@ class JoinedExtents:
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
         """Implements `StoredFile.ahead`."""
-        pieces = (piece for offset, size in ranges for piece in self._in_file(offset, size))
-        return _JoinedReadAhead(self, self._file.ahead(pieces))
+        in_file = (run for offset, size in ranges for run in self._in_file(offset, size))
+        return _JoinedReadAhead(self, self._file.ahead(in_file))
 
     def _in_file(self, offset: int, size: int) -> Iterator[tuple[int, int]]:
         """Yields (offset, size) in the file of the extents behind a range of the joined bytes."""
@@ -44,23 +44,23 @@ class JoinedExtents:
         while size:
             start, length = self._extents[number]
             inside = offset - self._begins[number]
-            part = min(size, length - inside)
-            yield start + inside, part
-            offset, size, number = offset + part, size - part, number + 1
+            count = min(size, length - inside)
+            yield start + inside, count
+            offset, size, number = offset + count, size - count, number + 1
 
     def _read(self, file: ReadAhead, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> None:
         views = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
         for start, size in self._in_file(offset, sum(view.size for view in views)):
-            part: list[np.ndarray] = []
+            into: list[np.ndarray] = []
             while size:
-                piece = views[0][:size]
-                views[0] = views[0][piece.size :]
-                size -= piece.size
-                if piece.size:
-                    part.append(piece)
+                run = views[0][:size]
+                views[0] = views[0][run.size :]
+                size -= run.size
+                if run.size:
+                    into.append(run)
                 if not views[0].size:
                     views.pop(0)
-            file.read_into(start, part, leaf=leaf)
+            file.read_into(start, into, leaf=leaf)
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
         """Implements `StoredFile.check_unchanged`."""

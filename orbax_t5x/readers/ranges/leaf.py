@@ -63,8 +63,8 @@ class ByteRangeLeaf(RangeLeaf):
         checksum = self.crc is not None and stats.verify != "off"
         outcome = read_unchanged(self.range, requests, checksum=checksum, leaf=self.name)
         stats.count(outcome.wanted, outcome.gaps)
-        for part in outcome.parts:
-            stats.add_range(self, part)
+        for one in outcome.ranges:
+            stats.add_range(self, one)
 
 
 class RangeChecksums(Checksums):
@@ -76,9 +76,9 @@ class RangeChecksums(Checksums):
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
         starts = list(itertools.accumulate([stored.nbytes for stored, _ in self._stored[:-1]], initial=0))
         own: list[list[ChecksummedRange]] = [[] for _ in starts]
-        for part in ranges:
-            number = bisect.bisect_right(starts, part.start) - 1
-            own[number].append(moved(part, -starts[number]))
+        for one in ranges:
+            number = bisect.bisect_right(starts, one.start) - 1
+            own[number].append(moved(one, -starts[number]))
         verified = True
         for (stored, crc), read in zip(self._stored, own, strict=True):
             if _verify_range(stored, crc, read, self._leaf.name):
@@ -91,9 +91,9 @@ class RangeChecksums(Checksums):
         return verified
 
 
-def moved(part: ChecksummedRange, offset: int) -> ChecksummedRange:
+def moved(one: ChecksummedRange, offset: int) -> ChecksummedRange:
     """Returns the range that begins `offset` bytes later."""
-    return part._replace(start=part.start + offset, stop=part.stop + offset)
+    return one._replace(start=one.start + offset, stop=one.stop + offset)
 
 
 def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
@@ -110,9 +110,9 @@ def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum:
     return outcome
 
 
-def _verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str) -> bool:
+def _verify_range(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str) -> bool:
     """Reports whether ranges cover one and every one is verified; raises CorruptCheckpointError where not sound."""
-    found = cover(parts, range.nbytes)
+    found = cover(read, range.nbytes)
     if found.conflict is not None:
         low, high = found.conflict
         message = f"bytes {low} to {high} of the leaf gave different checksums when read twice; the file is changing"
@@ -127,15 +127,15 @@ def _verify_range(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange
     return found.complete
 
 
-def _verify_rest(range: StoredRange, crc: int, parts: Sequence[ChecksummedRange], leaf: str, stats: ReadStats) -> bool:
+def _verify_rest(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, stats: ReadStats) -> bool:
     """Reads the bytes that no range covers, once, and verifies; blocks."""
-    holes = uncovered(parts, range.nbytes)
+    holes = uncovered(read, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
     stats.count(outcome.wanted)
     range.file.check_unchanged(leaf=leaf)
-    if _verify_range(range, crc, [*parts, *outcome.parts], leaf):
+    if _verify_range(range, crc, [*read, *outcome.ranges], leaf):
         return True
-    # Overlapping parts of different boundaries have no common checksum: only reading the whole decides.
+    # Overlapping ranges of different boundaries have no common checksum: only reading the whole decides.
     outcome = range.sum([(0, range.nbytes)], leaf=leaf)
     stats.count(outcome.wanted)
-    return _verify_range(range, crc, outcome.parts, leaf)
+    return _verify_range(range, crc, outcome.ranges, leaf)

@@ -1,7 +1,7 @@
 """Leaf stored in slices, each with a byte range and a checksum of its own: a partitioned TensorFlow variable.
 
-A read of a box touches the pieces that the box meets, and no others. The checksummed extent of the leaf is its pieces'
-extents one after the other, in the order of the pieces.
+A read of a box touches the slices that the box meets, and no others. The checksummed extent of the leaf is its slices'
+extents one after the other, in the order of the slices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoredSlice(NamedTuple):
 class SlicedLeaf(RangeLeaf):
     """One array in slices that tile it; the caller has proven that they do."""
 
-    __slots__ = ("_bases", "_pieces")
+    __slots__ = ("_bases", "_slices")
 
     def __init__(
         self,
@@ -39,35 +39,35 @@ class SlicedLeaf(RangeLeaf):
         path: str,
         shape: tuple[int, ...],
         dtype: np.dtype,
-        pieces: Sequence[StoredSlice],
+        slices: Sequence[StoredSlice],
         error: CheckpointError | None = None,
     ):
         super().__init__(name, path, shape, dtype, error)
-        self._pieces = tuple(pieces)
-        self._bases = list(itertools.accumulate((piece.range.nbytes for piece in pieces), initial=0))
+        self._slices = tuple(slices)
+        self._bases = list(itertools.accumulate((one.range.nbytes for one in slices), initial=0))
 
     @property
     def checksums(self) -> Checksums:
-        return RangeChecksums(self, [(piece.range, piece.crc) for piece in self._pieces])
+        return RangeChecksums(self, [(one.range, one.crc) for one in self._slices])
 
     def bytes_of(self, boxes: tuple[Box, ...]) -> int:
         total = 0
-        for piece in self._pieces:
-            met = [part for box in boxes if (part := intersect(box, piece.box)) is not None]
-            total += piece.range.bytes_of(tuple([shift(part, piece.box) for part in met]))
+        for one in self._slices:
+            met = [part for box in boxes if (part := intersect(box, one.box)) is not None]
+            total += one.range.bytes_of(tuple([shift(part, one.box) for part in met]))
         return total
 
     def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
         self.raise_error()
         checksum = stats.verify != "off"
-        for base, piece in zip(self._bases, self._pieces, strict=False):
-            wanted = [part for request in requests if (part := _within(request, piece.box)) is not None]
+        for base, one in zip(self._bases, self._slices, strict=False):
+            wanted = [part for request in requests if (part := _within(request, one.box)) is not None]
             if not wanted:
                 continue
-            outcome = read_unchanged(piece.range, wanted, checksum=checksum, leaf=self.name)
+            outcome = read_unchanged(one.range, wanted, checksum=checksum, leaf=self.name)
             stats.count(outcome.wanted, outcome.gaps)
-            for part in outcome.parts:
-                stats.add_range(self, moved(part, base))
+            for covered in outcome.ranges:
+                stats.add_range(self, moved(covered, base))
 
 
 def _within(request: Request, box: Box) -> Request | None:

@@ -220,21 +220,21 @@ class BundleLeaves:
         self._tiling_steps -= tiling.steps
         if tiling.problem is not None:
             raise self._corrupt(leaf, tiling.problem)
-        pieces: list[StoredSlice] = []
+        stored_slices: list[StoredSlice] = []
         for key, box in zip(keys, boxes, strict=True):
             if key not in slices:
                 raise self._corrupt(leaf, f"the slice {box_text(box)} has no entry")
-            piece = self._parse(leaf, slices[key])
-            if piece.dtype != entry.dtype or piece.slices:
+            own = self._parse(leaf, slices[key])
+            if own.dtype != entry.dtype or own.slices:
                 raise self._corrupt(
-                    leaf, f"the slice {box_text(box)} has dtype {piece.dtype}, the variable {entry.dtype}"
+                    leaf, f"the slice {box_text(box)} has dtype {own.dtype}, the variable {entry.dtype}"
                 )
-            piece_shape = self._shape(leaf, piece)
-            if piece_shape != tuple(high - low for low, high in box):
-                raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {piece_shape}")
-            stored = self._range(leaf, piece, piece_shape, dtype)
-            pieces.append(StoredSlice(box, stored, _crc.unmask(piece.masked_crc)))
-        return SlicedLeaf(leaf, self._index_path, shape, dtype, pieces)
+            own_shape = self._shape(leaf, own)
+            if own_shape != tuple(high - low for low, high in box):
+                raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {own_shape}")
+            stored = self._range(leaf, own, own_shape, dtype)
+            stored_slices.append(StoredSlice(box, stored, _crc.unmask(own.masked_crc)))
+        return SlicedLeaf(leaf, self._index_path, shape, dtype, stored_slices)
 
     def _box(self, leaf: str, extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:
         if len(extents) != len(shape):

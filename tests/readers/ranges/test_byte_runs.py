@@ -58,8 +58,8 @@ class TestGeometry:
             assert window.stop - window.start <= max(max_bytes, itemsize)
             inside = numbers[(*window.outer, slice(window.low, window.high))].reshape(-1)
             assert inside.tolist() == list(range(window.start, window.stop))
-            assert all(window.start <= start < stop <= window.stop for start, stop in window.pieces)
-            pieces += window.pieces
+            assert all(window.start <= start < stop <= window.stop for start, stop in window.ranges)
+            pieces += window.ranges
         assert [b for one in pieces for b in range(*one)] == [
             b for run in runs for one in run.ranges() for b in range(*one)
         ]
