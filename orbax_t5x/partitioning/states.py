@@ -122,7 +122,7 @@ class _ShardableLeaf(NamedTuple):
 
 
 class _Splitting:
-    """How the leaves of one state are split: the parameters first, then what belongs to them."""
+    """Splitting of the leaves of one state: the parameters first, then what belongs to them."""
 
     def __init__(self, rules: AxisRules, like: SplitParameters):
         self._rules = rules
