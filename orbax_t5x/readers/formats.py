@@ -19,6 +19,7 @@ from orbax_t5x.readers.detect.probe import PathProbe, probe_path
 from orbax_t5x.readers.detect.user_path import check_item, path_text
 from orbax_t5x.readers.flax_msgpack.format import FORMAT as FLAX_MSGPACK
 from orbax_t5x.readers.flax_msgpack.root import newest_file
+from orbax_t5x.readers.gguf.format import FORMAT as GGUF
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
 from orbax_t5x.readers.orbax.steps import finished_steps, newest_directory
 from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
@@ -34,7 +35,9 @@ _CHECKPOINTS: tuple[Format, ...] = (ORBAX, T5X)
 _FILES: tuple[Format, ...] = (TF_BUNDLE, SAFETENSORS, FLAX_MSGPACK)
 # A dataset's iterator is a bundle, so that a bundle without a mark comes last.
 _UNMARKED: tuple[Format, ...] = (SAFETENSORS, TF_BUNDLE)
-FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS)
+# Files that say nothing about the directory that they are in.
+_LOOSE: tuple[Format, ...] = (GGUF,)
+FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS, GGUF)
 
 
 @guarded
@@ -46,8 +49,8 @@ def open_checkpoint(
     Args:
       path: local, or a URL (`gs://`, `s3://`, `http(s)://`): a TensorFlow bundle (its prefix, its `.index`, or its
         directory); an Orbax item, step or root, T5X's included (of a root, the newest finished step); a T5X or Flax
-        msgpack file, or a root of these; a safetensors file or directory.
-      format: "tf_bundle", "orbax", "safetensors", "t5x" or "flax_msgpack", where it shall not be found out.
+        msgpack file, or a root of these; a safetensors file or directory; a GGUF file.
+      format: "tf_bundle", "orbax", "t5x", "flax_msgpack", "safetensors" or "gguf", where it shall not be found out.
       item: the item of an Orbax step to open; with several items and None, names start with the item's.
       limits: on what the files may claim; None for the defaults.
 
@@ -111,6 +114,8 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
         checkpoint = _open_path(open_store(probe.path).locate(newest.name), None, item, limits)
         checkpoint.step = newest.step
         return checkpoint
+    if row := next((row for row in _LOOSE if row.recognise_unmarked(probe)), None):
+        return _open(row, probe.path, limits, item)
     raise unrecognised(probe, FORMATS)
 
 

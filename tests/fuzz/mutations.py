@@ -113,6 +113,19 @@ def edited_json(data: bytes, generator: random.Random, change: ChangeBytes) -> b
         return change(data)
 
 
+def edited_gguf(data: bytes, generator: random.Random, change: ChangeBytes) -> bytes:
+    """A GGUF file with a number of its header replaced, or with bytes changed."""
+    if generator.random() < 0.3:
+        return change(data)
+    edited = bytearray(data)
+    for _ in range(generator.randint(1, _MAX_EDITS)):
+        form = generator.choice(("<I", "<Q"))
+        number = generator.choice((0, 1, 2, 8, 9, 30, 32, 33, 255, 1 << 20, 1 << 31, 1 << 60, (1 << 64) - 32))
+        at = generator.randrange(4, max(5, len(edited) - 8))
+        edited[at : at + struct.calcsize(form)] = struct.pack(form, number % (1 << (8 * struct.calcsize(form))))
+    return bytes(edited)
+
+
 def edited_safetensors(data: bytes, generator: random.Random, change: ChangeBytes) -> bytes:
     """A safetensors file with its header edited, and the length of the header right again."""
     size = int.from_bytes(data[:8], "little")

@@ -37,6 +37,7 @@ from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
 from tests.fuzz import mutations
 from tests.fuzz.mutations import ChangeBytes, Mutation
 from tests.support.bundle_writer import block, bundle_of, entry, header, sealed, shard_path, table, table_of_blocks
+from tests.support.gguf_files import gguf_bytes
 
 Check = Callable[[bytes], CheckpointError | None]
 
@@ -383,6 +384,22 @@ def _safetensors_files() -> list[bytes]:
     return [safetensors.numpy.save(dict(arrays), metadata={"format": "np"}), safetensors.numpy.save({})]
 
 
+def _gguf(directory: Path) -> Check:
+    path = directory / "model.gguf"
+
+    def check(data: bytes) -> CheckpointError | None:
+        path.write_bytes(data)
+        return contents(path, "gguf").first_error
+
+    return check
+
+
+def _gguf_files() -> list[bytes]:
+    arrays = {"a": _VALUE, "q": np.arange(64, dtype=np.float32).reshape(2, 32)}
+    metadata = {"general.alignment": 32, "texts": ["a", "b"], "long": ["t"] * 300, "flag": True, "lists": [[1], [2]]}
+    return [gguf_bytes(arrays, metadata, q8=["q"]), gguf_bytes({})]
+
+
 def _weight_map(directory: Path) -> Check:
     for number in (1, 2):
         file = directory / f"model-{number}.safetensors"
@@ -635,6 +652,7 @@ TARGETS: dict[str, Target] = {
     "t5x": Target(_t5x, _t5x_trees, mutations.edited_msgpack),
     "zarray": Target(_zarray, _zarrays, mutations.edited_json),
     "safetensors": Target(_safetensors, _safetensors_files, mutations.edited_safetensors),
+    "gguf": Target(_gguf, _gguf_files, mutations.edited_gguf),
     "weight_map": Target(_weight_map, _weight_maps, mutations.edited_json),
     "orbax_metadata": Target(_orbax_metadata, _orbax_metadatas, mutations.edited_json),
     "orbax_step": Target(_orbax_step, _orbax_steps, mutations.edited_json),

@@ -61,6 +61,10 @@ class TestFlaxIndex(OverHttp, suites.FlaxIndexSuite):
     dtypes = (np.dtype(np.float32), np.dtype(np.int8))
 
 
+class TestGguf(OverHttp, suites.GgufSuite):
+    dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+
+
 class TestT5xGzip(OverHttp, suites.T5xGzipSuite):
     pass
 

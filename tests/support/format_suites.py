@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import safetensors
 import tensorstore as ts
 
-from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite
+from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite, sample_arrays
 from orbax_t5x.trees.flat import unflatten
+from tests.support import gguf_files
 from tests.support.bundle_writer import DTYPES, bundle_of, np_dtype
 
 # Those of the format besides what every format stores.
@@ -88,6 +90,22 @@ class FlaxIndexSuite(ReaderSuite):
         index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
         (directory / "flax_model.msgpack.index.json").write_text(json.dumps(index))
         return directory
+
+
+class GgufSuite(ReaderSuite):
+    """Written by hand; `tests/goldens/gguf` holds a file of llama.cpp's own writer."""
+
+    dtypes = tuple(gguf_files.TYPES)
+
+    def write(self, directory, arrays):
+        return gguf_files.write_gguf(directory / "model.gguf", arrays)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def written(cls, tmp_path_factory):
+        """GGML's tensors have four dimensions at most."""
+        arrays = {name: array for name, array in sample_arrays(cls.dtypes).items() if array.ndim <= 4}
+        return cls().write(tmp_path_factory.mktemp("suite"), arrays), arrays
 
 
 def write_t5x(directory, arrays, *, version=3, compressor=None, chunks=lambda shape: shape, inline=(), **metadata):

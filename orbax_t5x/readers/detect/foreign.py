@@ -18,7 +18,6 @@ _MAGICS: tuple[tuple[re.Pattern[bytes], str], ...] = (
     (re.compile(rb"\x89HDF\r\n\x1a\n"), f"an HDF5 file (Keras): {_CONVERT}"),
     (re.compile(rb"\x93NUMPY"), "a single NumPy array: use numpy.load"),
     (re.compile(rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ"), "a compressed file: decompress it first"),
-    (re.compile(rb"GGUF"), f"a GGUF file: {_CONVERT}"),
 )
 # Names in a directory, and what they mean.
 _NAMES: tuple[tuple[re.Pattern[str], str], ...] = (

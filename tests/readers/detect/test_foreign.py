@@ -31,7 +31,6 @@ FOREIGN = {
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"),
     "npy": (b"\x93NUMPY\x01\x00", "NumPy array"),
     "gzip": (gzip.compress(b"x"), "decompress"),
-    "gguf": (b"GGUF\x03\x00\x00\x00", "GGUF"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
     "TensorFlow 1": (bytes(100) + bytes.fromhex("57fb808b247547db"), "V1"),
     "empty": (b"", "0 bytes"),

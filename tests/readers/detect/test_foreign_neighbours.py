@@ -11,6 +11,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from tests.support.bundle_writer import bundle_of
+from tests.support.gguf_files import write_gguf
 from tests.support.t5x_steps import GOOD, array, save
 
 OTHER = {"other": np.zeros(3, np.float32)}
@@ -76,6 +77,11 @@ def _flax_root(directory: Path) -> None:
         (directory / f"checkpoint_{step}").write_bytes(b"\x81\xa4good\x07")
 
 
+def _gguf(directory: Path) -> None:
+    directory.mkdir()
+    write_gguf(directory / "weights.gguf", {"good": GOOD})
+
+
 # A directory of each format: its writer, the format that owns it and its newest step.
 OWNERS = {
     "a T5X step": (_t5x_step, "t5x", None),
@@ -89,6 +95,7 @@ OWNERS = {
     "a model in msgpack": (_hub_flax, "flax_msgpack", None),
     "a model in several msgpack files": (_hub_flax_index, "flax_msgpack", None),
     "a Flax root": (_flax_root, "flax_msgpack", 20),
+    "a GGUF file": (_gguf, "gguf", None),
 }
 
 
@@ -115,7 +122,7 @@ MARKED_NEIGHBOURS = {
 }
 _WEAK = (
     *("a model of safetensors", "safetensors of another name", "a model in msgpack"),
-    *("a model in several msgpack files", "a Flax root"),
+    *("a model in several msgpack files", "a Flax root", "a GGUF file"),
 )
 
 
@@ -136,6 +143,7 @@ def owned(tmp_path_factory):
 CASES = [(owner, neighbour) for owner in OWNERS for neighbour in NEIGHBOURS] + [
     (owner, neighbour) for owner in OWNERS if owner not in _WEAK for neighbour in MARKED_NEIGHBOURS
 ]
+_NO_CHECKPOINTS = ("the iterator of a dataset", "npz", "PyTorch", "the directory of a bundle")
 # All files of one format under their usual names, with another format's: two readings, and no owner.
 AMBIGUOUS = {
     ("safetensors of another name", "safetensors"),
@@ -143,6 +151,7 @@ AMBIGUOUS = {
     ("a Flax root", "safetensors"),
     ("a Flax root", "the index of safetensors"),
     ("a Flax root", "a bundle"),
+    *(("a GGUF file", neighbour) for neighbour in NEIGHBOURS if neighbour not in _NO_CHECKPOINTS),
 }
 
 

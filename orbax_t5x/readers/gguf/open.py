@@ -1,0 +1,130 @@
+"""GGUF checkpoints: one file, or a directory of one or of the parts of one; boxes are read by byte range.
+
+Opening reads the header, nothing else. Names are llama.cpp's, dimensions are turned round to NumPy's order. Of GGML's
+quantizations Q8_0 is read, as float32; a leaf in another one is listed and says which. The format keeps no checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedCheckpointError,
+    error_at,
+)
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.gguf.header import GgufHeader, TensorEntry, read_header
+from orbax_t5x.readers.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
+from orbax_t5x.readers.hub_files import LFS_POINTER, found_twice, refuse_lfs_pointer
+from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
+from orbax_t5x.storage import locations
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import StoredFile
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"(?P<model>.*)-[0-9]{5}-of-(?P<parts>[0-9]{5})\.gguf", re.ASCII | re.DOTALL)
+_SINGLE = np.dtype(np.float32)
+# GGML's types by their codes: those that are read, then quantizations.
+_DTYPES = {0: _SINGLE, 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16), 28: np.dtype(np.float64)}
+_DTYPES |= {24: np.dtype(np.int8), 25: np.dtype(np.int16), 26: np.dtype(np.int32), 27: np.dtype(np.int64)}
+_Q8_0 = 8
+_QUANTIZATIONS = {
+    **{2: "Q4_0", 3: "Q4_1", 4: "Q4_2", 5: "Q4_3", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K"},
+    **{12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8"},
+    **{33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+    **{39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
+}
+
+
+def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+    """Opens a file, or a directory that holds one, or the parts of one."""
+    path = locations.absolute(os.fspath(path))
+    if locations.is_directory(path):
+        directory, names = path, _files_in(path)
+    else:
+        directory, name = os.path.split(locations.resolved(path) if locations.is_link(path) else path)
+        names = [name]
+    files = locations.open_store(directory).open_files()
+    headers: dict[str, GgufHeader] = {}
+    leaves: dict[str, Leaf] = {}
+    file_of: dict[str, str] = {}
+    for name in names:
+        file = files.file(name)
+        refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
+        header = headers[name] = read_header(file, limits)
+        for leaf, found in _leaves(header, file, limits).items():
+            if file_of.setdefault(leaf, name) != name:
+                raise found_twice(leaf, file_of[leaf], name, directory)
+            leaves[leaf] = found
+    first = headers[names[0]]
+    return Checkpoint(
+        path=path,
+        format="gguf",
+        step=None,
+        leaves=leaves,
+        metadata={**first.metadata, "version": first.version, "files": names},
+        close=files.close,
+        index_bytes=sum(header.index_bytes for header in headers.values()),
+    )
+
+
+def _files_in(directory: str) -> list[str]:
+    """Returns the only file of a directory, or all parts of the only model in it."""
+    names = sorted(name for name in locations.names(directory) if name.endswith(SUFFIX))
+    if not names:
+        raise CheckpointNotFoundError("no GGUF files in this directory", path=directory)
+    parts = [_PART.fullmatch(name) for name in names]
+    models = {name if part is None else (part["model"], part["parts"]) for name, part in zip(names, parts, strict=True)}
+    if len(models) > 1:
+        raise UnsupportedCheckpointError(f"several GGUF files: open one of {', '.join(names)}", path=directory)
+    if (part := parts[0]) and int(part["parts"]) != len(names):
+        raise CorruptCheckpointError(f"{len(names)} of the {int(part['parts'])} parts are here", path=directory)
+    return names
+
+
+def _leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict[str, Leaf]:
+    """Makes the leaves of a file; those that overlap one before them, or cannot be read, are broken."""
+    leaves: dict[str, Leaf] = {}
+    position = 0
+    for tensor in sorted(header.tensors, key=lambda tensor: tensor.start):
+        try:
+            stored = _range(tensor, file, limits)
+            if stored.nbytes and tensor.start < position:
+                raise CorruptCheckpointError(f"its bytes at {tensor.start} overlap those of another tensor")
+            if stored.nbytes and tensor.start + stored.nbytes > file.size:
+                raise CorruptCheckpointError(
+                    f"the file has {file.size} bytes, and the tensor ends at {tensor.start + stored.nbytes}"
+                )
+            position = max(position, tensor.start + stored.nbytes)
+            leaves[tensor.name] = ByteRangeLeaf(tensor.name, stored)
+        except CheckpointError as error:
+            leaves[tensor.name] = BrokenLeaf(tensor.name, error_at(error, path=file.path, leaf=tensor.name))
+    return leaves
+
+
+def _range(tensor: TensorEntry, file: StoredFile, limits: Limits) -> StoredRange:
+    if tensor.type in _DTYPES:
+        limits.require_shape(tensor.shape, _DTYPES[tensor.type])
+        return ByteRange(file, tensor.start, tensor.shape, _DTYPES[tensor.type])
+    if tensor.type != _Q8_0:
+        if tensor.type not in _QUANTIZATIONS:
+            raise CorruptCheckpointError(f"its type {tensor.type} is none of GGML's")
+        raise UnsupportedCheckpointError(
+            f"it is quantized as {_QUANTIZATIONS[tensor.type]}; F32, F16, BF16 and Q8_0 are read: convert the file by "
+            "llama-quantize --allow-requantize to one of these, or take the model that it was made of"
+        )
+    limits.require_shape(tensor.shape, _SINGLE)
+    if not tensor.shape or tensor.shape[-1] % BLOCK_ELEMENTS:
+        raise CorruptCheckpointError(f"Q8_0 of shape {list(tensor.shape)} has no whole blocks of {BLOCK_ELEMENTS}")
+    return Q8Range(file, tensor.start, tensor.shape, _SINGLE)

@@ -1,0 +1,91 @@
+"""GGUF files of llama.cpp's own writer (golden) and by hand: names, shapes, values, and what a directory holds."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.testing.leaf_reads import assert_same
+from tests.support import gguf_files as files
+from tests.support.format_suites import GgufSuite
+
+W = np.arange(64, dtype=np.float32).reshape(2, 32)
+
+
+class TestFile(GgufSuite):
+    pass
+
+
+def test_a_model_of_llama_cpp(goldens):
+    path = goldens / "gguf" / "t5_mixed.gguf"
+    dtypes = set()
+    with ot.open_checkpoint(path) as checkpoint, np.load(goldens / "gguf" / "t5_mixed_expected.npz") as expected:
+        assert (checkpoint.format, checkpoint.step) == ("gguf", None)
+        assert checkpoint.leaves.keys() == {*expected.files, "test.q4"}
+        for name in expected.files:
+            lazy = checkpoint.leaves[name]
+            dtypes.add(lazy.dtype)
+            assert lazy.shape == expected[name].shape
+            np.testing.assert_array_equal(lazy.get().astype(expected[name].dtype), expected[name])
+            if lazy.ndim == 2:
+                np.testing.assert_array_equal(lazy[1:, 1:3].get().astype(expected[name].dtype), expected[name][1:, 1:3])
+        with pytest.raises(UnsupportedCheckpointError, match="quantized as Q4_0; F32, F16, BF16 and Q8_0") as caught:
+            checkpoint.leaves["test.q4"].get()
+        assert (caught.value.path, caught.value.leaf) == (str(path), "test.q4")
+        about = checkpoint.metadata
+        assert (about["version"], about["general.architecture"], about["general.name"]) == (3, "t5", "tiny")
+        assert (about["t5.embedding_length"], about["test.small"], about["test.flag"]) == (32, [1, 2, 3], True)
+        assert about["tokenizer.ggml.tokens"] == about["tokenizer.ggml.scores"] == "(an array of 300 values)"
+        json.dumps(about)
+    assert {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int64)} <= dtypes
+
+
+def test_a_restore_of_what_was_quantized(goldens):
+    path = goldens / "gguf" / "t5_mixed.gguf"
+    with np.load(goldens / "gguf" / "t5_mixed_expected.npz") as expected:
+        target = {name: np.zeros_like(expected[name]) for name in expected.files if name.endswith("weight")}
+        restored = ot.restore(path, target, ot.transforms.Keep((r".*weight",)))
+        for name in target:
+            assert_same(restored[name], expected[name])
+
+
+def test_directories(tmp_path):
+    files.write_gguf(tmp_path / "weights.gguf", {"w": W})
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert (checkpoint.format, list(checkpoint.leaves)) == ("gguf", ["w"])
+    files.write_gguf(tmp_path / "others.gguf", {"w": W})
+    with pytest.raises(UnsupportedCheckpointError, match=r"open one of others\.gguf, weights\.gguf"):
+        ot.open_checkpoint(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match="no GGUF files"):
+        ot.open_checkpoint(empty, format="gguf")
+
+
+def test_parts_of_one_model(tmp_path):
+    for part in (1, 2):
+        name = f"t5-0000{part}-of-00002.gguf"
+        files.write_gguf(tmp_path / name, {f"w{part}": W}, metadata={"split.no": part})
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert list(checkpoint.leaves) == ["w1", "w2"]
+        assert len(checkpoint.metadata["files"]) == 2
+    files.write_gguf(tmp_path / "t5-00002-of-00002.gguf", {"w1": W})
+    with pytest.raises(CorruptCheckpointError, match="is in 't5-00001"):
+        ot.open_checkpoint(tmp_path)
+    (tmp_path / "t5-00002-of-00002.gguf").unlink()
+    with pytest.raises(CorruptCheckpointError, match="1 of the 2 parts"):
+        ot.open_checkpoint(tmp_path)
+    with ot.open_checkpoint(tmp_path / "t5-00001-of-00002.gguf") as checkpoint:
+        assert list(checkpoint.leaves) == ["w1"]
+    files.write_gguf(tmp_path / "t5.gguf", {"w": W})
+    with pytest.raises(UnsupportedCheckpointError, match="several GGUF files"):
+        ot.open_checkpoint(tmp_path)
+
+
+def test_a_pointer_of_git_lfs(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UnsupportedCheckpointError, match="git lfs pull"):
+        ot.open_checkpoint(tmp_path / "model.gguf")
