@@ -134,6 +134,20 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     return dataclasses.replace(pack, found=f"from {seen} to {wanted}: {pack.name}")
 
 
+def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
+    """Returns the pack from a checkpoint of a T5 to the names of T5X's minimal T5; None where it has them.
+
+    Layers that are stacked are taken for stacked on axis 1, as T5X stacks them. Heads stay split.
+
+    Args:
+      leaves: by name.
+    """
+    layout = layout_of(_parameters(leaves))
+    if layout.kind in _TO_MINIMAL:
+        return _TO_MINIMAL[layout.kind]()
+    return t5_unscanned_to_scanned(scan_axis=1).inverse() if layout.kind == "scanned" else None
+
+
 def _wanted_names(target: Mapping[str, Any]) -> set[str]:
     return {name for name, leaf in target.items() if leaf is not None and leaf is not ...}
 

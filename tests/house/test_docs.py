@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import t5_model
-
 DOCS = Path(__file__).parents[2] / "docs"
 # Pages that show how to extend the package are test files: their examples are run by pytest.
 GUIDES = sorted(DOCS.glob("adding-a-*.md"))
@@ -34,8 +32,6 @@ def test_examples_run(page, goldens, tmp_path):
         "bundle": goldens / "tf_bundle" / "t5_1_1_f32",
         "hugging_face": goldens / "safetensors" / "t5_1_1",
         "directory": tmp_path / "steps",
-        "model": t5_model.T5(t5_model.T5Config()),
-        "scanned_model": t5_model.T5(t5_model.T5Config(scan_layers=True)),
     }
     for block in _EXAMPLE.finditer(text):
         line = text[: block.start()].count("\n") + 1

@@ -23,7 +23,7 @@ FLOORS = (
     ("readers", "transforms", "train_state"),
     ("rules", "state_utils"),
     ("restoring",),
-    ("handlers", "checkpoint_importer", "nnx"),
+    ("handlers", "checkpoint_importer", "nnx", "models"),
     ("operations", "testing"),
     ("cli",),
 )

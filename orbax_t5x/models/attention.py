@@ -1,0 +1,112 @@
+"""Relative positions, masks, dot-product attention with a cache, and greedy decoding, as both models compute them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from orbax_t5x.models.config import T5Config
+
+MASKED = -1e9
+Cache = dict[str, Any]
+"""`index`: how many positions were decoded; `layers`: the `key` and `value` of each layer, [batch, length, heads, head
+dim], stacked on axis 0 where layers are."""
+
+
+def position_buckets(config: T5Config, queries: jax.Array, keys: jax.Array, *, bidirectional: bool) -> jax.Array:
+    """Returns the bucket of each pair of positions, by arXiv 1910.10683.
+
+    Buckets are exact near zero, then logarithmic up to the largest distance.
+    """
+    buckets = config.buckets
+    distance = keys[None, :] - queries[:, None]
+    offset = jnp.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        offset = jnp.where(distance > 0, buckets, 0)
+        distance = jnp.abs(distance)
+    else:
+        distance = jnp.maximum(-distance, 0)
+    exact = buckets // 2
+    growth = (buckets - exact) / math.log(config.max_distance / exact)
+    far = exact + (jnp.log(jnp.maximum(distance, 1) / exact) * growth).astype(distance.dtype)
+    return offset + jnp.where(distance < exact, distance, jnp.minimum(far, buckets - 1))
+
+
+def padding_mask(inputs: jax.Array) -> jax.Array:
+    """Returns what is added to attention weights: padding, id 0, is not attended to. [batch, 1, 1, length]."""
+    return jnp.where(inputs > 0, 0.0, MASKED)[:, None, None, :]
+
+
+def causal_mask(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns the mask under which no position attends to a later one: [1, 1, queries, keys]."""
+    return jnp.where(keys[None, :] <= queries[:, None], 0.0, MASKED)[None, None]
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
+    """Mixes values; [batch, length, heads, head dim]. T5 does not scale: its initializer does."""
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key) + bias)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def extended(cache: Cache | None, key: jax.Array, value: jax.Array, start: jax.Array | int) -> tuple[Any, Any, Any]:
+    """Puts keys and values of new positions into the cache of a layer; returns all of them, and the cache."""
+    if cache is None:
+        return key, value, None
+    new = {
+        name: jax.lax.dynamic_update_slice_in_dim(cache[name], array, start, axis=1)
+        for name, array in (("key", key), ("value", value))
+    }
+    return new["key"], new["value"], new
+
+
+def shifted_right(targets: jax.Array) -> jax.Array:
+    """Returns what the decoder sees while it predicts the targets: id 0, and all targets but the last."""
+    return jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+
+
+def empty_cache(config: T5Config, batch: int, length: int) -> Cache:
+    """Makes the cache with which decoding begins.
+
+    Args:
+      config: of the model.
+      batch: how many sequences are decoded.
+      length: how many positions at most.
+    """
+    shape = (batch, length, config.heads, config.head_dim)
+    if config.scan_layers:
+        layers: Any = {name: jnp.zeros((config.decoder_layers, *shape)) for name in ("key", "value")}
+    else:
+        layers = tuple({name: jnp.zeros(shape) for name in ("key", "value")} for _ in range(config.decoder_layers))
+    return {"index": jnp.zeros((), jnp.int32), "layers": layers}
+
+
+def greedy(
+    decode: Callable[[jax.Array, Cache], tuple[jax.Array, Any]], cache: Cache, batch: int, steps: int, end: int = 1
+) -> jax.Array:
+    """Decodes the most likely token at each position.
+
+    Args:
+      decode: takes one token per sequence, [batch, 1], and the cache; returns logits and the new cache.
+      cache: `empty_cache(config, batch, steps)`.
+      batch: how many sequences.
+      steps: how many tokens.
+      end: the id after which a sequence is padded.
+
+    Returns:
+      Token ids, [batch, steps].
+    """
+
+    def step(carry: Any, _: None) -> Any:
+        tokens, ended, cache = carry
+        logits, cache = decode(tokens[:, None], cache)
+        tokens = jnp.where(ended, 0, jnp.argmax(logits[:, -1], axis=-1).astype(tokens.dtype))
+        return (tokens, ended | (tokens == end), cache), tokens
+
+    first = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), cache
+    _, tokens = jax.lax.scan(step, first, length=steps)
+    return tokens.T

@@ -1,0 +1,111 @@
+"""The NNX T5: the linen one's function with the names of `nnx.List`; Transformers' logits; decoding with a cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import orbax_t5x as ot
+from orbax_t5x.models import T5Config, config_of
+from orbax_t5x.models import linen as linen_module
+from orbax_t5x.models.attention import empty_cache
+from orbax_t5x.models.nnx import T5, decode_greedily
+from tests.support import t5_model
+
+# From T5X's names of layers to those of nnx.List.
+LISTS = ot.transforms.Rename([(r"(.*)/layers_(\d+)/(.*)", r"\1/layers/\2/\3")])
+
+
+def jitted(function):
+    return jax.jit(function, compiler_options=t5_model.COMPILE_FAST)
+
+
+def restored(source, transforms):
+    """The model of a checkpoint."""
+    abstract = nnx.eval_shape(lambda: T5(config_of(source), rngs=nnx.Rngs(0)))
+    return ot.restore(source, abstract, transforms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied_relu", "untied_gated"])
+def test_logits_of_transformers(goldens, kind):
+    source = goldens / "hf_logits" / kind
+    prefix = ot.transforms.Rename([("(?:target/)?(.*)", r"\1")], require_match=False)
+    graph, state = nnx.split(restored(source, [ot.rules.hf_t5_to_t5x(), prefix, LISTS]))
+    with np.load(source / "logits.npz") as golden:
+        logits = jitted(lambda state, *ids: nnx.merge(graph, state)(*ids))(state, golden["inputs"], golden["targets"])
+        np.testing.assert_allclose(logits, golden["logits"], rtol=2e-5, atol=2e-5)
+
+
+def same_model(config):
+    """The NNX and the linen model with equal parameters, by a checkpoint's names."""
+    linen, variables = t5_model.init(config)
+    abstract = nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0)))
+    state = nnx.state(abstract)
+    flat = {tuple(name): leaf for name, leaf in nnx.to_flat_state(state)}
+    values = {}
+    for path in flat:
+        at = variables["params"]
+        parts = [*path]
+        while parts:
+            key = parts.pop(0)
+            at = at[f"layers_{parts.pop(0)}"] if key == "layers" else at[key]
+        values[path] = flat[path].replace(at)
+    nnx.update(abstract, nnx.from_flat_state(list(values.items())))
+    return abstract, linen, variables["params"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(T5Config(encoder_layers=1, decoder_layers=1), id="untied"),
+        pytest.param(T5Config(tied=True, gated=False), id="tied", marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_the_linen_model_and_decodes_with_a_cache(config):
+    model, linen, params = same_model(config)
+    inputs, targets = t5_model.batch(1, size=2, length=6)
+    expected = jitted(linen.apply)({"params": params}, inputs, targets)
+    graph, state = nnx.split(model)
+
+    @jitted
+    def both(state, inputs, targets):
+        model = nnx.merge(graph, state)
+        seen = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+        encoded = model.encode(inputs)
+        cache, logits = empty_cache(config, 2, 8), []
+        for start, end in ((0, 1), (1, 6)):
+            found, cache = model.decode(seen[:, start:end], encoded, inputs, cache)
+            logits.append(found)
+        return model(inputs, targets), jnp.concatenate(logits, axis=1)
+
+    whole, cached = both(state, inputs, targets)
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(cached, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_are_those_of_the_linen_model():
+    config = T5Config(encoder_layers=1, decoder_layers=1)
+    model, linen, params = same_model(config)
+    inputs, _ = t5_model.batch(2, size=2, length=5)
+    graph, state = nnx.split(model)
+    tokens = jitted(lambda state: decode_greedily(nnx.merge(graph, state), inputs, steps=4))(state)
+    expected = jitted(lambda params: linen_module.decode_greedily(linen, params, inputs, steps=4))(params)
+    np.testing.assert_array_equal(tokens, expected)
+
+
+def test_every_parameter_has_axes_and_trains_where_it_is_split():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = ot.with_shardings(nnx.eval_shape(lambda: T5(T5Config(), rngs=nnx.Rngs(0))), mesh)
+    for path, leaf in nnx.to_flat_state(nnx.state(split)):
+        assert leaf.get_value().sharding.is_fully_replicated == (path[-1] == "scale")
+
+
+@pytest.mark.parametrize("option", ["scan_layers", "split_heads", "per_layer_bias"])
+def test_layouts_that_it_has_not_are_refused(option):
+    with pytest.raises(ValueError, match="unrolled layers"):
+        T5(T5Config(**{option: True}), rngs=nnx.Rngs(0))
