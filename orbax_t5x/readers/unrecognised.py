@@ -7,7 +7,13 @@ import os
 import re
 from collections.abc import Sequence
 
-from orbax_t5x.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    Fix,
+    UnsafeCheckpointError,
+    UnsupportedCheckpointError,
+)
 from orbax_t5x.readers.detect.foreign import foreign_format
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
@@ -72,7 +78,7 @@ def _close_names(directory: str, name: str) -> list[str]:
 def unrecognised(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError:
     """Makes the error of a path that no format recognises."""
     if (foreign := foreign_format(probe)) is not None:
-        return UnsupportedCheckpointError(foreign, path=probe.path)
+        return UnsupportedCheckpointError(foreign.what, path=probe.path, fix=Fix(foreign.way_out))
     sought = "; ".join(row.sought for row in formats)
     if probe.kind == "directory":
         if outside := [
