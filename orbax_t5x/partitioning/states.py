@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from orbax_t5x.partitioning.following import SplitParameter, SplitParameters
 from orbax_t5x.partitioning.rules import STANDARD_LOGICAL_AXIS_RULES, AxisNames, AxisRules, LogicalAxisRules
 from orbax_t5x.text.wording import leaves_text, listed
+from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.pytree_names import key_text, leaf_name
 
 # Leaves named in one error; a mesh that does not fit a model fits hundreds of its leaves not.
@@ -80,6 +81,7 @@ def with_shardings(
       >>> split["embedding"].sharding.shard_shape((128, 16))
       (16, 16)
     """
+    require_levels(train_state)
     loaded = sys.modules.get("flax.nnx")
     if loaded is not None and isinstance(train_state, loaded.Pytree) and not isinstance(train_state, loaded.State):
         # A variable that a module has several times is one in its state.

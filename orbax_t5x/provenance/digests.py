@@ -46,7 +46,7 @@ def chain_digest(chain: Sequence[Any]) -> str | None:
             for transform in chain:
                 digest.update(_transform_text(transform).encode())
                 digest.update(b"\0")
-    except NoDigestError:
+    except (NoDigestError, RecursionError):
         return None
     return f"sha256:{digest.hexdigest()}"
 
@@ -56,7 +56,7 @@ def dataclass_digest(value: Any) -> str | None:
     try:
         with _limited():
             return _hashed(_fields(value))[:_TRANSFORM_DIGITS]
-    except NoDigestError:
+    except (NoDigestError, RecursionError):
         return None
 
 

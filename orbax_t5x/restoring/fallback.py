@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import BlockingLeaf, Box, ReadStats, Request
 from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape
-from orbax_t5x.restoring.targets import flatten_target
+from orbax_t5x.restoring.targets import flatten_target, require_finite
 
 
 class ComputedLeaf(BlockingLeaf):
@@ -128,6 +128,10 @@ def open_fallback(fallback: Any, note: Callable[[Problem], None]) -> Fallback | 
         return None
     try:
         return Fallback(fallback)
+    except RestorePlanError as error:
+        for problem in error.problems:
+            note(problem)
+        return None
     except Exception as error:  # whatever the caller's function raises under tracing
         message = f"the function given as fallback cannot be traced: {type(error).__name__}: {error}"
         fix = Fix.setting("pass the tree itself that the function makes as {}", fallback=...)
@@ -143,7 +147,9 @@ def abstract_tree(fallback: Any) -> Any:
     structures: list[Any] = []
 
     def computed() -> list[Any]:
-        leaves, structure = jax.tree.flatten(fallback())
+        tree = fallback()
+        require_finite(tree, "fallback")
+        leaves, structure = jax.tree.flatten(tree)
         structures.append(structure)
         values.extend(None if _is_computed(leaf) else leaf for leaf in leaves)
         return [leaf for leaf in leaves if _is_computed(leaf)]
@@ -167,7 +173,7 @@ def _described(value: Any) -> str:
 
 
 def _leaves_of(tree: Any) -> dict[str, Any]:
-    given = flatten_target(tree).original
+    given = flatten_target(tree, "fallback").original
     return {name: leaf for name, leaf in given.items() if leaf is not None and leaf is not ...}
 
 

@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.restoring.target_leaf import TargetLeaf, describe_leaf
-from orbax_t5x.trees.flat import flatten, unflatten
+from orbax_t5x.trees.flat import EndlessTreeError, flatten, unflatten
+from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import is_train_state, names_itself
 from orbax_t5x.trees.nnx_states import flatten_node, is_nnx_node
 from orbax_t5x.trees.pytree_names import leaf_name
@@ -60,8 +61,21 @@ class Target:
         return "" in self.kept or any("/".join(parts[:end]) in self.kept for end in range(1, len(parts) + 1))
 
 
-def flatten_target(target: Any) -> Target:
-    """Flattens any target of `orbax_t5x.restore`; see the contract there."""
+def require_finite(tree: Any, kind: ProblemKind = "target") -> None:
+    """Raises a RestorePlanError for a tree that contains itself, or has more levels than any that is meant."""
+    try:
+        require_levels(tree)
+    except EndlessTreeError as error:
+        fix = Fix.in_program("pass a tree of arrays, whose containers hold none of those above them")
+        raise RestorePlanError([Problem(kind, None, f"the tree {error}", fix)]) from None
+
+
+def flatten_target(target: Any, kind: ProblemKind = "target") -> Target:
+    """Flattens any target of `orbax_t5x.restore`; see the contract there.
+
+    A RestorePlanError with a problem of this kind where the tree contains itself.
+    """
+    require_finite(target, kind)
     if target is None:
         # A TF bundle may hold both `a` and `a/b`.
         return Target({}, {}, functools.partial(unflatten, join_clashes=True), "everything")

@@ -28,6 +28,7 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.prefix import change_between, counterparts
+from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import named_leaves
 
 _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
@@ -41,6 +42,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
     An array that is the whole tree has the name "".
     """
     leaves = getattr(tree, "leaves", None)
+    require_levels(leaves if isinstance(leaves, Mapping) else tree)
     named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
     if named.get("") is tree and not hasattr(tree, "shape"):
         raise TypeError(f"infer takes leaves by name or trees of them, not {type(tree).__name__}")

@@ -12,7 +12,7 @@ from orbax_t5x.lazy.keys import as_keys, key_data
 from orbax_t5x.provenance.digests import qualified_name
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.trees.flat import NameClashError, flatten, unflatten
+from orbax_t5x.trees.flat import EndlessTreeError, NameClashError, flatten, unflatten
 
 _OURS = "orbax_t5x."
 
@@ -77,6 +77,9 @@ def _run_function(
         flat = flatten(result)
     except NameClashError as error:
         diagnostics.problem("duplicate", error.names[0], f"{name} returned {error}")
+        return state
+    except EndlessTreeError as error:
+        diagnostics.problem("transform", None, f"{name} returned a dict that {error}")
         return state
     names_of = {id(value): old for old, value in reversed(state.items())}
     changed = {

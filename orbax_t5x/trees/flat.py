@@ -19,6 +19,14 @@ StateDict = Mapping[str, Any]
 _SPEC_KEYS = frozenset(("driver", "kvstore", "metadata"))
 
 
+MOST_LEVELS = 200
+"""A tree has fewer levels. Python's own recursion ends at 1,000 calls, and a level of a tree may take several."""
+
+
+class EndlessTreeError(ValueError):
+    """Error: a tree contains itself, or has too many levels; the text is what follows "it"."""
+
+
 class NameClashError(ValueError):
     """Error: two leaves of a tree have one name, or the name of one is the path of another."""
 
@@ -43,6 +51,10 @@ def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str
             if not is_mapping(value) or is_tensorstore_spec(value):
                 yield name, value
             elif value:
+                if len(pending) >= MOST_LEVELS:
+                    raise EndlessTreeError(
+                        f"has {MOST_LEVELS} levels or more, at {name[:40]!r}; does it contain itself?"
+                    )
                 pending.append((f"{name}/", iter(value.items())))
                 break
             elif keep_empty_nodes:

@@ -22,6 +22,7 @@ from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.target_leaf import describe_leaf
+from orbax_t5x.restoring.targets import require_finite
 from orbax_t5x.trees.pytree_names import leaf_name
 
 _JAX_ARRAY = "jax.Array"
@@ -93,6 +94,7 @@ class HandledLeaves:
         self._leaves: dict[int, tuple[str, Any]] = {}
         if registry is None:
             return
+        require_finite(target)
         try:
             paths, treedef = jax.tree_util.tree_flatten_with_path(target)
         except ValueError:  # keys that JAX cannot sort: Orbax takes no such tree

@@ -29,7 +29,7 @@ from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.chains import saved_chain
-from orbax_t5x.restoring.targets import flatten_target
+from orbax_t5x.restoring.targets import flatten_target, require_finite
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.dtypes import kind_of
@@ -68,6 +68,8 @@ def prepare(
     """
     if args.on_unsupported not in ("error", "skip"):
         raise ValueError(f"on_unsupported must be 'error' or 'skip', not {args.on_unsupported!r}")
+    require_finite(args.item)
+    require_finite(args.custom_metadata)
     tree, nnx_parameters = _named_tree(args)
     writer = ChunkWriter(args.memory_limit_bytes, args.progress, deferred=deferred, sums=sums, processes=processes)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)

@@ -14,6 +14,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
+from orbax_t5x.restoring.targets import require_finite
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
 
@@ -79,6 +80,7 @@ def plain_target(target: Any) -> Any:
     """
     if isinstance(target, AbstractTrainState):
         raise TypeError("the target is an AbstractTrainState; pass its own target, and its keywords beside it")
+    require_finite(target)
     return target.metadata if isinstance(target, v1.CheckpointMetadata) else target
 
 

@@ -26,7 +26,10 @@ from orbax_t5x.handlers.v1.loading import load_into
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, writes_directories
 from orbax_t5x.handlers.v1.saving import RunningSave, copy_tree_to_host, discard_refused, finish
 from orbax_t5x.lazy import LazyArray
+from orbax_t5x.restoring.targets import require_finite
 from orbax_t5x.text.wording import leaves_text
+from orbax_t5x.trees.flat import EndlessTreeError
+from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import is_train_state
 from orbax_t5x.trees.pytree_names import leaf_name
 
@@ -91,6 +94,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
 
     def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> tuple[PreparedSave, SavedLineage]:
         saved = tree.state_dict() if is_train_state(tree) else tree
+        require_finite(saved)
         leaves = jax.tree_util.tree_leaves_with_path(saved)
         lazy = [leaf_name(path) for path, leaf in leaves if isinstance(leaf, LazyArray)]
         if lazy:
@@ -137,7 +141,11 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         return await self._orbax.metadata(directory)
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Returns True for a tree that can be saved."""
+        """Returns True for a tree that can be saved, and for one that contains itself: the error is that of `save`."""
+        try:
+            require_levels(checkpointable)
+        except EndlessTreeError:
+            return True
         return is_train_state(checkpointable) or self._orbax.is_handleable(checkpointable)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
