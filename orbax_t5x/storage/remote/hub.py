@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,7 +18,9 @@ from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Unsuppo
 from orbax_t5x.storage.paths import split_name
 
 SCHEME = "hf"
-_PATH = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^/]+))?(?:/(?P<file>.*))?", re.ASCII)
+# A revision that begins with `refs/` has three parts: a pull request's, `refs/pr/3`, or a converted one's.
+_REVISION = r"refs/[^/]+/[^/]+|(?!refs/)[^/]+"
+_PATH = re.compile(rf"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>{_REVISION}))?(?:/(?P<file>.*))?", re.ASCII)
 _INDEX_SUFFIX = ".safetensors.index.json"
 _CONFIG = "config.json"
 # What a repository may hold, best first: the files of a format, and one of them that must be there.
@@ -30,7 +33,7 @@ class HubPath(NamedTuple):
 
     Attributes:
       repository: "org/name".
-      revision: a branch, a tag or a commit; None for the main branch.
+      revision: a branch, a tag, a commit, or a reference such as `refs/pr/3`; None for the main branch.
       file: a file or a directory in the repository, or "".
     """
 
@@ -52,7 +55,9 @@ def parse_hub_path(path: str) -> HubPath:
     file = (match["file"] or "").strip("/")
     if file:
         split_name(file, path=path)
-    return HubPath(match["repository"], match["revision"], file)
+    # As in the hub's own URLs, where a slash is `%2F`.
+    revision = match["revision"] and urllib.parse.unquote(match["revision"])
+    return HubPath(match["repository"], revision, file)
 
 
 def download(path: str) -> str:

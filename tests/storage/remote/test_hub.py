@@ -14,6 +14,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.storage.remote.hub import parse_hub_path
 from tests.support.http_store import HttpStore
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ class Hub(HttpStore):
     """The part of the hub's API that `snapshot_download` uses; one commit."""
 
     commit = "0123456789abcdef0123456789abcdef01234567"
-    revisions = ("main", "v1", commit)
+    revisions = ("main", "v1", "refs/pr/3", commit)
 
     def answer_to(self, name, query):
         parts = name.split("/")
@@ -38,7 +39,7 @@ class Hub(HttpStore):
         return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
 
     def describe(self, parts):
-        if len(parts) >= 2 and parts[1] not in self.revisions:
+        if len(parts) >= 2 and "/".join(parts[1:]) not in self.revisions:
             return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
         if parts[:1] == ["tree"]:
             files = [
@@ -70,7 +71,35 @@ def asked_for(server: HttpStore) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", ["google/tiny", "google/tiny@v1", "google/tiny/model.safetensors"])
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a/b", ("a/b", None, "")),
+        ("a/b/c/d", ("a/b", None, "c/d")),
+        ("a/b@v1", ("a/b", "v1", "")),
+        ("a/b@v1/refs/pr/3", ("a/b", "v1", "refs/pr/3")),
+        ("a/b@refs/pr/3", ("a/b", "refs/pr/3", "")),
+        ("a/b@refs/pr/3/", ("a/b", "refs/pr/3", "")),
+        ("a/b@refs/pr/3/c.safetensors", ("a/b", "refs/pr/3", "c.safetensors")),
+        ("a/b@refs/convert/parquet/c/d", ("a/b", "refs/convert/parquet", "c/d")),
+        ("a/b@refs%2Fpr%2F3/c", ("a/b", "refs/pr/3", "c")),
+        ("a/b@refs", ("a/b", "refs", "")),
+        ("a/b@refsx/pr/3", ("a/b", "refsx", "pr/3")),
+    ],
+)
+def test_revisions_with_slashes(path, expected):
+    assert parse_hub_path(f"hf://{path}") == expected
+
+
+@pytest.mark.parametrize("path", ["a/b@refs/pr", "a/b@refs/", "a/b@", "a/b@/c"])
+def test_revisions_that_are_none(path):
+    with pytest.raises(UnsupportedCheckpointError, match="hf://org/name"):
+        parse_hub_path(f"hf://{path}")
+
+
+@pytest.mark.parametrize(
+    "path", ["google/tiny", "google/tiny@v1", "google/tiny@refs/pr/3", "google/tiny/model.safetensors"]
+)
 def test_safetensors_of_the_hub(hub, path):
     hub.files = {
         "model.safetensors": safetensors.numpy.save({"w": W}),
