@@ -347,6 +347,7 @@ class _Execution:
             without_checksum=tuple(sorted(leaf.name for leaf, _ in stored if leaf.checksums is None)),
             seconds=seconds,
             bytes_received=self._bytes_received,
+            from_fallback=self._plan.filled,
         )
 
 

@@ -139,6 +139,7 @@ class RestoreReport:
       verified: leaves whose checksum was computed over all their bytes and holds.
       unverified: leaves that were read only in part, so that their checksum could not be compared.
       without_checksum: leaves whose format keeps no checksum of data.
+      from_fallback: leaves of the target that came from the fallback.
       seconds: wall time.
       bytes_received: with `broadcast=True`, bytes of array data that other processes read and sent to this one. With
         what it read itself and sent to others, `bytes_read` differs from the plan's `bytes_to_read` then.
@@ -153,6 +154,7 @@ class RestoreReport:
     without_checksum: tuple[str, ...]
     seconds: float
     bytes_received: int = 0
+    from_fallback: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Counts without names, in one line."""
@@ -170,6 +172,7 @@ class RestoreReport:
             ("verified", self.verified),
             ("read only in part", self.unverified),
             ("without checksum", self.without_checksum),
+            ("from fallback", self.from_fallback),
         )
 
     def __str__(self) -> str:

@@ -91,8 +91,8 @@ def reword(monkeypatch):
     def reword():
         problem, error = Problem.__init__, CheckpointError.__init__
 
-        def make_problem(self, kind, leaf, message, fix=None):
-            problem(self, kind, leaf, "amet", in_other_words(fix))
+        def make_problem(self, kind, leaf, message, fix=None, *data, **more):
+            problem(self, kind, leaf, "amet", in_other_words(fix), *data, **more)
 
         def make_error(self, message, *, fix=None, **where):
             error(self, message if isinstance(self, RestorePlanError) else "amet", fix=in_other_words(fix), **where)

@@ -40,6 +40,12 @@ def filled_text(plan: PlanData) -> str:
     return f"{read:,} of {counted(total, 'model parameter')} from the checkpoint, {filled:,} from fallback"
 
 
+def filled_patterns(plan: PlanData) -> str:
+    """Lists what the fallback fills as patterns of names."""
+    every = [entry.name for entry in plan.entries if entry.action != "keep"]
+    return plain(listed(_subtrees(plan.filled, every), _SHOWN_PATTERNS))
+
+
 def warning_of_filled(plan: PlanData) -> str:
     """Returns the warning about parameters that a fallback fills; empty where there are none, or they were named."""
     parameters = () if plan.is_fill_expected or not plan.filled else _parameters(plan)

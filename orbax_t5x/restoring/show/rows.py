@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_how, entry_sharding, entry_source
-from orbax_t5x.restoring.show.filled import filled_text
+from orbax_t5x.restoring.show.filled import filled_patterns, filled_text
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.table import TableRow
 from orbax_t5x.text.wording import array_bytes, counted, leaves_text, mesh_text, plain, size_text
@@ -71,7 +71,8 @@ def heading(plan: PlanData) -> list[str]:
     facts += [counted(len(plan.warnings), "warning")] if plan.warnings else []
     leaves, facts_text = f"{leaves_text(len(plan.entries))} from {', '.join(sources)}", " · ".join(facts)
     if filled := filled_text(plan):
-        return [f"Restore plan: {filled}", f"{leaves}: {facts_text}", _reads_text(plan)]
+        counts_text = f"{leaves}: {facts_text}. From fallback: {filled_patterns(plan)}."
+        return [f"Restore plan: {filled}", counts_text, _reads_text(plan)]
     return [f"Restore plan: {leaves}", facts_text or "nothing to do", _reads_text(plan)]
 
 

@@ -57,12 +57,16 @@ def test_half_a_model_is_counted_and_is_one_warning(fallback, caplog, monkeypatc
     assert str(plan).splitlines()[0] == f"Restore plan: {count}"
     assert max(map(len, str(plan).splitlines())) <= 80
     assert count in plan._repr_html_()
+    (told,) = re.findall(r"From fallback: (.*?)\. This process", " ".join(str(plan).split()))
+    assert sorted(told.split(", ")) == ["params/dec/** (6)", "step (1)"]
     data = plan.to_json()
     assert data["filled"] == list(plan.filled)
     assert data["model_parameters"] == {"total": 12, "from_checkpoint": 6, "from_fallback": 6}
     plan.execute()
     (warning,) = warnings_of(caplog)
     assert "6 of 12 model parameters" in warning and "params/dec/** (6)" in warning and "/memory" in warning
+    assert plan.report.from_fallback == plan.filled and "7 leaves from fallback" in plan.report.summary()
+    assert "from fallback:\n  params/dec/layers_{0…2}/mlp/wi ×3\n" in str(plan.report)
 
 
 @pytest.mark.parametrize(
