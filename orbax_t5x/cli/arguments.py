@@ -32,6 +32,13 @@ def size_argument(text: str) -> int:
     return count
 
 
+def count_argument(text: str) -> int:
+    """Parses a whole number from 1 on."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def tolerance_argument(text: str) -> float:
     """Parses a number from 0 on, such as `1e-6`."""
     try:

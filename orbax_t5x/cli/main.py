@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 
 from orbax_t5x import __version__
-from orbax_t5x.cli.arguments import UsageError, size_argument, tolerance_argument
+from orbax_t5x.cli.arguments import UsageError, count_argument, size_argument, tolerance_argument
 from orbax_t5x.cli.output import plain_lines
 from orbax_t5x.errors import CheckpointError, Fix
 from orbax_t5x.text.table import terminal_width
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_inspect, _add_plan, _add_convert, _add_diff, _add_others):
+    for add in (_add_inspect, _add_plan, _add_convert, _add_diff, _add_compare_logits, _add_others):
         add(commands)
     return parser
 
@@ -217,21 +217,49 @@ def _add_diff(commands) -> None:
         source="a",
         json="what was found for each leaf",
     )
-    parser.add_argument("b", help="the other one, of any format")
-    parser.add_argument("--item-b", help="the item of b's Orbax step (default: that of --item)")
+    _add_other(parser)
     _add_rules(parser, "a")
     parser.add_argument(
         "--values", choices=("yes", "no"), default="yes", help="no: only names, shapes and dtypes (default: yes)"
     )
+    _add_tolerances(parser, 0.0, "elements are equal where |a - b| <= atol + rtol * |b|")
+    _add_memory_limit(parser)
+
+
+def _add_other(parser: argparse.ArgumentParser) -> None:
+    """Adds the second of two checkpoints."""
+    parser.add_argument("b", help="the other one, of any format")
+    parser.add_argument("--item-b", help="the item of b's Orbax step (default: that of --item)")
+
+
+def _add_tolerances(parser: argparse.ArgumentParser, default: float, meaning: str) -> None:
     for name in ("atol", "rtol"):
         parser.add_argument(
             f"--{name}",
             type=tolerance_argument,
-            default=0.0,
+            default=default,
             metavar="NUMBER",
-            help="elements are equal where |a - b| <= atol + rtol * |b| (default: 0)",
+            help=f"{meaning} (default: {default:g})",
         )
-    _add_memory_limit(parser)
+
+
+def _add_compare_logits(commands) -> None:
+    parser = _add(
+        commands,
+        "compare-logits",
+        "run two checkpoints of a T5 on the same tokens and compare the logits",
+        "Each in any format and layout that is known, whole and in float32. Exit code 1 when the logits differ.",
+        source="a",
+        json="the largest differences",
+        module="compare_logits_command",
+    )
+    _add_other(parser)
+    for name, default, what in (("sequences", 2, "how many sequences"), ("length", 16, "tokens of each sequence")):
+        parser.add_argument(
+            f"--{name}", type=count_argument, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random tokens (default: 0)")
+    _add_tolerances(parser, 1e-4, "logits are equal where |a - b| <= atol + rtol * the largest logit of b")
 
 
 def _add_others(commands) -> None:
