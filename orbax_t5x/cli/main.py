@@ -112,7 +112,7 @@ def _add(
         parser.add_argument(
             source,
             help="a TensorFlow bundle (prefix, .index or directory), a T5X or Orbax step or root, an Orbax item, Flax "
-            "msgpack or safetensors",
+            "msgpack, safetensors or a PyTorch file",
         )
         parser.add_argument("--item", help="the item of an Orbax step")
     if json is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.lazy.box import Box, union_size
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
+from orbax_t5x.storage.crc import CRC32C, Crc
 
 
 class Request(NamedTuple):
@@ -35,9 +36,11 @@ class Checksums(abc.ABC):
 
     Attributes:
       error: why they cannot be used, or None. Verifying raises it.
+      kind: of the checksums.
     """
 
     error: CheckpointError | None = None
+    kind: Crc = CRC32C
 
     @abc.abstractmethod
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:

@@ -14,10 +14,10 @@ _DECODING_BYTES = 256 << 20
 
 
 class ChecksummedRange(NamedTuple):
-    """The crc32c of the bytes [start, stop) of a leaf's checksummed extent, as they were read.
+    """The checksum of the bytes [start, stop) of a leaf's checksummed extent, as they were read.
 
     Or, with `times`, of equal ranges: the columns of a matrix are one range for each of its rows. Their `crc` is what
-    they add to the crc32c of bytes that end where the last of them ends (`crc32c.combine_spread`).
+    they add to the checksum of bytes that end where the last of them ends (`Crc.combine_spread`).
 
     Attributes:
       start, stop: of the first range.

@@ -25,6 +25,7 @@ from orbax_t5x.readers.orbax.steps import finished_steps, newest_directory
 from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
 from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
+from orbax_t5x.readers.torch_zip.format import FORMAT as TORCH
 from orbax_t5x.readers.unrecognised import missing, unrecognised
 from orbax_t5x.storage.limits import Limits, check_limits
 from orbax_t5x.storage.locations import is_link, is_url, open_store
@@ -34,10 +35,10 @@ from orbax_t5x.storage.remote.connection import remote_session
 _CHECKPOINTS: tuple[Format, ...] = (ORBAX, T5X)
 _FILES: tuple[Format, ...] = (TF_BUNDLE, SAFETENSORS, FLAX_MSGPACK)
 # A dataset's iterator is a bundle, so that a bundle without a mark comes last.
-_UNMARKED: tuple[Format, ...] = (SAFETENSORS, TF_BUNDLE)
+_UNMARKED: tuple[Format, ...] = (SAFETENSORS, TORCH, TF_BUNDLE)
 # Files that say nothing about the directory that they are in.
 _LOOSE: tuple[Format, ...] = (GGUF,)
-FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS, GGUF)
+FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS, TORCH, GGUF)
 
 
 @guarded
@@ -49,8 +50,10 @@ def open_checkpoint(
     Args:
       path: local, or a URL (`gs://`, `s3://`, `http(s)://`): a TensorFlow bundle (its prefix, its `.index`, or its
         directory); an Orbax item, step or root, T5X's included (of a root, the newest finished step); a T5X or Flax
-        msgpack file, or a root of these; a safetensors file or directory; a GGUF file.
-      format: "tf_bundle", "orbax", "t5x", "flax_msgpack", "safetensors" or "gguf", where it shall not be found out.
+        msgpack file, or a root of these; a safetensors file or directory; a PyTorch file,
+        its index or its directory; a GGUF file.
+      format: "tf_bundle", "orbax", "t5x", "flax_msgpack", "safetensors", "torch" or "gguf", where it shall not be
+        found out.
       item: the item of an Orbax step to open; with several items and None, names start with the item's.
       limits: on what the files may claim; None for the defaults.
 

@@ -1,35 +1,16 @@
-"""crc32c of buffers, masked as TensorFlow stores it, and of a whole from the checksums of its parts.
-
-A checkpoint keeps one checksum per tensor, but a sharded read sees pieces of it, in several processes. A crc is linear:
-appending n bytes maps the checksum by a fixed 32 x 32 bit matrix, so the checksum of a whole is the xor of its parts'
-checksums, each moved by as many bytes as follow it. The matrices for powers of two bytes are kept as byte-indexed
-tables: moving one checksum costs a few look-ups, moving a hundred thousand a few NumPy operations. Nothing here reads
-files.
-"""
+"""crc32c of buffers, masked as TensorFlow stores it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+from orbax_t5x.storage.crc import CRC32C
 
-import google_crc32c
-import numpy as np
-
-_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reflected
 _MASK_DELTA = 0xA282EAD8
 _U32 = 0xFFFFFFFF
-# Its functions have no types.
-_library: Any = google_crc32c
-# Distances up to 2**48 bytes; a file that large does not exist, and the tables stay at 200 KB.
-_DISTANCE_BITS = 48
-# Below this many parts, plain integers beat NumPy's cost per call.
-_FEW_PARTS = 24
 
-
-def extend(crc: int, data: np.ndarray | bytes) -> int:
-    """Extends the crc32c `crc` by `data` (contiguous)."""
-    return _library.extend(crc, data)
+extend = CRC32C.extend
+move = CRC32C.move
+combine = CRC32C.combine
+combine_spread = CRC32C.combine_spread
 
 
 def mask(crc: int) -> int:
@@ -41,95 +22,3 @@ def unmask(masked: int) -> int:
     """Returns the checksum that was stored as `masked`."""
     rotated = (masked - _MASK_DELTA) & _U32
     return ((rotated >> 17) | (rotated << 15)) & _U32
-
-
-def _apply(table: np.ndarray, crcs: np.ndarray) -> np.ndarray:
-    """Multiplies a matrix, as four tables of 256, by each crc."""
-    return (
-        table[0][crcs & 0xFF]
-        ^ table[1][(crcs >> np.uint32(8)) & 0xFF]
-        ^ table[2][(crcs >> np.uint32(16)) & 0xFF]
-        ^ table[3][crcs >> np.uint32(24)]
-    )
-
-
-@functools.cache
-def _tables() -> np.ndarray:
-    """Returns [k, j, b]: the checksum with byte b at position j and zeros elsewhere, moved by 2**k bytes."""
-    one_byte = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        one_byte = np.where(one_byte & 1, (one_byte >> np.uint32(1)) ^ np.uint32(_POLYNOMIAL), one_byte >> np.uint32(1))
-    places = np.arange(256, dtype=np.uint32)[None, :] << np.array([[0], [8], [16], [24]], np.uint32)
-    tables = np.empty((_DISTANCE_BITS, 4, 256), np.uint32)
-    tables[0] = one_byte[places & 0xFF] ^ (places >> np.uint32(8))
-    for k in range(1, _DISTANCE_BITS):
-        tables[k] = _apply(tables[k - 1], tables[k - 1])
-    return tables
-
-
-@functools.cache
-def _table_lists() -> list[list[list[int]]]:
-    return _tables().tolist()
-
-
-def _move_one(crc: int, distance: int) -> int:
-    tables = _table_lists()
-    k = 0
-    while distance:
-        if distance & 1:
-            a, b, c, d = tables[k]
-            crc = a[crc & 0xFF] ^ b[(crc >> 8) & 0xFF] ^ c[(crc >> 16) & 0xFF] ^ d[crc >> 24]
-        distance >>= 1
-        k += 1
-    return crc
-
-
-def _move_many(crcs: np.ndarray, distances: np.ndarray) -> np.ndarray:
-    tables = _tables()
-    moved = crcs.astype(np.uint32)
-    for k in range(int(distances.max()).bit_length()):
-        odd = np.flatnonzero((distances >> k) & 1)
-        moved[odd] = _apply(tables[k], moved[odd])
-    return moved
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def _table_of(distance: int) -> np.ndarray:
-    """Returns the matrix that moves a checksum by this many bytes, as four tables of 256."""
-    places = np.arange(256, dtype=np.uint32)[None, :] << np.array([[0], [8], [16], [24]], np.uint32)
-    return _move_many(places.ravel(), np.full(places.size, distance)).reshape(places.shape) if distance else places
-
-
-def move(crc: int, distance: int) -> int:
-    """Returns the contribution of a checksum to that of a whole in which `distance` bytes follow it."""
-    return _move_one(crc, distance)
-
-
-def combine_spread(crcs: np.ndarray, stride: int) -> int:
-    """Returns the contribution of equal ranges, one every `stride` bytes, to the crc of a whole that ends with them.
-
-    The checksum of a whole is the xor of what its ranges add: those of other ranges between them may come from
-    elsewhere.
-    """
-    if len(crcs) <= _FEW_PARTS:
-        whole = 0
-        for crc in crcs.tolist():
-            whole = _move_one(whole, stride) ^ crc
-        return whole
-    # Neighbours are joined, and then pairs of them: half as many each time, moved by one matrix.
-    crcs = np.concatenate([np.zeros(len(crcs) % 2, np.uint32), crcs.astype(np.uint32)])
-    return combine_spread(_apply(_table_of(stride), crcs[0::2]) ^ crcs[1::2], 2 * stride)
-
-
-def combine(crcs: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
-    """Returns the crc32c of a concatenation, from the crc32c and the length in bytes of each range, in order."""
-    if len(crcs) != len(lengths):
-        raise ValueError(f"{len(crcs)} checksums for {len(lengths)} lengths")
-    if len(crcs) <= _FEW_PARTS:
-        whole = 0
-        for crc, length in zip(crcs, lengths, strict=True):
-            whole = _move_one(whole, int(length)) ^ int(crc)
-        return whole
-    sizes = np.asarray(lengths, np.int64)
-    after = sizes[::-1].cumsum()[::-1] - sizes
-    return int(np.bitwise_xor.reduce(_move_many(np.asarray(crcs, np.uint32), after)))

@@ -28,6 +28,8 @@ KNOWN_NAMES = (
     "model.safetensors.index.json",
     "flax_model.msgpack",
     "flax_model.msgpack.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
 
 

@@ -7,10 +7,14 @@ and a function that changes raw bytes (libFuzzer's, or `random_bytes`); what can
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
+import pickletools
 import random
 import struct
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
 from tests.support.bundle_writer import Handles, block_entries, sealed, table, table_of_blocks, varint
+from tests.support.zip_files import Entry, archive_of
 
 ChangeBytes = Callable[[bytes], bytes]
 Mutation = Callable[[bytes, random.Random, ChangeBytes], bytes]
@@ -137,6 +142,56 @@ def edited_safetensors(data: bytes, generator: random.Random, change: ChangeByte
     else:
         header = edited_json(header, generator, change)
     return struct.pack("<Q", len(header)) + header + rest
+
+
+# -- ZIP archives, and the pickle of PyTorch in one
+
+
+def edited_torch(data: bytes, generator: random.Random, change: ChangeBytes) -> bytes:
+    """An archive with its pickle, a field of a header or some bytes changed, and the checksums right again."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = [Entry(info.orig_filename.encode(), archive.read(info)) for info in archive.infolist()]
+    except Exception:  # anything at all may stand there
+        return change(data)
+    kind = generator.randrange(4)
+    if kind == 0 or not entries:
+        return change(data)
+    if kind == 1:
+        entry = generator.choice(entries)
+        field = generator.choice(("flags", "method", "size", "stored", "crc", "header", "local_method", "local_crc"))
+        wide = 0xFFFF if field in ("flags", "method", "local_method") else 0xFFFFFFFF
+        setattr(entry, field, generator.choice(_NUMBERS) & wide)
+    else:
+        entry = next((entry for entry in entries if entry.name.endswith(b".pkl")), entries[0])
+        entry.data = edited_pickle(entry.data, generator, change)
+    return archive_of(entries, zip64={} if generator.random() < 0.5 else None)
+
+
+def edited_pickle(data: bytes, generator: random.Random, change: ChangeBytes) -> bytes:
+    """A pickle with opcodes moved, repeated or removed, or with a number in it replaced."""
+    try:
+        starts = [at for _, _, at in pickletools.genops(data)] + [len(data)]
+    except Exception:  # the same
+        return change(data)
+    parts = [data[low:high] for low, high in itertools.pairwise(starts)]
+    for _ in range(generator.randint(1, _MAX_EDITS)):
+        if not parts:
+            break
+        at = generator.randrange(len(parts))
+        kind = generator.randrange(5)
+        if kind == 0:
+            del parts[at]
+        elif kind == 1:
+            parts.insert(at, generator.choice(parts))
+        elif kind == 2:
+            parts[at] = change(parts[at])
+        elif kind == 3:
+            parts[at] = b"\x8a\x08" + (generator.choice(_NUMBERS) % 2**64).to_bytes(8, "little")
+        else:
+            text = generator.choice(_TEXTS).encode()
+            parts[at] = b"X" + struct.pack("<I", len(text)) + text
+    return b"".join(parts)
 
 
 # -- TensorFlow bundles

@@ -36,8 +36,10 @@ from orbax_t5x.storage.paths import Root
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
 from tests.fuzz import mutations
 from tests.fuzz.mutations import ChangeBytes, Mutation
+from tests.support import torch_files
 from tests.support.bundle_writer import block, bundle_of, entry, header, sealed, shard_path, table, table_of_blocks
 from tests.support.gguf_files import gguf_bytes
+from tests.support.zip_files import Entry, archive_of
 
 Check = Callable[[bytes], CheckpointError | None]
 
@@ -400,6 +402,30 @@ def _gguf_files() -> list[bytes]:
     return [gguf_bytes(arrays, metadata, q8=["q"]), gguf_bytes({})]
 
 
+def _torch(directory: Path) -> Check:
+    path = directory / "model.pt"
+    listed = [path.name]
+
+    def check(data: bytes) -> CheckpointError | None:
+        path.write_bytes(data)
+        found = contents(path, "torch")
+        assert [entry.name for entry in directory.iterdir()] == listed
+        return found.first_error
+
+    return check
+
+
+def _torch_files() -> list[bytes]:
+    arrays = {"w": _VALUE.reshape(2, 4), "n": np.arange(6, dtype=np.uint16), "b": np.array(True)}
+    tensors, storages = torch_files.saved_arrays(arrays)
+    tree = {"model": torch_files.ordered(tensors), "t": tensors["w"]._replace(shape=(4, 2), strides=(1, 4))}
+    tree |= {"e": tensors["w"]._replace(shape=(3, 4), strides=(0, 2)), "epoch": 3, "x": [1.5, "text", None, (1, 2)]}
+    pickle = torch_files.pickled(tree)
+    entries = [Entry(b"m/data.pkl", pickle), Entry(b"m/byteorder", b"little", local_extra=b"FB\3\0ZZZ")]
+    entries += [Entry(f"m/data/{key}".encode(), data) for key, data in storages.items()]
+    return [torch_files.archive(pickle, storages), archive_of(entries, zip64={})]
+
+
 def _weight_map(directory: Path) -> Check:
     for number in (1, 2):
         file = directory / f"model-{number}.safetensors"
@@ -561,6 +587,7 @@ def _some_names() -> list[bytes]:
 _FILES = (
     *("checkpoint", "model.safetensors", "model.safetensors.index.json", "model.ckpt-1.index", "flax_model.msgpack"),
     *("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", ".zarray", "checkpoint_3", "config.json", "_strings.json"),
+    "model.pt",
 )
 
 
@@ -594,6 +621,7 @@ def _some_files() -> list[bytes]:
         *((5, one) for one in _orbax_metadatas()[:1]),
         *((6, one) for one in _orbax_steps()[:1]),
         *((9, one) for one in _t5x_trees()[:1]),
+        *((12, one) for one in _torch_files()[:1]),
         (1, b"version https://git-lfs.github.com/spec/v1\n"),
         (9, b"PK\x03\x04"),
         (9, b"\x80\x04\x95"),
@@ -653,6 +681,7 @@ TARGETS: dict[str, Target] = {
     "zarray": Target(_zarray, _zarrays, mutations.edited_json),
     "safetensors": Target(_safetensors, _safetensors_files, mutations.edited_safetensors),
     "gguf": Target(_gguf, _gguf_files, mutations.edited_gguf),
+    "torch": Target(_torch, _torch_files, mutations.edited_torch),
     "weight_map": Target(_weight_map, _weight_maps, mutations.edited_json),
     "orbax_metadata": Target(_orbax_metadata, _orbax_metadatas, mutations.edited_json),
     "orbax_step": Target(_orbax_step, _orbax_steps, mutations.edited_json),

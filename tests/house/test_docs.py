@@ -31,6 +31,7 @@ def test_examples_run(page, goldens, tmp_path):
     names = {
         "bundle": goldens / "tf_bundle" / "t5_1_1_f32",
         "hugging_face": goldens / "safetensors" / "t5_1_1",
+        "pytorch": goldens / "torch" / "t5_1_1",
         "directory": tmp_path / "steps",
     }
     for block in _EXAMPLE.finditer(text):

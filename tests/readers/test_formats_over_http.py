@@ -53,6 +53,14 @@ class TestSafetensorsWithIndex(OverHttp, suites.SafetensorsIndexSuite):
     dtypes = (np.dtype(np.float32), np.dtype(np.int8))
 
 
+class TestTorch(OverHttp, suites.TorchSuite):
+    pass
+
+
+class TestTorchWithIndex(OverHttp, suites.TorchIndexSuite):
+    dtypes = (np.dtype(np.float32), np.dtype(np.uint16))
+
+
 class TestFlaxMsgpack(OverHttp, suites.FlaxMsgpackSuite):
     dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 
@@ -90,7 +98,11 @@ class TestOrbaxZarr3(OverHttp, suites.OrbaxSuite):
 
 def golden_checkpoints():
     for directory, _, names in sorted(os.walk(GOLDENS)):
-        single = [name for name in names if name.endswith((".index", ".safetensors", "flax_model.msgpack"))]
+        single = [
+            name
+            for name in names
+            if name.endswith((".index", ".safetensors", "flax_model.msgpack", "pytorch_model.bin"))
+        ]
         if single or "_METADATA" in names or "checkpoint" in names:
             yield str(Path(directory).relative_to(GOLDENS))
 

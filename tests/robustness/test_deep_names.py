@@ -15,6 +15,7 @@ from orbax_t5x.cli.main import main
 from orbax_t5x.errors import LimitExceededError, UnsupportedCheckpointError
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support.bundle_writer import bundle_of
+from tests.support.torch_files import save_torch
 
 VALUE = np.arange(3, dtype=np.float32)
 
@@ -43,6 +44,10 @@ def flax_msgpack(directory: Path, name: str) -> Path:
     return path
 
 
+def torch(directory: Path, name: str) -> Path:
+    return save_torch(directory / "pytorch_model.bin", {name: VALUE})
+
+
 def t5x(directory: Path, name: str) -> Path:
     tree = {"version": 3, "optimizer": {name: VALUE}}
     (directory / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
@@ -63,7 +68,7 @@ def aggregate(directory: Path, name: str) -> Path:
     return directory / "item"
 
 
-@pytest.mark.parametrize("write", [tf_bundle, safetensors, flax_msgpack, t5x, orbax, aggregate])
+@pytest.mark.parametrize("write", [tf_bundle, safetensors, flax_msgpack, torch, t5x, orbax, aggregate])
 def test_names_of_more_than_64_levels_are_a_limit_in_every_format(write, tmp_path, capsys):
     (tmp_path / "good").mkdir()
     # An aggregate's leaf is one level below the name.

@@ -90,6 +90,16 @@ def _flax_msgpack(name: str) -> Stored:
         return Stored(_GOLDENS / "flax_msgpack" / name, dict(values))
 
 
+def _torch(name: str) -> Stored:
+    with np.load(_GOLDENS / "safetensors" / "t5_1_1_expected.npz") as values:
+        tied = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+        half = name.endswith("bf16")
+        arrays = {leaf: values[leaf] for leaf in values.files if not (half and leaf in tied)}
+    if half:
+        arrays = {leaf: value.astype(ml_dtypes.bfloat16) for leaf, value in arrays.items()}
+    return Stored(_GOLDENS / "torch" / name, arrays)
+
+
 def _aggregate(name: str) -> Stored:
     path = _GOLDENS / "orbax_aggregate" / f"{name}.checkpoint"
     leaves = jax.tree_util.tree_flatten_with_path(ocp.PyTreeCheckpointer().restore(path))[0]
@@ -105,6 +115,7 @@ _READ: dict[str, tuple[Callable[[str], Stored], tuple[str, ...]]] = {
     "t5x_orbax": (_t5x_orbax, ("d8_adafactor", "d1_adamw_oldjax")),
     "safetensors": (_safetensors, ("t5_1_1",)),
     "flax_msgpack": (_flax_msgpack, ("t5_1_1", "t5_1_0")),
+    "torch": (_torch, ("t5_1_1", "t5_1_1_bf16")),
     "orbax_aggregate": (_aggregate, ("aggregate_some", "aggregate_all")),
 }
 

@@ -16,6 +16,7 @@ from orbax_t5x.testing.reader_suite import NUMBERS, ReaderSuite, sample_arrays
 from orbax_t5x.trees.flat import unflatten
 from tests.support import gguf_files
 from tests.support.bundle_writer import DTYPES, bundle_of, np_dtype
+from tests.support.torch_files import save_torch
 
 # Those of the format besides what every format stores.
 BUNDLE_DTYPES = NUMBERS + tuple(np_dtype(name) for name in DTYPES if np_dtype(name) not in NUMBERS)
@@ -65,6 +66,27 @@ class SafetensorsIndexSuite(ReaderSuite):
             save_safetensors(directory / file, part)
             weight_map |= dict.fromkeys(part, file)
         (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        return directory
+
+
+class TorchSuite(ReaderSuite):
+    """Written by hand; torch loads such files."""
+
+    dtypes = (*NUMBERS, np.dtype(ml_dtypes.float8_e4m3fnuz), np.dtype(np.complex128))
+
+    def write(self, directory, arrays):
+        return save_torch(directory / "pytorch_model.bin", arrays)
+
+
+class TorchIndexSuite(ReaderSuite):
+    def write(self, directory, arrays):
+        weight_map = {}
+        for k in range(2):
+            file = f"pytorch_model-0000{k + 1}-of-00002.bin"
+            part = dict(list(arrays.items())[k::2])
+            save_torch(directory / file, part)
+            weight_map |= dict.fromkeys(part, file)
+        (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
         return directory
 
 

@@ -24,7 +24,7 @@ class ForeignFormat(NamedTuple):
 _CONVERT = "load it with its own library and save the arrays as safetensors"
 _FROM_TORCH = "load the model that it was exported from, and save that as safetensors"
 _LFS = ForeignFormat("a Git LFS pointer", "run `git lfs pull` where it was cloned")
-_ZIP = ForeignFormat("a zip archive (a PyTorch file or an .npz), which may hold pickles", _CONVERT)
+_ZIP = ForeignFormat("a zip archive, and none that torch.save or numpy.savez wrote", _CONVERT)
 _PICKLE = ForeignFormat("a pickle, which would run code to be read", _CONVERT)
 _HDF5 = ForeignFormat("an HDF5 file (Keras)", f"{_CONVERT}: h5py lists its arrays by name")
 _KERAS = ForeignFormat("a Keras model", "keras.saving.load_model reads it; save its weights as safetensors")
@@ -38,7 +38,6 @@ _EQUINOX = ForeignFormat(
 )
 _NPY = ForeignFormat("a single NumPy array", "use numpy.load")
 _PACKED = ForeignFormat("a compressed file", "decompress it first")
-_TORCH = ForeignFormat("PyTorch weights, which are pickles", _CONVERT)
 _SAVED_MODEL = ForeignFormat("a TensorFlow SavedModel", "open its variables/variables, which is a bundle")
 _LEVANTER = ForeignFormat(
     "a checkpoint of Levanter: arrays of TensorStore without a list of them",
@@ -75,7 +74,6 @@ _MAGICS: tuple[tuple[re.Pattern[bytes], ForeignFormat], ...] = (
 )
 # Names in a directory.
 _NAMES: tuple[tuple[re.Pattern[str], ForeignFormat], ...] = (
-    (re.compile(r"pytorch_model.*\.(bin|pt|pth)"), _TORCH),
     (re.compile(r"(tf_model|model)\.h5"), _HDF5),
     (re.compile(r".*\.keras"), _KERAS),
     (re.compile(r"saved_model\.pb"), _SAVED_MODEL),

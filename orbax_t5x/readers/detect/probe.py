@@ -189,6 +189,14 @@ def _probe_file(path: str, opened: Descriptor, found: os.stat_result) -> PathPro
         opened.close()
 
 
+def first_zip_member(probe: PathProbe) -> bytes | None:
+    """Returns the name of a ZIP archive's first member, as far as it was read; None for other files."""
+    if probe.kind != "file" or not probe.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return None
+    size = int.from_bytes(probe.head[26:28], "little") if probe.head.startswith(b"PK\x03") else 0
+    return probe.head[30 : 30 + size]
+
+
 def is_sstable(probe: PathProbe) -> bool:
     """Reports whether a file ends as an SSTable does: the index of a bundle, or a TensorFlow 1 (V1) checkpoint."""
     return probe.kind == "file" and probe.tail.endswith(_SSTABLE_MAGIC)

@@ -28,7 +28,7 @@ from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, locate_box, split_ends, union_runs
 from orbax_t5x.readers.ranges.extents import StoredBytes
 from orbax_t5x.readers.ranges.scatter import Elements, Scatter, as_stored
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.crc import CRC32C, Crc
 
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096
@@ -69,7 +69,8 @@ class _Span(NamedTuple):
 class _ReadChecksums:
     """Checksums of consecutive reads; with `join`, one range while one read follows the other."""
 
-    def __init__(self, wanted: bool, *, join: bool = True):
+    def __init__(self, kind: Crc, wanted: bool, *, join: bool = True):
+        self._kind = kind
         self._wanted = wanted
         self._join = join
         self._start = self._stop = 0
@@ -82,7 +83,7 @@ class _ReadChecksums:
         if start != self._stop or not self._join:
             self.flush()
             self._start = start
-        self._crc = _crc.extend(self._crc, data)
+        self._crc = self._kind.extend(self._crc, data)
         self._stop = start + data.nbytes
 
     def flush(self) -> list[ChecksummedRange]:
@@ -125,9 +126,11 @@ class ByteRange(StoredRange):
 
     Attributes:
       swap: the bytes of each element are stored in the other order than this machine's.
+      kind: of the checksums that reading computes.
     """
 
     swap: bool = False
+    kind: Crc = CRC32C
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +166,7 @@ class ByteRange(StoredRange):
         return self._read_windows(wanted, checksum, leaf)
 
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
-        checksums = _ReadChecksums(True)
+        checksums = _ReadChecksums(self.kind, True)
         size = 0
         buffer = _staging()
         windows = [
@@ -191,7 +194,7 @@ class ByteRange(StoredRange):
         return ReadOutcome([one for outcome in done for one in outcome.ranges], wanted, read - wanted)
 
     def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> ReadOutcome:
-        checksums = _ReadChecksums(checksum)
+        checksums = _ReadChecksums(self.kind, checksum)
         size = 0
         file = self.file.ahead((self.offset + batch.start, batch.size) for batch in batches)
         for batch in batches:
@@ -216,7 +219,8 @@ class ByteRange(StoredRange):
         scatter = Scatter(self.shape, grid.depth, requests, elements)
         jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.ranges))
         done = run_jobs(
-            partial(self._read_some, windows, scatter, _ReadChecksums(checksum, join=join), leaf) for windows in jobs
+            partial(self._read_some, windows, scatter, _ReadChecksums(self.kind, checksum, join=join), leaf)
+            for windows in jobs
         )
         read = sum(outcome.wanted for outcome, _ in done)
         filled = sum(elements for _, elements in done)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.crc import CRC32C, Crc
 
 # Fewer ranges than this are sent one by one.
 _FEW = 16
@@ -34,18 +34,18 @@ class Coverage(NamedTuple):
     conflict: tuple[int, int] | None = None
 
 
-def cover(ranges: Sequence[ChecksummedRange], size: int) -> Coverage:
-    """Combines the checksums of `ranges` of `size` bytes."""
+def cover(ranges: Sequence[ChecksummedRange], size: int, kind: Crc = CRC32C) -> Coverage:
+    """Combines the checksums of `ranges` of `size` bytes, which are of one kind."""
     if not size:
         return Coverage(0, True)
     if len(ranges) == 1 and (ranges[0].start, ranges[0].stop) == (0, size):
         return Coverage(ranges[0].crc, True)
     if any(one.times > 1 for one in ranges):
         columns = [one for one in ranges if one.times > 1]
-        joined, rest = _join_columns(columns)
+        joined, rest = _join_columns(columns, kind)
         if isinstance(joined, Coverage):
             return joined
-        found = cover([one for one in ranges if one.times == 1] + joined, size)
+        found = cover([one for one in ranges if one.times == 1] + joined, size, kind)
         return found._replace(complete=found.complete and not rest)
     if not ranges:
         return Coverage(None, False)
@@ -59,11 +59,11 @@ def cover(ranges: Sequence[ChecksummedRange], size: int) -> Coverage:
     table = table[np.concatenate([[True], ~again])]
     starts, stops, crcs = table.T
     if starts[0] == 0 and stops[-1] == size and np.array_equal(stops[:-1], starts[1:]):
-        return Coverage(_crc.combine(crcs, stops - starts), True)
-    return _chains(table.tolist(), size)
+        return Coverage(kind.combine(crcs, stops - starts), True)
+    return _chains(table.tolist(), size, kind)
 
 
-def fold_columns(ranges: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
+def fold_columns(ranges: Sequence[ChecksummedRange], kind: Crc = CRC32C) -> list[ChecksummedRange]:
     """Folds plain ranges into columns of many rows, each one range, for processes to exchange.
 
     A row of a bundle's matrix is a read and a range of its own where columns are far apart; a model has millions.
@@ -79,7 +79,7 @@ def fold_columns(ranges: Sequence[ChecksummedRange]) -> list[ChecksummedRange]:
             continue
         first, stride = row[0], row[1].start - row[0].start
         crcs = np.asarray([one.crc for one in row], np.uint32)
-        folded.append(first._replace(crc=_crc.combine_spread(crcs, stride), stride=stride, times=len(row)))
+        folded.append(first._replace(crc=kind.combine_spread(crcs, stride), stride=stride, times=len(row)))
         at += len(row)
     return folded
 
@@ -98,7 +98,7 @@ def _row_of_equal(ranges: Sequence[ChecksummedRange], at: int) -> Sequence[Check
     return ranges[at:]
 
 
-def _join_columns(ranges: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedRange] | Coverage, bool]:
+def _join_columns(ranges: Sequence[ChecksummedRange], kind: Crc) -> tuple[list[ChecksummedRange] | Coverage, bool]:
     """Joins columns side by side that together fill every stride to plain ranges; or returns a conflict.
 
     Also returned is whether there were others: those have no checksum together.
@@ -122,7 +122,7 @@ def _join_columns(ranges: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedR
                 end = first + stride * times
                 crc = 0
                 for low, high in begun:
-                    crc ^= _crc.move(known[stride, times, low, high], first + stride - high)
+                    crc ^= kind.move(known[stride, times, low, high], first + stride - high)
                 joined.append(ChecksummedRange(first, end, crc))
             else:
                 rest = True
@@ -131,13 +131,13 @@ def _join_columns(ranges: Sequence[ChecksummedRange]) -> tuple[list[ChecksummedR
     return joined, rest
 
 
-def _chains(ranges: list[list[int]], size: int) -> Coverage:
+def _chains(ranges: list[list[int]], size: int, kind: Crc) -> Coverage:
     """Handles the general case: checksums of all prefixes that chains reach; ranges are sorted by start."""
     known = {0: 0}
     for start, stop, crc in ranges:
         if start not in known:
             continue
-        value = _crc.combine([known[start], crc], [start, stop - start])
+        value = kind.combine([known[start], crc], [start, stop - start])
         if known.setdefault(stop, value) != value:
             return Coverage(None, False, (start, stop))
     leads_on = {size}

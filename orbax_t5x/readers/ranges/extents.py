@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -78,5 +79,33 @@ class _JoinedReadAhead:
         self._joined._read(self._file, offset, buffers, leaf)
 
 
-StoredBytes = StoredFile | JoinedExtents
+class DeferredExtents:
+    """Ranges of a file that are found when they are first read.
+
+    Attributes:
+      path: of the file.
+    """
+
+    def __init__(self, path: str, find: Callable[[], JoinedExtents]):
+        self.path: str = path
+        self._find = find
+
+    @functools.cached_property
+    def _found(self) -> JoinedExtents:
+        return self._find()
+
+    def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
+        """Implements `StoredFile.read_into`; `offset` counts from the first byte of the first range."""
+        self._found.read_into(offset, buffers, leaf=leaf)
+
+    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
+        """Implements `StoredFile.ahead`."""
+        return self._found.ahead(ranges)
+
+    def check_unchanged(self, *, leaf: str | None = None) -> None:
+        """Implements `StoredFile.check_unchanged`."""
+        self._found.check_unchanged(leaf=leaf)
+
+
+StoredBytes = StoredFile | JoinedExtents | DeferredExtents
 """Bytes that a `ByteRange` reads: of a file, or of ranges of one."""

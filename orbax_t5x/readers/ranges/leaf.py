@@ -15,6 +15,8 @@ from orbax_t5x.lazy.leaf import BlockingLeaf, Checksums, Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.ranges.byte_range import ReadOutcome, StoredRange
 from orbax_t5x.readers.ranges.coverage import cover, uncovered
+from orbax_t5x.readers.ranges.strided import StridedRange
+from orbax_t5x.storage.crc import CRC32C, Crc
 from orbax_t5x.storage.locations import is_url
 
 
@@ -68,10 +70,10 @@ class ByteRangeLeaf(RangeLeaf):
 
 
 class RangeChecksums(Checksums):
-    """A crc32c over each byte range of a leaf; its checksummed extent is these ranges one after the other."""
+    """A checksum over each byte range of a leaf; its checksummed extent is these ranges one after the other."""
 
-    def __init__(self, leaf: RangeLeaf, stored: Sequence[tuple[StoredRange, int]]):
-        self._leaf, self._stored = leaf, stored
+    def __init__(self, leaf: RangeLeaf, stored: Sequence[tuple[StoredRange, int]], kind: Crc = CRC32C):
+        self._leaf, self._stored, self.kind = leaf, stored, kind
 
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
         starts = list(itertools.accumulate([stored.nbytes for stored, _ in self._stored[:-1]], initial=0))
@@ -81,11 +83,11 @@ class RangeChecksums(Checksums):
             own[number].append(moved(one, -starts[number]))
         verified = True
         for (stored, crc), read in zip(self._stored, own, strict=True):
-            if _verify_range(stored, crc, read, self._leaf.name):
+            if _verify_range(stored, crc, read, self._leaf.name, self.kind):
                 continue
             if stats.verify == "full":
                 self._leaf.raise_error()
-                await run_in_pool(reader_pool(), _verify_rest, stored, crc, read, self._leaf.name, stats)
+                await run_in_pool(reader_pool(), _verify_rest, stored, crc, read, self._leaf.name, stats, self.kind)
             else:
                 verified = False
         return verified
@@ -96,7 +98,9 @@ def moved(one: ChecksummedRange, offset: int) -> ChecksummedRange:
     return one._replace(start=one.start + offset, stop=one.stop + offset)
 
 
-def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum: bool, leaf: str) -> ReadOutcome:
+def read_unchanged(
+    range: StoredRange | StridedRange, requests: Sequence[Request], *, checksum: bool, leaf: str
+) -> ReadOutcome:
     """Reads a file that is still the one that was opened; blocks.
 
     In a file that changed, what looked like damage is none: that is a CheckpointGoneError.
@@ -110,32 +114,34 @@ def read_unchanged(range: StoredRange, requests: Sequence[Request], *, checksum:
     return outcome
 
 
-def _verify_range(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str) -> bool:
+def _verify_range(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, kind: Crc) -> bool:
     """Reports whether ranges cover one and every one is verified; raises CorruptCheckpointError where not sound."""
-    found = cover(read, range.nbytes)
+    found = cover(read, range.nbytes, kind)
     if found.conflict is not None:
         low, high = found.conflict
         message = f"bytes {low} to {high} of the leaf gave different checksums when read twice; the file is changing"
         raise CorruptCheckpointError(message, path=range.file.path, leaf=leaf)
     if found.crc is not None and found.crc != crc:
         raise CorruptCheckpointError(
-            f"its {range.nbytes} bytes at {range.offset} have the crc32c {found.crc:#010x}, stored is {crc:#010x}; the"
-            " data are damaged",
+            f"its {range.nbytes} bytes at {range.offset} have the {kind.name} {found.crc:#010x}, stored is "
+            f"{crc:#010x}; the data are damaged",
             path=range.file.path,
             leaf=leaf,
         )
     return found.complete
 
 
-def _verify_rest(range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, stats: ReadStats) -> bool:
+def _verify_rest(
+    range: StoredRange, crc: int, read: Sequence[ChecksummedRange], leaf: str, stats: ReadStats, kind: Crc
+) -> bool:
     """Reads the bytes that no range covers, once, and verifies; blocks."""
     holes = uncovered(read, range.nbytes)
     outcome = range.sum(holes, leaf=leaf)
     stats.count(outcome.wanted)
     range.file.check_unchanged(leaf=leaf)
-    if _verify_range(range, crc, [*read, *outcome.ranges], leaf):
+    if _verify_range(range, crc, [*read, *outcome.ranges], leaf, kind):
         return True
     # Overlapping ranges of different boundaries have no common checksum: only reading the whole decides.
     outcome = range.sum([(0, range.nbytes)], leaf=leaf)
     stats.count(outcome.wanted)
-    return _verify_range(range, crc, outcome.ranges, leaf)
+    return _verify_range(range, crc, outcome.ranges, leaf, kind)

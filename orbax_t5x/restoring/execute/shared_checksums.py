@@ -28,7 +28,10 @@ def gather_checksums(
     # What `verify="full"` has to read in addition is only seen in the ranges themselves.
     ranges = [stats.ranges(leaf) for leaf in leaves]
     if stats.verify != "full":
-        ranges = [fold_columns(found) for found in ranges]
+        ranges = [
+            fold_columns(found, checksums.kind) if (checksums := leaf.checksums) is not None else []
+            for leaf, found in zip(leaves, ranges, strict=True)
+        ]
     numbers = [(index, *one) for index, found in enumerate(ranges) for one in found]
     mine = np.asarray(numbers, np.uint64).reshape(-1, _COLUMNS)
     gathered: dict[Leaf, list[ChecksummedRange]] = {}

@@ -21,11 +21,10 @@ SCHEME = "hf"
 # A revision that begins with `refs/` has three parts: a pull request's, `refs/pr/3`, or a converted one's.
 _REVISION = r"refs/[^/]+/[^/]+|(?!refs/)[^/]+"
 _PATH = re.compile(rf"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>{_REVISION}))?(?:/(?P<file>.*))?", re.ASCII)
-_INDEX_SUFFIX = ".safetensors.index.json"
+_INDEX_SUFFIX = ".index.json"
 _CONFIG = "config.json"
-# What a repository may hold, best first: the files of a format, and one of them that must be there.
-_SAFETENSORS = ("model.safetensors", "model-*.safetensors", f"model{_INDEX_SUFFIX}", _CONFIG)
-_FLAX = ("flax_model.msgpack", _CONFIG)
+# What a repository may hold, best first; each also in several files with an index.
+_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
 
 
 class HubPath(NamedTuple):
@@ -75,13 +74,14 @@ def download(path: str) -> str:
         if not os.path.lexists(found):
             raise CheckpointNotFoundError("the repository has no such file", path=path)
         return str(found)
-    for patterns in (_SAFETENSORS, _FLAX):
+    for file in _FILES:
+        patterns = (file, f"{file}{_INDEX_SUFFIX}", _shards_of(file), _CONFIG)
         snapshot = Path(_snapshot(path, wanted, patterns))
         if any(found.name != _CONFIG for pattern in patterns for found in snapshot.glob(pattern)):
             return str(snapshot)
     raise UnsupportedCheckpointError(
-        "the repository has neither model.safetensors (nor its index) nor flax_model.msgpack at its top; name a file "
-        "or a directory in it: hf://org/name/file",
+        f"the repository has neither {' nor '.join(_FILES)} (nor the index of one) at its top; name a file or a "
+        "directory in it: hf://org/name/file",
         path=path,
     )
 
@@ -93,8 +93,14 @@ def _patterns_of(file: str) -> list[str]:
     directory = f"{file.rpartition('/')[0]}/" if "/" in file else ""
     patterns = [file, f"{file}/*", f"{directory}{_CONFIG}"]
     if file.endswith(_INDEX_SUFFIX):
-        patterns.append(f"{file.removesuffix(_INDEX_SUFFIX)}-*.safetensors")
+        patterns.append(_shards_of(file.removesuffix(_INDEX_SUFFIX)))
     return patterns
+
+
+def _shards_of(file: str) -> str:
+    """Returns the pattern of the files into which Hugging Face's libraries split one."""
+    stem, suffix = os.path.splitext(file)
+    return f"{stem}-*{suffix}"
 
 
 def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:

@@ -125,7 +125,6 @@ def test_directories_of_exports(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("pytorch_model.bin", "PyTorch"),
         ("tf_model.h5", "Keras"),
         ("a.eqx", "Equinox"),
         ("rust_model.ot", "rust"),

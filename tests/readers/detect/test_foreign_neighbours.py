@@ -13,6 +13,7 @@ import orbax_t5x as ot
 from tests.support.bundle_writer import bundle_of
 from tests.support.gguf_files import write_gguf
 from tests.support.t5x_steps import GOOD, array, save
+from tests.support.torch_files import save_torch
 
 OTHER = {"other": np.zeros(3, np.float32)}
 _MSGPACK = b"\x81\xa5other\x93\x01\x02\x03"
@@ -82,6 +83,11 @@ def _gguf(directory: Path) -> None:
     write_gguf(directory / "weights.gguf", {"good": GOOD})
 
 
+def _hub_torch(directory: Path) -> None:
+    directory.mkdir()
+    save_torch(directory / "pytorch_model.bin", {"good": GOOD})
+
+
 # A directory of each format: its writer, the format that owns it and its newest step.
 OWNERS = {
     "a T5X step": (_t5x_step, "t5x", None),
@@ -93,6 +99,7 @@ OWNERS = {
     "a model of safetensors": (_hub_safetensors, "safetensors", None),
     "safetensors of another name": (_named_safetensors, "safetensors", None),
     "a model in msgpack": (_hub_flax, "flax_msgpack", None),
+    "a model of PyTorch": (_hub_torch, "torch", None),
     "a model in several msgpack files": (_hub_flax_index, "flax_msgpack", None),
     "a Flax root": (_flax_root, "flax_msgpack", 20),
     "a GGUF file": (_gguf, "gguf", None),
@@ -122,7 +129,7 @@ MARKED_NEIGHBOURS = {
 }
 _WEAK = (
     *("a model of safetensors", "safetensors of another name", "a model in msgpack"),
-    *("a model in several msgpack files", "a Flax root", "a GGUF file"),
+    *("a model in several msgpack files", "a Flax root", "a GGUF file", "a model of PyTorch"),
 )
 
 
@@ -143,11 +150,15 @@ def owned(tmp_path_factory):
 CASES = [(owner, neighbour) for owner in OWNERS for neighbour in NEIGHBOURS] + [
     (owner, neighbour) for owner in OWNERS if owner not in _WEAK for neighbour in MARKED_NEIGHBOURS
 ]
-_NO_CHECKPOINTS = ("the iterator of a dataset", "npz", "PyTorch", "the directory of a bundle")
+_NO_CHECKPOINTS = ("the iterator of a dataset", "npz", "the directory of a bundle")
 # All files of one format under their usual names, with another format's: two readings, and no owner.
 AMBIGUOUS = {
     ("safetensors of another name", "safetensors"),
     ("safetensors of another name", "the index of safetensors"),
+    ("a model of PyTorch", "safetensors"),
+    ("a model of PyTorch", "the index of safetensors"),
+    ("a model of PyTorch", "PyTorch"),
+    ("a Flax root", "PyTorch"),
     ("a Flax root", "safetensors"),
     ("a Flax root", "the index of safetensors"),
     ("a Flax root", "a bundle"),

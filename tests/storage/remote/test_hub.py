@@ -16,6 +16,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.storage.remote.hub import parse_hub_path
 from tests.support.http_store import HttpStore
+from tests.support.torch_files import save_torch
 
 pytestmark = pytest.mark.slow
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -131,6 +132,18 @@ def test_flax_of_the_hub(hub):
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pytorch_of_the_hub(hub, tmp_path, sharded):
+    file = "pytorch_model-00001-of-00001.bin" if sharded else "pytorch_model.bin"
+    hub.files = {file: save_torch(tmp_path / file, {"w": W}).read_bytes(), "config.json": b"{}"}
+    if sharded:
+        hub.files["pytorch_model.bin.index.json"] = json.dumps({"weight_map": {"w": file}}).encode()
+    for path in ("", f"/{file}", *(["/pytorch_model.bin.index.json"] if sharded else [])):
+        with ot.open_checkpoint(f"hf://google/tiny{path}") as checkpoint:
+            assert checkpoint.format == "torch"
+            np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
 ODD_ANSWERS = [b"{}", b"[]", b"3", b"null", b"[1]", b'[{"type": "file"}]', b'[{"a": 1}]', b"{"]
 
 
@@ -161,7 +174,7 @@ def test_the_cache_is_enough(hub):
 
 
 def test_what_is_not_on_the_hub(hub):
-    hub.files = {"pytorch_model.bin": b"\x80\x02"}
+    hub.files = {"tf_model.h5": b"\x89HDF"}
     with pytest.raises(UnsupportedCheckpointError, match=r"neither model\.safetensors"):
         ot.open_checkpoint("hf://google/tiny")
     for path in ("google/other", "google/tiny@v9", "google/tiny/model.safetensors"):

@@ -1,0 +1,123 @@
+"""The leaves of a PyTorch file's tree: a tensor is a box of its storage, which is a member of the archive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, UnsupportedCheckpointError, error_at
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
+from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
+from orbax_t5x.readers.string_leaf import StringLeaf
+from orbax_t5x.readers.torch_zip.opcodes import Name, Node, TensorNode, Tuple
+from orbax_t5x.readers.zip_leaf import ZipLeaf
+from orbax_t5x.readers.zip_members import STORED, Archive
+from orbax_t5x.storage.limits import Limits
+
+_MAX_INT = 2**63 - 1
+# Of which NumPy has no type.
+_WITHOUT_NUMPY = ("complex32", "float4_e2m1fn_x2")
+
+
+class LeafMaker:
+    """Maker of the leaves of one file.
+
+    Attributes:
+      flag: whether the checkpoint is open, for values that are in memory.
+    """
+
+    def __init__(self, archive: Archive, storages: str, *, swap: bool, limits: Limits, flag: OpenFlag):
+        """Holds the archive; `storages` is the folder of the storages in it, `swap` is that of `ByteRange`."""
+        self._archive = archive
+        self._storages = storages
+        self._swap = swap
+        self._limits = limits
+        self._flag = flag
+
+    def leaf(self, name: str, node: Node) -> Leaf:
+        """Makes the leaf of a node that is not empty; a broken leaf where the node is invalid."""
+        path = self._archive.file.path
+        try:
+            return self._leaf(name, node)
+        except CheckpointError as error:
+            return BrokenLeaf(name, error_at(error, path=path, leaf=name))
+
+    def _leaf(self, name: str, node: Node) -> Leaf:
+        file = self._archive.file
+        if isinstance(node, TensorNode):
+            return self._tensor(name, node)
+        if isinstance(node, Name):
+            node = node.text
+        if isinstance(node, (str, bytes)):
+            value = node.encode() if isinstance(node, str) else node
+            return StringLeaf(name, file.path, value, self._flag)
+        if isinstance(node, (bool, int, float)):
+            return NumberLeaf(name, file, _number(node))
+        raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")
+
+    def _tensor(self, name: str, tensor: TensorNode) -> Leaf:
+        if tensor.metadata:
+            raise UnsupportedCheckpointError(
+                "its values are stored to be conjugated or negated when they are used",
+                fix=Fix("save tensor.resolve_conj().resolve_neg() in PyTorch"),
+            )
+        shape, strides = _sizes("shape", tensor.shape), _sizes("strides", tensor.strides)
+        (offset,) = _sizes("offset", [tensor.offset])
+        if len(shape) != len(strides):
+            raise CorruptCheckpointError(f"{len(strides)} strides for {len(shape)} dimensions")
+        dtype = _dtype(tensor.dtype)
+        self._limits.require_shape(shape, dtype)
+        count = self._elements(tensor, dtype)
+        end = 0 if 0 in shape else offset + last_element(shape, strides) + 1
+        if end > count:
+            raise CorruptCheckpointError(
+                f"shape {list(shape)} at strides {list(strides)} ends at the element {end} of a storage of {count}"
+            )
+        if 0 not in shape and has_overlaps(shape, strides):
+            raise CorruptCheckpointError(
+                f"the strides {list(strides)} of shape {list(shape)} overlap: several indices share an element",
+                fix=Fix("save tensor.contiguous() in PyTorch"),
+            )
+        member = self._storages + tensor.storage.key
+        return ZipLeaf(name, self._archive, member, offset * dtype.itemsize, shape, strides, dtype, swap=self._swap)
+
+    def _elements(self, tensor: TensorNode, dtype: np.dtype) -> int:
+        """Returns how many elements the storage of a tensor has, proven to be in the file."""
+        storage = tensor.storage
+        nbytes = storage.elements * (1 if storage.dtype is None else _dtype(storage.dtype).itemsize)
+        member = self._archive.members.get(self._storages + storage.key)
+        if member is None:
+            raise CorruptCheckpointError(f"its storage {storage.key[:100]!r} is missing")
+        if member.method != STORED:
+            raise CorruptCheckpointError(f"its storage {storage.key!r} is compressed, and PyTorch compresses none")
+        if member.size < nbytes:
+            raise CorruptCheckpointError(f"its storage {storage.key!r} has {member.size} bytes, and must have {nbytes}")
+        return nbytes // dtype.itemsize
+
+
+def _sizes(what: str, value: Any) -> tuple[int, ...]:
+    # `type`, because True is an int.
+    if not isinstance(value, list) or not all(type(size) is int and 0 <= size <= _MAX_INT for size in value):
+        shown = list(value)[:10] if type(value) is Tuple else value
+        raise CorruptCheckpointError(f"its {what} is {str(shown)[:200]}, which are no sizes")
+    return tuple(value)
+
+
+def _dtype(name: str | None) -> np.dtype:
+    if name is None or name in _WITHOUT_NUMPY:
+        raise UnsupportedCheckpointError(f"NumPy has no type for torch.{name}")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _number(value: bool | int | float) -> np.ndarray:
+    """Returns a Python number as NumPy has it, integers in 64 bits."""
+    if isinstance(value, bool) or isinstance(value, float):
+        return np.array(value)
+    if not -_MAX_INT - 1 <= value <= 2 * _MAX_INT + 1:
+        raise UnsupportedCheckpointError("an integer of more than 64 bits")
+    return np.array(value, np.int64 if value <= _MAX_INT else np.uint64)

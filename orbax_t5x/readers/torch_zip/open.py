@@ -1,0 +1,156 @@
+"""PyTorch's files (`torch.save` since 1.6: `.bin`, `.pt`, `.pth`): one, or several with an index; read by byte range.
+
+A file is a ZIP archive: a pickle that describes the tree, and a member for each storage. Opening parses the pickle as
+data, without PyTorch and without calling anything; the crc32 of each member is its checksum.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
+from orbax_t5x.readers.flax_msgpack.open import named_by_caller
+from orbax_t5x.readers.hub_files import found_twice, read_config, read_weight_map
+from orbax_t5x.readers.open_flag import OpenFlag, close_all
+from orbax_t5x.readers.torch_zip.leaves import LeafMaker
+from orbax_t5x.readers.torch_zip.opcodes import parse
+from orbax_t5x.readers.zip_members import Archive
+from orbax_t5x.storage import locations
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.store import Store, StoredFile
+
+SUFFIXES = (".bin", ".pt", ".pth")
+INDEX_SUFFIX = ".bin.index.json"
+# Hugging Face's names for a model in one file, and for the index of one in several.
+SINGLE_FILE = "pytorch_model.bin"
+INDEX_FILE = "pytorch_model.bin.index.json"
+# How a file of PyTorch before 1.6 begins: a pickle of its magic number.
+OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_PICKLE = "data.pkl"
+_STORAGES = "data/"
+_BYTE_ORDERS = {b"little": "little", b"big": "big"}
+# How the Hugging Face trainer names its steps.
+_STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
+
+
+def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
+    """Opens a file, an index of several, or a directory that holds either under Hugging Face's name."""
+    path = locations.absolute(os.fspath(path))
+    is_directory = locations.is_directory(path)
+    directory = path if is_directory else os.path.dirname(path)
+    names = locations.names(path) if is_directory else [os.path.basename(path)]
+    name = next((name for name in (SINGLE_FILE, INDEX_FILE) if name in names), names[0]) if names else ""
+    if is_directory and name not in (SINGLE_FILE, INDEX_FILE):
+        raise CheckpointNotFoundError(f"neither {SINGLE_FILE!r} nor its index is in this directory", path=path)
+    if is_directory or name.endswith(INDEX_SUFFIX):
+        store = locations.open_store(directory)
+    else:
+        store, name = named_by_caller(path)
+    opened = _TorchOpening(store, limits)
+    if name.endswith(INDEX_SUFFIX):
+        opened.add_index(name)
+    else:
+        opened.add_file(name)
+    opened.metadata.update(read_config(locations.open_store(directory), limits))
+    match = _STEP_NAME.fullmatch(os.path.basename(directory))
+    return opened.checkpoint(path, int(match["step"]) if match else None)
+
+
+class _TorchOpening:
+    """One checkpoint while it is being opened."""
+
+    def __init__(self, root: Store, limits: Limits):
+        self._root = root
+        self._limits = limits
+        self._files = root.open_files()
+        self._flag = OpenFlag()
+        self._leaves: dict[str, Leaf] = {}
+        self._empties: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._bytes = 0
+        self.metadata: dict[str, Any] = {"files": []}
+
+    def checkpoint(self, path: str, step: int | None) -> Checkpoint:
+        """Makes the checkpoint."""
+        return Checkpoint(
+            path=path,
+            format="torch",
+            step=step,
+            leaves=self._leaves,
+            empties=self._empties,
+            metadata=self.metadata,
+            close=functools.partial(close_all, (self._files.close, self._flag.close)),
+            index_bytes=self._bytes,
+        )
+
+    def add_index(self, index: str) -> None:
+        """Adds all files that an index names, each proven to hold the leaves that the index assigns to it."""
+        weight_map = read_weight_map(self._root, index, suffix=".bin", limits=self._limits)
+        self._bytes += weight_map.index_bytes
+        self.metadata["index"] = weight_map.metadata
+        weight_map.add_files(self.add_file, self._file_of)
+
+    def add_file(self, name: str) -> None:
+        """Adds all leaves of one file."""
+        file = self._files.file(name)
+        _require_zip(file)
+        archive = Archive(file, self._limits)
+        top = _top_folder(archive)
+        pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
+        tree: Any = parse(pickle, file.path, file.size, self._limits)
+        maker = LeafMaker(
+            archive, top + _STORAGES, swap=_is_swapped(archive, top), limits=self._limits, flag=self._flag
+        )
+        self._bytes += archive.index_bytes
+        self.metadata["files"].append(name)
+        nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)
+        for leaf, node in nodes:
+            if self._file_of.setdefault(leaf, name) != name:
+                raise found_twice(leaf, self._file_of[leaf], name, self._root.path)
+            if is_empty(node):
+                self._empties[leaf] = node
+            else:
+                self._leaves[leaf] = maker.leaf(leaf, node)
+
+
+def _require_zip(file: StoredFile) -> None:
+    """Refuses PyTorch's older form, and pickles."""
+    if bytes(file.read(0, min(file.size, 1))) == OLD_MAGIC[:1]:
+        raise UnsupportedCheckpointError(
+            "a pickle without an archive, as PyTorch wrote before 1.6, which is not read",
+            path=file.path,
+            fix=Fix("load it with PyTorch and save it again with torch.save of 1.6 or newer, or as safetensors"),
+        )
+
+
+def _top_folder(archive: Archive) -> str:
+    """Returns the folder that holds all members, with a slash."""
+    tops = {name.partition("/")[0] for name in archive.members}
+    top = f"{min(tops)}/" if len(tops) == 1 else ""
+    if f"{top}constants.pkl" in archive.members or any(name.startswith(f"{top}code/") for name in archive.members):
+        raise UnsupportedCheckpointError(
+            "a TorchScript archive, which holds code besides tensors",
+            path=archive.file.path,
+            fix=Fix("in PyTorch, torch.save(torch.jit.load(path).state_dict(), new_path)"),
+        )
+    if not top or top + _PICKLE not in archive.members:
+        raise archive.corrupt(f"a ZIP archive without {_PICKLE!r} in one folder that holds everything")
+    return top
+
+
+def _is_swapped(archive: Archive, top: str) -> bool:
+    """Reports whether elements are in the other byte order; files of PyTorch before 2.1 are little-endian."""
+    if f"{top}byteorder" not in archive.members:
+        return sys.byteorder != "little"
+    order = _BYTE_ORDERS.get(archive.read(f"{top}byteorder", 16, "what a byte order takes"))
+    if order is None:
+        raise CorruptCheckpointError("its byteorder is neither 'little' nor 'big'", path=archive.file.path)
+    return order != sys.byteorder

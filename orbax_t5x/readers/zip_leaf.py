@@ -1,0 +1,65 @@
+"""Leaf whose elements are in a stored member of a ZIP archive, at any strides; the member's crc32 is its checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from orbax_t5x.lazy.box import Box
+from orbax_t5x.lazy.leaf import Checksums, Request
+from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
+from orbax_t5x.readers.ranges.byte_range import ByteRange
+from orbax_t5x.readers.ranges.leaf import RangeChecksums, RangeLeaf, read_unchanged
+from orbax_t5x.readers.ranges.strided import StridedRange
+from orbax_t5x.readers.zip_members import Archive, member_bytes
+from orbax_t5x.storage.crc import CRC32
+
+
+class ZipLeaf(RangeLeaf):
+    """An array in one member of an archive."""
+
+    __slots__ = ("_crc", "_head", "_member", "_range")
+
+    def __init__(
+        self,
+        name: str,
+        archive: Archive,
+        member: str,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype,
+        *,
+        swap: bool = False,
+        head: bytes = b"",
+    ):
+        """Describes the array.
+
+        Args:
+          name: of the leaf.
+          archive, member: that hold it.
+          offset: of its first element in the member, in bytes.
+          shape, strides, dtype, swap: see `StridedRange`.
+          head: the first bytes of the member, where opening read them.
+        """
+        super().__init__(name, archive.file.path, shape, dtype)
+        stored = member_bytes(archive, member, name)
+        self._range = StridedRange(stored, offset, shape, strides, dtype, swap=swap, kind=CRC32)
+        self._member = ByteRange(stored, 0, (archive.members[member].size,), np.dtype(np.uint8), kind=CRC32)
+        self._crc = archive.members[member].crc
+        self._head = ChecksummedRange(0, len(head), CRC32.extend(0, head))
+
+    @property
+    def checksums(self) -> Checksums | None:
+        return None if self._crc is None else RangeChecksums(self, [(self._member, self._crc)], CRC32)
+
+    def bytes_of(self, boxes: tuple[Box, ...]) -> int:
+        return self._range.bytes_of(boxes)
+
+    def read_blocking(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        checksum = self._crc is not None and stats.verify != "off"
+        outcome = read_unchanged(self._range, requests, checksum=checksum, leaf=self.name)
+        stats.count(outcome.wanted, outcome.gaps)
+        for one in (self._head, *outcome.ranges) if outcome.ranges and self._head.stop else outcome.ranges:
+            stats.add_range(self, one)

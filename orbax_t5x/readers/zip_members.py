@@ -1,0 +1,252 @@
+"""The members of a ZIP archive, as PyTorch and NumPy write them: named byte ranges of a file, each with a crc32.
+
+Opening reads the central directory alone. It must be all that lies between the last member and the end of the file, and
+no two members may share a byte, so that a file has one reading. The local header of a member is compared with the
+directory when the member is first read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
+from orbax_t5x.readers.ranges.extents import ByteExtent, DeferredExtents, JoinedExtents
+from orbax_t5x.storage.crc import CRC32
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import split_name
+from orbax_t5x.storage.store import StoredFile
+
+STORED, DEFLATED = 0, 8
+# A remote file up to this size is fetched whole: its members are all over it.
+_LOADED_BYTES = 1 << 24
+_END = struct.Struct("<4s4H2LH")
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR_64 = struct.Struct("<4sLQL")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_EXTRA = struct.Struct("<2H")
+_EXTRA_64 = 1
+_FULL_32, _FULL_16 = 0xFFFFFFFF, 0xFFFF
+# Bits of the flags: encrypted in one way or another; sizes and crc follow the data; the name is UTF-8.
+_ENCRYPTED, _DESCRIPTOR, _UTF8 = 0x2041, 0x0008, 0x0800
+
+
+class Member(NamedTuple):
+    """One file in an archive.
+
+    Attributes:
+      header: where its local header begins.
+      stored: its bytes as stored.
+      size: its bytes when they are decompressed.
+      crc: the crc32 of these, or None where the writer of the archive computed none.
+      method: of compression.
+      name: as bytes, as both headers have it.
+      flags: of the directory.
+    """
+
+    header: int
+    stored: int
+    size: int
+    crc: int | None
+    method: int
+    name: bytes
+    flags: int
+
+
+class Archive:
+    """An open archive.
+
+    Attributes:
+      file: that holds it.
+      members: by name, in the order of the directory.
+      index_bytes: how many bytes opening read.
+    """
+
+    def __init__(self, file: StoredFile, limits: Limits):
+        self.file = file
+        file.load(_LOADED_BYTES)
+        refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
+        self.members: dict[str, Member] = {}
+        start, end, count = self._directory(limits)
+        self.index_bytes: int = end - start + _END.size
+        self._parse(bytes(file.read(start, end - start)), count, start, limits)
+
+    def read(self, name: str, limit: int, bound: str) -> bytes:
+        """Reads a small member whole, and compares its checksum."""
+        member = self.members[name]
+        if member.size > limit:
+            raise LimitExceededError(f"{name!r} has {member.size} bytes, over {bound}", path=self.file.path)
+        start = self.start_of(name)
+        data = bytes(self.file.read(start, member.size))
+        self.index_bytes += member.size
+        if member.crc is not None and CRC32.extend(0, data) != member.crc:
+            raise self.corrupt(f"the member {name!r} does not have its crc32; it is damaged")
+        return data
+
+    def start_of(self, name: str) -> int:
+        """Returns where the bytes of a stored member begin; its local header is compared with the directory."""
+        member = self.members[name]
+        if member.method != STORED:
+            raise self.corrupt(f"the member {name!r} is compressed, and PyTorch stores all members as they are")
+        return self.local_start(name)
+
+    def local_start(self, name: str) -> int:
+        """Returns where the bytes of a member begin, compressed or not."""
+        member = self.members[name]
+        head = self._read(member.header, _LOCAL.size + len(member.name))
+        magic, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
+        start = member.header + _LOCAL.size + name_bytes + extra_bytes
+        if magic != b"PK\x03\x04" or name_bytes != len(member.name) or head[_LOCAL.size :] != member.name:
+            raise self.corrupt(f"the local header of {name!r} has another name than the directory")
+        if _FULL_32 in (stored, size):
+            size, stored = self._widened((size, stored), self._read(start - extra_bytes, extra_bytes), name)
+        own = (crc, stored, size)
+        theirs = (member.crc or 0, member.stored, member.size)
+        absent = bool(flags & _DESCRIPTOR)
+        agree = all(a == b or (absent and a in (0, _FULL_32)) for a, b in zip(own, theirs, strict=True))
+        if method != member.method or flags != member.flags or not agree:
+            raise self.corrupt(f"the local header of {name!r} and the directory disagree")
+        if start + member.stored > self._directory_start:
+            raise self.corrupt(f"the member {name!r} ends behind the last one")
+        return start
+
+    def corrupt(self, message: str) -> CorruptCheckpointError:
+        """Makes an error of this archive."""
+        return CorruptCheckpointError(message, path=self.file.path)
+
+    # -- the directory
+
+    def _read(self, offset: int, size: int) -> bytes:
+        if offset + size > self.file.size:
+            raise self.corrupt(f"bytes {offset} to {offset + size} of a file of {self.file.size} bytes")
+        return bytes(self.file.read(offset, size))
+
+    def _directory(self, limits: Limits) -> tuple[int, int, int]:
+        """Finds the central directory; returns where it begins and ends, and how many entries it has."""
+        at = self.file.size - _END.size
+        if at < 0:
+            raise self.corrupt(f"{self.file.size} bytes are too few for a ZIP archive")
+        magic, *disks, here, count, size, start, comment = _END.unpack(self._read(at, _END.size))
+        if magic != b"PK\x05\x06" or comment:
+            raise self.corrupt("the file does not end as a ZIP archive does: it was cut, or something follows it")
+        plain = (here, count, size, start)
+        if at >= _LOCATOR_64.size + _END_64.size:
+            magic, disk, where, _ = _LOCATOR_64.unpack(self._read(at - _LOCATOR_64.size, _LOCATOR_64.size))
+            if magic == b"PK\x06\x07":
+                at -= _LOCATOR_64.size + _END_64.size
+                magic, length, *_, first, second, here, count, size, start = _END_64.unpack(
+                    self._read(at, _END_64.size)
+                )
+                disks += [disk, first, second]
+                if magic != b"PK\x06\x06" or where != at or length != _END_64.size - 12:
+                    raise self.corrupt("the ZIP64 record at its end is damaged")
+        wide = (here, count, size, start)
+        full = (_FULL_16, _FULL_16, _FULL_32, _FULL_32)
+        if any(a not in (b, c) for a, b, c in zip(plain, wide, full, strict=True)) or any(disks) or here != count:
+            raise self.corrupt("the records at its end contradict each other")
+        if start + size != at:
+            raise self.corrupt(f"its directory is at [{start}, {start + size}), and must end at {at}")
+        if size > limits.index_bytes or count > limits.entries:
+            raise LimitExceededError(
+                f"a directory of {count} members in {size} bytes, over Limits.entries or Limits.index_bytes",
+                path=self.file.path,
+            )
+        self._directory_start = start
+        return start, at, count
+
+    def _parse(self, data: bytes, count: int, start: int, limits: Limits) -> None:
+        at = 0
+        for _ in range(count):
+            if at + _ENTRY.size > len(data):
+                raise self.corrupt(f"its directory ends before the last of {count} entries")
+            fields = _ENTRY.unpack_from(data, at)
+            (
+                magic,
+                _,
+                _,
+                flags,
+                method,
+                _,
+                _,
+                crc,
+                stored,
+                size,
+                name_bytes,
+                extra_bytes,
+                comment,
+                disk,
+                _,
+                _,
+                header,
+            ) = fields
+            at += _ENTRY.size
+            end = at + name_bytes + extra_bytes + comment
+            if magic != b"PK\x01\x02" or end > len(data) or disk:
+                raise self.corrupt(f"the entry {len(self.members)} of its directory is damaged")
+            limits.require_name_length(name_bytes, self.file.path)
+            name_field = data[at : at + name_bytes]
+            name = self._name(name_field, flags)
+            if _FULL_32 in (size, stored, header):
+                extra = data[at + name_bytes : at + name_bytes + extra_bytes]
+                size, stored, header = self._widened((size, stored, header), extra, name)
+            at = end
+            if name in self.members:
+                raise self.corrupt(f"the member {name!r} is twice in its directory")
+            if flags & _ENCRYPTED:
+                raise self.corrupt(f"the member {name!r} is encrypted")
+            if method == STORED and stored != size:
+                raise self.corrupt(f"the member {name!r} is stored in {stored} bytes and has {size}")
+            self.members[name] = Member(header, stored, size, crc, method, name_field, flags)
+        if at != len(data):
+            raise self.corrupt(f"{len(data) - at} bytes follow the {count} entries of its directory")
+        self._check_extents(start)
+        if not any(member.crc for member in self.members.values()):  # PyTorch can be told to compute none
+            self.members = {name: member._replace(crc=None) for name, member in self.members.items()}
+
+    def _check_extents(self, stop: int) -> None:
+        """Proves that the members begin with the file, share no byte and end before the directory."""
+        reached = 0
+        for number, member in enumerate(sorted(self.members.values())):
+            if member.header < reached or (not number and member.header):
+                raise self.corrupt(f"the member {member.name!r} overlaps another one, or something precedes it")
+            reached = member.header + _LOCAL.size + len(member.name) + member.stored
+        if reached > stop:
+            raise self.corrupt(f"its members end at {reached}, in the directory at {stop}")
+
+    def _name(self, data: bytes, flags: int) -> str:
+        try:
+            name = data.decode("utf-8" if flags & _UTF8 else "cp437")
+        except UnicodeDecodeError:
+            raise self.corrupt(f"the name {data[:80]!r} is not UTF-8") from None
+        split_name(name, path=self.file.path)
+        return name
+
+    def _widened(self, values: Sequence[int], extra: bytes, name: str) -> list[int]:
+        """Returns numbers of a header, those that are full from its ZIP64 field."""
+        at, fields = 0, []
+        while at + _EXTRA.size <= len(extra):
+            kind, size = _EXTRA.unpack_from(extra, at)
+            at += _EXTRA.size + size
+            if kind == _EXTRA_64:
+                fields.append(extra[at - size : at])
+        full = [value == _FULL_32 for value in values]
+        if len(fields) != 1 or at > len(extra) or len(fields[0]) < 8 * sum(full):
+            raise self.corrupt(f"the member {name!r} has no sound ZIP64 sizes")
+        numbers = iter(struct.unpack_from(f"<{sum(full)}Q", fields[0]))
+        return [next(numbers) if is_full else value for is_full, value in zip(full, values, strict=True)]
+
+
+def member_bytes(archive: Archive, name: str, leaf: str) -> DeferredExtents:
+    """Returns the bytes of a stored member, found when they are first read; `leaf` is for errors."""
+
+    def find() -> JoinedExtents:
+        try:
+            start = archive.start_of(name)
+        except CheckpointError as error:
+            raise error_at(error, path=archive.file.path, leaf=leaf) from None
+        return JoinedExtents(archive.file, [ByteExtent(start, archive.members[name].size)])
+
+    return DeferredExtents(archive.file.path, find)
