@@ -25,8 +25,8 @@ from orbax_t5x.trees.flat import FlatState
 _SHOWN_NAMES = 5
 
 FIND_PACK = Fix.any_of(
-    Fix.setting("pass {}, which finds the pack that fits", transforms="auto"),
-    Fix.in_program("call ot.rules.infer(source_leaves, target_leaves)"),
+    Fix.setting("pass {}, which looks for a pack that fits", transforms="auto"),
+    Fix.in_program("call ot.rules.infer(source_leaves, target_leaves), whose error describes both layouts"),
 )
 
 

@@ -19,6 +19,7 @@ from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, Unmatche
 from orbax_t5x.restoring.diagnose.no_value import NoValue
 from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
 from orbax_t5x.restoring.diagnose.other_feed_forward import OtherFeedForward
+from orbax_t5x.restoring.diagnose.other_optimizer import OtherOptimizer
 from orbax_t5x.restoring.diagnose.other_pack import OtherPack
 from orbax_t5x.restoring.diagnose.other_prefix import OtherPrefix
 from orbax_t5x.restoring.diagnose.renamed_part import RenamedPart
@@ -39,6 +40,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     RenamedPart(),
     SingleArray(),
     NoValue(),
+    OtherOptimizer(),
     OtherDepth(),
     OtherFeedForward(),
     EncoderOnly(),
@@ -201,6 +203,7 @@ def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
         transforms=failure.transforms,
         takes_rules=failure.takes_rules,
         bare_sources=failure.bare_sources() if len(failure.sources) else {},
+        source=failure.source,
         clashes={one.leaf or "": one for one in matcher.problems if one.kind == "shape"},
     )
 

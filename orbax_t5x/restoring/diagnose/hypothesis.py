@@ -32,6 +32,7 @@ class UnmatchedLeaves:
       transforms: of the call, or what `"auto"` found.
       takes_rules: whether one more transform would be applied; not so where a run is resumed.
       bare_sources: of several sources those without transforms of their own: their leaves by their own names.
+      source: the leaves before the transforms, by name.
       clashes: the problem of each target leaf whose value has another shape, which nothing explains yet.
     """
 
@@ -43,6 +44,7 @@ class UnmatchedLeaves:
     transforms: Sequence[Callable[..., Any]] = ()
     takes_rules: bool = True
     bare_sources: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     clashes: Mapping[str, Problem] = dataclasses.field(default_factory=dict[str, Problem])
 
     @functools.cached_property

@@ -27,6 +27,11 @@ def _parts(name: str) -> frozenset[str]:
     return frozenset(_PART.findall(name))
 
 
+def is_of_optimizer(name: str) -> bool:
+    """Returns True if a name is of what an optimizer keeps."""
+    return _OF_OPTIMIZER.fullmatch(name) is not None
+
+
 class ClosestNames:
     """Look-up of close names among many; what look-ups share is computed at the first one."""
 
@@ -39,7 +44,7 @@ class ClosestNames:
 
     @functools.cached_property
     def _of_models(self) -> list[tuple[str, frozenset[str]]]:
-        return [candidate for candidate in self._candidates if not _OF_OPTIMIZER.fullmatch(candidate[0])]
+        return [candidate for candidate in self._candidates if not is_of_optimizer(candidate[0])]
 
     def to(self, name: str, count: int = 3) -> list[str]:
         """Returns at most `count` names that are most like `name`, which may be a pattern; best first."""
@@ -47,7 +52,7 @@ class ClosestNames:
         plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
         plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)
         wanted = _parts(plain)
-        candidates = self._candidates if _OF_OPTIMIZER.fullmatch(name) else self._of_models
+        candidates = self._candidates if is_of_optimizer(name) else self._of_models
 
         def rank(candidate: tuple[str, frozenset[str]]) -> tuple[int, int, int]:
             shared = len(wanted & candidate[1])

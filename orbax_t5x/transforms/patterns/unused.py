@@ -6,11 +6,13 @@ from collections.abc import Iterable
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.patterns.closest import ClosestNames, is_of_optimizer
 from orbax_t5x.transforms.patterns.table import Pattern, RuleTable, pattern_text
 
 # A table of hundreds of forgotten rules is scanned for the cause of the first few only.
 _EXPLAINED_RULES = 10
+# Names shown where none is close.
+_SHOWN_NAMES = 3
 
 
 def note_unused(
@@ -54,7 +56,12 @@ def note_unused(
             diagnostics.warnings.append(message)
             continue
         near = closest.to(text) if regex is not None else []
-        message += f"; closest: {near}" if near else ""
+        shown = (
+            f"; the names are such as {sorted(names, key=is_of_optimizer)[:_SHOWN_NAMES]}"
+            if names
+            else "; there are none"
+        )
+        message += f"; closest: {near}" if near else shown
         diagnostics.problem(
             "unused_rule", None, message, Fix("correct or remove it (a pattern must match a whole name)")
         )

@@ -56,3 +56,9 @@ def test_a_pattern_that_matches_nothing_is_a_problem(transform):
         assert diagnostics.problems == [] and len(diagnostics.warnings) == 1
         if not isinstance(transform, tr.Keep):
             assert_same(result, TWO)
+
+
+def test_where_no_name_is_close_the_problem_shows_some_of_the_model():
+    state = {"opt_state/0/mu/w": 0, "params/w": 0}
+    problem = only_problem(tr.Rename([("something/else", "x")]), state)
+    assert "matches no name in the state dict; the names are such as ['params/w', 'opt_state" in problem.message
