@@ -1,7 +1,7 @@
 """`python -m tests.fuzz.grow KEPT`: saves of the inputs that a run kept (`--keep KEPT`) the few that reach new lines.
 
 libFuzzer keeps an input for each new count of each branch, thousands in all. Saved are the smallest that together reach
-all lines of `readers` and `storage` which any reaches, in the order of their size.
+all lines of `readers`, `storage` and `convert` which any reaches, in the order of their size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from tests.fuzz import corpus
 from tests.fuzz.targets import TARGETS, Check
 
-_ROOMS = (f"{os.sep}readers{os.sep}", f"{os.sep}storage{os.sep}")
+_ROOMS = (f"{os.sep}readers{os.sep}", f"{os.sep}storage{os.sep}", f"{os.sep}convert{os.sep}")
 # Longer inputs are looked at as well, but rarely are the first to reach anything.
 _LARGEST_BYTES = 4096
 

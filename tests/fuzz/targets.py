@@ -34,7 +34,7 @@ from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
-from tests.fuzz import mutations
+from tests.fuzz import conversions, mutations
 from tests.fuzz.mutations import ChangeBytes, Mutation
 from tests.support import torch_files
 from tests.support.bundle_writer import block, bundle_of, entry, header, sealed, shard_path, table, table_of_blocks
@@ -689,6 +689,8 @@ TARGETS: dict[str, Target] = {
     "ocdbt": Target(_ocdbt, _manifests, mutations.resealed_ocdbt),
     "names": Target(_names, _some_names, _only_bytes),
     "formats": Target(_formats, _some_files, _only_bytes),
+    "journal": Target(conversions.journal, conversions.journals, conversions.edited_lines),
+    "work_directory": Target(conversions.work_directory, conversions.work_directories, mutations.edited_json),
     "byte_runs": Target(_byte_runs, _some_boxes, _only_bytes),
 }
 """By name; directories of `tests/corpus` have the same ones."""

@@ -284,3 +284,49 @@ def test_metadata_is_orbaxs(tmp_path):
         manager.save(0, args=ot.args.TrainStateSave({"a": jnp.ones((2, 3))}))
         manager.wait_until_finished()
         assert manager.item_metadata(0).tree["a"].shape == (2, 3)
+
+
+def test_transforms_move_typed_keys_as_one_element_each(tmp_path):
+    keys = jax.random.split(jax.random.key(5), 2)
+    tree = {"keys": keys, "other": jax.random.key(3, impl="rbg"), "params": {"w": jnp.ones(3)}}
+
+    def turned(state, target):
+        return {**state, "turned": state["keys"][::-1]}
+
+    path = save(
+        tmp_path / "item",
+        tree,
+        transforms=[ot.transforms.Rename([("other", "params/moved")]), turned, ot.transforms.Drop(["keys"])],
+        dtype="bfloat16",
+    )
+    found = stock(path)
+    assert found["params"]["w"].dtype == jnp.bfloat16
+    for one, other in ((found["turned"], keys[::-1]), (found["params"]["moved"], tree["other"])):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(jax.random.key_data(one), jax.random.key_data(other))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        ot.transforms.StackLayers(r"layers_(\d+)/(.*)", r"layers/\2", 1),
+        ot.transforms.StackLayers(r"layers_(\d+)/(.*)", r"layers/\2", 0),
+        ot.transforms.UnstackLayers("keys", "keys_{i}", -1),
+        ot.transforms.Slice("keys", np.s_[..., ::-1]),
+        ot.transforms.Transpose("keys"),
+        ot.transforms.Reshape("keys", (4,)),
+        ot.transforms.Cast("keys", "float32"),
+        ot.transforms.Cast(".*", "bfloat16"),
+        ot.transforms.Repeat("keys", 2, -1),
+        ot.transforms.Pad("keys", (3,)),
+        ot.transforms.Split("keys", ["a", "b"], -1),
+        ot.transforms.Concat(["layers_0/key", "layers_1/key"], "key", 0),
+    ],
+    ids=lambda transform: type(transform).__name__,
+)
+def test_no_transform_reaches_into_a_typed_key_that_is_saved(tmp_path, transform):
+    keys = jax.random.split(jax.random.key(5), 2)
+    tree = {"keys": keys, "layers_0": {"key": keys[0]}, "layers_1": {"key": keys[1]}}
+    with pytest.raises(RestorePlanError, match="key_data"):
+        save(tmp_path / "item", tree, transforms=[transform])
+    assert not (tmp_path / "item").exists()
