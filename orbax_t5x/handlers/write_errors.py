@@ -20,6 +20,8 @@ def raise_as_checkpoint_error(error: BaseException, directory: Any, *, leaf: str
     """Raises a failure to write as `CheckpointIOError` with its `errno`, and every other error as it is."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
+    if isinstance(error, TimeoutError) and error.errno is None:
+        raise error  # Orbax's limit on the time of a save; that of an operating system has a number
     text = " ".join(str(error).split()) or type(error).__name__
     number = error.errno if isinstance(error, OSError) else os_error_number(error)
     if number is None and not isinstance(error, OSError) and not _STORE_FAILURE.match(text):

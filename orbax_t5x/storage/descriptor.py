@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Self
 
 
@@ -26,9 +27,9 @@ class Descriptor:
         """The number for calls of the operating system."""
         return self._numbers[0]
 
-    def close(self) -> None:
-        """Closes the descriptor; may be called again."""
-        list(map(os.close, map(self._numbers.pop, (-1,) * len(self._numbers))))
+    def close(self, _close: Callable[[int], None] = os.close) -> None:
+        """Closes the descriptor; may be called again, and by the interpreter at its end, when `os` is gone."""
+        list(map(_close, map(self._numbers.pop, (-1,) * len(self._numbers))))
 
     def __del__(self) -> None:
         if hasattr(self, "_numbers"):
