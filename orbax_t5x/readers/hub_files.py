@@ -4,9 +4,9 @@ files, and pointers of Git LFS.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -15,6 +15,8 @@ from orbax_t5x.errors import (
     UnsafeCheckpointError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import Store
@@ -43,66 +45,85 @@ def refuse_lfs_pointer(first: bytes, path: str) -> None:
         raise UnsupportedCheckpointError(message, path=path)
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightMap:
-    """Index of a model in several files.
+class ModelFiles(abc.ABC):
+    """Files of one model while they are being opened; a leaf is in exactly one of them.
 
     Attributes:
-      path: of the index.
-      file_of: the file of each leaf, in the index's own directory.
-      metadata: what the index says about the model.
-      index_bytes: the size of the index.
+      format: the name of the checkpoint's format.
+      suffix: what the names of files with leaves end with.
     """
 
-    path: str
-    file_of: Mapping[str, str]
-    metadata: Any
-    index_bytes: int
+    format: ClassVar[str]
+    suffix: ClassVar[str]
 
-    def add_files(self, add: Callable[[str], None], found: Mapping[str, str]) -> None:
-        """Adds the files in the order of their names.
+    def __init__(self, root: Store, limits: Limits):
+        self._root = root
+        self._limits = limits
+        self._files = root.open_files()
+        self._leaves: dict[str, Leaf] = {}
+        self._empties: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._metadata: dict[str, Any] = {"files": []}
+        self._bytes = 0
 
-        Args:
-          add: adds all leaves of a file to what was found.
-          found: the file in which each leaf was found.
+    @abc.abstractmethod
+    def add_file(self, name: str) -> None:
+        """Adds all leaves of one file."""
 
-        Raises:
-          CorruptCheckpointError: a file is missing, or a leaf is not in the file that the index names.
-        """
-        for name in sorted(set(self.file_of.values())):
+    def add_config(self, store: Store) -> None:
+        """Adds the model's configuration, if it is beside the files."""
+        self._metadata.update(read_config(store, self._limits))
+
+    def add_index(self, index: str) -> None:
+        """Adds all files that an index names, each proven to hold the leaves that the index assigns to it."""
+        path = self._root.join(index)
+        file_of = self._read_index(index, path)
+        for name in sorted(set(file_of.values())):
             try:
-                add(name)
+                self.add_file(name)
             except CheckpointNotFoundError:
                 raise CorruptCheckpointError(
-                    f"the file {name!r}, which the index names, is missing", path=self.path
+                    f"the file {name!r}, which the index names, is missing", path=path
                 ) from None
-        for leaf, file in self.file_of.items():
-            if (there := found.get(leaf)) != file:
+        for leaf, file in file_of.items():
+            if (there := self._file_of.get(leaf)) != file:
                 where = "in no file that the index names" if there is None else f"in {there!r}"
                 raise CorruptCheckpointError(
-                    f"the index puts it into {file!r}, and it is {where}", path=self.path, leaf=leaf
+                    f"the index puts it into {file!r}, and it is {where}", path=path, leaf=leaf
                 )
 
+    def checkpoint(self, path: str, step: int | None) -> Checkpoint:
+        """Makes the checkpoint."""
+        return Checkpoint(
+            path=path,
+            format=self.format,
+            step=step,
+            leaves=self._leaves,
+            empties=self._empties,
+            metadata=self._metadata,
+            close=self._files.close,
+            index_bytes=self._bytes,
+        )
 
-def read_weight_map(store: Store, name: str, *, suffix: str, limits: Limits) -> WeightMap:
-    """Reads an index whose files end with `suffix`."""
-    path = store.join(name)
-    data = read_small(store, name, limit=limits.index_bytes)
-    refuse_lfs_pointer(data, path)
-    parsed = parse_object(data, path)
-    file_of = parsed.get("weight_map")
-    if not isinstance(file_of, dict):
-        raise CorruptCheckpointError("'weight_map' is missing or not an object", path=path)
-    for leaf, file in file_of.items():
-        _check_file(leaf, file, suffix, path)
-    return WeightMap(path, file_of, parsed.get("metadata"), len(data))
+    def _claim(self, leaf: str, file: str) -> None:
+        """Notes the file of a leaf, which must not be in two."""
+        if (first := self._file_of.setdefault(leaf, file)) != file:
+            message = f"is in {first!r} and in {file!r}; open one of them by its path"
+            raise CorruptCheckpointError(message, path=self._root.path, leaf=leaf)
 
-
-def found_twice(leaf: str, first: str, second: str, directory: str) -> CorruptCheckpointError:
-    """Makes the error of a leaf that two files of one model hold."""
-    return CorruptCheckpointError(
-        f"is in {first!r} and in {second!r}; open one of them by its path", path=directory, leaf=leaf
-    )
+    def _read_index(self, index: str, path: str) -> Mapping[str, str]:
+        """Reads an index; returns the file of each leaf, in the index's own directory."""
+        data = read_small(self._root, index, limit=self._limits.index_bytes)
+        refuse_lfs_pointer(data, path)
+        parsed = parse_object(data, path)
+        file_of = parsed.get("weight_map")
+        if not isinstance(file_of, dict):
+            raise CorruptCheckpointError("'weight_map' is missing or not an object", path=path)
+        for leaf, file in file_of.items():
+            _check_file(leaf, file, self.suffix, path)
+        self._bytes += len(data)
+        self._metadata["index"] = parsed.get("metadata")
+        return file_of
 
 
 def _check_file(leaf: str, file: Any, suffix: str, path: str) -> None:

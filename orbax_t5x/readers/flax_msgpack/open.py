@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
-from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
-from orbax_t5x.readers.hub_files import LFS_POINTER, found_twice, read_config, read_weight_map, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
@@ -70,7 +69,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
         if name.endswith(INDEX_SUFFIX):
             return _open_model(path, directory, name, step, limits)
         store, file = named_by_caller(path)
-        opened = _FlaxOpening(store, limits)
+        opened = _FlaxFiles(store, limits)
         opened.add_file(file)
         if name == HUB_FILE:
             opened.add_config(locations.open_store(directory))
@@ -81,7 +80,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
     newest = newest_file(probe_path(path))
     if newest is None:
         raise CheckpointNotFoundError(f"neither {HUB_FILE!r}, nor its index, nor files of steps", path=path)
-    opened = _FlaxOpening(locations.open_store(path), limits)
+    opened = _FlaxFiles(locations.open_store(path), limits)
     opened.add_file(newest.name)
     return opened.checkpoint(os.path.join(path, newest.name), newest.step)
 
@@ -89,7 +88,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
 def _open_model(path: str, directory: str, name: str, step: int | None, limits: Limits) -> Checkpoint:
     """Opens a model's only file or its index, with the configuration beside it."""
     store = locations.open_store(directory)
-    opened = _FlaxOpening(store, limits)
+    opened = _FlaxFiles(store, limits)
     if name.endswith(INDEX_SUFFIX):
         opened.add_index(name)
     else:
@@ -98,51 +97,18 @@ def _open_model(path: str, directory: str, name: str, step: int | None, limits: 
     return opened.checkpoint(path, step)
 
 
-class _FlaxOpening:
-    """One checkpoint while it is being opened."""
+class _FlaxFiles(ModelFiles):
+    """Msgpack files of one model."""
 
-    def __init__(self, root: Store, limits: Limits):
-        self._root = root
-        self._limits = limits
-        self._files = root.open_files()
-        self._leaves: dict[str, Leaf] = {}
-        self._empties: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-        self._metadata: dict[str, Any] = {"files": []}
-        self._bytes = 0
-
-    def checkpoint(self, path: str, step: int | None) -> Checkpoint:
-        """Makes the checkpoint."""
-        return Checkpoint(
-            path=path,
-            format="flax_msgpack",
-            step=step,
-            leaves=self._leaves,
-            empties=self._empties,
-            metadata=self._metadata,
-            close=self._files.close,
-            index_bytes=self._bytes,
-        )
-
-    def add_config(self, store: Store) -> None:
-        """Adds the model's configuration."""
-        self._metadata.update(read_config(store, self._limits))
-
-    def add_index(self, index: str) -> None:
-        """Adds all files that an index names, each proven to hold the leaves that the index assigns to it."""
-        weight_map = read_weight_map(self._root, index, suffix=SUFFIX, limits=self._limits)
-        self._bytes += weight_map.index_bytes
-        self._metadata["index"] = weight_map.metadata
-        weight_map.add_files(self.add_file, self._file_of)
+    format = "flax_msgpack"
+    suffix = SUFFIX
 
     def add_file(self, name: str) -> None:
-        """Adds all leaves of one file."""
         opened = open_state_file(self._root, name, self._limits, self._files)
         self._bytes += opened.index_bytes
         self._metadata["files"].append(name)
         for leaf, node in named_nodes(opened.tree, opened.file, self._limits):
-            if self._file_of.setdefault(leaf, name) != name:
-                raise found_twice(leaf, self._file_of[leaf], name, self._root.path)
+            self._claim(leaf, name)
             if is_empty(node):
                 self._empties[leaf] = node
             else:

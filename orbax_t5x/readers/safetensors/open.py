@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.hub_files import LFS_POINTER, found_twice, read_config, read_weight_map, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.header import LENGTH_BYTES, header_size, parse_header, require_end
@@ -36,41 +34,28 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
     path = locations.absolute(os.fspath(path))
     is_directory = locations.is_directory(path)
     directory = path if is_directory else os.path.dirname(path)
-    opened = _SafetensorsOpening(locations.open_store(directory), limits)
+    store = locations.open_store(directory)
+    opened = _SafetensorsFiles(store, limits)
     if is_directory:
         opened.add_directory()
     elif path.endswith(INDEX_SUFFIX):
         opened.add_index(os.path.basename(path))
     else:
         opened.add_user_file(path)
+    opened.add_config(store)
     match = _STEP_NAME.fullmatch(os.path.basename(directory))
     return opened.checkpoint(path, int(match["step"]) if match else None)
 
 
-class _SafetensorsOpening:
-    """One checkpoint while it is being opened."""
+class _SafetensorsFiles(ModelFiles):
+    """Safetensors files of one model."""
+
+    format = "safetensors"
+    suffix = SUFFIX
 
     def __init__(self, root: Store, limits: Limits):
-        self._root = root
-        self._limits = limits
-        self._files = root.open_files()
-        self._leaves: dict[str, Leaf] = {}
-        self._file_of: dict[str, str] = {}
-        self._metadata: dict[str, Any] = {"files": [], "file_metadata": {}}
-        self._bytes = 0
-
-    def checkpoint(self, path: str, step: int | None) -> Checkpoint:
-        """Makes the checkpoint, with the model's configuration where it is beside the files."""
-        self._metadata.update(read_config(self._root, self._limits))
-        return Checkpoint(
-            path=path,
-            format="safetensors",
-            step=step,
-            leaves=self._leaves,
-            metadata=self._metadata,
-            close=self._files.close,
-            index_bytes=self._bytes,
-        )
+        super().__init__(root, limits)
+        self._metadata["file_metadata"] = {}
 
     def add_directory(self) -> None:
         """Adds the single model file of a directory, or the files that its index names, or else all its files."""
@@ -97,15 +82,7 @@ class _SafetensorsOpening:
             self._files = locations.open_store(directory).open_files()
         self.add_file(name)
 
-    def add_index(self, index: str) -> None:
-        """Adds all files that an index names, each proven to hold the tensors that the index assigns to it."""
-        weight_map = read_weight_map(self._root, index, suffix=SUFFIX, limits=self._limits)
-        self._bytes += weight_map.index_bytes
-        self._metadata["index"] = weight_map.metadata
-        weight_map.add_files(self.add_file, self._file_of)
-
     def add_file(self, name: str) -> None:
-        """Adds all tensors of one file."""
         file = self._files.file(name)
         first = _head(file)
         refuse_lfs_pointer(first, file.path)
@@ -117,8 +94,7 @@ class _SafetensorsOpening:
         self._metadata["files"].append(name)
         self._metadata["file_metadata"][name] = metadata
         for entry in entries:
-            if self._file_of.setdefault(entry.name, name) != name:
-                raise found_twice(entry.name, self._file_of[entry.name], name, self._root.path)
+            self._claim(entry.name, name)
             if entry.dtype is None:
                 assert entry.error is not None
                 self._leaves[entry.name] = BrokenLeaf(entry.name, entry.error)
