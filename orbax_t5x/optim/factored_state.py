@@ -114,11 +114,7 @@ def optax_to_t5x(
 
 @dataclasses.dataclass
 class _Pairing:
-    """Matcher of one factored Optax state with T5X's slots.
-
-    `prefix` is that of the factored state's fields, `entries` are those of all entries of its chain; `to_optax` where
-    T5X's side is the source.
-    """
+    """Matcher of one factored Optax state with T5X's slots; `to_optax` where T5X's side is the source."""
 
     result: SlotConversion
     t5x: Mapping[str, Shape]

@@ -72,14 +72,7 @@ class StoredChunks:
     """
 
     def __init__(self, cell: tuple[int, ...], grid: tuple[int, ...], files: Snapshot, most: int):
-        """Makes the chunks of an array.
-
-        Args:
-          cell: the shape of what is stored under one key: a chunk, or a shard of chunks.
-          grid: how many of those the array has in each dimension.
-          files: those of the array.
-          most: see above, `Limits.chunks`.
-        """
+        """Makes the chunks of an array; `cell` is the shape that is stored under one key, `grid` counts such keys."""
         self._cell = cell
         self._grid = grid
         self._files = files

@@ -21,12 +21,10 @@ from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
 from orbax_t5x.provenance.runs import RunKey
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
-from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, step_of_name
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.remote.connection import remote_session
 
-# What Orbax appends to the names of directories that it has not finished.
-_TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 # Steps that are read at the same time. More would read steps in vain, since the newest older step mostly has a record;
 # fewer would wait for a bucket more often.
 _BATCH_STEPS = 16
@@ -52,7 +50,7 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
         return None  # read-only URLs belong to no run
     path = epath.Path(os.fspath(directory))
     parent = path.parent
-    item, step_name = (part.name.partition(_TEMPORARY_MARK)[0] for part in (path, parent))
+    item, step_name = (part.name.partition(TEMPORARY_MARK)[0] for part in (path, parent))
     step = step_of_name(step_name)
     if step is None or not item or not step_name:
         return None

@@ -24,12 +24,7 @@ from orbax_t5x.trees.narrow import is_mapping
 
 
 class _StateNames(NamedTuple):
-    """Names of the optimizer's state and the step in one kind of train state.
-
-    Attributes:
-      optimizer: what names of the optimizer's state begin with.
-      step: the name of the step.
-    """
+    """Beginning of the names of the optimizer's state, and name of the step, in one kind of train state."""
 
     optimizer: str
     step: str

@@ -187,11 +187,7 @@ class RepeatLayers(ByRules):
 
 
 def _checked_how(how: Any, depth: int) -> str | tuple[int, ...]:
-    """Normalizes a list of layers.
-
-    Raises:
-      ValueError: it is neither a known word nor a layer for each new one.
-    """
+    """Normalizes a list of layers."""
     if isinstance(how, str):
         if how not in ("interleave", "append"):
             raise ValueError(f"RepeatLayers: how is 'interleave', 'append' or a list of layers, not {how!r}")

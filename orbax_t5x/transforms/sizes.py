@@ -98,11 +98,7 @@ class Pad(InPlace):
 
 
 def _number(value: Any) -> Any:
-    """Converts a number to Python's own, whole ones to integers; `FALLBACK` stays as it is.
-
-    Raises:
-      TypeError: it is neither.
-    """
+    """Converts a number to Python's own, whole ones to integers; `FALLBACK` stays as it is."""
     if isinstance(value, Filling):
         return value
     number = value.item() if getattr(value, "shape", None) == () else value
@@ -115,11 +111,7 @@ def _number(value: Any) -> Any:
 
 
 def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
-    """Converts a number to a leaf's dtype, rounded where that is a float.
-
-    Raises:
-      ValueError: the dtype has no such number.
-    """
+    """Converts a number to a leaf's dtype, rounded where that is a float."""
     if _fits(value, dtype):
         with np.errstate(all="ignore"):
             array = np.asarray(value).astype(dtype)
@@ -189,12 +181,7 @@ class Slice(InPlace):
 
 
 def _index_item(part: Any) -> IndexItem:
-    """Converts one element of an index to a hashable form: Python 3.11 cannot hash slices.
-
-    Raises:
-      TypeError: it is no basic index.
-      ValueError: a step of zero.
-    """
+    """Converts one element of an index to a hashable form: Python 3.11 cannot hash slices."""
     if part is None or part is ...:
         return part
     if isinstance(part, slice | tuple):

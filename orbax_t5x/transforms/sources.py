@@ -144,11 +144,7 @@ class Average(Transform):
 
 
 def _average(views: list[View], weights: list[float], name: str, diagnostics: Diagnostics) -> View | None:
-    """Averages arrays; returns None where a problem was recorded.
-
-    Raises:
-      ValueError, TypeError: the arrays have not one shape, or do not hold numbers.
-    """
+    """Averages arrays; returns None where a problem was recorded."""
     kinds = {kind_of(view.dtype) for view in views}
     if any(leaf.prng_impl is not None for view in views for leaf in view.leaves()):
         message = f"Average: {name!r} holds PRNG keys, which have no average"

@@ -82,9 +82,7 @@ def _int_fits(source: np.dtype, target: np.dtype) -> bool:
 
 
 def _float_holds(source: np.dtype, target: np.dtype) -> bool:
-    """Reports whether a float has every integer of a type: enough digits, and zero, sign and range, which small floats
-    lack.
-    """
+    """Reports whether a float has every integer of a type: digits, and the zero, sign and range small floats lack."""
     low, high = _int_range(source)
     if high.bit_length() > int(ml_dtypes.finfo(target).nmant) + 1:
         return False

@@ -15,14 +15,12 @@ from orbax_t5x.concurrency import first_failure, run_jobs
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.save.cleanup import remove_failed
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
-from orbax_t5x.readers.orbax.steps import MANIFEST_FILE
+from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
 from orbax_t5x.storage.durability import sync_path
 from orbax_t5x.storage.paths import url_scheme
 
 # Leaves the interpreter for this long to Orbax, which opens its arrays then, and to the caller, whom `save` returns to.
 _HEAD_START_SECS = 0.2
-# The beginning of the names of the directories in which processes write.
-_DATABASE_PREFIX = "ocdbt.process_"
 
 
 class GuardedCommit:
@@ -81,7 +79,7 @@ def check_merged(directory: epath.Path) -> None:
     """
     if "[" not in os.fspath(directory) or (directory / MANIFEST_FILE).exists():
         return
-    if any(entry.name.startswith(_DATABASE_PREFIX) for entry in directory.iterdir()):
+    if any(entry.name.startswith(PROCESS_PREFIX) for entry in directory.iterdir()):
         message = (
             "Orbax cannot save below a directory whose name holds '[': it does not find its own files again; choose "
             "another path, or pass use_ocdbt=False to the handler"

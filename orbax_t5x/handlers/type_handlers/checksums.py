@@ -25,14 +25,18 @@ from orbax_t5x.handlers.orbax_names import CommitFuture
 from orbax_t5x.lazy import Box, full_box
 from orbax_t5x.lazy.box import box_shape, box_slices
 from orbax_t5x.readers.box_sums import BoxSums, array_crc, row_boxes
-from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, STRING, encode_checksums, parse_checksums
+from orbax_t5x.readers.orbax.checksums import (
+    CHECKSUMS_FILE,
+    MAX_TILING_STEPS,
+    STRING,
+    encode_checksums,
+    parse_checksums,
+)
 from orbax_t5x.readers.tiling import check_tiling
 from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.limits import Limits
 
 _PART_FILES = "_CHECKSUMS.process_*.json"
-# Most comparisons of the boxes of one array; Orbax writes even grids, which take none.
-_MAX_TILING_STEPS = 20_000_000
 # Elements that are stored in another dtype are cast, as TensorStore does it, so many bytes at a time.
 _CAST_BYTES = 1 << 22
 
@@ -93,7 +97,7 @@ def merge_parts(directory: epath.Path) -> None:
     merged = {
         key: BoxSums(shape, dtype, tuple(sorted(boxes[key])), tuple(boxes[key][box] for box in sorted(boxes[key])))
         for key, (shape, dtype) in shapes.items()
-        if check_tiling(shape, list(boxes[key]), _MAX_TILING_STEPS).problem is None
+        if check_tiling(shape, list(boxes[key]), MAX_TILING_STEPS).problem is None
     }
     if merged:
         (directory / CHECKSUMS_FILE).write_bytes(encode_checksums(merged))

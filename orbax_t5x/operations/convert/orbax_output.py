@@ -43,6 +43,7 @@ from orbax_t5x.operations.convert.sequences import with_sequences
 from orbax_t5x.provenance.records import checked_lineage, skipped_from_metadata
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
+from orbax_t5x.readers.orbax.steps import PROCESS_PREFIX
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.storage.durability import sync_directory
@@ -216,7 +217,7 @@ ocp.args.register_with_handler(_ItemHandler, for_save=True, for_restore=True)(_I
 
 def _database_name(number: int) -> str:
     """Returns the name of a database's directory, as Orbax names those of processes; Orbax's own has the number 0."""
-    return f"ocdbt.process_{number}"
+    return f"{PROCESS_PREFIX}{number}"
 
 
 def _keys(blocks: set[PlannedBlock]) -> set[str]:

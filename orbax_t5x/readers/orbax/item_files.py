@@ -12,14 +12,13 @@ from typing import NamedTuple
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, inside
-from orbax_t5x.readers.orbax.steps import MANIFEST_FILE
+from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.store import Snapshot, Store
 from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
 
 # Files of an OCDBT database: its manifest, its tables, and those of single processes.
 _DATABASE = frozenset({MANIFEST_FILE, "d"})
-_PROCESS_PREFIX = "ocdbt.process_"
 # Each process of a save writes one file of metadata; so many are requested at once.
 _METADATA_FILES_AT_ONCE = 16
 
@@ -51,7 +50,7 @@ def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
         checksums=CHECKSUMS_FILE in entries,
         array_metadatas=metadatas,
         plain_directories=frozenset(name for name, entry in entries.items() if entry.is_dir(follow_symlinks=False)),
-        database=sorted(name for name in entries if name in _DATABASE or name.startswith(_PROCESS_PREFIX)),
+        database=sorted(name for name in entries if name in _DATABASE or name.startswith(PROCESS_PREFIX)),
     )
 
 

@@ -35,6 +35,8 @@ from orbax_t5x.storage.strict_json import parse_object, read_small
 
 STEP_METADATA_FILE = "_CHECKPOINT_METADATA"
 MANIFEST_FILE = "manifest.ocdbt"
+# The beginning of the names of the directories in which processes write.
+PROCESS_PREFIX = "ocdbt.process_"
 # What Orbax writes last into a step, and into each item of it.
 COMMIT_FILE = "commit_success.txt"
 # Orbax v1 writes it into a step before it deletes one item, and removes it when the item is gone.
@@ -47,7 +49,8 @@ MSGPACK_FILE = "checkpoint"
 # Handlers whose items have a list of names, by the last part of the name that a step's metadata has for them.
 _TREE_HANDLERS = frozenset({"PyTreeCheckpointHandler", "PyTreeHandler", "StandardCheckpointHandler"})
 _STEP_NAME = re.compile(r"(?:.+_)?(?P<step>[0-9]{1,18})", re.ASCII | re.DOTALL)
-_TEMPORARY = ".orbax-checkpoint-tmp"
+# What Orbax appends to the names of directories that it has not finished.
+TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 
 
 _StepT = TypeVar("_StepT")
@@ -63,13 +66,13 @@ class Step(NamedTuple):
 def step_of_name(name: str) -> int | None:
     """Parses the step in a directory's name, None for no step: `3`, `00000003`, `checkpoint_3`."""
     match = _STEP_NAME.fullmatch(name)
-    return int(match["step"]) if match and _TEMPORARY not in name else None
+    return int(match["step"]) if match and TEMPORARY_MARK not in name else None
 
 
 def is_temporary(directory: str) -> bool:
     """Reports whether a directory or its parent has the name of an unfinished save."""
     parent, name = os.path.split(directory)
-    return _TEMPORARY in name or _TEMPORARY in os.path.basename(parent)
+    return TEMPORARY_MARK in name or TEMPORARY_MARK in os.path.basename(parent)
 
 
 def is_item(directory: str) -> bool:
@@ -90,7 +93,7 @@ def item_names(directory: str) -> list[str]:
         names = subdirectories(directory).inside
     if is_url(directory):
         stat_ahead(os.path.join(directory, name, METADATA_FILE) for name in names)
-    return sorted(name for name in names if _TEMPORARY not in name and is_item(os.path.join(directory, name)))
+    return sorted(name for name in names if TEMPORARY_MARK not in name and is_item(os.path.join(directory, name)))
 
 
 def recorded_items(directory: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from orbax_t5x.rules.alignment.words import is_flat, path_of
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """What becomes of one leaf, or of the leaves of all layers.
+    """Move of one leaf, or of the leaves of all layers.
 
     Attributes:
       sources: names of a leaf, or of each layer's.
