@@ -5,7 +5,8 @@ files, and pointers of Git LFS.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from orbax_t5x.errors import (
@@ -17,6 +18,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.open_flag import close_all
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.store import Store
@@ -60,6 +62,7 @@ class ModelFiles(abc.ABC):
         self._root = root
         self._limits = limits
         self._files = root.open_files()
+        self._closers: list[Callable[[], None]] = []
         self._leaves: dict[str, Leaf] = {}
         self._empties: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
@@ -101,7 +104,7 @@ class ModelFiles(abc.ABC):
             leaves=self._leaves,
             empties=self._empties,
             metadata=self._metadata,
-            close=self._files.close,
+            close=functools.partial(close_all, (self._files.close, *self._closers)),
             index_bytes=self._bytes,
         )
 

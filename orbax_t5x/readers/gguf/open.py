@@ -24,7 +24,7 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.gguf.header import GgufHeader, TensorEntry, read_header
 from orbax_t5x.readers.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
-from orbax_t5x.readers.hub_files import LFS_POINTER, found_twice, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.storage import locations
@@ -55,28 +55,29 @@ def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     else:
         directory, name = os.path.split(locations.resolved(path) if locations.is_link(path) else path)
         names = [name]
-    files = locations.open_store(directory).open_files()
-    headers: dict[str, GgufHeader] = {}
-    leaves: dict[str, Leaf] = {}
-    file_of: dict[str, str] = {}
+    opened = _GgufFiles(locations.open_store(directory), limits)
     for name in names:
-        file = files.file(name)
+        opened.add_file(name)
+    return opened.checkpoint(path, None)
+
+
+class _GgufFiles(ModelFiles):
+    """GGUF files of one model; its metadata are those of the first."""
+
+    format = "gguf"
+    suffix = SUFFIX
+
+    def add_file(self, name: str) -> None:
+        file = self._files.file(name)
         refuse_lfs_pointer(bytes(file.read(0, min(file.size, len(LFS_POINTER)))), file.path)
-        header = headers[name] = read_header(file, limits)
-        for leaf, found in _leaves(header, file, limits).items():
-            if file_of.setdefault(leaf, name) != name:
-                raise found_twice(leaf, file_of[leaf], name, directory)
-            leaves[leaf] = found
-    first = headers[names[0]]
-    return Checkpoint(
-        path=path,
-        format="gguf",
-        step=None,
-        leaves=leaves,
-        metadata={**first.metadata, "version": first.version, "files": names},
-        close=files.close,
-        index_bytes=sum(header.index_bytes for header in headers.values()),
-    )
+        header = read_header(file, self._limits)
+        self._bytes += header.index_bytes
+        if not self._metadata["files"]:
+            self._metadata = {**header.metadata, "version": header.version, "files": []}
+        self._metadata["files"].append(name)
+        for leaf, found in _leaves(header, file, self._limits).items():
+            self._claim(leaf, name)
+            self._leaves[leaf] = found
 
 
 def _files_in(directory: str) -> list[str]:

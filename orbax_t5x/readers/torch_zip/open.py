@@ -6,7 +6,6 @@ data, without PyTorch and without calling anything; the crc32 of each member is 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -14,12 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
-from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import named_by_caller
-from orbax_t5x.readers.hub_files import found_twice, read_config, read_weight_map
-from orbax_t5x.readers.open_flag import OpenFlag, close_all
+from orbax_t5x.readers.hub_files import ModelFiles
+from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.torch_zip.leaves import LeafMaker
 from orbax_t5x.readers.torch_zip.opcodes import parse
 from orbax_t5x.readers.zip_members import Archive
@@ -54,52 +52,28 @@ def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
         store = locations.open_store(directory)
     else:
         store, name = named_by_caller(path)
-    opened = _TorchOpening(store, limits)
+    opened = _TorchFiles(store, limits)
     if name.endswith(INDEX_SUFFIX):
         opened.add_index(name)
     else:
         opened.add_file(name)
-    opened.metadata.update(read_config(locations.open_store(directory), limits))
+    opened.add_config(locations.open_store(directory))
     match = _STEP_NAME.fullmatch(os.path.basename(directory))
     return opened.checkpoint(path, int(match["step"]) if match else None)
 
 
-class _TorchOpening:
-    """One checkpoint while it is being opened."""
+class _TorchFiles(ModelFiles):
+    """PyTorch's files of one model."""
+
+    format = "torch"
+    suffix = ".bin"
 
     def __init__(self, root: Store, limits: Limits):
-        self._root = root
-        self._limits = limits
-        self._files = root.open_files()
+        super().__init__(root, limits)
         self._flag = OpenFlag()
-        self._leaves: dict[str, Leaf] = {}
-        self._empties: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-        self._bytes = 0
-        self.metadata: dict[str, Any] = {"files": []}
-
-    def checkpoint(self, path: str, step: int | None) -> Checkpoint:
-        """Makes the checkpoint."""
-        return Checkpoint(
-            path=path,
-            format="torch",
-            step=step,
-            leaves=self._leaves,
-            empties=self._empties,
-            metadata=self.metadata,
-            close=functools.partial(close_all, (self._files.close, self._flag.close)),
-            index_bytes=self._bytes,
-        )
-
-    def add_index(self, index: str) -> None:
-        """Adds all files that an index names, each proven to hold the leaves that the index assigns to it."""
-        weight_map = read_weight_map(self._root, index, suffix=".bin", limits=self._limits)
-        self._bytes += weight_map.index_bytes
-        self.metadata["index"] = weight_map.metadata
-        weight_map.add_files(self.add_file, self._file_of)
+        self._closers.append(self._flag.close)
 
     def add_file(self, name: str) -> None:
-        """Adds all leaves of one file."""
         file = self._files.file(name)
         _require_zip(file)
         archive = Archive(file, self._limits)
@@ -110,11 +84,10 @@ class _TorchOpening:
             archive, top + _STORAGES, swap=_is_swapped(archive, top), limits=self._limits, flag=self._flag
         )
         self._bytes += archive.index_bytes
-        self.metadata["files"].append(name)
+        self._metadata["files"].append(name)
         nodes: Iterator[tuple[str, Any]] = named_nodes(tree, file, self._limits)
         for leaf, node in nodes:
-            if self._file_of.setdefault(leaf, name) != name:
-                raise found_twice(leaf, self._file_of[leaf], name, self._root.path)
+            self._claim(leaf, name)
             if is_empty(node):
                 self._empties[leaf] = node
             else:
