@@ -12,7 +12,7 @@ from orbax_t5x.cli.arguments import UsageError, read_rules, resuming_argument
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.rules import infer
+from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.transforms import AssignmentMap, Transform, Translate
 from orbax_t5x.trees.flat import unflatten
 
@@ -37,7 +37,7 @@ class RuleOptions:
         `is_bundle` is for a target that is a TensorFlow bundle, whose names are Mesh TensorFlow's, too.
         """
         chain: list[Transform] = [Translate()] if self._is_translated(source, is_bundle) else []
-        chain += infer(source.leaves, target).parts if self._is_auto else self._packs
+        chain += find_rules(source.leaves, target).parts if self._is_auto else self._packs
         return chain if self._rules is None else [*chain, self._rules]
 
     def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:

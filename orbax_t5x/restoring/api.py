@@ -90,7 +90,8 @@ def restore(
         `np.ndarray`, scalars, typed PRNG keys, or `...` (stays); a T5X train state, an `nnx.State`; or None:
         everything, as NumPy.
       transforms: called in order on the lazy state dict; see `orbax_t5x.transforms`. Plain T5X functions work too.
-        `"auto"`: what `orbax_t5x.rules.infer` finds between source and target; nothing where names fit already.
+        `"auto"`: rule packs that lead from source to target, and what `orbax_t5x.rules.align` finds where they leave
+        leaves; nothing where names fit already.
       item: which item of an Orbax step.
       fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a
         function that returns one, under the same rules. What it computes with JAX is computed under `jax.jit`, and only

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from orbax_t5x import rules
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.rules import infer
+from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms import __all__ as transform_names
 from orbax_t5x.transforms.base import AnyTransform
@@ -39,7 +39,7 @@ _PACKS: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class FoundRules(Transform):
-    """Placeholder for the rules that `orbax_t5x.rules.infer` finds, until `written_out` replaces it."""
+    """Placeholder for the rules that are found, until `written_out` replaces it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,12 +193,12 @@ def _found(source: FlatState, target: Mapping[str, Any], path: str | None) -> tu
         fix = Fix.any_of(_PASS_RULES, Fix.in_program("pass the target"))
         raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
     try:
-        pack = infer({name: leaf for name, leaf in source.items() if leaf is not None}, target)
+        mapping = find_rules({name: leaf for name, leaf in source.items() if leaf is not None}, target)
     except RestorePlanError as error:
         problems = [
             dataclasses.replace(problem, message=f"transforms={AUTO!r}: {problem.message}")
             for problem in error.problems
         ]
         raise RestorePlanError(problems, path=path) from error
-    _logger.info("transforms=%r: %s", AUTO, pack.found)
-    return pack.parts
+    _logger.info("transforms=%r: %s", AUTO, mapping.found)
+    return mapping.parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
+from orbax_t5x.rules.alignment.alignment import leaves_of
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
 from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis
 from orbax_t5x.rules.leaf_table import mesh_tf_table
@@ -28,25 +29,10 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.prefix import change_between, counterparts
-from orbax_t5x.trees.levels import require_levels
-from orbax_t5x.trees.named_leaves import named_leaves
 
 _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 # What a target without an optimizer has no place for.
 _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    """Returns leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target.
-
-    An array that is the whole tree has the name "".
-    """
-    leaves = getattr(tree, "leaves", None)
-    require_levels(leaves if isinstance(leaves, Mapping) else tree)
-    named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
-    if named.get("") is tree and not hasattr(tree, "shape"):
-        raise TypeError(f"infer takes leaves by name or trees of them, not {type(tree).__name__}")
-    return named
 
 
 def _parameters(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +84,7 @@ def mesh_tf_to_t5x() -> RulePack:
 
 _MAXTEXT = frozenset({"maxtext", "maxtext scanned"})
 # Layouts that are no T5X's, and the pack from each to T5X's minimal T5.
-_TO_MINIMAL = {"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_t5x, "mesh tf": mesh_tf_to_t5x}
+TO_MINIMAL = {"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_t5x, "mesh tf": mesh_tf_to_t5x}
 
 
 def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
@@ -122,14 +108,15 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
       >>> ot.rules.infer(state, {"target/encoder/encoder/attention/query/kernel": np.ones((16, 3, 2, 4))})
       <RulePack from minimal (encoder of 3 layers) to scanned: t5_minimal_to_scanned(num_heads=2, head_dim=4)>
     """
-    source, target = _leaves(source_leaves), _leaves(target_leaves)
+    source, target = leaves_of(source_leaves), leaves_of(target_leaves)
     seen, wanted = layout_of(_parameters(source)), layout_of(_parameters(target))
     is_one_layout = seen.kind == wanted.kind or "unknown" in (seen.kind, wanted.kind)
     if is_one_layout and _wanted_names(target) <= source.keys():
         pack = RulePack((), (), "nothing to map")
     else:
         pack = _infer(source, target, seen, wanted)
-    dropped = _without_place(pack, source, target)
+    names = pack.apply(views_of(source), target, Diagnostics()) if pack.steps else source
+    dropped = without_place(names, target)
     if dropped:
         drop = Drop(dropped)
         pack = joined((*pack.parts, drop), pack.inverse().parts if pack.has_inverse else ())
@@ -145,8 +132,8 @@ def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
       leaves: by name.
     """
     layout = layout_of(_parameters(leaves))
-    if layout.kind in _TO_MINIMAL:
-        return _TO_MINIMAL[layout.kind]()
+    if layout.kind in TO_MINIMAL:
+        return TO_MINIMAL[layout.kind]()
     return t5_unscanned_to_scanned(scan_axis=1).inverse() if layout.kind == "scanned" else None
 
 
@@ -201,9 +188,9 @@ def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
     return joined(parts, back) if parts else RulePack((), (), "nothing to map")
 
 
-def _without_place(pack: RulePack, source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of the optimizer's leaves, and of the step, that are no leaves of the target after a pack."""
-    names = pack.apply(_views(source), target, Diagnostics()) if pack.steps else source
+def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns patterns of the optimizer's leaves, and of the step, that are no leaves of the target."""
+    names = list(names)
     patterns: list[str] = []
     for pattern in _TRAINING:
         found = [name for name in names if re.fullmatch(pattern, name)]
@@ -214,8 +201,8 @@ def _without_place(pack: RulePack, source: Mapping[str, Any], target: Mapping[st
 
 
 def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
-    if layout.kind in _TO_MINIMAL:
-        pack = _TO_MINIMAL[layout.kind]()
+    if layout.kind in TO_MINIMAL:
+        pack = TO_MINIMAL[layout.kind]()
         return f"{layout.kind} ({_after(pack, leaves)})"
     return str(layout) if layout.kind != "unknown" else f"unknown names (such as {sorted(leaves)[:2]})"
 
@@ -225,11 +212,11 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
 
     What is no T5X layout is led to T5X's first, on either side.
     """
-    if seen.kind == wanted.kind and seen.kind in _TO_MINIMAL:
+    if seen.kind == wanted.kind and seen.kind in TO_MINIMAL:
         return RulePack((), (), "nothing to map")
     if "unknown" in (seen.kind, wanted.kind):
         return None
-    first, last = (_TO_MINIMAL[one.kind]() if one.kind in _TO_MINIMAL else None for one in (seen, wanted))
+    first, last = (TO_MINIMAL[one.kind]() if one.kind in TO_MINIMAL else None for one in (seen, wanted))
     if last is not None and not last.has_inverse:
         return None
     between = _between(
@@ -247,11 +234,11 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
     """Returns the layout that a pack makes of a source."""
     notes = Diagnostics()
-    mapped = pack.apply(_views(source), {}, notes)
+    mapped = pack.apply(views_of(source), {}, notes)
     return layout_of(_parameters({name: leaf for name, leaf in mapped.items() if name not in notes.explained}))
 
 
-def _views(leaves: Mapping[str, Any]) -> dict[str, View]:
+def views_of(leaves: Mapping[str, Any]) -> dict[str, View]:
     """Converts the arrays among leaves to views; an abstract one to a view of zeros."""
     views: dict[str, View] = {}
     for name, leaf in leaves.items():

@@ -134,7 +134,9 @@ def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixC
 def counterparts(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
     """Maps the step and the optimizer's counts to new names, where the target is another kind of train state."""
     names, target = list(names), set(target_names)
-    outer, root = _split_root(model_prefix(target) or "")
+    # A model of other names than T5's is below a root itself.
+    bare = next((root for root in _ROOTS if any(name.startswith(root) for name in target)), "")
+    outer, root = _split_root(model_prefix(target) or bare)
     if not root:
         return {}
     to = _ROOTS[root]

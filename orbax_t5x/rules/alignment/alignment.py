@@ -16,6 +16,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.slots import SlotNames
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
 from orbax_t5x.transforms.prefix import is_of_optimizer
+from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import named_leaves
 
 _STEPS = frozenset({"step", "state/step"})
@@ -68,7 +69,7 @@ class Alignment:
         for name, found in self.open.items():
             for one in found:
                 readings.setdefault(one, []).append(name)
-        back.open = {name: tuple(readings.get(name, ())) for name in _parameters(self._source) if name not in back}
+        back.open = {name: tuple(readings.get(name, ())) for name in parameters_of(self._source) if name not in back}
         return _alignment(back, self._target, self._source)
 
     def __str__(self) -> str:
@@ -104,7 +105,12 @@ def align(source_leaves: Any, target_leaves: Any) -> Alignment:
       ('h.0.a.weight', 'h.0.b.weight')
     """
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
-    return _alignment(moves_between(_parameters(source), _parameters(target)), source, target)
+    return align_leaves(source, target, parameters_of(source), parameters_of(target))
+
+
+def align_leaves(source: Leaves, target: Leaves, ours: Leaves, theirs: Leaves) -> Alignment:
+    """Aligns some leaves, `ours` and `theirs`, of a checkpoint and a target; the others keep their names."""
+    return _alignment(moves_between(ours, theirs), source, {**target, **theirs})
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
@@ -116,13 +122,15 @@ def leaves_of(tree: Any) -> dict[str, Any]:
       TypeError: it is none of these.
     """
     leaves = getattr(tree, "leaves", None)
+    require_levels(leaves if isinstance(leaves, Mapping) else tree)
     named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
     if named.get("") is tree and not hasattr(tree, "shape"):
         raise TypeError(f"leaves are given by name or as a tree, not as {type(tree).__name__}")
     return named
 
 
-def _parameters(leaves: Leaves) -> dict[str, Any]:
+def parameters_of(leaves: Leaves) -> dict[str, Any]:
+    """Returns arrays that are neither of the optimizer nor the step."""
     return {
         name: leaf
         for name, leaf in leaves.items()

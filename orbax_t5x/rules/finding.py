@@ -1,0 +1,237 @@
+"""Finds all that leads from a checkpoint to a target: rule packs, an alignment of what these leave, the optimizer.
+
+Known packs come first. Then what they make is aligned with the target, and at last the checkpoint itself. Only rules
+that give every parameter of the model one reading are returned.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.optim.factored_state import optax_to_t5x, t5x_to_optax
+from orbax_t5x.rules.alignment.alignment import Alignment, align_leaves, leaves_of, parameters_of
+from orbax_t5x.rules.alignment.words import meaning_of, path_of
+from orbax_t5x.rules.inference import TO_MINIMAL, infer, views_of, without_place
+from orbax_t5x.rules.layouts import heads_of, layout_of
+from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
+from orbax_t5x.text.code import calls_code
+from orbax_t5x.text.wording import counted, listed
+from orbax_t5x.transforms import AdafactorSlots, Drop, FollowOptimizer, Rename, Transform
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.follow.slots import SlotNames
+from orbax_t5x.transforms.prefix import counterparts
+from orbax_t5x.transforms.run import run_transforms
+
+# What parameters are below in train states.
+_ROOTS = ("target/", "params/params/", "params/")
+# A model of fewer shapes, without a word that both sides have, may be another one.
+_LEAST_SHAPES = 3
+_LONGEST_CODE = 600
+_ALIGNED = "by shapes, structure and names"
+# Open leaves that a problem names, and their readings.
+_SHOWN = 3
+
+Leaves = Mapping[str, Any]
+Transforms = tuple[Transform, ...]
+
+
+class FoundMapping(NamedTuple):
+    """Transforms from a checkpoint to a target.
+
+    Attributes:
+      parts: in order.
+      found: what they are founded on, as text.
+    """
+
+    parts: Transforms
+    found: str
+
+
+class _Way(NamedTuple):
+    """Packs before and after an alignment, and the leaves that this leads between."""
+
+    before: Transforms
+    after: Transforms
+    source: Leaves
+    target: Leaves
+
+
+def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
+    """Finds the transforms that lead from a checkpoint's leaves to a target's; both as for `align`.
+
+    Raises:
+      RestorePlanError: nothing leads there, or a parameter of the model has several readings.
+    """
+    source, target = leaves_of(source_leaves), leaves_of(target_leaves)
+    slots = _slots(source, target)
+    given, source = source, _run(slots, source, target) if slots else source
+    pack, refusal = _pack(source, target)
+    if pack is not None and _fills(pack.parts, source, target):
+        return FoundMapping((*slots, *pack.parts), pack.found)
+    best: tuple[_Way, Alignment] | None = None
+    for way in _ways(pack, given, target):
+        alignment, parts = _aligned(way)
+        if alignment.is_complete and (way.before or way.after or _is_telling(source, target)):
+            parts = (*way.before, *parts, *way.after)
+            parts = (*parts, *_completion(parts, given, target))
+            if _fills(parts, given, target):
+                return FoundMapping(parts, f"{_ALIGNED}: {calls_code(parts)}")
+        if best is None or alignment.covered > best[1].covered:
+            best = way, alignment
+    if pack is not None:
+        return FoundMapping((*slots, *pack.parts), pack.found)
+    assert refusal is not None
+    if best is None or not best[1].open or not best[1].covered:
+        raise refusal
+    raise RestorePlanError([_problem(*best)]) from refusal
+
+
+def _pack(source: Leaves, target: Leaves) -> tuple[RulePack | None, RestorePlanError | None]:
+    try:
+        return infer(source, target), None
+    except RestorePlanError as error:
+        return None, error
+
+
+def _run(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> dict[str, Any]:
+    return run_transforms(transforms, views_of(source), target, is_resuming=False, diagnostics=Diagnostics())
+
+
+def _fills(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> bool:
+    """Tests that transforms give every parameter of a target a leaf of its shape."""
+    result = _run(transforms, source, target)
+    return all(name in result and result[name].shape == tuple(leaf.shape) for name, leaf in _model(target).items())
+
+
+def _is_telling(source: Leaves, target: Leaves) -> bool:
+    """Tests that a model has enough shapes to be known by them, or that a word of a name is on both sides."""
+    words = [
+        {meaning_of(key) for name in _model(side) for key in path_of(name) if isinstance(key, str)}
+        for side in (source, target)
+    ]
+    return len({leaf.shape for leaf in _model(target).values()}) >= _LEAST_SHAPES or not words[0].isdisjoint(words[1])
+
+
+def _model(leaves: Leaves) -> dict[str, Any]:
+    """Returns the parameters of a model: floating-point arrays, or all where there are none."""
+    every = parameters_of(leaves)
+    return {name: leaf for name, leaf in every.items() if jnp.issubdtype(leaf.dtype, jnp.floating)} or every
+
+
+def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Way]:
+    """Yields what may be aligned with what, the likeliest first."""
+    last: Transforms = ()
+    wanted: Leaves = target
+    kind = layout_of(_model(target)).kind
+    if kind in TO_MINIMAL and TO_MINIMAL[kind]().has_inverse:
+        forth = TO_MINIMAL[kind]()
+        last, wanted = (forth.inverse(),), _run((forth,), target, {})
+    firsts = [] if pack is None or not pack.parts else [pack.parts]
+    kind = layout_of(_model(source)).kind
+    if kind in TO_MINIMAL:
+        firsts.append((TO_MINIMAL[kind](),))
+    firsts.append(())
+    for first in dict.fromkeys(firsts):
+        made = _run(first, source, target) if first else source
+        yield _Way(first, last, made, wanted)
+        for more in _with_heads(made, wanted):
+            yield _Way((*first, more), last, _run((more,), made, target), wanted)
+    if last:
+        yield _Way((), (), source, target)
+
+
+def _with_heads(source: Leaves, target: Leaves) -> Iterator[RulePack]:
+    """Yields packs between joined and split heads, as the shapes of the other side suggest."""
+    layout = layout_of(_model(source))
+    queries = [shape for (_, rest), shape in layout.shapes.items() if rest.endswith("query/kernel")]
+    shapes: set[tuple[int, ...]] = {tuple(leaf.shape) for leaf in _model(target).values()}
+    if layout.kind == "minimal":
+        embed, inner = queries[0]
+        depths = set(layout.depths.values())
+        for *others, heads, size in sorted(shape for shape in shapes if len(shape) in (3, 4)):
+            if heads * size != inner or embed not in others:
+                continue
+            if len(others) == 1:
+                yield t5_minimal_to_unscanned(heads, size)
+            else:
+                axis = 1 - others.index(embed)
+                if others[axis] in depths:
+                    yield t5_minimal_to_scanned(heads, size, scan_axis=axis)
+    elif layout.kind in ("unscanned", "scanned"):
+        heads = heads_of(layout, 1 if layout.is_scanned else None)
+        if heads is not None:
+            yield (t5_minimal_to_scanned if layout.is_scanned else t5_minimal_to_unscanned)(*heads).inverse()
+
+
+def _aligned(way: _Way) -> tuple[Alignment, Transforms]:
+    """Aligns the model, below the source's root first, where the optimizer follows it."""
+    source, target = way.source, way.target
+    roots = _root(source), _root(target)
+    is_moved = all(roots) and roots[0] != roots[1]
+    for leaves_to_align in (parameters_of, _model):
+        ours, theirs = leaves_to_align(source), leaves_to_align(target)
+        if is_moved:
+            theirs = {roots[0] + name.removeprefix(roots[1]): leaf for name, leaf in theirs.items()}
+        alignment = align_leaves(source, target, ours, theirs)
+        if alignment.is_complete:
+            break
+    parts = alignment.transforms
+    if is_moved:
+        rename = Rename(((f"{roots[0]}(.*)", rf"{roots[1]}\1"),))
+        slots = _slots(_run(parts, source, target), target)
+        follows = not slots and SlotNames().slots(source)
+        parts = (*parts, *slots, FollowOptimizer(rename) if follows else rename)
+    return alignment, parts
+
+
+def _root(leaves: Leaves) -> str:
+    """Returns the root that all of a model's names begin with; empty where there is none."""
+    names = _model(leaves)
+    return next((root for root in _ROOTS if names and all(name.startswith(root) for name in names)), "")
+
+
+def _slots(source: Leaves, target: Leaves) -> tuple[Transform, ...]:
+    """Returns what turns T5X's Adafactor slots into Optax's, or back, where these are what both sides have."""
+    have, want = (
+        {name: tuple(leaf.shape) for name, leaf in side.items() if hasattr(leaf, "shape")} for side in (source, target)
+    )
+    for convert in (t5x_to_optax, optax_to_t5x):
+        found = convert(have, want)
+        if found.renames and not found.problems and found.renames.keys() <= want.keys():
+            return (AdafactorSlots(),)
+    return ()
+
+
+def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> Transforms:
+    """Returns what gives the step and counts the target's names, and drops an optimizer that has no place there."""
+    state = _run(transforms, source, target)
+    names = counterparts(state, target)
+    last: Transforms = (Rename(tuple((re.escape(old), new) for old, new in names.items())),) if names else ()
+    dropped = without_place(_run(last, state, target) if last else state, target)
+    return (*last, Drop(dropped)) if dropped else last
+
+
+def _problem(way: _Way, alignment: Alignment) -> Problem:
+    """Returns the one problem of leaves with no or several readings."""
+    count = len(_model(way.target))
+    shown = [
+        f"{name} may be {' or '.join(readings[:_SHOWN])}" if readings else f"{name} has no counterpart"
+        for name, readings in alignment.open.items()
+    ]
+    parts = (*way.before, *alignment.transforms, *way.after)
+    message = (
+        f"shapes, structure and names leave no single reading for {counted(len(alignment.open), 'parameter')} of the "
+        f"target's {count}: {listed(shown, _SHOWN, separator='; ')}"
+    )
+    if parts:
+        code = textwrap.shorten(calls_code(parts), _LONGEST_CODE, placeholder=" …")
+        message += f". The rules found cover {alignment.covered}: {code}"
+    fix = "give the open leaves the target's words by a Rename, and pass it with the rules found as transforms"
+    return Problem("rule", None, message, Fix(fix))
