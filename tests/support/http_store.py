@@ -21,11 +21,12 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request: its method, its path without the slash at the front, and the range asked for, as text."""
+    """One request: its method, its path without the slash at the front, and two of its headers."""
 
     method: str
     name: str
     range: str | None
+    authorization: str | None = None
 
 
 Fault = Callable[[Request], str | None]
@@ -148,7 +149,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         store = self.server_store
         url = urllib.parse.urlsplit(self.path)
         name = urllib.parse.unquote(url.path).lstrip("/")
-        request = Request(self.command, name, self.headers.get("Range"))
+        request = Request(self.command, name, self.headers.get("Range"), self.headers.get("Authorization"))
         store.note(request)
         if store.latency:
             store.stopping.wait(store.latency)

@@ -7,12 +7,13 @@ import os
 from orbax_t5x.errors import CheckpointNotFoundError
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.remote import hub
+from orbax_t5x.storage.remote.hub_location import locate
 from orbax_t5x.storage.remote.urls import plain_url
 from orbax_t5x.text.masked import masked
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Returns the path as text, with `~` expanded in a local one; one on the Hugging Face hub is downloaded first."""
+    """Returns the path as text, with `~` expanded in a local one; one on the Hugging Face hub is found there first."""
     if isinstance(path, (list, tuple)):
         raise TypeError(
             f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
@@ -28,7 +29,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
     if "\0" in text:
         raise CheckpointNotFoundError("the path holds a NUL, as no file's does", path=text)
     if (scheme := url_scheme(text)) is not None:
-        return hub.download(f"{scheme}://{text.partition('://')[2]}") if scheme == hub.SCHEME else plain_url(text)
+        return locate(f"{scheme}://{text.partition('://')[2]}") if scheme == hub.SCHEME else plain_url(text)
     return os.path.expanduser(text)
 
 

@@ -12,12 +12,20 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import tensorstore as ts
 
-from orbax_t5x.errors import CheckpointError, CheckpointIOError, LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+    error_at,
+)
 from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.remote import hub
+from orbax_t5x.storage.remote.hub_ranges import HubFiles
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
 from orbax_t5x.storage.response_clock import ResponseClock
@@ -112,6 +120,12 @@ class ReadAheadBudget:
             self._used -= size
 
 
+def _open_kvstore(base: str, timeout: float) -> Any:
+    if base.startswith(f"{hub.SCHEME}://"):
+        return HubFiles(base, timeout)
+    return ts.KvStore.open(kvstore_spec(base), context=ts.Context(REQUEST_SETTINGS)).result()
+
+
 class Connection:
     """One server or bucket.
 
@@ -134,8 +148,7 @@ class Connection:
         self._wholes: dict[str, Response] = {}
         self._small: set[str] = set()
         try:
-            spec = kvstore_spec(url.base)
-            self._kvstore = ts.KvStore.open(spec, context=ts.Context(REQUEST_SETTINGS)).result()
+            self._kvstore = _open_kvstore(url.base, timeout)
         except ValueError as error:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
 
@@ -170,6 +183,9 @@ class Connection:
                 if future.done():
                     break
                 continue
+            except CheckpointError as error:
+                self.clock.note()
+                raise error_at(error, path=path, leaf=leaf) from None
             except ValueError:
                 self.clock.note()
                 raise

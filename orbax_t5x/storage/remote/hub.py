@@ -12,7 +12,7 @@ import re
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.storage.paths import split_name
@@ -24,7 +24,7 @@ _PATH = re.compile(rf"hf://(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>{_RE
 _INDEX_SUFFIX = ".index.json"
 _CONFIG = "config.json"
 # What a repository may hold, best first; each also in several files with an index.
-_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
+MODEL_FILES = ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin")
 
 
 class HubPath(NamedTuple):
@@ -59,6 +59,37 @@ def parse_hub_path(path: str) -> HubPath:
     return HubPath(match["repository"], revision, file)
 
 
+def _package() -> Any:
+    """Imports `huggingface_hub`, as Any: its own annotations hold types that no checker can resolve."""
+    import huggingface_hub  # noqa: PLC0415  (an extra)
+    import huggingface_hub.constants  # noqa: PLC0415  # pyright: ignore[reportUnusedImport]
+    import huggingface_hub.errors  # noqa: PLC0415  # pyright: ignore[reportUnusedImport]
+
+    return huggingface_hub
+
+
+def hub_api() -> Any:
+    """Returns the API of `huggingface_hub`."""
+    return _package().HfApi(endpoint=hub_endpoint())
+
+
+def hub_token() -> str | None:
+    """Returns the user's token of the hub."""
+    return _package().get_token()
+
+
+def hub_endpoint() -> str:
+    """Returns the URL of the hub; read at each call, while the package reads it when it is imported."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def is_cached(repository: str, commit: str, file: str) -> bool:
+    """Reports whether a file of a commit is in the hub's cache."""
+    package = _package()
+    cache = package.constants.HF_HUB_CACHE
+    return isinstance(package.try_to_load_from_cache(repository, file, cache_dir=cache, revision=commit), str)
+
+
 def download(path: str) -> str:
     """Downloads the files that are not in the hub's cache; returns the local directory or file.
 
@@ -74,13 +105,13 @@ def download(path: str) -> str:
         if not os.path.lexists(found):
             raise CheckpointNotFoundError("the repository has no such file", path=path)
         return str(found)
-    for file in _FILES:
+    for file in MODEL_FILES:
         patterns = (file, f"{file}{_INDEX_SUFFIX}", _shards_of(file), _CONFIG)
         snapshot = Path(_snapshot(path, wanted, patterns))
         if any(found.name != _CONFIG for pattern in patterns for found in snapshot.glob(pattern)):
             return str(snapshot)
     raise UnsupportedCheckpointError(
-        f"the repository has neither {' nor '.join(_FILES)} (nor the index of one) at its top; name a file or a "
+        f"the repository has neither {' nor '.join(MODEL_FILES)} (nor the index of one) at its top; name a file or a "
         "directory in it: hf://org/name/file",
         path=path,
     )
@@ -105,21 +136,16 @@ def _shards_of(file: str) -> str:
 
 def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
     try:
-        import huggingface_hub  # noqa: PLC0415  (an extra)
-        from huggingface_hub import errors  # noqa: PLC0415  (the same)
+        package = _package()
+        errors = package.errors
     except ImportError as error:
         raise UnsupportedCheckpointError(
             "hf:// paths need the package huggingface_hub: pip install 'orbax-t5x[hf]'", path=path
         ) from error
-    token = cast(Any, huggingface_hub).get_token()
+    token = hub_token()
     try:
-        # As Any: the package's own annotations hold types that no checker can resolve.
-        return cast(Any, huggingface_hub).snapshot_download(
-            wanted.repository,
-            revision=wanted.revision,
-            allow_patterns=list(patterns),
-            # Read at each call; the package itself reads it when it is imported.
-            endpoint=os.environ.get("HF_ENDPOINT"),
+        return package.snapshot_download(
+            wanted.repository, revision=wanted.revision, allow_patterns=list(patterns), endpoint=hub_endpoint()
         )
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise CheckpointNotFoundError(f"not on the hub: {_first_line(error, token)}", path=path) from None

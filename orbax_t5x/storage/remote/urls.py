@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.remote import hub
 
 _HTTP = ("http", "https")
 _BUCKETS = {"s3": "s3", "gs": "gcs"}
@@ -70,6 +71,10 @@ def parse_url(url: str) -> StoreUrl:
       UnsupportedCheckpointError: another scheme, no host or bucket, or a password in it.
     """
     scheme = url_scheme(url)
+    if scheme == hub.SCHEME:
+        wanted = hub.parse_hub_path(url)
+        revision = f"@{urllib.parse.quote(wanted.revision, safe='')}" if wanted.revision else ""
+        return StoreUrl(f"hf://{wanted.repository}{revision}", wanted.file, not wanted.file)
     if scheme not in (*_HTTP, *_BUCKETS):
         raise UnsupportedCheckpointError(
             f"{scheme}:// paths are not read; http, https, s3, gs, hf and local paths are", path=url
@@ -86,6 +91,10 @@ def parse_url(url: str) -> StoreUrl:
 def kvstore_spec(base: str) -> dict[str, Any]:
     """Returns TensorStore's spec of a server or a bucket, with an empty path."""
     scheme, _, where = base.partition("://")
+    if scheme == hub.SCHEME:
+        raise UnsupportedCheckpointError(
+            "arrays in chunks are not read from the hub: download the files, and open the directory", path=base
+        )
     if scheme in _HTTP:
         return {"driver": "http", "base_url": base, "path": "/"}
     spec: dict[str, Any] = {"driver": _BUCKETS[scheme], "bucket": where, "path": ""}

@@ -1,6 +1,5 @@
 """Models of the Hugging Face hub, on a stand-in."""
 
-import hashlib
 import json
 import traceback
 from pathlib import Path
@@ -16,41 +15,11 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 from orbax_t5x.storage.remote.hub import parse_hub_path
 from tests.support.http_store import HttpStore
+from tests.support.hub_server import Hub
 from tests.support.torch_files import save_torch
 
 pytestmark = pytest.mark.slow
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
-
-
-class Hub(HttpStore):
-    """The part of the hub's API that `snapshot_download` uses; one commit."""
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    revisions = ("main", "v1", "refs/pr/3", commit)
-
-    def answer_to(self, name, query):
-        parts = name.split("/")
-        if parts[:2] == ["api", "models"] and "/".join(parts[2:4]) == "google/tiny":
-            return self.describe(parts[4:])
-        if parts[2:3] == ["resolve"] and parts[3] in self.revisions and "/".join(parts[:2]) == "google/tiny":
-            data = self.files.get("/".join(parts[4:]))
-            if data is not None:
-                return 200, data, {"X-Repo-Commit": self.commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
-            return 404, b"", {"X-Error-Code": "EntryNotFound"}
-        return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
-
-    def describe(self, parts):
-        if len(parts) >= 2 and "/".join(parts[1:]) not in self.revisions:
-            return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
-        if parts[:1] == ["tree"]:
-            files = [
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                for name, data in self.files.items()
-            ]
-            return 200, json.dumps(files).encode(), {}
-        siblings = [{"rfilename": name} for name in self.files]
-        described = {"id": "google/tiny", "modelId": "google/tiny", "sha": self.commit, "siblings": siblings}
-        return 200, json.dumps(described).encode(), {}
 
 
 @pytest.fixture
