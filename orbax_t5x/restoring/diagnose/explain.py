@@ -186,9 +186,22 @@ def _fix(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
         return Fix(remedy.advice)
     if not is_added:
         return Fix.setting("pass {} for Translate()", transforms=remedy.transforms)
+    return _adding(remedy.transforms, failure)
+
+
+def _adding(transforms: Sequence[Any], failure: MatchFailure) -> Fix:
+    """Returns the fix that adds transforms to those of the call; to what `"auto"` found these are written out."""
     if any(isinstance(transform, FoundRules) for transform in failure.given):
-        return Fix.setting("pass {}", transforms=(*failure.transforms, *remedy.transforms))
-    return Fix.adding(*remedy.transforms, to_others=bool(failure.given))
+        return Fix.setting("pass {}", transforms=(*failure.transforms, *transforms))
+    return Fix.adding(*transforms, to_others=bool(failure.given))
+
+
+def _with_given(problem: Problem, failure: MatchFailure) -> Problem:
+    """Returns a problem whose fix adds its transforms to those of the call."""
+    if problem.fix is None or not failure.given:
+        return problem
+    ways = [_adding(way.transforms, failure) if way.transforms else way for way in problem.fix.ways]
+    return dataclasses.replace(problem, fix=Fix.any_of(*ways))
 
 
 def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
@@ -215,7 +228,7 @@ def _problems(matcher: Matcher, failure: MatchFailure) -> list[Problem]:
     found: list[Problem] = []
     for hypothesis in HYPOTHESES:
         explained = list(hypothesis.explanations(unmatched))
-        found += [one.problem for one in explained]
+        found += [_with_given(one.problem, failure) for one in explained]
         unmatched = unmatched.without({name for one in explained for name in one.names})
     # Causes of many missing leaves, then single ones in the target's order, then what is left over.
     last = len(position)

@@ -108,7 +108,7 @@ def _explained(towers: Sequence[_Tower], unmatched: UnmatchedLeaves) -> Iterator
     if is_certain and unmatched.takes_rules:
         befores = tuple(tower.before for tower in towers)
         transform = _repeating(towers, follows=not all(name.startswith(befores) for name in names))
-        ways.insert(0, Fix.adding(transform, to_others=bool(unmatched.transforms)))
+        ways.insert(0, Fix.adding(transform))
         message += f"; RepeatLayers makes layer i a copy of layer i * {old} // {new}"
     else:
         ways.append(_OF_LAYERS)

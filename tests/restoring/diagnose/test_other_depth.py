@@ -8,7 +8,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.trees.flat import flatten, unflatten
-from tests.support.failed_plans import HF_CONFIG, applied, parameters, problems_of
+from tests.support.failed_plans import HF, HF_CONFIG, applied, parameters, problems_of
 from tests.support.memory_checkpoint import checkpoint
 
 
@@ -175,3 +175,13 @@ def test_a_vocabulary_grows_by_rows():
     source = {"token_embedder/embedding": np.zeros((8, 4)), "shared": np.zeros((8, 4)), "lm_head": np.zeros((4, 8))}
     target = {name: np.zeros([9 if size == 8 else size for size in value.shape]) for name, value in source.items()}
     assert all("ot.transforms.Pad" in str(problem.fix) for problem in problems_of(checkpoint(source), target))
+
+
+def test_what_auto_found_is_written_out_before_the_layers():
+    target = unflatten(parameters(dataclasses.replace(HF_CONFIG, encoder_layers=4)))
+    (problem,) = problems_of(HF, target, "auto")
+    first = problem.fix.ways[0]
+    assert str(first).startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.RepeatLayers(")
+    assert not ot.plan_restore(HF, target, applied(first)).unused
+    (problem,) = problems_of(HF, target, [ot.rules.hf_t5_to_t5x()])
+    assert str(problem.fix.ways[0]).startswith("pass transforms=[*transforms, ot.transforms.RepeatLayers(")
