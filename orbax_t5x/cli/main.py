@@ -112,7 +112,7 @@ def _add(
         parser.add_argument(
             source,
             help="a TensorFlow bundle (prefix, .index or directory), a T5X or Orbax step or root, an Orbax item, Flax "
-            "msgpack, safetensors or a PyTorch file",
+            "msgpack, safetensors, a PyTorch file or an .npz file",
         )
         parser.add_argument("--item", help="the item of an Orbax step")
     if json is not None:

@@ -40,7 +40,7 @@ class Checkpoint:
     Attributes:
       path: what was opened, resolved.
       given_path: what the caller named: `path`, or a directory above it, such as a root with steps.
-      format: "tf_bundle", "t5x", "orbax", "flax_msgpack", "safetensors", "torch" or "gguf".
+      format: "tf_bundle", "t5x", "orbax", "flax_msgpack", "safetensors", "torch", "npz" or "gguf".
       step: the training step in the name, or None; never read from an array.
       metadata: what the format records about itself.
       sequences: names of the containers that were lists or tuples when Orbax saved them; `tree()` has dicts there.

@@ -20,6 +20,7 @@ from orbax_t5x.readers.detect.user_path import check_item, path_text
 from orbax_t5x.readers.flax_msgpack.format import FORMAT as FLAX_MSGPACK
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.gguf.format import FORMAT as GGUF
+from orbax_t5x.readers.npz.format import FORMAT as NPZ
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
 from orbax_t5x.readers.orbax.steps import finished_steps, newest_directory
 from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
@@ -38,7 +39,7 @@ _FILES: tuple[Format, ...] = (TF_BUNDLE, SAFETENSORS, FLAX_MSGPACK)
 _UNMARKED: tuple[Format, ...] = (SAFETENSORS, TORCH, TF_BUNDLE)
 # Files that say nothing about the directory that they are in.
 _LOOSE: tuple[Format, ...] = (GGUF,)
-FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS, TORCH, GGUF)
+FORMATS: tuple[Format, ...] = (TF_BUNDLE, ORBAX, T5X, FLAX_MSGPACK, SAFETENSORS, TORCH, NPZ, GGUF)
 
 
 @guarded
@@ -51,9 +52,9 @@ def open_checkpoint(
       path: local, or a URL (`gs://`, `s3://`, `http(s)://`): a TensorFlow bundle (its prefix, its `.index`, or its
         directory); an Orbax item, step or root, T5X's included (of a root, the newest finished step); a T5X or Flax
         msgpack file, or a root of these; a safetensors file or directory; a PyTorch file,
-        its index or its directory; a GGUF file.
-      format: "tf_bundle", "orbax", "t5x", "flax_msgpack", "safetensors", "torch" or "gguf", where it shall not be
-        found out.
+        its index or its directory; an `.npz` file; a GGUF file.
+      format: "tf_bundle", "orbax", "t5x", "flax_msgpack", "safetensors", "torch", "npz" or "gguf", where it shall
+        not be found out.
       item: the item of an Orbax step to open; with several items and None, names start with the item's.
       limits: on what the files may claim; None for the defaults.
 

@@ -23,7 +23,7 @@ from orbax_t5x.storage.locations import can_list, is_url
 from orbax_t5x.storage.paths import LEADS_OUT
 from orbax_t5x.text.wording import listed
 
-_FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth")
+_FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz")
 # A model of the Hugging Face hub: an organisation and a name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Names of a directory that an error shows.

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, error_at
 from orbax_t5x.readers.hub_files import LFS_POINTER, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.extents import ByteExtent, DeferredExtents, JoinedExtents
@@ -90,19 +92,38 @@ class Archive:
         """Returns where the bytes of a stored member begin; its local header is compared with the directory."""
         member = self.members[name]
         if member.method != STORED:
-            raise self.corrupt(f"the member {name!r} is compressed, and PyTorch stores all members as they are")
+            raise self.corrupt(f"the member {name!r} is compressed, and can only be read whole")
         return self.local_start(name)
 
-    def local_start(self, name: str) -> int:
-        """Returns where the bytes of a member begin, compressed or not."""
+    def read_heads(self, size: int) -> dict[str, bytes]:
+        """Reads the first bytes of each member, local header included: a remote store overlaps its requests."""
+        ranges = {name: min(size, self._directory_start - member.header) for name, member in self.members.items()}
+        file = self.file.ahead((self.members[name].header, length) for name, length in ranges.items())
+        heads: dict[str, bytes] = {}
+        for name, length in ranges.items():
+            head = np.empty(length, np.uint8)
+            file.read_into(self.members[name].header, [head])
+            heads[name] = head.tobytes()
+        self.index_bytes += sum(ranges.values())
+        return heads
+
+    def near(self, offset: int, size: int, start: int, data: bytes) -> bytes:
+        """Returns bytes of the file, from `data` where they are in it, which begins at `start`."""
+        if start <= offset and offset + size <= start + len(data):
+            return data[offset - start : offset - start + size]
+        return self._read(offset, size)
+
+    def local_start(self, name: str, data: bytes = b"") -> int:
+        """Returns where the bytes of a member begin, compressed or not; `data` are the first ones, if they are read."""
         member = self.members[name]
-        head = self._read(member.header, _LOCAL.size + len(member.name))
+        head = self.near(member.header, _LOCAL.size + len(member.name), member.header, data)
         magic, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = _LOCAL.unpack_from(head)
         start = member.header + _LOCAL.size + name_bytes + extra_bytes
         if magic != b"PK\x03\x04" or name_bytes != len(member.name) or head[_LOCAL.size :] != member.name:
             raise self.corrupt(f"the local header of {name!r} has another name than the directory")
         if _FULL_32 in (stored, size):
-            size, stored = self._widened((size, stored), self._read(start - extra_bytes, extra_bytes), name)
+            extra = self.near(start - extra_bytes, extra_bytes, member.header, data)
+            size, stored = self._widened((size, stored), extra, name)
         own = (crc, stored, size)
         theirs = (member.crc or 0, member.stored, member.size)
         absent = bool(flags & _DESCRIPTOR)

@@ -147,8 +147,8 @@ def edited_safetensors(data: bytes, generator: random.Random, change: ChangeByte
 # -- ZIP archives, and the pickle of PyTorch in one
 
 
-def edited_torch(data: bytes, generator: random.Random, change: ChangeBytes) -> bytes:
-    """An archive with its pickle, a field of a header or some bytes changed, and the checksums right again."""
+def edited_zip(data: bytes, generator: random.Random, change: ChangeBytes) -> bytes:
+    """An archive with a member, a field of a header or some bytes changed, and the checksums right again."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = [Entry(info.orig_filename.encode(), archive.read(info)) for info in archive.infolist()]
@@ -163,8 +163,9 @@ def edited_torch(data: bytes, generator: random.Random, change: ChangeBytes) -> 
         wide = 0xFFFF if field in ("flags", "method", "local_method") else 0xFFFFFFFF
         setattr(entry, field, generator.choice(_NUMBERS) & wide)
     else:
-        entry = next((entry for entry in entries if entry.name.endswith(b".pkl")), entries[0])
-        entry.data = edited_pickle(entry.data, generator, change)
+        pickles = [entry for entry in entries if entry.name.endswith(b".pkl")]
+        entry = pickles[0] if pickles else generator.choice(entries)
+        entry.data = edited_pickle(entry.data, generator, change) if pickles else change(entry.data)
     return archive_of(entries, zip64={} if generator.random() < 0.5 else None)
 
 

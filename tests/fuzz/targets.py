@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import random
@@ -402,6 +403,38 @@ def _gguf_files() -> list[bytes]:
     return [gguf_bytes(arrays, metadata, q8=["q"]), gguf_bytes({})]
 
 
+def _npz(directory: Path) -> Check:
+    path = directory / "model.npz"
+
+    def check(data: bytes) -> CheckpointError | None:
+        path.write_bytes(data)
+        found = contents(path, "npz")
+        for name, value in _as_numpy_reads(path):
+            if name in found.values and value.dtype.kind in "biufc":
+                assert same_bits(found.values[name], value.astype(value.dtype.newbyteorder("="))), name
+        return found.first_error
+
+    return check
+
+
+def _as_numpy_reads(path: Path) -> Iterable[tuple[str, np.ndarray]]:
+    """Arrays that NumPy reads, too."""
+    with contextlib.suppress(Exception), np.load(path) as archive:  # its errors are of many kinds
+        for name in archive.files:
+            with contextlib.suppress(Exception):
+                yield name, archive[name]
+
+
+def _npz_files() -> list[bytes]:
+    arrays = {"w": _VALUE.reshape(2, 4), "f": np.asfortranarray(np.arange(6).reshape(2, 3)), "s": np.array(2, ">i2")}
+    files = []
+    for save in (np.savez, np.savez_compressed):
+        made = io.BytesIO()
+        save(made, **arrays)
+        files.append(made.getvalue())
+    return files
+
+
 def _torch(directory: Path) -> Check:
     path = directory / "model.pt"
     listed = [path.name]
@@ -681,7 +714,8 @@ TARGETS: dict[str, Target] = {
     "zarray": Target(_zarray, _zarrays, mutations.edited_json),
     "safetensors": Target(_safetensors, _safetensors_files, mutations.edited_safetensors),
     "gguf": Target(_gguf, _gguf_files, mutations.edited_gguf),
-    "torch": Target(_torch, _torch_files, mutations.edited_torch),
+    "npz": Target(_npz, _npz_files, mutations.edited_zip),
+    "torch": Target(_torch, _torch_files, mutations.edited_zip),
     "weight_map": Target(_weight_map, _weight_maps, mutations.edited_json),
     "orbax_metadata": Target(_orbax_metadata, _orbax_metadatas, mutations.edited_json),
     "orbax_step": Target(_orbax_step, _orbax_steps, mutations.edited_json),

@@ -61,6 +61,15 @@ class TestTorchWithIndex(OverHttp, suites.TorchIndexSuite):
     dtypes = (np.dtype(np.float32), np.dtype(np.uint16))
 
 
+class TestNpz(OverHttp, suites.NpzSuite):
+    pass
+
+
+class TestCompressedNpz(OverHttp, suites.NpzSuite):
+    save = staticmethod(np.savez_compressed)
+    dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+
+
 class TestFlaxMsgpack(OverHttp, suites.FlaxMsgpackSuite):
     dtypes = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 

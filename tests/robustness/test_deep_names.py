@@ -48,6 +48,11 @@ def torch(directory: Path, name: str) -> Path:
     return save_torch(directory / "pytorch_model.bin", {name: VALUE})
 
 
+def npz(directory: Path, name: str) -> Path:
+    np.savez(directory / "model.npz", **{name: VALUE})
+    return directory / "model.npz"
+
+
 def t5x(directory: Path, name: str) -> Path:
     tree = {"version": 3, "optimizer": {name: VALUE}}
     (directory / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(tree))
@@ -68,7 +73,7 @@ def aggregate(directory: Path, name: str) -> Path:
     return directory / "item"
 
 
-@pytest.mark.parametrize("write", [tf_bundle, safetensors, flax_msgpack, torch, t5x, orbax, aggregate])
+@pytest.mark.parametrize("write", [tf_bundle, safetensors, flax_msgpack, torch, npz, t5x, orbax, aggregate])
 def test_names_of_more_than_64_levels_are_a_limit_in_every_format(write, tmp_path, capsys):
     (tmp_path / "good").mkdir()
     # An aggregate's leaf is one level below the name.

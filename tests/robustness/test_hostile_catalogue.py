@@ -25,6 +25,8 @@ FILES = {
     "t5x": "readers/t5x/test_*.py",
     "tf_bundle": "readers/tf_bundle/test_*.py",
     "torch_zip": "readers/torch_zip/test_*.py",
+    "npz": "readers/npz/test_*.py",
+    "gguf": "readers/gguf/test_*.py",
     "zip_members": "readers/test_zip_members.py",
     "tensorstore_leaf": "readers/test_tensorstore_leaf.py",
     "formats": "readers/test_formats.py",
@@ -207,14 +209,16 @@ CATALOGUE: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "1.5.7": ("a file cut while it is open", ("safetensors:a_file_cut_after_it_was_opened",)),
     "1.5.8": ("Git LFS pointers", ("safetensors:a_git_lfs_pointer",)),
-    # ZIP archives of PyTorch and NumPy
+    # PyTorch, NumPy's archives, GGUF
     "1.6.1": ("names outside the list", ("torch_zip:hostile_pickles", "torch_zip:the_name_is_said")),
     "1.6.2": ("opcodes that call", ("torch_zip:hostile_pickles", "torch_zip:protocol_0")),
     "1.6.3": ("bombs of the stack and the memo", ("torch_zip:bombs_cost_what_the_file_may", "torch_zip:limits")),
     "1.6.4": ("sizes, strides and offsets", ("torch_zip:descriptions_that_do_not_fit",)),
     "1.6.5": ("archives", ("zip_members:damaged_archives", "zip_members:names_that_lead_out")),
+    "1.6.6": ("GGUF files", ("gguf:files_that_are_refused", "gguf:leaves_that_are_refused")),
+    "1.6.7": ("arrays of NumPy", ("npz:what_is_no_header", "npz:elements_that_are_no_numbers", "npz:damaged_arrays")),
 }
-SIZES = {"1.1": 24, "1.2": 22, "1.3": 8, "1.4": 9, "1.5": 8, "1.6": 5}
+SIZES = {"1.1": 24, "1.2": 22, "1.3": 8, "1.4": 9, "1.5": 8, "1.6": 7}
 
 
 def test_every_number_has_tests():

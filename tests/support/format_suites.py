@@ -90,6 +90,18 @@ class TorchIndexSuite(ReaderSuite):
         return directory
 
 
+class NpzSuite(ReaderSuite):
+    """NumPy's own types, and bfloat16, which it writes as two bytes of no type."""
+
+    dtypes = (*(dtype for dtype in NUMBERS if not dtype.name.startswith("float8")), np.dtype(np.complex128))
+    save = staticmethod(np.savez)
+
+    def write(self, directory, arrays):
+        path = directory / "model.npz"
+        self.save(path, **arrays)
+        return path
+
+
 class FlaxMsgpackSuite(ReaderSuite):
     dtypes = (*NUMBERS, np.dtype(ml_dtypes.int4), np.dtype(np.complex128))
 

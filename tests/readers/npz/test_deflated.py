@@ -1,0 +1,70 @@
+"""Compressed members: sizes that lie, streams that end early or go on, and reads of parts."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+from orbax_t5x.errors import CorruptCheckpointError
+from orbax_t5x.readers.npz.deflated import DeflatedLeaf, decompress_head
+from orbax_t5x.readers.npz.header import ArrayHeader
+from orbax_t5x.readers.zip_members import Archive
+from orbax_t5x.storage.files import FileSet
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import Root
+from orbax_t5x.testing.leaf_reads import read_boxes
+from tests.support.zip_files import Entry, archive_of
+
+VALUES = np.random.default_rng(3).integers(0, 4, (50, 40)).astype(np.int16)
+HEADER = ArrayHeader(VALUES.dtype, False, VALUES.shape, (40, 1))
+
+
+def deflated(data):
+    stream = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return stream.compress(data) + stream.flush()
+
+
+def leaf_of(directory, data, header=HEADER, **fields):
+    plain = b"head" + VALUES.tobytes()
+    right = {"size": len(plain), "crc": zlib.crc32(plain), "method": 8}
+    (directory / "file").write_bytes(archive_of([Entry(b"m", data, **(right | fields))]))
+    archive = Archive(FileSet(Root(directory)).file("file"), Limits())
+    return DeflatedLeaf("x", archive, "m", 4, header, Limits())
+
+
+def test_boxes(tmp_path):
+    leaf = leaf_of(tmp_path, deflated(b"head" + VALUES.tobytes()))
+    found = read_boxes(leaf, [((3, 9), (0, 40)), ((0, 50), (7, 8)), ((3, 9), (0, 40))])
+    for array, expected in zip(found.arrays, (VALUES[3:9], VALUES[:, 7:8], VALUES[3:9]), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    assert found.stats.bytes_read == 2 * (6 * 40 + 50 - 6)
+    assert (leaf.chunks, leaf.chunk_checksum) == ((50, 40), "zip")
+    other = leaf_of(tmp_path, deflated(b"head" + VALUES.tobytes()), ArrayHeader(VALUES.dtype, True, (40, 50), (1, 40)))
+    np.testing.assert_array_equal(read_boxes(other).arrays[0], VALUES.T.byteswap())
+
+
+@pytest.mark.parametrize(
+    ("data", "fields"),
+    [
+        (deflated(b"head" + VALUES.tobytes())[:-3], {}),
+        (deflated(b"head" + VALUES.tobytes()) + b"more", {}),
+        (deflated(b"head" + VALUES.tobytes() + b"more"), {}),
+        (deflated(b"head" + VALUES.tobytes()[:-2]), {}),
+        (deflated(b"head" + VALUES.tobytes()), {"crc": 7}),
+        (b"\xff" * 100, {}),
+        (b"", {}),
+        (deflated(bytes(1 << 24)), {}),
+    ],
+)
+def test_streams_that_lie(tmp_path, data, fields):
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_boxes(leaf_of(tmp_path, data, **fields))
+    assert (caught.value.leaf, caught.value.path) == ("x", str(tmp_path / "file"))
+
+
+def test_a_head():
+    whole = struct.pack("<1000I", *range(1000))
+    assert decompress_head(deflated(whole)[:200], 64) == whole[:64]
+    with pytest.raises(CorruptCheckpointError):
+        decompress_head(b"\xff" * 20, 64)
