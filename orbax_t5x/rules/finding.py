@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.optim.factored_state import optax_to_t5x, t5x_to_optax
 from orbax_t5x.rules.alignment.alignment import Alignment, align_leaves, leaves_of, parameters_of
-from orbax_t5x.rules.alignment.words import meaning_of, path_of
+from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.inference import TO_MINIMAL, infer, views_of, without_place
 from orbax_t5x.rules.layouts import heads_of, layout_of
 from orbax_t5x.rules.pack import RulePack
@@ -111,9 +111,14 @@ def _fills(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> b
 
 
 def _is_telling(source: Leaves, target: Leaves) -> bool:
-    """Tests that a model has enough shapes to be known by them, or that a word of a name is on both sides."""
+    """Tests that a model has enough shapes to be known by them, or that both sides have a word for the same module."""
     words = [
-        {meaning_of(key) for name in _model(side) for key in path_of(name) if isinstance(key, str)}
+        {
+            meaning_of(key)
+            for name in _model(side)
+            for key in path_of(name)
+            if isinstance(key, str) and is_of_module(key)
+        }
         for side in (source, target)
     ]
     return len({leaf.shape for leaf in _model(target).values()}) >= _LEAST_SHAPES or not words[0].isdisjoint(words[1])

@@ -95,6 +95,8 @@ def test_several_readings_are_one_problem_with_the_rules_found():
 def test_a_model_of_two_shapes_and_no_common_word_is_not_guessed():
     with pytest.raises(ot.RestorePlanError, match="no rule pack leads"):
         find_rules({"a": np.ones(2)}, {"b": np.ones(2)})
+    with pytest.raises(ot.RestorePlanError, match="no rule pack leads"):
+        find_rules({"params/ab/kernel": np.ones(2)}, {"params/cd/kernel": np.ones(2)})
     assert find_rules({"dec/w": np.ones(2)}, {"decoder/x": np.ones(2)}).parts
 
 

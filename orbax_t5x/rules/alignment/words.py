@@ -19,6 +19,7 @@ _NUMBER = re.compile(r"[_-]?(?<!\d)(\d{1,18})(?=[_-]|$)[_-]?")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 _NORMS = re.compile(r"(?:layer|rms)_norm")
 _ARRAYS = frozenset({"kernel", "scale", "embedding"})
+_OF_ANY_MODEL = frozenset({"module:layers", "kind:bias", "params", "target", "model", "module"})
 # Deeper names are no model's; their last parts count as one.
 _MOST_KEYS = 64
 
@@ -123,6 +124,11 @@ def meaning_of(part: str) -> str:
 def says_little(part: str) -> bool:
     """Reports whether a part is what projects call a module's only array: `kernel`, `weight`, `scale`, `value`."""
     return part == "value" or not _ARRAYS.isdisjoint(meanings(part).get("kind", ()))
+
+
+def is_of_module(part: str) -> bool:
+    """Reports whether a part may name a module, which words for arrays, layers and whole models do not."""
+    return not says_little(part) and meaning_of(part) not in _OF_ANY_MODEL and part not in _OF_ANY_MODEL
 
 
 def contradict(ours: Sequence[str], theirs: Sequence[str]) -> bool:
