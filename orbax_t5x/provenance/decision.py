@@ -86,6 +86,7 @@ class Decision:
       problem: why nothing can be decided, and what the caller can pass; None where it is decided.
       warning: what a person should see; empty where nothing is.
       note: what was applied to the source before, where other transforms are applied on top; else empty.
+      unmatched: the lineage where the transforms that are applied match nothing; None for `lineage` itself.
     """
 
     is_resuming: bool
@@ -93,6 +94,7 @@ class Decision:
     problem: tuple[str, Fix] | None = None
     warning: str = ""
     note: str = ""
+    unmatched: Lineage | None = None
 
 
 def decide(record: Lineage | None, context: ResumeContext) -> Decision:
@@ -159,7 +161,11 @@ def _resumed(lineage: Lineage, context: ResumeContext) -> Decision:
 
 
 def _apply(lineage: Lineage, context: ResumeContext) -> Decision:
-    return Decision(False, (*lineage, _entry(context)))
+    """Applies the transforms; they are recorded where they match something, or where the caller said so."""
+    if context.is_resuming is not None:
+        return Decision(False, (*lineage, _entry(context)))
+    without = lineage or (_entry(dataclasses.replace(context, chain=ChainRecord.of(()))),)
+    return Decision(False, (*lineage, _entry(context)), unmatched=without)
 
 
 def _entry(context: ResumeContext) -> Entry:
@@ -227,7 +233,9 @@ def combine(decisions: Mapping[str, Decision]) -> Decision:
         return Decision(False, lineage, problem=(what, Fix.setting("restore one item at a time with {}", item=...)))
     warnings = dict.fromkeys(decision.warning for decision in decisions.values() if decision.warning)
     notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
-    return Decision(first.is_resuming, lineage, first.problem, "; ".join(warnings), "; ".join(notes))
+    without = [decision.unmatched for decision in decisions.values() if decision.unmatched is not None]
+    unmatched = _union(without) if len(without) == len(decisions) else None
+    return Decision(first.is_resuming, lineage, first.problem, "; ".join(warnings), "; ".join(notes), unmatched)
 
 
 def _answer_text(decision: Decision) -> str:

@@ -74,6 +74,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     fallback = open_fallback(options.fallback, diagnostics.problems.append)
     before = tuple(diagnostics.problems)
     state = run_on_leaves(transforms, source, flattened.original, is_resuming=resuming, diagnostics=diagnostics)
+    has_matched = bool(diagnostics.origin_of) or _is_changed(source, state)
     stored_names = {leaf: name for name, view in stored.items() if view is not None for leaf in view.leaves()}
     match = functools.partial(Matcher, flattened, options, fallback, stored_names)
     matcher = match(state, diagnostics)
@@ -111,9 +112,16 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         unused=sorted(unused),
         dropped=sorted(dropped),
         warnings=diagnostics.warnings,
-        provenance=decision.lineage,
+        provenance=decision.lineage if has_matched or decision.unmatched is None else decision.unmatched,
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
+    )
+
+
+def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Reports whether transforms did anything to a state dict of views."""
+    return source.keys() != state.keys() or any(
+        getattr(value, "node", value) is not getattr(state[name], "node", state[name]) for name, value in source.items()
     )
 
 

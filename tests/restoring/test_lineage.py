@@ -1,5 +1,8 @@
 """The lineage of a source: as its checkpoint records it, as older steps complete it, and what is decided by it."""
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import orbax_t5x as ot
@@ -9,7 +12,7 @@ from orbax_t5x.restoring import lineage
 from orbax_t5x.restoring.options import PlanOptions
 from tests.support.memory_checkpoint import checkpoint
 
-RENAME = ot.transforms.Rename([("a", "b")])
+RENAME = ot.transforms.Rename((("a", "b"),))
 
 
 def recorded(*transforms):
@@ -60,3 +63,28 @@ def test_without_a_record_the_transforms_are_applied_and_recorded():
     assert not decision.is_resuming and len(decision.lineage) == 1
     again = decide({"": decision.lineage}, kind="own step")
     assert again.is_resuming and again.lineage == decision.lineage
+
+
+@pytest.mark.parametrize("key", [False, True], ids=["arrays", "keys"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        ot.transforms.AssignmentMap((("none", "other"),), require_all_rules_match=False),
+        ot.transforms.Rename((("none", "other"),), require_match=False),
+        lambda state, target: state,
+    ],
+    ids=["AssignmentMap", "Rename", "function"],
+)
+def test_a_chain_that_matched_nothing_is_not_recorded(tmp_path, transform, key):
+    """What it does once it matches is not taken for done; `is_resuming=` is recorded all the same."""
+    tree = {"a": np.zeros(4, np.float32), **({"k": jax.random.key(1)} if key else {})}
+    path = tmp_path / "source"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    without = ot.plan_restore(path, None).provenance
+    assert ot.plan_restore(path, None, [transform]).provenance == without
+    assert len(ot.plan_restore(path, None, [transform], is_resuming=False).provenance[-1]["transforms"]) == 1
+    ot.convert(path, tmp_path / "converted", [transform])
+    assert ot.plan_restore(tmp_path / "converted", None).provenance == without
+    both = [transform, ot.transforms.Rename((("a", "b"),))]
+    assert len(ot.plan_restore(path, None, both).provenance[-1]["transforms"]) == 2
