@@ -229,7 +229,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
                 plan = stack.enter_context(opened)
                 handled.check_plan(plan, directory)
                 values = handled.restore(self._orbax, directory)
-                agreement.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
+                agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             restored = handled.put_into(plan.run(reading), values)
         self._note_restored(directory if own else None, plan.provenance)
         return restored

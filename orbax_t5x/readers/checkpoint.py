@@ -8,6 +8,7 @@ from typing import Any
 
 from orbax_t5x.lazy import View, as_view
 from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.storage.remote.hub import shared_path
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.html import html_fragment, html_paragraph, html_table
 from orbax_t5x.text.table import TableRow
@@ -90,6 +91,11 @@ class Checkpoint:
     def empties(self) -> Mapping[str, Any]:
         """The nodes without leaves by '/'-joined name: None, an empty container, or `...`, as it was saved."""
         return MappingProxyType(self._empties)
+
+    @property
+    def shared_path(self) -> str:
+        """The path as every host of a job has it: of files in the hub's cache their URL on the hub."""
+        return shared_path(self.path)
 
     def tree(self) -> dict[str, Any]:
         """Returns the leaves as a nested dict, with None, empty containers and `...` in their places.

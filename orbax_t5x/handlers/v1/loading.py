@@ -50,7 +50,7 @@ def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.C
             source = directory if abstract.source is None else abstract.source
             opened = open_plan(source, abstract.target, abstract.transforms, PlanOptions.of(abstract), caller)
             plan = stack.enter_context(opened)
-            agreement.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
+            agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
         restored = plan.run(reading)
     if own:
         remember_restored(directory, plan.provenance)

@@ -325,7 +325,7 @@ class _JobStart:
             with together.planning():
                 opened = open_plan(source, self._target, transforms, options, Caller(kind, agree, keeps_lineage=True))
                 plan = stack.enter_context(opened)
-                together.plan([checkpoint.path for checkpoint in plan.checkpoints.values()], plan.provenance)
+                together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             return _RestoreResult(plan.run(self._reading), plan, records)
 
 

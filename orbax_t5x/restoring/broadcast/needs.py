@@ -53,7 +53,7 @@ def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
     """Compares what the processes are about to execute; every process must call it."""
     compared = [
         broadcast,
-        [checkpoint.path for checkpoint in plan.checkpoints.values()],
+        [checkpoint.shared_path for checkpoint in plan.checkpoints.values()],
         [(entry.name, entry.sources, entry.shape, str(entry.dtype), entry.action) for entry in plan.entries],
     ]
     digest = hashlib.sha256(json.dumps(compared).encode()).digest()

@@ -73,7 +73,7 @@ def find_commit(wanted: HubPath) -> Commit:
     """Asks the hub for the commit of a revision; raises whatever `huggingface_hub` raises."""
     found = hub_api().model_info(wanted.repository, revision=wanted.revision, files_metadata=True)
     sizes = {file.rfilename: file.size if type(file.size) is int else None for file in found.siblings or ()}
-    if not isinstance(found.sha, str) or not re.fullmatch(r"[0-9a-f]{40}", found.sha):
+    if not isinstance(found.sha, str) or not re.fullmatch(r"[0-9A-Za-z]{1,64}", found.sha):
         raise ValueError("the hub names no commit")
     if len(_COMMITS) >= _MOST_COMMITS:
         _COMMITS.clear()

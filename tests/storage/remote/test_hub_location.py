@@ -1,11 +1,13 @@
 """Where a path on the hub is read: by range, or whole with a word, or from the cache."""
 
 import logging
+import shutil
 
 import huggingface_hub
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from huggingface_hub import constants
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointNotFoundError
@@ -50,6 +52,18 @@ def test_what_is_in_the_cache_is_read_there(hub, caplog):
             np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
     assert not hub.storage.log
     assert "does not list its files" in caplog.text
+
+
+def test_hosts_with_and_without_a_cache_have_one_name_for_it(hub):
+    """Processes compare what they are about to restore; one of them may have the files in its cache."""
+    for path in ("hf://google/tiny", "hf://google/tiny/model.safetensors"):
+        with ot.open_checkpoint(path) as without:
+            assert without.shared_path == without.path
+        huggingface_hub.snapshot_download("google/tiny", endpoint=hub.url)
+        with ot.open_checkpoint(path) as cached:
+            assert cached.path != without.path
+            assert cached.shared_path == without.shared_path
+        shutil.rmtree(constants.HF_HUB_CACHE)
 
 
 def test_what_is_not_there(hub):
