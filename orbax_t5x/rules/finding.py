@@ -88,7 +88,8 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
     if pack is not None:
         return FoundMapping((*slots, *pack.parts), pack.found)
     assert refusal is not None
-    if best is None or not best[1].open or not best[1].covered:
+    is_explained = any(one.fix is not None and one.fix.arguments for one in refusal.problems)
+    if best is None or not best[1].open or not best[1].covered or is_explained:
         raise refusal
     raise RestorePlanError([_problem(*best)]) from refusal
 

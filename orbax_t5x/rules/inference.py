@@ -19,7 +19,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.alignment.alignment import leaves_of
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
-from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis
+from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis, stacked_depths
 from orbax_t5x.rules.leaf_table import mesh_tf_table
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.pack import PackCall, RulePack, joined, pack_of
@@ -27,8 +27,10 @@ from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, 
 from orbax_t5x.transforms import translate
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.names import Drop, Rename
 from orbax_t5x.transforms.prefix import change_between, counterparts
+from orbax_t5x.transforms.repeat_layers import RepeatLayers
 
 _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 # What a target without an optimizer has no place for.
@@ -153,6 +155,9 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
         renaming = _renaming(source, target)
         if renaming.steps and _wanted_names(target) <= renaming.apply(source, target, Diagnostics()).keys():
             return renaming
+    other_depth = None if pack is not None else _other_depth(source, target, seen, wanted)
+    if other_depth is not None:
+        raise RestorePlanError([other_depth])
     if pack is None:
         message = f"no rule pack leads from {_described(seen, source)} to {_described(wanted, target)}"
         if "unknown" not in (seen.kind, wanted.kind):
@@ -170,6 +175,34 @@ def _why_not(seen: Layout, wanted: Layout) -> str:
     if kinds & _MAXTEXT and kinds & {"scanned", "unscanned"}:
         return "MaxText's layouts are reached from the minimal one; join the pack to it and t5x_decoder_to_maxtext"
     return "no leaf's shape, or not the same depth, fits on both sides"
+
+
+def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> Problem | None:
+    """Returns the problem of layers of which one side has more, where only that is between two known layouts."""
+    first = (TO_MINIMAL[seen.kind](),) if seen.kind in TO_MINIMAL else ()
+    layout = _after(first[0], _parameters(source)) if first else seen
+    if wanted.kind in TO_MINIMAL or layout.is_scanned == wanted.is_scanned:
+        return None
+    scanned, unrolled = (wanted, layout) if wanted.is_scanned else (layout, wanted)
+    axis, stacked = next(iter(stacked_depths(scanned, unrolled).items()), (0, dict[str, int]()))
+    old, new = (layout.depths, stacked) if wanted.is_scanned else (stacked, wanted.depths)
+    towers = [tower for tower in sorted(stacked) if tower in unrolled.depths and old[tower] != new[tower]]
+    deeper = dataclasses.replace(unrolled, depths=stacked)
+    packs = _between(deeper, wanted) if wanted.is_scanned else _between(layout, deeper)
+    if not towers or packs is None:
+        return None
+    text = "; its ".join(f"{tower} has {old[tower]} layers, {new[tower]} are wanted" for tower in towers)
+    where = r"layers_(\d+)" if wanted.is_scanned else None
+    transforms: list[Transform] = [
+        RepeatLayers(f"(?:.*/)?{tower}/{where or tower}/.*", new[tower], axis=None if where else axis)
+        for tower in towers
+    ]
+    if all(any(map(_OPTIMIZER.fullmatch, side)) for side in (source, target)):
+        transforms = [FollowOptimizer(transform) for transform in transforms]
+    fix = Fix.setting("pass {}", transforms=(*first, *transforms, *packs))
+    return Problem(
+        "shape", None, f"the checkpoint's {text}; RepeatLayers makes layer i a copy of layer i * old // new", fix
+    )
 
 
 def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:

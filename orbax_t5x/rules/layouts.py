@@ -91,18 +91,25 @@ def scan_axis(scanned: Layout, unrolled: Layout) -> int | None:
     """Finds the axis that, taken out of every leaf, gives the other side's (heads joined or not), with a size that is
     the depth.
     """
+    # T5X's and MaxText's default comes first where several axes fit.
+    fitting = stacked_depths(scanned, unrolled).items()
+    return next((axis for axis, depths in fitting if depths.items() <= unrolled.depths.items()), None)
 
-    def fits(axis: int) -> bool:
-        common = scanned.shapes.keys() & unrolled.shapes.keys()
-        return bool(common) and all(
+
+def stacked_depths(scanned: Layout, unrolled: Layout) -> dict[int, dict[str, int]]:
+    """Finds the axes that, taken out of every leaf, give the other side's, and the depths of the towers there."""
+    common = scanned.shapes.keys() & unrolled.shapes.keys()
+    found: dict[int, dict[str, int]] = {}
+    for axis in (1, 0, 2, 3):
+        fits = bool(common) and all(
             axis < len(scanned.shapes[layer])
-            and scanned.shapes[layer][axis] == unrolled.depths.get(layer[0])
             and _same_but_heads(_without(scanned.shapes[layer], axis), unrolled.shapes[layer])
             for layer in common
         )
-
-    # T5X's and MaxText's default comes first where several axes fit.
-    return next((axis for axis in (1, 0, 2, 3) if fits(axis)), None)
+        sizes = {(tower, scanned.shapes[tower, rest][axis]) for tower, rest in common} if fits else set[Any]()
+        if fits and len(sizes) == len(dict(sizes)):
+            found[axis] = dict(sizes)
+    return found
 
 
 def _without(shape: Shape, axis: int) -> Shape:
