@@ -25,7 +25,7 @@ FLOORS = (
     ("restoring",),
     ("handlers", "checkpoint_importer", "nnx", "models"),
     ("operations", "testing"),
-    ("cli",),
+    ("cli", "integrations"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
