@@ -1,13 +1,16 @@
 """Checksums of ranges that cover a whole, in any order, twice, or in columns."""
 
 import itertools
+import zlib
 
 import google_crc32c
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.coverage import cover, fold_columns, uncovered
+from orbax_t5x.storage.crc import CRC32
 from tests.support.byte_ranges import DATA, part
 
 
@@ -88,3 +91,18 @@ class TestCoverage:
     def test_nothing_is_covered_by_nothing(self) -> None:
         assert cover([], 0) == (0, True, None)
         assert cover([], 1) == (None, False, None)
+
+
+def test_columns_of_another_kind_of_checksum():
+    """A zip archive's crc32, of two halves of rows and of two column shards, as processes send them."""
+    data = np.random.default_rng(1).bytes(20 * 60)
+    sides, heights = [(0, 5), (5, 20)], [range(0, 600, 20), range(600, 1200, 20)]
+    sent = [
+        fold_columns([ChecksummedRange(at + a, at + b, zlib.crc32(data[at + a : at + b])) for at in height], CRC32)
+        for a, b in sides
+        for height in heights
+    ]
+    assert [len(folded) for folded in sent] == [1, 1, 1, 1]
+    together = [one for folded in sent for one in folded]
+    assert cover(together, len(data), CRC32) == (zlib.crc32(data), True, None)
+    assert cover(together, len(data)).crc != zlib.crc32(data)
