@@ -9,6 +9,8 @@ from typing import Any
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.rules import infer, mesh_tf_to_t5x
+from orbax_t5x.rules.finding import find_rules
+from orbax_t5x.rules.inference import TO_MINIMAL
 from orbax_t5x.rules.layouts import layout_of
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Rename, Translate
@@ -40,7 +42,7 @@ def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy 
     try:
         pack = infer(stored, target)
     except RestorePlanError:
-        return None
+        return _aligned_pack(stored, target)
     if not pack.steps:
         return None
     reason = f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}"
@@ -48,6 +50,18 @@ def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy 
         reason = "the checkpoint has them below another prefix"
     # The pack for Mesh TensorFlow's names is `Translate` under another name.
     return Remedy(tuple([Translate() if part == mesh_tf_to_t5x() else part for part in pack.parts]), reason)
+
+
+def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
+    """Returns a pack from known names and what aligns its result with a target that calls the same model otherwise."""
+    kind = layout_of(stored).kind
+    if kind not in TO_MINIMAL or kind == "mesh tf":  # `Translate` leads from those names to a part of a model, too
+        return None
+    try:
+        found = find_rules(stored, target)
+    except RestorePlanError:
+        return None
+    return Remedy(found.parts, "a rule pack leads to a model that has other words for some parts of the names")
 
 
 def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:

@@ -12,7 +12,7 @@ from orbax_t5x.restoring.diagnose.other_pack import OtherPack
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.trees.flat import flatten, unflatten
-from tests.support import t5_model
+from tests.support import t5_layouts, t5_model
 from tests.support.failed_plans import (
     BUNDLE,
     HF,
@@ -127,3 +127,15 @@ def test_auto_finds_what_a_pack_leaves_below_another_prefix():
     target["other"] = np.ones(7, np.float32)
     problem, _ = problems_of(checkpoint(arrays), target, "auto")
     assert str(problem.fix).startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.")
+
+
+@pytest.mark.parametrize("end", ["", "/value"])
+def test_a_forgotten_pack_is_one_problem_for_a_model_of_other_words(end):
+    """Layers in a list, as NNX has them: the pack and one Rename, not a problem for each leaf."""
+    plain = t5_layouts.minimal()
+    target = {name.replace("layers_", "layers/") + end: np.zeros_like(value) for name, value in plain.items()}
+    plan, problem = assert_cured(checkpoint(t5_layouts.hugging_face(plain)), unflatten(target))
+    assert "hf_t5_to_t5x" in str(problem.fix) and "layers/" in str(problem.fix)
+    found = flatten(plan.execute())
+    for name, value in plain.items():
+        np.testing.assert_array_equal(found[name.replace("layers_", "layers/") + end], value)
