@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 from orbax_t5x.rules.alignment.alignment import Alignment, align
+from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x, t5x_to_hf_t5
 from orbax_t5x.rules.inference import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
@@ -23,6 +24,7 @@ __all__ = [
     "Alignment",
     "RulePack",
     "align",
+    "gguf_t5_to_hf_t5",
     "hf_flax_t5_to_t5x",
     "hf_t5_to_t5x",
     "infer",

@@ -18,6 +18,7 @@ import numpy as np
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.alignment.alignment import leaves_of
+from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
 from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis, stacked_depths
 from orbax_t5x.rules.leaf_table import mesh_tf_table
@@ -84,9 +85,17 @@ def mesh_tf_to_t5x() -> RulePack:
     return pack_of(call, (translate.Translate(),), (), example=example, _leaves=mesh_tf_table())
 
 
+def _gguf_to_t5x() -> RulePack:
+    packs = (gguf_t5_to_hf_t5(), hf_t5_to_t5x())
+    return joined(packs, [pack.inverse() for pack in reversed(packs)])
+
+
 _MAXTEXT = frozenset({"maxtext", "maxtext scanned"})
 # Layouts that are no T5X's, and the pack from each to T5X's minimal T5.
-TO_MINIMAL = {"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_t5x, "mesh tf": mesh_tf_to_t5x}
+TO_MINIMAL = {
+    **{"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_t5x},
+    **{"gguf": _gguf_to_t5x, "mesh tf": mesh_tf_to_t5x},
+}
 
 
 def infer(source_leaves: Any, target_leaves: Any) -> RulePack:

@@ -17,6 +17,7 @@ Layer = tuple[str, str]
 
 _HUGGING_FACE = re.compile(r"(?:.*[./])?(?:encoder|decoder)\.block\.\d+\.layer\..*")
 _HUGGING_FACE_FLAX = re.compile(r"(?:.*/)?(?:encoder|decoder)/block/\d+/layer/.*")
+_GGUF = re.compile(r"(?:enc|dec)\.blk\.\d+\..*")
 _MESH_TF = re.compile(r"(?:encoder|decoder|transformer)/block_\d+/.*")
 _MAXTEXT = re.compile(r"(?:.*/)?decoder/layers(?:_(\d+))?/(self_attention/.*|mlp/.*|.*norm/scale)")
 _MAXTEXT_ALONE = re.compile(r"(?:.*/)?decoder/(?:layers/.*|layers_\d+/post_self_attention_layer_norm/scale)")
@@ -31,7 +32,7 @@ class Layout:
 
     Attributes:
       kind: "minimal", "unscanned", "scanned", "maxtext", "maxtext scanned", "hugging face", "hugging face
-        flax", "mesh tf" or "unknown".
+        flax", "gguf", "mesh tf" or "unknown".
       shapes: of one layer's leaves, or of all layers' where they are scanned.
       depths: tower -> layers, where they can be counted.
     """
@@ -56,6 +57,8 @@ def layout_of(leaves: Mapping[str, Any]) -> Layout:
         return Layout("hugging face")
     if any(map(_HUGGING_FACE_FLAX.fullmatch, leaves)):
         return Layout("hugging face flax")
+    if any(map(_GGUF.fullmatch, leaves)):
+        return Layout("gguf")
     if any(map(_MESH_TF.fullmatch, leaves)):
         return Layout("mesh tf")
     shapes: dict[Layer, Shape] = {}
