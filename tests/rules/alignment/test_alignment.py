@@ -2,6 +2,7 @@
 
 import collections
 import cProfile
+import random
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from orbax_t5x.text.code import calls_code
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from tests.support import renamed_models, t5_layouts
-from tests.support.renamed_models import KINDS, case, models
+from tests.support.renamed_models import KINDS, Changes, case, models
 
 _CASES = 150
 _MANY = 2000
@@ -103,6 +104,20 @@ def test_a_transposition_needs_the_words_for_it(square):
     alignment = ot.rules.align(torch, flax)
     # Of square matrices it cannot be seen whether they are transposed.
     assert alignment.is_complete != square and not wrong_leaves(alignment, torch, flax)
+
+
+@pytest.mark.parametrize("model", ["t5 1.1", "square", "llama", "vision"])
+def test_pytorchs_layers_become_flaxs_on_an_axis_and_back(model):
+    torch = Changes(random.Random(0), models()[model])
+    torch.torch()
+    torch.each(lambda name: name.replace("/", "."))
+    flax = Changes(random.Random(1), models()[model])
+    assert flax.stacked(1)
+    flax.usual()
+    flax.prefix()
+    for source, target in ((torch.result(), flax.result()), (flax.result(), torch.result())):
+        alignment = ot.rules.align(source, target)
+        assert alignment.is_complete and not wrong_leaves(alignment, source, target)
 
 
 def test_known_words_for_different_modules_are_not_paired():
