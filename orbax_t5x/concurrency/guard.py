@@ -40,7 +40,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def guarded(function: _Function) -> _Function:
-    """Decorates a public call; its errors name the path that the first argument, or that after `self`, is or has."""
+    """Decorates a public call; its errors name the path that the first argument, or that after `self`, is or has.
+
+    An argument with a method `place_of_errors` says itself which path and leaf it is about.
+    """
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -48,7 +51,7 @@ def guarded(function: _Function) -> _Function:
             try:
                 return await function(*arguments, **keywords)
             except Exception as error:
-                failure = typed(error, _path_of(arguments))
+                failure = typed(error, *_place_of(arguments))
                 if failure is error:
                     raise
                 raise failure from error
@@ -60,7 +63,7 @@ def guarded(function: _Function) -> _Function:
         try:
             return function(*arguments, **keywords)
         except Exception as error:
-            failure = typed(error, _path_of(arguments))
+            failure = typed(error, *_place_of(arguments))
             if failure is error:
                 raise
             raise failure from error
@@ -113,7 +116,12 @@ def _is_of_user(frame: FrameType) -> bool:
     return not isinstance(file, str) or not os.path.realpath(file).startswith(_INSTALLED)
 
 
-def _path_of(arguments: tuple[Any, ...]) -> str | None:
-    """Returns the path that one of the first two arguments is or has."""
-    paths: list[Any] = [getattr(argument, "path", argument) for argument in arguments[:2]]
-    return next((str(path) for path in paths if isinstance(path, str) or hasattr(path, "__fspath__")), None)
+def _place_of(arguments: tuple[Any, ...]) -> tuple[str | None, str | None]:
+    """Returns the path and the leaf that one of the first two arguments is about."""
+    for argument in arguments[:2]:
+        if hasattr(argument, "place_of_errors"):
+            return argument.place_of_errors()
+        path: Any = getattr(argument, "path", argument)
+        if isinstance(path, str) or hasattr(path, "__fspath__"):
+            return str(path), None
+    return None, None

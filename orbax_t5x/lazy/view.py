@@ -116,6 +116,11 @@ class View(LazyArray):
 
     # Reading.
 
+    def place_of_errors(self) -> tuple[str | None, str | None]:
+        """Returns the path and the name of the first leaf."""
+        leaf = self.leaves()[0]
+        return leaf.path or None, leaf.name
+
     @guarded
     def get(self) -> np.ndarray:
         """Reads the whole view into a new array."""

@@ -52,6 +52,10 @@ class RestorePlan(PlanData):
         """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
         return self.run(ReadOptions(verify, memory_limit_bytes, progress, broadcast))
 
+    def place_of_errors(self) -> tuple[str | None, str | None]:
+        """Returns the paths of the checkpoints, and no leaf."""
+        return ", ".join(checkpoint.path for checkpoint in self.checkpoints.values()) or None, None
+
     @guarded
     def run(self, options: ReadOptions) -> Any:
         """Runs `execute` with its keywords as one object."""

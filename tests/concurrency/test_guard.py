@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.concurrency import guarded
@@ -18,6 +19,7 @@ from orbax_t5x.errors import (
     LimitExceededError,
     UnsupportedCheckpointError,
 )
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 
 
 def compiled(body, module, file):
@@ -140,3 +142,18 @@ def test_the_path_is_that_of_an_object_or_follows_self(tmp_path):
         with pytest.raises(UnsupportedCheckpointError) as caught:
             library("{}['a']")(*arguments)
         assert caught.value.path == path
+
+
+def test_a_leaf_and_a_plan_name_what_they_are_about(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.zeros(3, np.float32)}, path)
+    plan = ot.plan_restore(path, {"w": np.zeros(3, np.float32)})
+    with ot.open_checkpoint(path) as checkpoint:
+        monkeypatch.setattr(ByteRangeLeaf, "read_into", library("{}['a']").__wrapped__)
+        monkeypatch.setattr(ByteRangeLeaf, "read_blocking", library("{}['a']").__wrapped__)
+        with pytest.raises(UnsupportedCheckpointError, match="not foreseen") as caught:
+            checkpoint.leaves["w"].get()
+        assert (caught.value.path, caught.value.leaf) == (str(path), "w")
+    with pytest.raises(UnsupportedCheckpointError, match="not foreseen") as caught:
+        plan.execute()
+    assert str(tmp_path) in str(caught.value.path)
