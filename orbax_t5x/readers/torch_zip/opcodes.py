@@ -26,7 +26,7 @@ from orbax_t5x.storage.limits import Limits
 _FREE_OBJECTS = 1 << 17
 _FILE_BYTES_PER_OBJECT = 16
 _FREE_OPERATIONS = 1 << 18
-_FILE_BYTES_PER_OPERATION = 6
+_FILE_BYTES_PER_OPERATION = 8
 # No name on the list is longer.
 _LONGEST_NAME_BYTES = 256
 _SHOWN_BYTES = 200
@@ -189,8 +189,10 @@ class _Machine:
 
     def byte(self) -> int:
         """Takes the next byte."""
-        (value,) = self.take(1)
-        return value
+        if self._at >= len(self._data):
+            raise self._corrupt("its pickle ends within an opcode")
+        self._at += 1
+        return self._data[self._at - 1]
 
     def number(self, code: str) -> int:
         """Takes the next number, in the format of `struct`."""
@@ -210,15 +212,14 @@ class _Machine:
 
     def pop(self) -> Any:
         """Pops a value above the last mark."""
-        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise self._corrupt(f"its pickle takes a value at byte {self._at - 1} where there is none")
+        self.top()
         return self._stack.pop()
 
     def top(self) -> Any:
-        """Returns the value on top."""
-        value = self.pop()
-        self.push(value)
-        return value
+        """Returns the value on top, above the last mark."""
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise self._corrupt(f"its pickle takes a value at byte {self._at - 1} where there is none")
+        return self._stack[-1]
 
     def mark(self) -> None:
         """Marks the stack."""
