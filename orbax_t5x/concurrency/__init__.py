@@ -6,13 +6,14 @@ store StopIteration. No wait is one long wait: a caller wakes several times a se
 the thread that it waits for has ended. And threads do not survive a fork: a child forgets them all and makes new ones
 on first use. No thread is made at import.
 
-One pool is made elsewhere: the workers of a restore (`restoring.executor`) are as many as its plan can use, and end
-with it.
+Two pools are made elsewhere: the workers of a restore (`restoring.executor`) are as many as its plan can use, and end
+with it; those of requests to web servers (`storage.remote.web_server`) belong to a lower floor.
 """
 
 from orbax_t5x.concurrency.carried import CarriedError, as_carried, call_carried, carry, first_failure, run_in_pool
 from orbax_t5x.concurrency.guard import guarded, is_meant
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
+from orbax_t5x.concurrency.once import OnceEach
 from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
 from orbax_t5x.concurrency.sharing import balanced_shares
 from orbax_t5x.concurrency.waiting import BlocksInFlight, Budget, await_to_end, wait_all
@@ -24,6 +25,7 @@ __all__ = [
     "CallerThread",
     "CarriedError",
     "LoopThread",
+    "OnceEach",
     "as_carried",
     "await_to_end",
     "balanced_shares",

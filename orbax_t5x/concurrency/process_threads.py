@@ -20,7 +20,7 @@ _HELPER_THREADS = 3
 _READER_THREADS = 8
 # Threads in which event loops put calls that wait for another machine and compute next to nothing: fewer would line up
 # round trips one behind the other.
-_WAITING_THREADS = 64
+_WAITING_THREADS = 128
 # Users' functions block on storage, not on a core; more waits overlap, each at the cost of one array in memory.
 _FUNCTION_THREADS = 16
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -29,13 +27,6 @@ class ArrayLayout:
         layout = array.chunk_layout
         chunk, shard = _cell(layout.read_chunk, shape), _cell(layout.write_chunk, shape)
         return cls(shape, np.dtype(array.dtype.numpy_dtype), chunk, shard)
-
-
-class UnopenedArray(NamedTuple):
-    """An array with a known layout that TensorStore opens when it is first read, from any thread."""
-
-    layout: ArrayLayout
-    open: Callable[[], ts.TensorStore]
 
 
 def _cell(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:

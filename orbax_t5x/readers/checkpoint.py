@@ -80,7 +80,7 @@ class Checkpoint:
         self.sequences: frozenset[str] = frozenset(sequences)
         self._empties = dict(empties or {})
         self._leaves: Mapping[str, View] = MappingProxyType({name: as_view(leaves[name]) for name in sorted(leaves)})
-        self._close = close
+        self._closers: list[Callable[[], None]] = [] if close is None else [close]
 
     @property
     def leaves(self) -> Mapping[str, View]:
@@ -112,8 +112,12 @@ class Checkpoint:
 
     def close(self) -> None:
         """Releases files; leaves can no longer be read."""
-        if self._close is not None:
-            self._close()
+        for close in self._closers:
+            close()
+
+    def also_close(self, close: Callable[[], None]) -> None:
+        """Adds what `close` calls besides; for `open_checkpoint`."""
+        self._closers.append(close)
 
     def __enter__(self) -> Checkpoint:
         return self

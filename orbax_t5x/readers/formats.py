@@ -76,8 +76,9 @@ def open_checkpoint(
     check_item(item)
     check_limits(limits)
     limits = limits if limits is not None else Limits()
-    with remote_session(limits):
+    with remote_session(limits) as session:
         checkpoint = _open_path(text, format, item, limits)
+    checkpoint.also_close(session.close_idle)
     checkpoint.given_path = text
     return checkpoint
 

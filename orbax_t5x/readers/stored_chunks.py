@@ -7,7 +7,7 @@ that is wanted and the chunks that are stored: what else the box covers is fille
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,29 +79,32 @@ class StoredChunks:
         self._most = most
         self._listed: np.ndarray | None = None
 
-    async def find(self, array: ts.TensorStore, boxes: Sequence[Box]) -> np.ndarray:
+    async def find(
+        self, keys: ChunkKeys, names: Callable[[], Awaitable[list[str]]] | None, boxes: Sequence[Box]
+    ) -> np.ndarray:
         """Returns the indices of stored chunks, sorted: all that are in boxes, and maybe others.
+
+        Args:
+          keys: of the array.
+          names: lists all that is stored with it; None where there is no list.
+          boxes: of the read.
 
         Raises:
           LimitExceededError: without file and leaf; the boxes have more than `most` chunks in a store without a list.
         """
         if self._listed is not None:
             return self._listed
-        keys = ChunkKeys.of(array)
-        kvstore = array.kvstore
-        assert kvstore is not None
-        if self._files.clock is None or kvstore.spec().to_json()["driver"] == "ocdbt":
-            names = await kvstore.list()
-            self._listed = keys.indices([name.decode("utf-8", "replace") for name in names], self._grid)
+        if names is not None:
+            self._listed = keys.indices(await names(), self._grid)
             return self._listed
         count = count_chunks(boxes, self._cell)
         if count > self._most:
             raise LimitExceededError(
                 f"one read has {count} chunks, which the store cannot list, more than Limits.chunks = {self._most}"
             )
-        names = list({keys.key(index): None for box in boxes for index in self._indices(box)})
-        are_stored = await run_in_pool(waiting_pool(), self._files.are_stored, names)
-        return keys.indices(list(itertools.compress(names, are_stored)), self._grid)
+        asked = list({keys.key(index): None for box in boxes for index in self._indices(box)})
+        are_stored = await run_in_pool(waiting_pool(), self._files.are_stored, asked)
+        return keys.indices(list(itertools.compress(asked, are_stored)), self._grid)
 
     def _indices(self, box: Box) -> Iterator[tuple[int, ...]]:
         return itertools.product(*[range(low, high) for low, high in chunk_indices(box, self._cell)])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,19 @@ from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpoi
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.array_layout import ArrayLayout, UnopenedArray
+from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, requests_by_chunk
+from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
 from orbax_t5x.readers.open_flag import OpenFlag
-from orbax_t5x.readers.stored_chunks import StoredChunks
+from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.memory import naming_memory_errors, require_memory
 from orbax_t5x.storage.store import Snapshot
+from orbax_t5x.storage.values import Cancellable
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
 _DECODING_COPIES = 1.25
@@ -71,7 +73,7 @@ class TensorStoreLeaf(Leaf):
         self,
         name: str,
         path: str,
-        array: ts.TensorStore | UnopenedArray,
+        array: ts.TensorStore | FetchedArray | UnopenedArray,
         flag: OpenFlag,
         *,
         prng_impl: str | None = None,
@@ -88,8 +90,7 @@ class TensorStoreLeaf(Leaf):
         """
         self.name: str = name
         self.path: str = path
-        opened = isinstance(array, ts.TensorStore)
-        layout = ArrayLayout.of(array) if opened else array.layout
+        layout = ArrayLayout.of(array) if isinstance(array, ts.TensorStore) else array.layout
         chunk, shard = layout.chunk, layout.shard
         self.shape: tuple[int, ...] = layout.shape
         self.dtype: np.dtype = layout.dtype
@@ -106,8 +107,12 @@ class TensorStoreLeaf(Leaf):
             self.error = error_at(error, path=path, leaf=name)
         self.prng_impl: str | None = prng_impl
         self._sums: BoxSums | CheckpointError | None = self._usable(sums)
-        self._array: ts.TensorStore | None = array if opened else None
-        self._open_array: Callable[[], ts.TensorStore] | None = None if opened else array.open
+        self._array: ts.TensorStore | FetchedArray | None = None
+        self._open_array: Callable[[], ts.TensorStore | FetchedArray] | None = None
+        if isinstance(array, UnopenedArray):
+            self._open_array = array.open
+        else:
+            self._array = array
         self._open = flag
         self._files = files
         self._stored: StoredChunks | None = None
@@ -124,10 +129,15 @@ class TensorStoreLeaf(Leaf):
 
     @property
     def chunk_checksum(self) -> str | None:
-        spec = self._opened().spec().to_json()
+        spec = self._decoder().spec().to_json()
         return _checking_codec(spec.get("metadata", {}))
 
-    def _opened(self) -> ts.TensorStore:
+    def _decoder(self) -> ts.TensorStore:
+        """Returns what decodes the array's chunks."""
+        array = self._opened()
+        return array.array if isinstance(array, FetchedArray) else array
+
+    def _opened(self) -> ts.TensorStore | FetchedArray:
         """Returns the array, opened at the first call; two threads that both open it do no harm."""
         array = self._array
         if array is None:
@@ -210,16 +220,30 @@ class TensorStoreLeaf(Leaf):
 
     async def _fill(self, requests: Sequence[Request], chunks: StoredChunks, stats: ReadStats) -> Sequence[Request]:
         """Fills boxes with the fill value where most of their chunks are absent; returns what is left to read."""
-        array = self._opened()
-        finding = [asyncio.ensure_future(chunks.find(array, [box for box, _ in requests]))]
+        array, decoder = self._opened(), self._decoder()
+        names = array.names if isinstance(array, FetchedArray) else self._names_of(decoder)
+        keys = array.keys if isinstance(array, FetchedArray) else ChunkKeys.of(decoder)
+        finding = [asyncio.ensure_future(chunks.find(keys, names, [box for box, _ in requests]))]
         try:
             await self._end(finding)
         except LimitExceededError as error:
             raise error_at(error, path=self.path, leaf=self.name) from None
         stored = finding[0].result()
-        left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, stored, np.asarray(array.fill_value))
+        left, absent = await run_in_pool(reader_pool(), chunks.fill, requests, stored, np.asarray(decoder.fill_value))
         stats.count(0, fill_chunks=absent)
         return left
+
+    def _names_of(self, array: ts.TensorStore) -> Callable[[], Awaitable[list[str]]] | None:
+        """Returns what lists all that is stored with an array; None in a bucket, where listing would cost too much."""
+        kvstore = array.kvstore
+        assert kvstore is not None
+        if self._files.clock is not None and kvstore.spec().to_json()["driver"] != "ocdbt":
+            return None
+
+        async def names() -> list[str]:
+            return [name.decode("utf-8", "replace") for name in await kvstore.list()]
+
+        return names
 
     async def _read_requests(self, requests: Sequence[Request], decoding: Budget) -> None:
         """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
@@ -227,8 +251,10 @@ class TensorStoreLeaf(Leaf):
         with naming_memory_errors(self.path, self.name):
             # Other memory was taken since the leaf was opened.
             require_memory(int(_DECODING_COPIES * self._chunk_bytes), f"decoding a chunk of shape {chunks}")
+        array = self._opened()
+        fetched = array if isinstance(array, FetchedArray) else None
         at_once = self._chunk_bytes * min(count_chunks([box for box, _ in requests], chunks), FILE_IO_CONCURRENCY)
-        if at_once <= max(decoding.limit, self._chunk_bytes):
+        if fetched is None and at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)
             await self._read_together(requests, decoding, at_once)
             return
@@ -236,9 +262,28 @@ class TensorStoreLeaf(Leaf):
         async def by_chunk() -> AsyncIterator[Coroutine[Any, Any, None]]:
             for some in requests_by_chunk(requests, chunks):
                 await decoding.take(self._chunk_bytes)
-                yield self._read_together(some, decoding, self._chunk_bytes)
+                if fetched is None:
+                    yield self._read_together(some, decoding, self._chunk_bytes)
+                else:
+                    yield self._read_fetched(fetched, some, decoding)
 
         await wait_all(by_chunk())
+
+    async def _read_fetched(self, array: FetchedArray, requests: Sequence[Request], decoding: Budget) -> None:
+        """Fetches a chunk and reads boxes of it; gives back what was taken for it."""
+        index = tuple([low // size for (low, _), size in zip(requests[0].box, self.chunks or (), strict=True)])
+        begun: list[Cancellable] = []
+        array.hold(index)
+        try:
+            await run_in_pool(waiting_pool(), array.fetch, index, self.name, begun)
+            await self._end_writes([write for box, out in requests for write in self._begin_writes(box, out)])
+        except asyncio.CancelledError:
+            for request in begun:
+                request.cancel()
+            raise
+        finally:
+            array.drop(index)
+            decoding.give(self._chunk_bytes)
 
     async def _read_together(self, requests: Sequence[Request], decoding: Budget, taken: int) -> None:
         """Reads boxes into their buffers together, and gives back what was taken for their chunks."""
@@ -257,7 +302,7 @@ class TensorStoreLeaf(Leaf):
 
     def _begin_writes(self, box: Box, buffer: np.ndarray) -> Iterator[ts.WriteFutures]:
         """Begins to read a box into a buffer: in one go, or remotely by boxes of whole chunks, each a response."""
-        array = self._opened()
+        array = self._decoder()
         if self._files.clock is None:
             source = array if box == full_box(self.shape) else array[box_slices(box)]
             yield ts.array(buffer, write=True, copy=False).write(source)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.storage.values import Values
 
 
 class ReadAhead(Protocol):
@@ -128,13 +129,13 @@ class Snapshot(Protocol):
 class ArrayDirectory(NamedTuple):
     """The directory of one array that TensorStore reads by itself, with the bytes of its metadata file.
 
-    `identity` is equal for two names of the same directory; `kvstore` is TensorStore's spec of it; `files` are as they
+    `identity` is equal for two names of the same directory; `kvstore` is that of `Store.kvstore`; `files` are as they
     were before the metadata were read.
     """
 
     path: str
     identity: Hashable
-    kvstore: dict[str, Any]
+    kvstore: dict[str, Any] | Values
     metadata: bytes
     files: Snapshot
 
@@ -186,8 +187,11 @@ class Store(Protocol):
         """Reports for each name whether the file exists."""
         ...
 
-    def kvstore(self, name: str) -> dict[str, Any]:
-        """Returns TensorStore's spec of a directory, without the slash at the path's end; "" for the root."""
+    def kvstore(self, name: str) -> dict[str, Any] | Values:
+        """Returns TensorStore's spec of a directory, without the slash at the path's end; "" for the root.
+
+        Of a web server, which TensorStore does not read, the values by key.
+        """
         ...
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> Snapshot:

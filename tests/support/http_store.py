@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support import hostile_answers
+
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
@@ -55,6 +57,8 @@ class HttpStore:
         self.bytes_sent = 0
         self.stopping = threading.Event()
         self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._sending = 0
         store = self
 
         class Handler(_Handler):
@@ -99,6 +103,23 @@ class HttpStore:
         with self._lock:
             self.log.clear()
             self.bytes_sent = 0
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """While a hostile answer is sent."""
+        with self._changed:
+            self._sending += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._sending -= 1
+                self._changed.notify_all()
+
+    def wait_until_closed(self, seconds: float) -> bool:
+        """Whether the client closes all connections on which hostile answers are sent."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._sending, seconds)
 
     def close(self) -> None:
         """Ends all answers and the server."""
@@ -166,7 +187,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def fail(self, fault: str, data: bytes | None, request: Request) -> bool:
         """Makes a failure happen; returns False where the right answer shall be sent after all."""
-        if data is None and fault in ("truncated", "shorter", "no content range", "no ranges"):
+        if data is None and fault in ("truncated", "shorter", "no content range", "no ranges", "more than announced"):
             return False
         data = data or b""
         if fault == "stall":
@@ -196,6 +217,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_file(data, request, short=3)
         elif fault == "no content range":
             self.send_file(data, request, without_range=True)
+        elif fault in hostile_answers.KINDS:
+            hostile_answers.send(self, fault, data)
         else:
             raise AssertionError(fault)
         return True

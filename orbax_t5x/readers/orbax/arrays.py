@@ -7,13 +7,15 @@ notices when they have changed.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorstore as ts
 
+from orbax_t5x.concurrency import waiting_pool
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -22,7 +24,10 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.fetched_array import FetchedArray
+from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.orbax.checksums import ItemSums
 from orbax_t5x.readers.orbax.keys import array_key, inside
@@ -32,6 +37,7 @@ from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Snapshot, Store
+from orbax_t5x.storage.values import Values
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096
@@ -44,7 +50,7 @@ class NamedNode(NamedTuple):
     node: NodeMetadata
 
 
-_OpeningArray = tuple[Snapshot, "ts.Future[ts.TensorStore]"]
+_OpeningArray = tuple[Snapshot, "ts.Future[ts.TensorStore] | concurrent.futures.Future[FetchedArray]"]
 """The files of an array as they were before it was opened, and the opening."""
 
 
@@ -53,7 +59,7 @@ class ItemArrays:
     """The arrays of an item: their storage, and how they are opened.
 
     `name` is the item's directory relative to the root, `database` has the files of the database that holds them all,
-    or is None where each array has a directory of its own.
+    or is None where each array has a directory of its own. `values` are the database's, where a web server holds it.
     """
 
     root: Store
@@ -64,6 +70,7 @@ class ItemArrays:
     prng_impls: Mapping[str, str]
     plain_directories: frozenset[str]
     sums: ItemSums
+    values: OcdbtValues | None = None
 
     @property
     def array_metadata(self) -> str:
@@ -79,28 +86,28 @@ class ItemArrays:
         self, nodes: Sequence[NamedNode], *, context: ts.Context, flag: OpenFlag, limits: Limits
     ) -> Iterator[Leaf]:
         """Yields the leaves of all nodes, in their order."""
-        directory = self.root.kvstore(self.name)
+        directory = self.values or self.root.kvstore(self.name)
         for start in range(0, len(nodes), _OPENING_AT_ONCE):
             some = nodes[start : start + _OPENING_AT_ONCE]
             if self.database is None:
                 directories = [inside(self.name, array_key(named.node.param)) for named in some]
                 self.root.stat_ahead([inside(directory, self.array_metadata) for directory in directories])
-            opening = [self._start(named, directory, context) for named in some]
+            opening = [self._start(named, directory, context, limits) for named in some]
             for named, begun in zip(some, opening, strict=True):
                 yield self._finish(named, begun, flag, limits)
 
     def _start(
-        self, named: NamedNode, directory: Mapping[str, Any], context: ts.Context
+        self, named: NamedNode, directory: Mapping[str, Any] | Values, context: ts.Context, limits: Limits
     ) -> _OpeningArray | CheckpointError:
         """Begins to open an array."""
         try:
             files = self._files(named) if self.database is None else self.database
+            key, zarr3 = array_key(named.node.param), self.metadata.use_zarr3
+            if not isinstance(directory, Mapping):
+                fetched = partial(FetchedArray, zarr3=zarr3, absent_is_fill=self.absent_is_fill, context=context)
+                return files, waiting_pool().submit(fetched, directory, key, leaf=named.name, limits=limits)
             spec = array_spec(
-                directory,
-                array_key(named.node.param),
-                ocdbt=self.database is not None,
-                zarr3=self.metadata.use_zarr3,
-                absent_is_fill=self.absent_is_fill,
+                directory, key, ocdbt=self.database is not None, zarr3=zarr3, absent_is_fill=self.absent_is_fill
             )
             return files, ts.open(spec, open=True, read=True, context=context)
         except CheckpointError as error:
@@ -131,10 +138,13 @@ class ItemArrays:
         files, opening = begun
         try:
             array = opening.result()
+        except CheckpointError as error:
+            return BrokenLeaf(named.name, error)
         except (ValueError, NotImplementedError) as error:
             return BrokenLeaf(named.name, self._typed(error, named))
         try:
-            limits.require_shape(array.shape, np.dtype(array.dtype.numpy_dtype))
+            layout = array.layout if isinstance(array, FetchedArray) else ArrayLayout.of(array)
+            limits.require_shape(layout.shape, layout.dtype)
         except CheckpointError as error:
             return BrokenLeaf(named.name, error_at(error, path=self.directory, leaf=named.name))
         return TensorStoreLeaf(

@@ -32,6 +32,7 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, subdirectories
 from orbax_t5x.readers.empty_leaf import EmptyLeaf
+from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.open_flag import OpenFlag, close_all
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
@@ -262,10 +263,14 @@ class _OrbaxOpening:
         has_arrays = any(not node.is_empty and node.value_type != "string" for node in metadata.nodes)
         if ocdbt and not files.manifest and has_arrays:
             raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing, so the arrays cannot be found", path=directory)
-        database = None
+        database = values = None
         if ocdbt and files.manifest:
             database = database_files(self._root, item, files)
-            check_database(self._root.kvstore(item), directory, self._context)
+            kvstore = self._root.kvstore(item)
+            if isinstance(kvstore, dict):
+                check_database(kvstore, directory, self._context)
+            else:
+                values = OcdbtValues(kvstore, self._limits)
         impls = read_prng_impls(self._root, item, files.array_metadatas, self._limits)
         texts = [node.param for node in metadata.nodes if node.value_type == "string"]
         strings = read_strings(self._root, item, texts, self._limits) if files.strings else {}
@@ -283,7 +288,9 @@ class _OrbaxOpening:
             else:
                 arrays.append(named)
         self._add_empty_arrays(prefix, metadata.custom_metadata, directory)
-        opener = ItemArrays(self._root, item, directory, database, metadata, impls, files.plain_directories, sums)
+        opener = ItemArrays(
+            self._root, item, directory, database, metadata, impls, files.plain_directories, sums, values
+        )
         for leaf in opener.open(arrays, context=self._context, flag=self._flag, limits=self._limits):
             self._leaves[leaf.name] = leaf
         return {

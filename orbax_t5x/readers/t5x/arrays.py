@@ -25,8 +25,8 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.array_layout import UnopenedArray
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
+from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.t5x.specs import ArraySpec, parse_spec
@@ -140,7 +140,7 @@ class ZarrArrays:
 
     def _array(
         self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
-    ) -> ts.TensorStore | UnopenedArray:
+    ) -> ts.TensorStore | FetchedArray | UnopenedArray:
         """Returns an array that opens when it is read, where TensorStore has accepted another one of the same kind.
 
         What it may refuse is found now, and a checkpoint of many arrays opens without opening each.
@@ -158,11 +158,23 @@ class ZarrArrays:
 
     def _open_array(
         self, name: str, found: ArrayDirectory, metadata: ZarrMetadata, as_bfloat16: bool
-    ) -> ts.TensorStore:
+    ) -> ts.TensorStore | FetchedArray:
         absent_is_fill = metadata.fill_value is not None
-        ours = array_spec(found.kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
-        ours["metadata"] = metadata.spec(as_bfloat16=as_bfloat16)
+        written = metadata.spec(as_bfloat16=as_bfloat16)
         try:
+            if not isinstance(found.kvstore, dict):
+                return FetchedArray(
+                    found.kvstore,
+                    "",
+                    context=self._context,
+                    zarr3=False,
+                    absent_is_fill=absent_is_fill,
+                    metadata=written,
+                    leaf=name,
+                    limits=self._limits,
+                )
+            ours = array_spec(found.kvstore, "", ocdbt=False, zarr3=False, absent_is_fill=absent_is_fill)
+            ours["metadata"] = written
             return ts.open(ours, open=True, assume_metadata=True, read=True, context=self._context).result()
         except (ValueError, NotImplementedError, OverflowError) as error:
             raise typed_error(error, path=found.path, leaf=name, doing="opening it") from error

@@ -1,18 +1,18 @@
-"""One server or bucket: stats, reads of byte ranges and lists, each with a deadline, through TensorStore's kvstores.
+"""One server or bucket: stats, reads of byte ranges and lists, each with a deadline and a bound.
 
-TensorStore retries what may pass (429, 5xx, broken connections) and proves the length of every answer; it follows no
-redirect. Adds a deadline, the generation (ETag) of every response, and a cache for one opening, so
-that detection and reader see the same files and nothing is requested twice.
+Its transport (`WebServer`, or TensorStore for a `Bucket`) retries what may pass (429, 5xx, broken connections) and
+proves the length of every answer; it follows no redirect. A connection adds a deadline, typed errors, and a cache for
+one opening, so that detection and reader see the same files and nothing is requested twice.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, TypeVar
 
 import tensorstore as ts
 
@@ -27,24 +27,13 @@ from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.remote import hub
 from orbax_t5x.storage.remote.hub_ranges import HubFiles
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
+from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS, Bucket, PendingResponse, Response, Transport
 from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
+from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.storage.values import Cancellable
 
-# TensorStore's own waits between retries begin at one second and grow to half a minute, for half an hour: short
-# outages would cost a full initial delay, and long ones would be waited for far too long.
-_RETRIES = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "8s"}
-# Requests under way at a time. TensorStore's own limit of 32 makes a checkpoint of hundreds of small arrays wait for
-# ten round trips where two would do; servers take hundreds.
-_REQUESTS = {"limit": 128}
-REQUEST_SETTINGS = {
-    "http_request_concurrency": _REQUESTS,
-    "s3_request_concurrency": _REQUESTS,
-    "gcs_request_concurrency": _REQUESTS,
-    "http_request_retries": _RETRIES,
-    "s3_request_retries": _RETRIES,
-    "gcs_request_retries": _RETRIES,
-}
-"""For the context of everything that reads remotely."""
+_Result = TypeVar("_Result")
 
 
 class FileStat(NamedTuple):
@@ -53,34 +42,11 @@ class FileStat(NamedTuple):
     generation: bytes
 
 
-class Response(NamedTuple):
-    """Bytes of a file, and the generation that they are of."""
-
-    data: bytes
-    generation: bytes
-
-
-class ReadFuture(Protocol):
-    """A pending read of TensorStore, with the types that its own annotations leave unknown."""
-
-    def result(self, timeout: float | None = None) -> ts.KvStore.ReadResult:
-        """Waits for the response."""
-        ...
-
-    def done(self) -> bool:
-        """Reports whether the response came."""
-        ...
-
-    def cancel(self) -> bool:
-        """Cancels the read."""
-        ...
-
-
 class PendingRead(NamedTuple):
     """A request that was sent and has no response yet."""
 
     key: str
-    future: ReadFuture
+    future: PendingResponse
     begun: float
 
 
@@ -88,14 +54,6 @@ class PendingRead(NamedTuple):
 _SMALL_BYTES = 1 << 20
 # Requested before it is needed, by all threads that read: enough to hide a wait of 50 ms at 10 Gbit/s.
 _AHEAD_BYTES = 64 << 20
-# Values that mean no generation: of a server without strong ETags, and of an emulator of Google's that sends it for
-# stats and not for reads.
-_NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
-
-
-def _generation(result: ts.KvStore.ReadResult) -> bytes:
-    generation = result.stamp.generation
-    return b"" if generation in _NO_GENERATIONS else generation
 
 
 class ReadAheadBudget:
@@ -148,7 +106,9 @@ class Connection:
         self._wholes: dict[str, Response] = {}
         self._small: set[str] = set()
         try:
-            self._kvstore = _open_kvstore(url.base, timeout)
+            # Web servers, which anyone may run, are read so that no response can hold more than was asked for.
+            self._bucket = Bucket(_open_kvstore(url.base, timeout)) if url.can_list else None
+            self._server: Transport = self._bucket or WebServer(url.base, timeout)
         except ValueError as error:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
 
@@ -158,40 +118,39 @@ class Connection:
 
     # -- single requests
 
-    def begin(self, key: str, start: int, stop: int | None) -> PendingRead:
-        """Requests bytes [start, stop), or to the end."""
-        future = cast(ReadFuture, self._kvstore.read(key, byte_range=slice(start, stop)))
-        return PendingRead(key, future, time.monotonic())
+    def begin(self, key: str, start: int, stop: int | None, most: int | None = None) -> PendingRead:
+        """Requests bytes [start, stop), or at most `most` bytes to the end; below zero, `start` counts from the end."""
+        if most is None:
+            assert stop is not None, "no response is without a bound"
+            most = stop - start
+        return PendingRead(key, self._server.read(key, start, stop, most), time.monotonic())
 
     def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Response | None:
         """Waits for the response to a request; None where there is no such file.
 
         Raises:
           CheckpointError: the store failed or was silent for too long; the request is given up.
-          ValueError: the response was an error of TensorStore's that `remote_error` has not typed.
+          ValueError: the response was an error that `remote_error` has not typed.
         """
-        result = self._wait(request.future, request.begun, doing, self.url(request.key), leaf)
-        if result.state != "value":
-            return None
-        return Response(result.value, _generation(result))
-
-    def _wait(self, future: ReadFuture, begun: float, doing: str, path: str, leaf: str | None) -> ts.KvStore.ReadResult:
-        while (left := self.clock.seconds_left(begun)) > 0:
+        path = self.url(request.key)
+        while (left := self.clock.seconds_left(request.begun)) > 0:
             try:
-                result = future.result(timeout=left)
+                response = request.future.result(left)
             except TimeoutError:
-                if future.done():
+                if request.future.done():
                     break
                 continue
             except CheckpointError as error:
                 self.clock.note()
+                self.close_idle()
                 raise error_at(error, path=path, leaf=leaf) from None
             except ValueError:
                 self.clock.note()
                 raise
             self.clock.note()
-            return result
-        future.cancel()
+            return response
+        request.future.cancel()
+        self.close_idle()
         raise CheckpointIOError(f"{doing}: {self.clock.timeout_text()}", path=path, leaf=leaf)
 
     # -- several at once
@@ -199,13 +158,8 @@ class Connection:
     def stat(self, keys: Iterable[str]) -> list[FileStat | None]:
         """Stats each key, None for no file, all in one batch, and each once in an opening."""
         keys = list(keys)
-        new = {key: self.begin(key, 0, 0) for key in dict.fromkeys(keys) if key not in self._stats}
-        try:
-            for key, request in new.items():
-                self._stats[key] = self._end_stat(request)
-        finally:
-            for request in new.values():
-                request.future.cancel()
+        new = [key for key in dict.fromkeys(keys) if key not in self._stats]
+        self._stats.update(zip(new, self.stat_again(new), strict=True))
         return [self._stats[key] for key in keys]
 
     def _end_stat(self, request: PendingRead) -> FileStat | None:
@@ -228,15 +182,17 @@ class Connection:
 
     def stat_again(self, keys: Sequence[str]) -> list[FileStat | None]:
         """Stats like `stat`, with new requests."""
-        requests = [self.begin(key, 0, 0) for key in keys]
-        return [self._end_stat(request) for request in requests]
+        return _end_all([self.begin(key, 0, 0) for key in keys], self._end_stat)
 
     def stat_small(self, keys: Sequence[str]) -> list[FileStat | None]:
         """Stats files that will be read whole if they exist; the same batch shows which are small."""
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
         probes = [self.begin(key, _SMALL_BYTES, _SMALL_BYTES + 1) for key in new]
-        stats = self.stat(keys)
-        self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
+        try:
+            stats = self.stat(keys)
+            self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
+        finally:
+            _cancel(probes)
         return stats
 
     def whole_if_small(self, key: str) -> Response | None:
@@ -250,15 +206,14 @@ class Connection:
           LimitExceededError: a file is larger.
         """
         new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
-        # A request without an end returns whatever there is, so of a file that is not known to be small one byte beyond
-        # the limit is requested first.
+        # TensorStore bounds no response, and a response that is broken off costs a connection: of a file that is not
+        # known to be small one byte beyond the limit is requested first.
         unknown = [key for key in new if key not in self._small or limit < _SMALL_BYTES]
         for key, too_long in zip(unknown, self._have_byte_each(unknown, limit), strict=True):
             if too_long:
                 raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
-        requests = [self.begin(key, 0, None) for key in new]
-        for key, request in zip(new, requests, strict=True):
-            answer = self._end_whole(request)
+        answers = _end_all([self.begin(key, 0, None, limit) for key in new], self._end_whole)
+        for key, answer in zip(new, answers, strict=True):
             self._stats[key] = None if answer is None else FileStat(answer.generation)
             if answer is not None:
                 self._wholes[key] = answer
@@ -267,7 +222,7 @@ class Connection:
     def end_of(self, key: str, size: int) -> bytes | None:
         """Reads the last `size` bytes of a file, or all of a shorter one; None where there is no file."""
         try:
-            answer = self.end(self.begin(key, -size, None), doing="reading its end")
+            answer = self.end(self.begin(key, -size, None, size), doing="reading its end")
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -275,12 +230,11 @@ class Connection:
                 return None
             if not is_beyond_end(error):
                 raise remote_error(error, "reading its end", path=self.url(key)) from error
-            answer = self._end_whole(self.begin(key, 0, None))
+            answer = self._end_whole(self.begin(key, 0, None, size))
         return None if answer is None else answer.data
 
     def _have_byte_each(self, keys: Sequence[str], offset: int) -> list[bool]:
-        requests = [self.begin(key, offset, offset + 1) for key in keys]
-        return [self._has_bytes(request) for request in requests]
+        return _end_all([self.begin(key, offset, offset + 1) for key in keys], self._has_bytes)
 
     def _end_whole(self, request: PendingRead) -> Response | None:
         try:
@@ -310,8 +264,7 @@ class Connection:
 
     def have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
         """Reports for each offset whether a file has a byte there."""
-        requests = [self.begin(key, offset, offset + 1) for offset in offsets]
-        return [self._has_bytes(request) for request in requests]
+        return _end_all([self.begin(key, offset, offset + 1) for offset in offsets], self._has_bytes)
 
     def names_below(self, key: str) -> list[str]:
         """Lists all files below a directory, at any depth, relative to it.
@@ -329,17 +282,54 @@ class Connection:
         return self._lists[key]
 
     def _list(self, key: str, keys: ts.KvStore.KeyRange | None) -> list[str]:
-        future = self._kvstore.list(keys)
+        assert self._bucket is not None
+        future = self._bucket.kvstore.list(keys)
         try:
             # A list comes in pages, and TensorStore does not report single ones.
             found = future.result(timeout=self.clock.timeout)
         except TimeoutError:
-            cast(ReadFuture, future).cancel()
+            future.cancel()
             raise CheckpointIOError(f"listing it: {self.clock.timeout_text()}", path=self.url(key)) from None
         except ValueError as error:
             raise remote_error(error, "listing it", path=self.url(key)) from error
         self.clock.note()
         return sorted(name.decode("utf-8", "replace") for name in found)
+
+    def read(
+        self,
+        key: str,
+        start: int,
+        stop: int | None,
+        most: int | None = None,
+        *,
+        leaf: str | None = None,
+        begun: list[Cancellable] | None = None,
+    ) -> bytes | None:
+        """Reads bytes of a file like `begin`; None where there is no such file.
+
+        Args:
+          key, start, stop, most: as there.
+          leaf: for errors.
+          begun: gets the request, for a caller that may give it up.
+
+        Raises:
+          CheckpointError: the store failed, or the file ends before the requested bytes.
+        """
+        request = self.begin(key, start, stop, most)
+        if begun is not None:
+            begun.append(request.future)
+        try:
+            answer = self.end(request, doing="reading it", leaf=leaf)
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise remote_error(error, "reading it", path=self.url(key), leaf=leaf) from error
+        return None if answer is None else answer.data
+
+    def close_idle(self) -> None:
+        """Closes connections that no request uses."""
+        if isinstance(self._server, WebServer):
+            self._server.close_idle()
 
     def forget(self) -> None:
         """Clears the memory of an opening."""
@@ -347,30 +337,51 @@ class Connection:
         self._small = set()
 
 
-class _Session:
+def _end_all(requests: Sequence[PendingRead], end: Callable[[PendingRead], _Result]) -> list[_Result]:
+    """Ends requests in their order; the first failure gives up those that are left."""
+    try:
+        return [end(request) for request in requests]
+    finally:
+        _cancel(requests)
+
+
+def _cancel(requests: Iterable[PendingRead]) -> None:
+    for request in requests:
+        request.future.cancel()
+
+
+class RemoteSession:
     """Connections of one call."""
 
     def __init__(self, timeout: float):
         self.timeout = timeout
         self.connections: dict[str, Connection] = {}
 
+    def close_idle(self) -> None:
+        """Closes the connections that no request uses; reading opens new ones."""
+        for connection in self.connections.values():
+            connection.close_idle()
 
-_SESSION: ContextVar[_Session | None] = ContextVar("orbax_t5x_remote_session", default=None)
+
+_SESSION: ContextVar[RemoteSession | None] = ContextVar("orbax_t5x_remote_session", default=None)
 
 
 @contextmanager
-def remote_session(limits: Limits | None = None) -> Generator[None, None, None]:
+def remote_session(limits: Limits | None = None) -> Generator[RemoteSession, None, None]:
     """Keeps one `Connection` per server and bucket, which caches its responses, while it is entered.
 
     A session inside another one is the same.
     """
-    if _SESSION.get() is not None:
-        yield
+    if (entered := _SESSION.get()) is not None:
+        yield entered
         return
-    session = _Session((limits or Limits()).io_timeout_secs)
+    session = RemoteSession((limits or Limits()).io_timeout_secs)
     token = _SESSION.set(session)
     try:
-        yield
+        yield session
+    except BaseException:
+        session.close_idle()
+        raise
     finally:
         _SESSION.reset(token)
         for connection in session.connections.values():
@@ -392,7 +403,7 @@ def connect(url: str) -> RemoteLocation:
       UnsupportedCheckpointError: it is no URL of a store.
     """
     parsed = parse_url(url)
-    session = _SESSION.get() or _Session(Limits().io_timeout_secs)
+    session = _SESSION.get() or RemoteSession(Limits().io_timeout_secs)
     if parsed.base not in session.connections:
         session.connections[parsed.base] = Connection(parsed, session.timeout)
     return RemoteLocation(session.connections[parsed.base], parsed.key, parsed.is_directory)

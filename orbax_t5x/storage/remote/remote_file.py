@@ -18,12 +18,14 @@ import numpy as np
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointGoneError,
+    CheckpointIOError,
     CorruptCheckpointError,
     LimitExceededError,
     UnsupportedCheckpointError,
 )
-from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget, Response
+from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
+from orbax_t5x.storage.remote.transport import Response
 
 _Generational = TypeVar("_Generational", Response, FileStat)
 
@@ -101,7 +103,7 @@ class RemoteFile:
                 high = points[count]
             if high is None:
                 if points[-1] >= _LARGEST_FILE:
-                    raise UnsupportedCheckpointError(
+                    raise CheckpointIOError(
                         "the server sends bytes for any range, whether the file has them or not", path=self.path
                     )
                 points = [point << 4 for point in points]
@@ -110,7 +112,7 @@ class RemoteFile:
             points = list(range(low + step, high, step))
         # From a byte that is there: behind the last one there is no range to request.
         start = max(0, low - 1)
-        rest = self._answer(self._begin(start, None), None)
+        rest = self._answer(self._begin(start, None, (high or _LARGEST_FILE) - start), None)
         if not start:
             self._content = rest.data
         return start + len(rest.data)
@@ -178,8 +180,8 @@ class RemoteFile:
             stop = min(stop, self._size)
         answer = self._answer_inside(start, stop, leaf)
         if answer is None:
-            # It is the last block, or there is none: a request without an end is answered with what there is.
-            answer = self._answer_inside(start, None, leaf)
+            # It is the last block, or there is none: a request to the end is answered with what there is.
+            answer = self._answer_inside(start, None, leaf, _BLOCK_BYTES)
             self._size = start + len(answer.data) if answer is not None else self._size
         block = b"" if answer is None else answer.data
         with self._lock:
@@ -191,7 +193,7 @@ class RemoteFile:
     def tail(self, size: int) -> bytes:
         """Returns the last `size` bytes of a file that has more; empty where the server does not serve them."""
         try:
-            answer = self._answer_inside(-size, None, None)
+            answer = self._answer_inside(-size, None, None, size)
         except UnsupportedCheckpointError:
             return b""
         return b"" if answer is None else answer.data
@@ -235,8 +237,8 @@ class RemoteFile:
 
     # -- requests
 
-    def _begin(self, start: int, stop: int | None) -> PendingRead:
-        return self._connection.begin(self._key, start, stop)
+    def _begin(self, start: int, stop: int | None, most: int | None = None) -> PendingRead:
+        return self._connection.begin(self._key, start, stop, most)
 
     def _answer(self, request: PendingRead, leaf: str | None) -> Response:
         """Waits for the response to a request.
@@ -255,10 +257,12 @@ class RemoteFile:
                 self._proven(self._connection.stat_again([self._key])[0], leaf)
             raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
 
-    def _answer_inside(self, start: int, stop: int | None, leaf: str | None) -> Response | None:
+    def _answer_inside(
+        self, start: int, stop: int | None, leaf: str | None, most: int | None = None
+    ) -> Response | None:
         """Does `_answer`, but returns None where the file ends before the requested bytes."""
         try:
-            return self._answer(self._begin(start, stop), leaf)
+            return self._answer(self._begin(start, stop, most), leaf)
         except CorruptCheckpointError as error:
             if error.__cause__ is not None and is_beyond_end(error.__cause__):
                 return None
@@ -298,6 +302,9 @@ class RemoteReadAhead:
 
     def __del__(self) -> None:
         # A read that failed leaves requests that are never awaited.
+        for _, _, piece in self._begun:
+            if not isinstance(piece, bytes):
+                piece.future.cancel()
         self._ahead.give(self._taken)
 
     def _begin_more(self) -> None:

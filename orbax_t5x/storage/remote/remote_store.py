@@ -13,7 +13,9 @@ from orbax_t5x.storage.remote.connection import Connection, FileStat, connect
 from orbax_t5x.storage.remote.remote_file import OpenState, RemoteFile
 from orbax_t5x.storage.remote.request_errors import remote_error
 from orbax_t5x.storage.remote.urls import kvstore_spec
+from orbax_t5x.storage.remote.values import DirectoryValues
 from orbax_t5x.storage.store import ArrayDirectory, OpenFiles, Snapshot, Store
+from orbax_t5x.storage.values import Values
 
 
 class RemoteStore(Store):
@@ -74,7 +76,9 @@ class RemoteStore(Store):
     def has_files(self, names: Sequence[str]) -> list[bool]:
         return [stat is not None for stat in self._connection.stat([self.key(name) for name in names])]
 
-    def kvstore(self, name: str) -> dict[str, Any]:
+    def kvstore(self, name: str) -> dict[str, Any] | Values:
+        if not self._connection.can_list:
+            return DirectoryValues(self._connection, self.key(name))
         spec = kvstore_spec(self._connection.base)
         return {**spec, "path": spec["path"] + self.key(name)}
 

@@ -1,4 +1,4 @@
-"""URLs of stores: `http(s)://`, `s3://` and `gs://`, parsed and made into TensorStore's specs.
+"""URLs of stores: `http(s)://`, `s3://` and `gs://`, parsed; those of buckets are made into TensorStore's specs.
 
 Only the caller's own URL ever comes here; no file decides where a request goes. Credentials are those that TensorStore
 finds by itself: the usual environment variables, files and metadata services of Amazon and Google, and none where there
@@ -89,14 +89,12 @@ def parse_url(url: str) -> StoreUrl:
 
 
 def kvstore_spec(base: str) -> dict[str, Any]:
-    """Returns TensorStore's spec of a server or a bucket, with an empty path."""
+    """Returns TensorStore's spec of a bucket, with an empty path."""
     scheme, _, where = base.partition("://")
     if scheme == hub.SCHEME:
         raise UnsupportedCheckpointError(
             "arrays in chunks are not read from the hub: download the files, and open the directory", path=base
         )
-    if scheme in _HTTP:
-        return {"driver": "http", "base_url": base, "path": "/"}
     spec: dict[str, Any] = {"driver": _BUCKETS[scheme], "bucket": where, "path": ""}
     if scheme == "s3" and (endpoint := os.environ.get(_S3_ENDPOINT)):
         region = next((found for name in _S3_REGIONS if (found := os.environ.get(name))), _ANY_REGION)

@@ -1,0 +1,222 @@
+"""A chunked array on a web server: its chunks are fetched by us, with a bound, and decoded by TensorStore from memory.
+
+TensorStore never sees the server. It opens the array over a store in memory, into which each chunk is put before it is
+read. Of a sharded array it opens one whose chunks are those inside the shards, which are fetched singly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorstore as ts
+
+from orbax_t5x.concurrency import OnceEach, run_in_pool, waiting_pool
+from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.readers.array_layout import ArrayLayout
+from orbax_t5x.readers.ocdbt_values import OcdbtValues
+from orbax_t5x.readers.stored_chunks import ChunkKeys
+from orbax_t5x.readers.tensorstore_specs import array_spec
+from orbax_t5x.storage import crc32c
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.values import Cancellable, Values
+
+_NUMBERS = itertools.count()
+_SHARDING = "sharding_indexed"
+_ABSENT = (1 << 64) - 1
+_CRC_BYTES = 4
+
+
+def _most_encoded(nbytes: int) -> int:
+    """Returns the most bytes that a codec makes of a chunk: it adds headers, and little to what it cannot compress."""
+    return nbytes + nbytes // 32 + (1 << 16)
+
+
+class FetchedArray:
+    """One array of a web server.
+
+    Attributes:
+      layout: of the array as it is stored.
+      keys: of its chunks, or of its shards.
+      array: over the chunks that were fetched.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        name: str,
+        *,
+        context: ts.Context,
+        zarr3: bool,
+        absent_is_fill: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        leaf: str,
+        limits: Limits,
+    ):
+        """Opens the array; reads its metadata where they are not given.
+
+        Args:
+          values: hold it.
+          name: of its directory, or "".
+          context: of the checkpoint.
+          zarr3, absent_is_fill: see `array_spec`.
+          metadata: as TensorStore takes them, or None.
+          leaf: for errors.
+          limits: on the metadata.
+
+        Raises:
+          CheckpointError, ValueError, NotImplementedError: it cannot be opened.
+        """
+        self._values = values
+        self._prefix = f"{name}/" if name else ""
+        self._users: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._indexes: OnceEach[tuple[int, ...], np.ndarray | None] = OnceEach()
+        kvstore = {"driver": "memory", "path": f"{next(_NUMBERS)}/"}
+        spec = array_spec(kvstore, "", ocdbt=False, zarr3=zarr3, absent_is_fill=absent_is_fill)
+        self._memory = ts.KvStore.open(kvstore, context=context).result()
+        if metadata is None:
+            file = "zarr.json" if zarr3 else ".zarray"
+            data = values.read(self._prefix + file, most=limits.json_bytes, leaf=leaf)
+            if data is None:
+                raise CorruptCheckpointError(f"opening it: {name}/{file} is missing", path=values.path, leaf=leaf)
+            self._memory.write(file, data).result()
+            array = ts.open(spec, open=True, read=True, context=context).result()
+            self._memory.write(file, None).result()
+        else:
+            spec["metadata"] = metadata
+            array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
+        self.layout = ArrayLayout.of(array)
+        self.keys = ChunkKeys.of(array)
+        self._metadata: dict[str, Any] = array.spec().to_json()["metadata"]
+        self._sharding: dict[str, Any] | None = None
+        if any(codec["name"] == _SHARDING for codec in self._metadata.get("codecs", ())):
+            self._sharding = self._only_sharding(leaf)
+            spec["metadata"] = self._unsharded(self._sharding)
+            array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
+        self.array: ts.TensorStore = array
+
+    def hold(self, index: tuple[int, ...]) -> None:
+        """Announces that a chunk is fetched for reading `array`; `drop` must follow."""
+        with self._lock:
+            self._users[self.keys.key(index)] += 1
+
+    def fetch(self, index: tuple[int, ...], leaf: str, begun: list[Cancellable]) -> None:
+        """Puts a chunk that is held into memory; blocks.
+
+        Args:
+          index: of the chunk.
+          leaf: for errors.
+          begun: gets each request, for a caller that may give it up.
+
+        Raises:
+          CheckpointError: it cannot be fetched; a chunk that is not there is for TensorStore to find.
+        """
+        key = self.keys.key(index)
+        most = _most_encoded(math.prod(self.layout.chunk) * self.layout.dtype.itemsize)
+        if self._sharding is None:
+            data = self._values.read(self._prefix + key, most=most, leaf=leaf, begun=begun)
+        else:
+            data = self._read_inside(index, self._sharding, most, leaf, begun)
+        with self._lock:
+            if data is not None and self._users[key]:  # a read that was cancelled holds nothing any more
+                self._memory.write(key, data).result()
+
+    def drop(self, index: tuple[int, ...]) -> None:
+        """Removes a chunk that was held, unless another read still holds it."""
+        key = self.keys.key(index)
+        with self._lock:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                self._memory.write(key, None).result()
+
+    @property
+    def names(self) -> Callable[[], Awaitable[list[str]]] | None:
+        """What lists all that is stored with the array; None where the server has no list."""
+        values = self._values
+        if not isinstance(values, OcdbtValues):
+            return None
+        return lambda: run_in_pool(waiting_pool(), values.names, self._prefix)
+
+    # -- shards
+
+    def _only_sharding(self, leaf: str) -> dict[str, Any]:
+        """Returns the settings of the sharding codec, of the kind that Orbax writes.
+
+        Raises:
+          UnsupportedCheckpointError: it is another.
+        """
+        codecs = self._metadata["codecs"]
+        settings = codecs[0].get("configuration", {})
+        index_codecs = settings.get("index_codecs", ())
+        plain = [codec["name"] for codec in index_codecs] in (["bytes"], ["bytes", "crc32c"])
+        little = plain and index_codecs[0].get("configuration", {}).get("endian") == "little"
+        nested = any(codec["name"] == _SHARDING for codec in settings.get("codecs", ()))
+        if len(codecs) != 1 or not little or nested:
+            raise UnsupportedCheckpointError(
+                "opening it: shards inside others, or with codecs around them, are not read from a web server",
+                path=self._values.path,
+                leaf=leaf,
+            )
+        return settings
+
+    def _unsharded(self, sharding: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the metadata of an array whose chunks are those inside the shards."""
+        grid = {"name": "regular", "configuration": {"chunk_shape": list(self.layout.chunk)}}
+        return {**self._metadata, "chunk_grid": grid, "codecs": sharding["codecs"]}
+
+    def _read_inside(
+        self, index: tuple[int, ...], sharding: Mapping[str, Any], most: int, leaf: str, begun: list[Cancellable]
+    ) -> bytes | None:
+        """Reads a chunk inside a shard."""
+        sides = [shard // chunk for shard, chunk in zip(self.layout.shard, self.layout.chunk, strict=True)]
+        shard = tuple([number // side for number, side in zip(index, sides, strict=True)])
+        inside = tuple([number % side for number, side in zip(index, sides, strict=True)])
+        key = self._prefix + self.keys.key(shard)
+        entries = self._indexes.get(shard, lambda: self._read_index(key, sides, sharding, leaf, begun))
+        if entries is None:
+            return None
+        offset, size = map(int, entries[inside])
+        if offset == size == _ABSENT:
+            return None
+        if size > most or offset >= 1 << 62:
+            raise CorruptCheckpointError(
+                f"the shard {key} has a chunk of {size} bytes at byte {offset}", path=self._values.path, leaf=leaf
+            )
+        return self._values.read(key, offset, offset + size, most=most, leaf=leaf, begun=begun) if size else b""
+
+    def _read_index(
+        self, key: str, sides: Sequence[int], sharding: Mapping[str, Any], leaf: str, begun: list[Cancellable]
+    ) -> np.ndarray | None:
+        """Reads the index of a shard: offset and size of each chunk; None where there is no such shard."""
+        nbytes = 16 * math.prod(sides)
+        is_checked = len(sharding["index_codecs"]) > 1
+        size = nbytes + (_CRC_BYTES if is_checked else 0)
+        if sharding.get("index_location", "end") == "end":
+            data = self._values.read(key, -size, None, most=size, leaf=leaf, begun=begun)
+        else:
+            data = self._values.read(key, 0, size, most=size, leaf=leaf, begun=begun)
+        if data is None:
+            return None
+        numbers, crc = data[:nbytes], data[nbytes:]
+        if len(data) != size or (is_checked and crc32c.extend(0, numbers) != int.from_bytes(crc, "little")):
+            raise CorruptCheckpointError(f"the index of the shard {key} is damaged", path=self._values.path, leaf=leaf)
+        return np.frombuffer(numbers, "<u8").reshape(*sides, 2)
+
+
+class UnopenedArray(NamedTuple):
+    """An array that TensorStore opens when it is first read.
+
+    Attributes:
+      layout: as opening it would show.
+      open: opens it, without reading anything; blocks, and may be called from any thread.
+    """
+
+    layout: ArrayLayout
+    open: Callable[[], ts.TensorStore | FetchedArray]

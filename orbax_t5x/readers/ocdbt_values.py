@@ -1,0 +1,204 @@
+"""The values of an OCDBT database on a web server: the tree's nodes are fetched by us, and decoded by TensorStore.
+
+TensorStore would fetch them itself and take whatever the server sends. So each node and each value is requested with
+its length, as the node above it records that, and names of data files stay below the database.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+
+from orbax_t5x.concurrency import OnceEach
+from orbax_t5x.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+    error_at,
+)
+from orbax_t5x.readers.tensorstore_errors import typed_error
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.values import Cancellable, Values
+
+_MANIFEST = "manifest.ocdbt"
+_FETCHED = "node"
+_DOING = "opening its OCDBT database"
+
+
+class _Location(NamedTuple):
+    """Range of a data file, which is named relative to the database."""
+
+    file: str
+    offset: int
+    size: int
+
+
+class _TreeNode(NamedTuple):
+    """A node of the tree: its keys, sorted, each with a value, or with the node that holds the keys from there on.
+
+    Attributes:
+      prefixes: of the keys below each entry, which these do not repeat; none in a leaf node.
+    """
+
+    keys: list[bytes]
+    entries: list[bytes | _Location]
+    prefixes: list[bytes]
+
+
+class OcdbtValues(Values):
+    """The values of one database."""
+
+    def __init__(self, files: Values, limits: Limits):
+        """Reads the manifest and the root node.
+
+        Raises:
+          CheckpointError: they cannot be read.
+        """
+        self.path: str = files.path
+        self._files = files
+        self._limit = limits.index_bytes
+        self._left = self._limit
+        self._lock = threading.Lock()
+        self._nodes: OnceEach[_Location, _TreeNode] = OnceEach()
+        found = files.read(_MANIFEST, most=self._limit)
+        if found is None:
+            raise CorruptCheckpointError(f"{_MANIFEST} is missing, so the arrays cannot be found", path=self.path)
+        manifest = self._decoded(_MANIFEST, found, None)
+        versions = manifest.get("versions")
+        if not versions:
+            raise UnsupportedCheckpointError("an OCDBT database of numbered manifests is not read", path=self.path)
+        root = versions[-1]["root"]
+        self._height: int = versions[-1]["root_height"]
+        self._root = self._location(root["location"]) if "location" in root else None
+        if self._root is not None:
+            self._node(self._root, self._height, [])
+
+    def read(
+        self,
+        key: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        most: int,
+        leaf: str | None = None,
+        begun: list[Cancellable] | None = None,
+    ) -> bytes | None:
+        try:
+            found = self._find(key.encode(), [] if begun is None else begun)
+        except CheckpointError as error:
+            raise error_at(error, path=error.path, leaf=leaf) from error
+        if found is None:
+            return None
+        size = len(found) if isinstance(found, bytes) else found.size
+        start = max(0, size + start) if start < 0 else start
+        stop = size if stop is None else stop
+        if stop > size or start > stop:
+            raise CorruptCheckpointError(f"the value {key!r} ends at byte {size}", path=self.path, leaf=leaf)
+        if stop - start > most:
+            raise LimitExceededError(
+                f"the value {key!r} has {stop - start} bytes, more than the {most} that it may have",
+                path=self.path,
+                leaf=leaf,
+            )
+        if isinstance(found, bytes):
+            return found[start:stop]
+        if start == stop:
+            return b""
+        data = self._files.read(
+            found.file, found.offset + start, found.offset + stop, most=most, leaf=leaf, begun=begun
+        )
+        if data is None:
+            raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{found.file}", leaf=leaf)
+        return data
+
+    def _find(self, key: bytes, begun: list[Cancellable]) -> bytes | _Location | None:
+        """Returns the value of a key, or where it is stored."""
+        location, height = self._root, self._height
+        while location is not None:
+            node = self._node(location, height, begun)
+            number = bisect.bisect_right(node.keys, key) - 1
+            if number < 0:
+                return None
+            entry = node.entries[number]
+            if not height:
+                return entry if node.keys[number] == key else None
+            prefix = node.prefixes[number]
+            if not key.startswith(prefix):
+                return None
+            assert isinstance(entry, _Location)
+            location, height, key = entry, height - 1, key[len(prefix) :]
+        return None
+
+    def names(self, prefix: str) -> list[str]:
+        """Lists the keys that begin with a prefix, without it.
+
+        Raises:
+          CheckpointError: a node cannot be read.
+        """
+        start = prefix.encode()
+        found: list[bytes] = []
+        pending = [] if self._root is None else [(self._root, self._height, b"")]
+        while pending:
+            location, height, before = pending.pop()
+            node = self._node(location, height, [])
+            if not height:
+                found += [before + key for key in node.keys]
+                continue
+            # A node holds the keys from its own to that of the next one.
+            last = [*[before + key for key in node.keys[1:]], None]
+            for key, stop, entry, more in zip(node.keys, last, node.entries, node.prefixes, strict=True):
+                is_before = stop is not None and stop <= start
+                is_behind = before + key > start and not (before + key).startswith(start)
+                if not is_before and not is_behind:
+                    assert isinstance(entry, _Location)
+                    pending.append((entry, height - 1, before + more))
+        return [key[len(start) :].decode("utf-8", "replace") for key in found if key.startswith(start)]
+
+    def _node(self, location: _Location, height: int, begun: list[Cancellable]) -> _TreeNode:
+        return self._nodes.get(location, lambda: self._read_node(location, height, begun))
+
+    def _read_node(self, location: _Location, height: int, begun: list[Cancellable]) -> _TreeNode:
+        with self._lock:
+            self._left -= location.size
+            if self._left < 0:
+                raise LimitExceededError(f"nodes of more than Limits.index_bytes = {self._limit} bytes", path=self.path)
+        stop = location.offset + location.size
+        data = self._files.read(location.file, location.offset, stop, most=location.size, begun=begun)
+        if data is None:
+            raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{location.file}")
+        decoded = self._decoded(_FETCHED, data, f"btreenode::{_FETCHED}:0:{location.size}")
+        if decoded["height"] != height:
+            raise CorruptCheckpointError(f"{_DOING}: a node of another height", path=self.path)
+        entries: list[Mapping[str, Any]] = decoded["entries"]
+        keys = [entry["key"] for entry in entries]
+        if any(one >= other for one, other in itertools.pairwise(keys)):
+            raise CorruptCheckpointError(f"{_DOING}: the keys of a node are not sorted", path=self.path)
+        if height:
+            prefixes = [entry["subtree_common_prefix"] for entry in entries]
+            return _TreeNode(keys, [self._location(entry["location"]) for entry in entries], prefixes)
+        values = [
+            self._location(entry["indirect_value"]) if "indirect_value" in entry else entry["inline_value"]
+            for entry in entries
+        ]
+        return _TreeNode(keys, values, [])
+
+    def _decoded(self, key: str, data: bytes, node: str | None) -> dict[str, Any]:
+        """Decodes a manifest or a node from bytes that were fetched."""
+        memory = ts.KvStore.open("memory://").result()
+        memory.write(key, data).result()
+        try:
+            return ts.ocdbt.dump(memory, node).result()
+        except (ValueError, NotImplementedError) as error:
+            raise typed_error(error, path=self.path, leaf=None, doing=_DOING) from error
+
+    def _location(self, text: str) -> _Location:
+        """Parses TensorStore's text of a location: kind, base and name of the file, offset and size."""
+        _, base, name, offset, size = text.split(":")
+        return _Location(urllib.parse.unquote(base) + urllib.parse.unquote(name), int(offset), int(size))

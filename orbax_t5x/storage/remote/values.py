@@ -1,0 +1,33 @@
+"""The files below a directory of a web server as values by key, each read with a bound."""
+
+from __future__ import annotations
+
+from orbax_t5x.storage.paths import split_name
+from orbax_t5x.storage.remote.connection import Connection
+from orbax_t5x.storage.values import Cancellable, Values
+
+
+class DirectoryValues(Values):
+    """The files below a directory; keys are their names."""
+
+    def __init__(self, connection: Connection, directory: str):
+        self._connection = connection
+        self._prefix = f"{directory}/" if directory else ""
+        self.path: str = connection.url(directory)
+
+    def below(self, name: str) -> DirectoryValues:
+        """Returns the files below a directory inside this one."""
+        return DirectoryValues(self._connection, f"{self._prefix}{name}") if name else self
+
+    def read(
+        self,
+        key: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        most: int,
+        leaf: str | None = None,
+        begun: list[Cancellable] | None = None,
+    ) -> bytes | None:
+        key = self._prefix + "/".join(split_name(key, path=self.path, leaf=leaf))
+        return self._connection.read(key, start, stop, most, leaf=leaf, begun=begun)

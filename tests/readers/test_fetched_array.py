@@ -1,0 +1,131 @@
+"""Chunked arrays over HTTP: shards are read by their chunks, and no chunk is larger than its array allows."""
+
+import json
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+import orbax_t5x as ot
+from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
+from tests.support.http_store import serving
+
+W = np.random.default_rng(0).random((64, 96), np.float32)
+_BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def sharding(chunk, codecs=(_BYTES,), **settings):
+    return {"name": "sharding_indexed", "configuration": {"chunk_shape": chunk, "codecs": list(codecs), **settings}}
+
+
+def write(directory, value=W, *, shard=(32, 48), codecs, **metadata):
+    with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=True) as checkpointer:
+        checkpointer.save(directory / "item", {"w": value})
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{directory}/item/w/"}}
+    grid = {"name": "regular", "configuration": {"chunk_shape": shard}}
+    metadata = {"shape": value.shape, "data_type": "float32", "chunk_grid": grid, "codecs": codecs, **metadata}
+    ts.open({**spec, "metadata": metadata}, create=True, delete_existing=True).result().write(value).result()
+
+
+@pytest.mark.parametrize("location", ["start", "end"])
+@pytest.mark.parametrize("inner", [[_BYTES], [_BYTES, {"name": "gzip"}, {"name": "crc32c"}]])
+@pytest.mark.parametrize("encoding", ["default", "v2"])
+def test_shards(tmp_path, location, inner, encoding):
+    codecs = [sharding([16, 16], inner, index_location=location)]
+    write(tmp_path, codecs=codecs, chunk_key_encoding={"name": encoding})
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        leaf = checkpoint.leaves["w"]
+        np.testing.assert_array_equal(leaf.get(), W)
+        np.testing.assert_array_equal(leaf[5:40, 90:].get(), W[5:40, 90:])
+
+
+def test_a_chunk_of_a_shard_costs_its_own_bytes(tmp_path):
+    write(tmp_path, shard=(64, 96), codecs=[sharding([16, 16])])
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        store.forget()
+        np.testing.assert_array_equal(checkpoint.leaves["w"][3:5, 17:20].get(), W[3:5, 17:20])
+        assert store.bytes_sent == 16 * 16 * 4 + 24 * 16 + 4
+
+
+def test_chunks_that_are_not_in_a_shard(tmp_path):
+    """Of zeros nothing is stored: the chunk, or the whole shard, stands for the fill value."""
+    value = W.copy()
+    value[:16, :16] = 0
+    value[32:, 48:] = 0
+    write(tmp_path, value, codecs=[sharding([16, 16])])
+    metadata = tmp_path / "item" / "_METADATA"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "store_array_data_equal_to_fill_value": False}))
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), value)
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [sharding([16, 16], [sharding([8, 8])])],
+        [{"name": "transpose", "configuration": {"order": [1, 0]}}, sharding([16, 16])],
+        [sharding([16, 16], index_codecs=[{"name": "bytes", "configuration": {"endian": "big"}}])],
+    ],
+)
+def test_other_shards_are_refused(tmp_path, codecs):
+    write(tmp_path, codecs=codecs)
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        with pytest.raises(UnsupportedCheckpointError, match="not read from a web server"):
+            checkpoint.leaves["w"].get()
+    with ot.open_checkpoint(tmp_path / "item") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
+
+
+@pytest.mark.parametrize("at", [0, 9, -1])
+def test_an_index_that_is_damaged(tmp_path, at):
+    write(tmp_path, codecs=[sharding([16, 16])])
+    shard = tmp_path / "item" / "w" / "c" / "0" / "0"
+    data = bytearray(shard.read_bytes())
+    start = len(data) - 4 - 16 * 6
+    data[start + at if at >= 0 else at] ^= 1
+    shard.write_bytes(data)
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        with pytest.raises(CorruptCheckpointError, match="index of the shard"):
+            checkpoint.leaves["w"].get()
+
+
+def test_an_index_that_claims_too_much(tmp_path):
+    plain = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    write(tmp_path, codecs=[sharding([16, 16], index_codecs=plain)])
+    shard = tmp_path / "item" / "w" / "c" / "0" / "0"
+    data = bytearray(shard.read_bytes())
+    data[-8:] = (1 << 40).to_bytes(8, "little")
+    shard.write_bytes(data)
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        with pytest.raises(CorruptCheckpointError, match="1099511627776 bytes"):
+            checkpoint.leaves["w"].get()
+
+
+def test_a_chunk_that_is_too_long(tmp_path):
+    """No codec makes so much of a chunk; the file is not read, however long it is."""
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "item", {"w": W, "s": np.float32(3)})
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        store.files["item/w/0.0"] = bytes(W.nbytes * 2 + (1 << 17))
+        with pytest.raises(LimitExceededError, match="more bytes") as caught:
+            checkpoint.leaves["w"].get()
+        assert caught.value.leaf == "w"
+        np.testing.assert_array_equal(checkpoint.leaves["s"].get(), np.float32(3))
+
+
+def test_reads_of_one_chunk_at_a_time(tmp_path):
+    """A read that fails does not take away what another one needs, and both leave nothing in memory."""
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "item", {"w": W})
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/item") as checkpoint:
+        leaf = checkpoint.leaves["w"]
+        (only,) = leaf.leaves()
+        array = only._opened()
+        array.hold((0, 0))
+        np.testing.assert_array_equal(leaf[1:3].get(), W[1:3])
+        store.fault = lambda request: "403" if request.method == "GET" else None
+        array.drop((0, 0))
+        with pytest.raises(CheckpointIOError):
+            ot.restore(checkpoint, {"w": np.zeros_like(W)})
+        assert not array._users and not array._memory.list().result()
