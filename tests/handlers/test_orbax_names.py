@@ -28,7 +28,6 @@ from orbax_t5x.handlers.v1.orbax_v1_names import (
     transfer_limit,
 )
 from orbax_t5x.readers.orbax import steps
-from orbax_t5x.restoring import run_steps
 
 
 class Recorder(ocp.PyTreeCheckpointHandler):
@@ -54,7 +53,7 @@ def test_orbax_saves_into_directories_with_the_mark(tmp_path):
 
 def test_reading_and_writing_know_the_same_mark():
     # Readers never import Orbax, so they have the text of their own.
-    assert steps._TEMPORARY == run_steps._TEMPORARY_MARK == TEMPORARY_MARK
+    assert steps.TEMPORARY_MARK == TEMPORARY_MARK
 
 
 def test_the_function_for_specs_that_is_to_be_removed_is_still_there():
