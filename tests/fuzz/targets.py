@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import io
 import json
 import os
 import random
 import shutil
 import struct
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.serialization
 import numpy as np
@@ -34,6 +36,7 @@ from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
+from orbax_t5x.storage.remote import web_server
 from orbax_t5x.testing.leaf_reads import leaf_of, read_boxes, same_bits
 from tests.fuzz import conversions, mutations
 from tests.fuzz.mutations import ChangeBytes, Mutation
@@ -704,6 +707,57 @@ def _some_boxes() -> list[bytes]:
     return [bytes([3, 4, 5, 6, 2, 9, 1, 1, 2, 0, 4, 2, 2]), bytes(range(20)), struct.pack("<8B", *[200] * 8)]
 
 
+class _Sent:
+    """A socket from which a server's bytes come, and a request that is not given up."""
+
+    def __init__(self, data: bytes):
+        self.data = data
+        self.stopped = threading.Event()
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(cast(Any, io.BytesIO(self.data)))
+
+
+_REQUESTS = [(0, 0, 0), (3, 7, 4), (0, 4, 4), (0, None, 20), (-5, None, 5), (16, 17, 1)]
+
+
+def _web_answer(_: Path) -> Check:
+    """The first byte picks a request; the rest is what a web server answers."""
+
+    def check(data: bytes) -> CheckpointError | None:
+        wanted = web_server._Range(*_REQUESTS[data[0] % len(_REQUESTS) if data else 0])
+        sent: Any = _Sent(data[1:])
+        method = "HEAD" if wanted.is_stat else "GET"
+        response = web_server._BoundedResponse(sent, request=sent, wanted=wanted, method=method)
+        try:
+            response.begin()
+            found = web_server._response(response, wanted)
+        except CheckpointError as error:
+            return error
+        except (ValueError, OSError, http.client.HTTPException, web_server._PassingError):
+            return None
+        finally:
+            response.close()
+        assert found is None or len(found.data) <= wanted.size
+        assert found is None or wanted.stop is None or len(found.data) == wanted.size
+        return None
+
+    return check
+
+
+def _web_answers() -> list[bytes]:
+    head = b'HTTP/1.1 206 Partial Content\r\nETag: "a"\r\n'
+    return [
+        b'\x00HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 9\r\n\r\n',
+        b"\x01" + head + b"Content-Range: bytes 3-6/9\r\nContent-Length: 4\r\n\r\nabcd",
+        b"\x02" + head + b"Content-Range: bytes 0-3/9\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n",
+        b"\x03HTTP/1.1 200 OK\r\n\r\nabcdefghi",
+        b"\x04" + head + b"Content-Range: bytes 4-8/9\r\nContent-Length: 5\r\n\r\nefghi",
+        b"\x05HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\n\r\n",
+        b"\x01HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno",
+    ]
+
+
 TARGETS: dict[str, Target] = {
     "sstable": Target(_sstable, _sstables, mutations.edited_table),
     "snappy": Target(_snappy, _snappy_blocks, _only_bytes),
@@ -726,5 +780,6 @@ TARGETS: dict[str, Target] = {
     "journal": Target(conversions.journal, conversions.journals, conversions.edited_lines),
     "work_directory": Target(conversions.work_directory, conversions.work_directories, mutations.edited_json),
     "byte_runs": Target(_byte_runs, _some_boxes, _only_bytes),
+    "web_answer": Target(_web_answer, _web_answers, _only_bytes),
 }
 """By name; directories of `tests/corpus` have the same ones."""
