@@ -218,7 +218,7 @@ def _slots(source: Leaves, target: Leaves) -> tuple[Transform, ...]:
 def _completion(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> Transforms:
     """Returns what gives the step and counts the target's names, and drops an optimizer that has no place there."""
     state = _run(transforms, source, target)
-    names = counterparts(state, target)
+    names = counterparts(state, target, of_any_model=True)
     last: Transforms = (Rename(tuple((re.escape(old), new) for old, new in names.items())),) if names else ()
     dropped = without_place(_run(last, state, target) if last else state, target)
     return (*last, Drop(dropped)) if dropped else last

@@ -131,11 +131,16 @@ def change_between(names: Iterable[str], target_names: Iterable[str]) -> PrefixC
     return PrefixChange(found[0], new)
 
 
-def counterparts(names: Iterable[str], target_names: Iterable[str]) -> dict[str, str]:
-    """Maps the step and the optimizer's counts to new names, where the target is another kind of train state."""
+def counterparts(names: Iterable[str], target_names: Iterable[str], *, of_any_model: bool = False) -> dict[str, str]:
+    """Maps the step and the optimizer's counts to new names, where the target is another kind of train state.
+
+    Args:
+      names: of the state.
+      target_names: of the target, whose model has T5's names.
+      of_any_model: whether it may have others.
+    """
     names, target = list(names), set(target_names)
-    # A model of other names than T5's is below a root itself.
-    bare = next((root for root in _ROOTS if any(name.startswith(root) for name in target)), "")
+    bare = next((root for root in _ROOTS if any(name.startswith(root) for name in target)), "") if of_any_model else ""
     outer, root = _split_root(model_prefix(target) or bare)
     if not root:
         return {}

@@ -19,10 +19,6 @@ StateDict = Mapping[str, Any]
 _SPEC_KEYS = frozenset(("driver", "kvstore", "metadata"))
 
 
-MOST_LEVELS = 200
-"""A tree has fewer levels. Python's own recursion ends at 1,000 calls, and a level of a tree may take several."""
-
-
 class EndlessTreeError(ValueError):
     """Error: a tree contains itself, or has too many levels; the text is what follows "it"."""
 
@@ -42,20 +38,18 @@ def is_tensorstore_spec(value: Any) -> bool:
 
 
 def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves by name, in order, of a tree of any depth."""
-    pending: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter(tree.items()))]
+    """Yields the leaves by name, in order, of a tree of any depth that does not contain itself."""
+    pending: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", tree, iter(tree.items()))]
     while pending:
-        prefix, items = pending[-1]
+        prefix, _, items = pending[-1]
         for key, value in items:
             name = f"{prefix}{key}"
             if not is_mapping(value) or is_tensorstore_spec(value):
                 yield name, value
             elif value:
-                if len(pending) >= MOST_LEVELS:
-                    raise EndlessTreeError(
-                        f"has {MOST_LEVELS} levels or more, at {name[:40]!r}; does it contain itself?"
-                    )
-                pending.append((f"{name}/", iter(value.items())))
+                if any(value is above for _, above, _ in pending):
+                    raise EndlessTreeError(f"contains itself, at {name[:40]!r}")
+                pending.append((f"{name}/", value, iter(value.items())))
                 break
             elif keep_empty_nodes:
                 yield name, value

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbax_t5x.trees.flat import MOST_LEVELS, EndlessTreeError
+from orbax_t5x.trees.flat import EndlessTreeError
 from orbax_t5x.trees.named_leaves import names_itself
 from orbax_t5x.trees.narrow import is_mapping
 
+# Python's own recursion ends at 1,000 calls, and a level of a tree may take several.
+MOST_LEVELS = 200
 _SHOWN_LEVELS = 8
 _SHOWN_CHARACTERS = 200
 _LEAVES = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))

@@ -114,9 +114,9 @@ def test_each_call_names_it_as_a_problem(path, call, make):
     assert kind in [problem.kind for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize("make", [in_a_dict, in_two, deep])
+@pytest.mark.parametrize("make", [in_a_dict, in_two])
 def test_what_a_transform_returns(path, make):
-    with pytest.raises(ot.RestorePlanError, match="200 levels") as caught:
+    with pytest.raises(ot.RestorePlanError, match="contains itself") as caught:
         ot.restore(path, None, [lambda state, target: make()])
     assert caught.value.problems[0].kind == "transform"
     with pytest.raises(EndlessTreeError):

@@ -40,9 +40,10 @@ class Alignment:
       >>> theirs = {f"decoder/layers_{i}/{name}": np.ones(4 + at) for i in range(3) for at, name in enumerate("ab")}
       >>> alignment = ot.rules.align(theirs, ours)
       >>> alignment.transforms
-      (Rename(rules=(('decoder/layers_(\\d+)/(.*)', 'dec/\\g<1>/\\g<2>'),), require_match=True),)
-      >>> alignment.is_complete, alignment.inverse().transforms[0].rules
-      (True, (('dec/(\\d+)/(.*)', 'decoder/layers_\\g<1>/\\g<2>'),))
+      (Rename(rules=(('(.*)/layers_(\\d+)/(.*)', '\\g<1>/\\g<2>/\\g<3>'),), require_match=True),
+       Rename(rules=(('decoder/(.*)', 'dec/\\g<1>'),), require_match=True))
+      >>> alignment.is_complete, alignment.inverse().transforms[1].rules
+      (True, (('dec/(.*)', 'decoder/\\g<1>'),))
     """
 
     transforms: tuple[Transform, ...]
@@ -100,7 +101,7 @@ def align(source_leaves: Any, target_leaves: Any) -> Alignment:
       >>> ours = {f"layers/{i}/{name}/w": np.ones((4, 4)) for i in range(2) for name in ("q", "c", "d")}
       >>> alignment = ot.rules.align(theirs, ours)
       >>> alignment.transforms[-1].rules
-      (('layers/(\\d+)/query/w', 'layers/\\g<1>/q/w'),)
+      (('h\\.(\\d+)\\.query\\.weight', 'layers/\\g<1>/q/w'),)
       >>> alignment.open["layers/0/c/w"]
       ('h.0.a.weight', 'h.0.b.weight')
     """
