@@ -168,7 +168,7 @@ def _in_words_of_a_state(
     error: RestorePlanError, state: FlatState, translated: FlatState, path: str | os.PathLike[str]
 ) -> CheckpointError:
     """Rewords the plan's problems for callers of this module, who give a state and `strict`, and no rules."""
-    missing = [problem.leaf for problem in error.problems if problem.kind == "missing" and problem.leaf is not None]
+    missing = [name for name, leaf in state.items() if leaf is not None and translated.get(name) is None]
     extra = sorted(translated.keys() - state.keys())
     problems: list[Problem] = []
     if missing:

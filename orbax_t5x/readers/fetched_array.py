@@ -138,7 +138,7 @@ class FetchedArray:
 
     @property
     def names(self) -> Callable[[], Awaitable[list[str]]] | None:
-        """What lists all that is stored with the array; None where the server has no list."""
+        """Function that lists all that is stored with the array; None where the server has no list."""
         values = self._values
         if not isinstance(values, OcdbtValues):
             return None
