@@ -181,7 +181,8 @@ def test_a_failed_save_leaves_the_directory_that_orbax_still_describes(tmp_path,
         manager.save(1, args=SAVE({"a": np.ones(2)}))
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 1]
-        assert late == [*["_CHECKPOINT_METADATA"] * (2 if stage == "finalize" else 1)]
+        # How many of its writes began before the save had failed is Orbax's affair.
+        assert set(late) == {"_CHECKPOINT_METADATA"}
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["checkpointer", "handler"])
