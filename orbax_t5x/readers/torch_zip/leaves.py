@@ -14,7 +14,7 @@ from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
 from orbax_t5x.readers.string_leaf import StringLeaf
-from orbax_t5x.readers.torch_zip.opcodes import Name, Node, TensorNode, Tuple
+from orbax_t5x.readers.torch_zip.values import Name, Node, TensorNode, Tuple
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import STORED, Archive
 from orbax_t5x.storage.limits import Limits

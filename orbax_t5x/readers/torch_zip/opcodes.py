@@ -3,101 +3,32 @@
 Python's unpickler calls what a pickle names. This loop has no way to call or import anything: a name is compared with
 a list, and what is on it becomes data (a storage, a tensor, a container); any other name, and every opcode that would
 make an object, is an UnsafeCheckpointError. Pure: bytes in, a tree out.
-
-Time and memory are bounded by the file: operations, objects and entries of the memo each by its size.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
-from orbax_t5x.errors import (
-    CorruptCheckpointError,
-    Fix,
-    LimitExceededError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
+from orbax_t5x.errors import LimitExceededError, UnsupportedCheckpointError
+from orbax_t5x.readers.torch_zip.stack import FIX, PickleStack
+from orbax_t5x.readers.torch_zip.values import (
+    CALLS,
+    DTYPES,
+    STORAGES,
+    Name,
+    Node,
+    OrderedNode,
+    StorageNode,
+    Tuple,
+    described,
 )
 from orbax_t5x.storage.limits import Limits
 
-# An object takes some 100 bytes of memory, an entry of the stack 8; a file of small tensors has fewer than these.
-_FREE_OBJECTS = 1 << 17
-_FILE_BYTES_PER_OBJECT = 16
-_FREE_OPERATIONS = 1 << 18
-_FILE_BYTES_PER_OPERATION = 8
 # No name on the list is longer.
 _LONGEST_NAME_BYTES = 256
 _SHOWN_BYTES = 200
 _MAX_PROTOCOL = 5
-_FIX = Fix("in PyTorch, save only tensors: torch.save(model.state_dict(), path), or write safetensors")
-
-_STORAGES = {
-    f"torch.{name}Storage": dtype
-    for name, dtype in {
-        "Float": "float32",
-        "Double": "float64",
-        "Half": "float16",
-        "BFloat16": "bfloat16",
-        "Long": "int64",
-        "Int": "int32",
-        "Short": "int16",
-        "Char": "int8",
-        "Byte": "uint8",
-        "Bool": "bool",
-        "ComplexFloat": "complex64",
-        "ComplexDouble": "complex128",
-    }.items()
-} | {"torch.storage.UntypedStorage": None, "torch.storage._UntypedStorage": None}
-_SIGNED = ("int8", "int16", "int32", "int64", "float16", "float32", "float64", "bfloat16", "complex64", "complex128")
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-_DTYPES = {
-    f"torch.{name}"
-    for name in ("bool", "uint8", "uint16", "uint32", "uint64", *_SIGNED, *_FLOAT8, "complex32", "float4_e2m1fn_x2")
-}
-
-
-class Tuple(list[Any]):
-    """A tuple of the pickle; a list, so that trees are made of dicts and lists."""
-
-    __slots__ = ()
-
-
-class OrderedNode(dict[str, Any]):
-    """An OrderedDict of the pickle."""
-
-    __slots__ = ()
-
-
-class Name(NamedTuple):
-    """A name on the list, such as "torch.FloatStorage"; nothing was imported."""
-
-    text: str
-
-
-class StorageNode(NamedTuple):
-    """A storage: `dtype` is None where it has bytes; `elements` is how many it has, or bytes."""
-
-    dtype: str | None
-    key: str
-    elements: int
-
-
-class TensorNode(NamedTuple):
-    """A tensor as its pickle describes it; nothing in it was compared with anything yet."""
-
-    storage: StorageNode
-    offset: Any
-    shape: Any
-    strides: Any
-    dtype: str | None
-    metadata: Any
-
-
-Node: TypeAlias = (
-    "dict[str, Node] | list[Node] | TensorNode | StorageNode | Name | str | bytes | bool | int | float | None"
-)
 
 
 def parse(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
@@ -116,20 +47,10 @@ def parse(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
     return _Machine(data, path, file_bytes, limits).run()
 
 
-class _Machine:
-    """The stack and the memo of one pickle."""
+class _Machine(PickleStack):
+    """Stack on which the opcodes of one pickle are run."""
 
-    def __init__(self, data: bytes, path: str, file_bytes: int, limits: Limits):
-        self._data = data
-        self._path = path
-        self._limits = limits
-        self._at = 0
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: list[Any] = []
-        self._is_old = False
-        self._objects = min(2 * limits.entries, _FREE_OBJECTS + file_bytes // _FILE_BYTES_PER_OBJECT)
-        self._operations = min(2 * limits.entries, _FREE_OPERATIONS + file_bytes // _FILE_BYTES_PER_OPERATION)
+    _is_old = False
 
     def run(self) -> Node:
         """Runs all opcodes; returns what is left on the stack."""
@@ -154,110 +75,6 @@ class _Machine:
         if self._is_old:
             raise UnsupportedCheckpointError("its pickle is of protocol 0, and torch.save writes 2", path=self._path)
         return self._stack[0]
-
-    # -- errors
-
-    def _corrupt(self, message: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(message, path=self._path)
-
-    def _too_many(self, what: str, most: int) -> LimitExceededError:
-        return LimitExceededError(
-            f"more than {most} {what} in its pickle: more than a file of this size needs, or Limits.entries = "
-            f"{self._limits.entries} allows",
-            path=self._path,
-        )
-
-    def _unsafe(self, what: str) -> UnsafeCheckpointError:
-        return UnsafeCheckpointError(
-            f"its pickle {what}, which no tensor needs; nothing was imported or called", path=self._path, fix=_FIX
-        )
-
-    def refuse(self, name: str) -> NoReturn:
-        """Refuses an opcode that makes objects."""
-        raise self._unsafe(f"has the opcode {name}")
-
-    # -- the stack
-
-    def take(self, size: int) -> bytes:
-        """Takes the next bytes."""
-        end = self._at + size
-        if size < 0 or end > len(self._data):
-            raise self._corrupt(f"its pickle claims {size} bytes at {self._at}, and has {len(self._data)} in all")
-        taken = self._data[self._at : end]
-        self._at = end
-        return taken
-
-    def byte(self) -> int:
-        """Takes the next byte."""
-        if self._at >= len(self._data):
-            raise self._corrupt("its pickle ends within an opcode")
-        self._at += 1
-        return self._data[self._at - 1]
-
-    def number(self, code: str) -> int:
-        """Takes the next number, in the format of `struct`."""
-        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
-        return value
-
-    def push(self, value: Any) -> None:
-        """Pushes a value that takes no memory of its own."""
-        self._stack.append(value)
-
-    def make(self, value: Any) -> None:
-        """Pushes a new object."""
-        self._objects -= 1
-        if self._objects < 0:
-            raise self._too_many("objects", _FREE_OBJECTS)
-        self._stack.append(value)
-
-    def pop(self) -> Any:
-        """Pops a value above the last mark."""
-        self.top()
-        return self._stack.pop()
-
-    def top(self) -> Any:
-        """Returns the value on top, above the last mark."""
-        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise self._corrupt(f"its pickle takes a value at byte {self._at - 1} where there is none")
-        return self._stack[-1]
-
-    def mark(self) -> None:
-        """Marks the stack."""
-        self._objects -= 1
-        if self._objects < 0:
-            raise self._too_many("objects", _FREE_OBJECTS)
-        self._marks.append(len(self._stack))
-
-    def pop_mark(self) -> list[Any]:
-        """Pops all above the last mark, and the mark."""
-        if not self._marks:
-            raise self._corrupt(f"its pickle takes a mark at byte {self._at - 1} where there is none")
-        first = self._marks.pop()
-        values = self._stack[first:]
-        del self._stack[first:]
-        return values
-
-    # -- the memo
-
-    def put(self, index: int) -> None:
-        """Remembers the value on top; Python's picklers number them in order."""
-        value = self.top()
-        if index == len(self._memo):
-            self._memo.append(value)
-        elif index < len(self._memo):
-            self._memo[index] = value
-        else:
-            raise self._corrupt(f"its pickle remembers a value as {index} after {len(self._memo)} others")
-
-    def put_next(self) -> None:
-        """Remembers the value on top under the next number."""
-        self.put(len(self._memo))
-
-    def get(self, index: int) -> None:
-        """Pushes a value that was remembered."""
-        if index >= len(self._memo):
-            raise self._corrupt(f"its pickle takes the value {index}, and remembered {len(self._memo)}")
-        self._stack.append(self._memo[index])
 
     # -- values
 
@@ -312,7 +129,7 @@ class _Machine:
         for key, value in zip(values[::2], values[1::2], strict=True):
             if type(key) not in (str, int):
                 raise UnsupportedCheckpointError(
-                    f"a key is {_described(key)}; names are made of text and integers", path=self._path, fix=_FIX
+                    f"a key is {described(key)}; names are made of text and integers", path=self._path, fix=FIX
                 )
             name = str(key)
             if name in top:
@@ -365,19 +182,19 @@ class _Machine:
     def _push_name(self, module: str, name: str) -> None:
         text = f"{module}.{name}"
         # A dot inside would make two spellings of one name.
-        if "." in name or not (text in _STORAGES or text in _DTYPES or text in _CALLS):
+        if "." in name or not (text in STORAGES or text in DTYPES or text in CALLS):
             raise self._unsafe(f"names {text[:_SHOWN_BYTES]!r}")
         self.make(Name(text))
 
     def reduce(self) -> None:
         """Replaces a name and its arguments by what they describe."""
         arguments, called = self.pop(), self.pop()
-        if not isinstance(called, Name) or called.text not in _CALLS:
-            raise self._unsafe(f"calls {_described(called)}")
+        if not isinstance(called, Name) or called.text not in CALLS:
+            raise self._unsafe(f"calls {described(called)}")
         try:
             if type(arguments) is not Tuple:
                 raise TypeError
-            self.make(_CALLS[called.text](*arguments))
+            self.make(CALLS[called.text](*arguments))
         except (TypeError, ValueError):
             raise self._corrupt(f"its pickle has {called.text} with arguments that are none of it") from None
 
@@ -385,71 +202,17 @@ class _Machine:
         """Ignores the attributes of an OrderedDict, such as a state dict's `_metadata`."""
         state, built = self.pop(), self.top()
         if type(built) is not OrderedNode or not isinstance(state, dict):
-            raise self._unsafe(f"sets the state of {_described(built)}")
+            raise self._unsafe(f"sets the state of {described(built)}")
 
     def persistent(self) -> None:
         """Replaces the description of a storage by the storage."""
         match self.pop():
-            case ["storage", Name(text), str(key), str(), int(count)] if text in _STORAGES and count >= 0:
-                self.make(StorageNode(_STORAGES[text], key, count))
+            case ["storage", Name(text), str(key), str(), int(count)] if text in STORAGES and count >= 0:
+                self.make(StorageNode(STORAGES[text], key, count))
             case other:
-                raise self._unsafe(f"refers to {_described(other)}, which is no storage,")
+                raise self._unsafe(f"refers to {described(other)}, which is no storage,")
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, Name):
-        return repr(value.text)
-    names = {Tuple: "a tuple", OrderedNode: "an OrderedDict", TensorNode: "a tensor", StorageNode: "a storage"}
-    return names.get(type(value), f"a {type(value).__name__}")
-
-
-# -- what names on the list describe: functions of data, that raise TypeError or ValueError
-
-
-def _ordered_dict() -> OrderedNode:
-    return OrderedNode()
-
-
-def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None) -> Any:
-    if not isinstance(storage, StorageNode) or storage.dtype is None:
-        raise TypeError
-    return TensorNode(storage, offset, shape, strides, storage.dtype, metadata)
-
-
-def _tensor_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> Any:
-    if not isinstance(storage, StorageNode) or not isinstance(dtype, Name) or dtype.text not in _DTYPES:
-        raise TypeError
-    return TensorNode(storage, offset, shape, strides, dtype.text.removeprefix("torch."), metadata)
-
-
-def _parameter(tensor: Any, grad: Any, hooks: Any) -> Any:
-    if not isinstance(tensor, TensorNode):
-        raise TypeError
-    return tensor
-
-
-def _size(sizes: Any) -> Any:
-    if type(sizes) is not Tuple:
-        raise TypeError
-    return sizes
-
-
-def _device(kind: Any, index: Any = None) -> str:
-    if not isinstance(kind, str) or type(index) not in (int, type(None)):
-        raise TypeError
-    return kind if index is None else f"{kind}:{index}"
-
-
-_CALLS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _ordered_dict,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch.Size": _size,
-    "torch.device": _device,
-}
 _STOP = ord(".")
 _Opcode: TypeAlias = Callable[[_Machine], Any]
 _OPCODES: dict[int, _Opcode] = {

@@ -7,17 +7,12 @@ import random
 
 import pytest
 
-from orbax_t5x.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LimitExceededError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-)
-from orbax_t5x.readers.torch_zip.opcodes import Name, OrderedNode, StorageNode, TensorNode, Tuple, parse
+from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.readers.torch_zip.opcodes import parse
+from orbax_t5x.readers.torch_zip.values import Tuple
 from orbax_t5x.storage.limits import Limits
 from tests.support.hostile_pickles import hostile_pickle
-from tests.support.torch_files import Op, SavedTensor, call, name, opcodes, ordered, pickled
+from tests.support.torch_files import SavedTensor, call, name, ordered, pickled
 
 PICKLES = 500
 
@@ -56,55 +51,11 @@ def _with_pure_python(value, protocol):
     return made.getvalue()
 
 
-def test_what_is_shared_stays_shared():
-    one = ["once"]
-    found = parsed(pickle.dumps({"a": one, "b": one}, 2))
-    assert found["a"] is found["b"]
-    one.append(one)
-    found = parsed(pickle.dumps(one, 2))
-    assert found[1] is found
-
-
 def test_numbers_are_keys():
     assert parsed(pickle.dumps({0: "a", -3: "b", "c": 1}, 2)) == {"0": "a", "-3": "b", "c": 1}
     for keys in ({1.5: 0}, {None: 0}, {(1,): 0}, {True: 0}):
         with pytest.raises(CheckpointError, match=r"a key is a"):
             parsed(pickle.dumps(keys, 2))
-
-
-def test_names_become_data():
-    tensor = parsed(pickled(SavedTensor("7", "float32", 6, 1, (2, 2), (2, 1))))
-    assert tensor == TensorNode(StorageNode("float32", "7", 6), 1, [2, 2], [2, 1], "float32", None)
-    tensor = parsed(pickled(SavedTensor("7", "float8_e5m2", 6, 1, (2,), (1,))))
-    assert tensor == TensorNode(StorageNode(None, "7", 6), 1, [2], [1], "float8_e5m2", None)
-    parameter = call(
-        name("torch._utils", "_rebuild_parameter"), opcodes(SavedTensor("0", "int8", 1, 0, (), ())), True, None
-    )
-    assert parsed(pickled(parameter)).storage == StorageNode("int8", "0", 1)
-    assert parsed(pickled(name("torch", "bfloat16"))) == Name("torch.bfloat16")
-    assert parsed(pickled(call(name("torch", "Size"), (2, 3)))) == [2, 3]
-    assert parsed(pickled(call(name("torch", "device"), "cuda", 1))) == "cuda:1"
-    found = parsed(pickled(ordered({"a": 1})))
-    assert type(found) is OrderedNode and found == {"a": 1}
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        call(name("torch._utils", "_rebuild_tensor_v2"), 1, 2),
-        call(name("torch._utils", "_rebuild_tensor_v2"), "storage", 0, (), (), False, {}),
-        call(name("torch._utils", "_rebuild_tensor_v3"), None, 0, (), (), False, {}, name("torch", "Size")),
-        call(name("torch._utils", "_rebuild_parameter"), 1, True, {}),
-        call(name("torch", "Size"), 3),
-        call(name("torch", "device"), 3),
-        call(name("torch", "device"), "cuda", 0.5),
-        call(name("collections", "OrderedDict"), [1]),
-        Op(name("collections", "OrderedDict") + opcodes([]) + b"R"),
-    ],
-)
-def test_arguments_that_do_not_fit(made):
-    with pytest.raises(CorruptCheckpointError, match="arguments"):
-        parsed(pickled(made))
 
 
 def test_hostile_pickles(tmp_path, monkeypatch):
@@ -159,21 +110,6 @@ def test_python_would_have_called_it(tmp_path, monkeypatch):
         except Exception:  # whatever it raises: it asked, or there is no name in it
             pass
     assert len(asked) > 20 and {"os.system", "builtins.eval"} & set(asked)
-
-
-@pytest.mark.parametrize(
-    "data", [b"(" * 900_000, b"]" * 900_000, b"N" + b"q\0" * 900_000, b")" + b"\x85" * 900_000, b"N0" * 900_000]
-)
-def test_bombs_cost_what_the_file_may(data):
-    with pytest.raises(LimitExceededError, match=r"more than \d+ (objects|operations)"):
-        parsed(b"\x80\x02" + data)
-
-
-def test_limits():
-    data = pickled({str(number): (number,) for number in range(100)})
-    parsed(data)
-    with pytest.raises(LimitExceededError, match=r"Limits\.entries = 10"):
-        parsed(data, entries=10)
 
 
 def test_every_prefix_and_many_mutations_are_errors_or_values():

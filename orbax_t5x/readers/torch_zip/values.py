@@ -1,0 +1,129 @@
+"""The values that a PyTorch file's pickle may describe: data, made of data by functions that call nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+STORAGES = {
+    f"torch.{name}Storage": dtype
+    for name, dtype in {
+        "Float": "float32",
+        "Double": "float64",
+        "Half": "float16",
+        "BFloat16": "bfloat16",
+        "Long": "int64",
+        "Int": "int32",
+        "Short": "int16",
+        "Char": "int8",
+        "Byte": "uint8",
+        "Bool": "bool",
+        "ComplexFloat": "complex64",
+        "ComplexDouble": "complex128",
+    }.items()
+} | {"torch.storage.UntypedStorage": None, "torch.storage._UntypedStorage": None}
+_SIGNED = ("int8", "int16", "int32", "int64", "float16", "float32", "float64", "bfloat16", "complex64", "complex128")
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+DTYPES = {
+    f"torch.{name}"
+    for name in ("bool", "uint8", "uint16", "uint32", "uint64", *_SIGNED, *_FLOAT8, "complex32", "float4_e2m1fn_x2")
+}
+
+
+class Tuple(list[Any]):
+    """A tuple of the pickle; a list, so that trees are made of dicts and lists."""
+
+    __slots__ = ()
+
+
+class OrderedNode(dict[str, Any]):
+    """An OrderedDict of the pickle."""
+
+    __slots__ = ()
+
+
+class Name(NamedTuple):
+    """A name on the list, such as "torch.FloatStorage"; nothing was imported."""
+
+    text: str
+
+
+class StorageNode(NamedTuple):
+    """A storage: `dtype` is None where it has bytes; `elements` is how many it has, or bytes."""
+
+    dtype: str | None
+    key: str
+    elements: int
+
+
+class TensorNode(NamedTuple):
+    """A tensor as its pickle describes it; nothing in it was compared with anything yet."""
+
+    storage: StorageNode
+    offset: Any
+    shape: Any
+    strides: Any
+    dtype: str | None
+    metadata: Any
+
+
+Node: TypeAlias = (
+    "dict[str, Node] | list[Node] | TensorNode | StorageNode | Name | str | bytes | bool | int | float | None"
+)
+
+
+def described(value: Any) -> str:
+    """Describes a value of the pickle for an error."""
+    if isinstance(value, Name):
+        return repr(value.text)
+    names = {Tuple: "a tuple", OrderedNode: "an OrderedDict", TensorNode: "a tensor", StorageNode: "a storage"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+# -- what names on the list describe: functions of data, that raise TypeError or ValueError
+
+
+def _ordered_dict() -> OrderedNode:
+    return OrderedNode()
+
+
+def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, metadata: Any = None) -> Any:
+    if not isinstance(storage, StorageNode) or storage.dtype is None:
+        raise TypeError
+    return TensorNode(storage, offset, shape, strides, storage.dtype, metadata)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> Any:
+    if not isinstance(storage, StorageNode) or not isinstance(dtype, Name) or dtype.text not in DTYPES:
+        raise TypeError
+    return TensorNode(storage, offset, shape, strides, dtype.text.removeprefix("torch."), metadata)
+
+
+def _parameter(tensor: Any, grad: Any, hooks: Any) -> Any:
+    if not isinstance(tensor, TensorNode):
+        raise TypeError
+    return tensor
+
+
+def _size(sizes: Any) -> Any:
+    if type(sizes) is not Tuple:
+        raise TypeError
+    return sizes
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    if not isinstance(kind, str) or type(index) not in (int, type(None)):
+        raise TypeError
+    return kind if index is None else f"{kind}:{index}"
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _ordered_dict,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.Size": _size,
+    "torch.device": _device,
+}
