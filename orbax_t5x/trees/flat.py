@@ -40,20 +40,23 @@ def is_tensorstore_spec(value: Any) -> bool:
 def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
     """Yields the leaves by name, in order, of a tree of any depth that does not contain itself."""
     pending: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", tree, iter(tree.items()))]
+    above = {id(tree)}
     while pending:
-        prefix, _, items = pending[-1]
+        prefix, node, items = pending[-1]
         for key, value in items:
             name = f"{prefix}{key}"
             if not is_mapping(value) or is_tensorstore_spec(value):
                 yield name, value
             elif value:
-                if any(value is above for _, above, _ in pending):
+                if id(value) in above:
                     raise EndlessTreeError(f"contains itself, at {name[:40]!r}")
+                above.add(id(value))
                 pending.append((f"{name}/", value, iter(value.items())))
                 break
             elif keep_empty_nodes:
                 yield name, value
         else:
+            above.remove(id(node))
             pending.pop()
 
 

@@ -146,3 +146,23 @@ def test_rules_and_shardings_say_so_too(path):
 def test_arguments_of_a_function_that_contain_themselves_have_no_digest():
 
     assert chain_digest([partial(flatten, in_a_list())]) is None
+
+
+def test_a_transform_may_return_a_tree_of_any_depth(path):
+    """It restores as NumPy, and is refused where the target has no leaf for it."""
+
+    def transform(state, target):
+        tree = state["a"]
+        for _ in range(5000):
+            tree = {"d": tree}
+        return {"a": state["a"], "deep": tree}
+
+    restored = ot.restore(path, None, [transform])
+    assert restored["a"].tobytes() == VALUE.tobytes()
+    node, levels = restored["deep"], 0
+    while isinstance(node, dict):
+        node, levels = node["d"], levels + 1
+    assert levels == 5000 and node.tobytes() == VALUE.tobytes()
+    with pytest.raises(ot.RestorePlanError) as caught:
+        ot.restore(path, {"a": VALUE}, [transform])
+    assert [problem.kind for problem in caught.value.problems] == ["leftover"]

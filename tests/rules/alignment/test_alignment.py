@@ -6,6 +6,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.testing.transform_suite import as_numpy
@@ -58,6 +60,13 @@ def assert_table(counts):
 
 def test_no_case_is_wrong_and_what_has_one_reading_is_found():
     assert_table(table(range(_CASES)))
+
+
+@settings(max_examples=settings.default.max_examples // 10)
+@given(seed=st.integers(_CASES, 1 << 32), kind=st.sampled_from(list(KINDS)))
+def test_no_other_case_is_wrong(seed, kind):
+    one = case(seed, kind)
+    assert wrong_leaves(ot.rules.align(one.source, one.target), one.source, one.target) == []
 
 
 def test_projections_of_one_shape_without_meaning_stay_open():
