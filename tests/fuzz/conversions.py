@@ -14,8 +14,10 @@ import random
 import shutil
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import safetensors.numpy
@@ -104,14 +106,9 @@ def _left_behind(source: Path, out: Path) -> dict[str, bytes]:
         if len(calls) == 2:
             raise _Killed
 
-    original = WorkDirectory.__exit__
-    WorkDirectory.__exit__ = lambda work, *_: work._lock.close()  # type: ignore[method-assign]
-    try:
+    # A killed process removes nothing, and its locks are gone.
+    with mock.patch.object(WorkDirectory, "__exit__", lambda work, *_: work._lock.close()), suppress(_Killed):
         ot.convert(source, out, format="safetensors", progress=progress)
-    except _Killed:
-        pass
-    finally:
-        WorkDirectory.__exit__ = original  # type: ignore[method-assign]
     work = work_directory_of(out)
     files = {str(path.relative_to(work)): path.read_bytes() for path in sorted(work.rglob("*")) if path.is_file()}
     shutil.rmtree(work)
