@@ -59,7 +59,7 @@ class LeafPairing:
             self.pairs.append((ours.item, theirs.item))
         elif _are_lists_in_order(ours, theirs):
             for one, other in zip(ours.children, theirs.children, strict=True):
-                self._pair(one, other, is_named=True)
+                self._pair_layers(one, other)
         else:
             self._pair_forests(_parts(ours), _parts(theirs))
         return None
@@ -150,10 +150,17 @@ class LeafPairing:
             return self._leave_open([ours], [theirs])
         for one, other in zip(ours.children, theirs.children, strict=True):
             if one.bag == other.bag:
-                self._pair(one, other, is_named=True)
+                self._pair_layers(one, other)
             else:
                 self._pair_unequal(_parts(one), _parts(other))
         return None
+
+    def _pair_layers(self, ours: Subtree, theirs: Subtree) -> None:
+        """Pairs two layers by their number; a layer with a single module has the module's words, too."""
+        if contradict(ours.words(), theirs.words()):
+            self._leave_open([ours], [theirs])
+        else:
+            self._pair(ours, theirs, is_named=True)
 
     def _leave_open(self, ours: Subtrees, theirs: Subtrees) -> None:
         by_shape = _groups(itertools.chain.from_iterable(node.items() for node in ours), leaf_number)

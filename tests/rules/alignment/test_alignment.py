@@ -127,6 +127,13 @@ def test_known_words_for_different_modules_are_not_paired():
     target = {name.replace("encoder", "decoder"): value for name, value in source.items()}
     assert ot.rules.align(source, target).open.keys() == target.keys()
     assert ot.rules.align(source, {name.replace("encoder", "x"): v for name, v in source.items()}).is_complete
+    for kept in ("", "norm/scale"):
+        single = {f"layers_{i}/attention/kernel": np.ones((2, 3)) for i in (0, 1)}
+        single |= {kept: np.ones(4)} if kept else {}
+        other = {name.replace("attention", "mlp"): value for name, value in single.items()}
+        assert ot.rules.align(single, other).open.keys() == other.keys() - {kept}
+        other["more"] = np.ones(9)
+        assert ot.rules.align(single, other).open.keys() == other.keys() - {kept}
 
 
 def test_layers_that_differ_keep_their_order():
