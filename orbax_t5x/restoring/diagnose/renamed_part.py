@@ -1,13 +1,15 @@
-"""Hypothesis: a part of the names is another word on either side: `decoder` and `dec`, `layers_i` and `block_i`."""
+"""Hypothesis: parts of the names are other words on either side: `decoder` and `dec`, `layers_i` and `block_i`."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, Shapes, UnmatchedLeaves, as_template
+from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves, as_template
 from orbax_t5x.restoring.diagnose.slots import SLOT_WORDS, model_leaves
+from orbax_t5x.rules.alignment.moves import moves_between
+from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms import AssignmentMap, Rename
 
 # A single leaf shows no consistent renaming.
@@ -17,6 +19,8 @@ _LEAST_LETTERS = 3
 _WORD = re.compile(r"[A-Za-z]+|\d+")
 # Words for one of several layers, of which a model has one kind.
 _LAYER_WORDS = frozenset({"layer", "layers", "block", "blocks", "h"})
+# Of several renamed parts.
+_SHOWN_PARTS = 3
 # In place of a number that is the same on both sides.
 _NUMBER = "#"
 
@@ -26,60 +30,59 @@ Parts = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class RenamedPart(Hypothesis):
-    """One part for another in all missing names; code only where one is an abbreviation of the other."""
+    """Other parts in all missing names, as an alignment pairs them; code only where all are abbreviations.
+
+    The pairs may contradict what is known of the words, as `encoder` and `decoder` do: a single one is advice.
+    """
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         if not unmatched.missing:  # a rule of the caller is known to be wrong
             return
-        missing = {name: unmatched.unfilled_shapes[name] for name in model_leaves(unmatched.unfilled)}
-        found = _renamings(unmatched.free_shapes, missing) if len(missing) >= _LEAST_ALIKE else []
-        if len(found) != 1:
+        missing = model_leaves(unmatched.unfilled)
+        renamed = _renamed_parts(unmatched, missing) if len(missing) >= _LEAST_ALIKE else ()
+        is_known = all(_is_abbreviated(*pair) for pair in renamed)
+        if not renamed or not (is_known or len(renamed) == 1):
             return
-        theirs, ours = found[0]
-        shown = [part.replace(_NUMBER, "i") for part in (ours, theirs)]
-        reason = f"where the target's names have {shown[0]!r}, the checkpoint's have {shown[1]!r}"
+        theirs, ours = (
+            listed([repr(pair[side].replace(_NUMBER, "i")) for pair in renamed], _SHOWN_PARTS) for side in (0, 1)
+        )
+        reason = f"where the target's names have {ours}, the checkpoint's have {theirs}"
         advice = None
-        if not _is_abbreviated(theirs, ours):
+        if not is_known:
             advice = "if the two are the same module, map the names with a rule of AssignmentMap or Rename"
-        for kind, old, new in ((Rename, theirs, ours), (AssignmentMap, ours, theirs)):
-            yield Remedy((kind((_rule(old, new),)),), reason, advice)
+        yield Remedy(tuple([Rename((_rule(old, new),)) for old, new in renamed]), reason, advice)
+        if len(renamed) == 1:
+            yield Remedy((AssignmentMap((_rule(*reversed(renamed[0])),)),), reason, advice)
 
 
-def _renamings(free: Shapes, missing: Shapes) -> list[Parts]:
-    """Returns the pairs of parts that give every missing name that of a free leaf of its shape."""
-
-    def fits(name: str, renaming: Parts) -> bool:
-        theirs, ours = renaming
-        parts = name.split("/")
-        pattern = re.compile(re.escape(ours).replace(re.escape(_NUMBER), r"(\d+)"))
-        found = [(at, match) for at, part in enumerate(parts) if (match := pattern.fullmatch(part)) is not None]
-        if len(found) != 1:
-            return False
-        at, match = found[0]
-        parts[at] = theirs.replace(_NUMBER, match[1]) if _NUMBER in ours else theirs
-        return free.get("/".join(parts)) == missing[name]
-
-    first, *others = missing
-    found = [pair for pair in _differences(free, first) if fits(first, pair)]
-    for name in others:
-        found = [pair for pair in found if fits(name, pair)]
-    return found
+def _renamed_parts(unmatched: UnmatchedLeaves, missing: Collection[str]) -> tuple[Parts, ...]:
+    """Returns the pairs of parts that give every missing leaf a free one; none where names differ in something else."""
+    free = {name: unmatched.free[name] for name in model_leaves(unmatched.free)}
+    wanted = {name: unmatched.target.leaves[name] for name in missing}
+    moves = moves_between(free, wanted, may_contradict=True)
+    found: dict[Parts, None] = {}
+    for move in moves.values():
+        pairs = None if moves.open or move.axis is not None else _differences(move.sources[0], move.targets[0])
+        if pairs is None:
+            return ()
+        found.update(dict.fromkeys(pairs))
+    return tuple(found)
 
 
-def _differences(free: Shapes, name: str) -> Iterator[Parts]:
-    """Yields the part in which a name differs from a free one, where that is one only and no number or slot."""
-    parts = name.split("/")
-    for other in free:
-        theirs = other.split("/")
-        if len(theirs) != len(parts):
+def _differences(theirs: str, ours: str) -> list[Parts] | None:
+    """Returns the parts in which two names differ; None where these are numbers or slots, or not as many."""
+    if theirs.count("/") != ours.count("/"):
+        return None
+    found: list[Parts] = []
+    for pair in zip(theirs.split("/"), ours.split("/"), strict=True):
+        one, another = map(_numbers, pair)
+        if pair[0] == pair[1]:
             continue
-        pairs = [pair for pair in zip(theirs, parts, strict=True) if pair[0] != pair[1]]
-        if len(pairs) == 1 and SLOT_WORDS.isdisjoint(pairs[0]) and _NUMBER not in "".join(pairs[0]):
-            one, another = (_numbers(part) for part in pairs[0])
-            if one == another and len(one) == 1:
-                yield re.sub(r"\d+", _NUMBER, pairs[0][0]), re.sub(r"\d+", _NUMBER, pairs[0][1])
-            elif one == another or not (one and another):
-                yield pairs[0]
+        if not SLOT_WORDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (one and another and one != another):
+            return None
+        is_numbered = one == another and len(one) == 1
+        found.append((re.sub(r"\d+", _NUMBER, pair[0]), re.sub(r"\d+", _NUMBER, pair[1])) if is_numbered else pair)
+    return found
 
 
 def _rule(old: str, new: str) -> tuple[str, str]:

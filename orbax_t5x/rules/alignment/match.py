@@ -32,6 +32,7 @@ class LeafPairing:
 
     Args:
       ours, theirs: leaves.
+      may_contradict: whether modules are paired although their words are known to differ.
 
     Attributes:
       pairs: leaves that have one reading.
@@ -39,7 +40,8 @@ class LeafPairing:
       named: leaves of the other side that are told from others of their shape by names or numbers.
     """
 
-    def __init__(self, ours: Iterable[NamedLeaf], theirs: Iterable[NamedLeaf]):
+    def __init__(self, ours: Iterable[NamedLeaf], theirs: Iterable[NamedLeaf], *, may_contradict: bool = False):
+        self._may_contradict = may_contradict
         self.pairs: list[tuple[NamedLeaf, NamedLeaf]] = []
         self.open: dict[NamedLeaf, list[NamedLeaf]] = {}
         self.named: set[NamedLeaf] = set()
@@ -53,7 +55,7 @@ class LeafPairing:
         """Pairs two subtrees with the same shapes."""
         if is_named:
             self.named.update(theirs.items())
-        elif contradict(ours.words(), theirs.words()):
+        elif self._contradict(ours, theirs):
             return self._leave_open([ours], [theirs])
         if ours.item is not None and theirs.item is not None:
             self.pairs.append((ours.item, theirs.item))
@@ -157,10 +159,13 @@ class LeafPairing:
 
     def _pair_layers(self, ours: Subtree, theirs: Subtree) -> None:
         """Pairs two layers by their number; a layer with a single module has the module's words, too."""
-        if contradict(ours.words(), theirs.words()):
+        if self._contradict(ours, theirs):
             self._leave_open([ours], [theirs])
         else:
             self._pair(ours, theirs, is_named=True)
+
+    def _contradict(self, ours: Subtree, theirs: Subtree) -> bool:
+        return not self._may_contradict and contradict(ours.words(), theirs.words())
 
     def _leave_open(self, ours: Subtrees, theirs: Subtrees) -> None:
         by_shape = _groups(itertools.chain.from_iterable(node.items() for node in ours), leaf_number)

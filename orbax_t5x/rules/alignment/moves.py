@@ -54,28 +54,31 @@ class Moves(dict[str, Move]):
     open: dict[str, tuple[str, ...]]
 
 
-def moves_between(source: Mapping[str, Any], target: Mapping[str, Any]) -> Moves:
-    """Finds the moves between two sets of leaves by name, which have shapes and dtypes."""
+def moves_between(source: Mapping[str, Any], target: Mapping[str, Any], *, may_contradict: bool = False) -> Moves:
+    """Finds the moves between two sets of leaves by name, which have shapes and dtypes.
+
+    Modules whose words are known to differ are paired only with `may_contradict`.
+    """
     same = {name: Move((name,), (name,)) for name in target if name in source}
     if len(same) == len(target) and all(_shape(source[name]) == _shape(target[name]) for name in target):
         found = Moves(same)
         found.open = {}
         return found
-    first = _moves(source, target, flat=False)
+    first = _moves(source, target, flat=False, may_contradict=may_contradict)
     if first.open and (is_flat(source) or is_flat(target)):
-        second = _moves(source, target, flat=True)
+        second = _moves(source, target, flat=True, may_contradict=may_contradict)
         if not second.open:
             return second
     return first
 
 
-def _moves(source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool) -> Moves:
+def _moves(source: Mapping[str, Any], target: Mapping[str, Any], *, flat: bool, may_contradict: bool) -> Moves:
     found = Moves()
     found.open = dict.fromkeys(target, ())
     if not source or not target:
         return found
     ours, theirs = _items(source, target, flat=flat)
-    ways = [_paired(arrangement) for arrangement in arrangements(ours, theirs)]
+    ways = [_paired(arrangement, may_contradict) for arrangement in arrangements(ours, theirs)]
     whole = [way for way in ways if not way.open]
     ways = whole or ways
     for name in target:
@@ -99,8 +102,8 @@ def _readings(way: Moves, name: str) -> tuple[str, ...]:
     return way[name].sources if name in way else way.open.get(name, ())
 
 
-def _paired(arrangement: Arrangement) -> Moves:
-    pairing = LeafPairing(arrangement.ours, arrangement.theirs)
+def _paired(arrangement: Arrangement, may_contradict: bool) -> Moves:
+    pairing = LeafPairing(arrangement.ours, arrangement.theirs, may_contradict=may_contradict)
     moves = Moves()
     moves.open = {
         name: tuple(n for one in readings for n in one.names)

@@ -53,11 +53,27 @@ def test_what_is_no_consistent_renaming_is_none(change, reason):
 
 
 def test_two_words_that_fit_are_none():
-    """Both towers of the checkpoint could be the target's one."""
+    """Both towers of the checkpoint could be the target's one, unless one of them means it."""
     array = np.ones(2, np.float32)
-    arrays = {f"{tree}/{tower}/{i}/w": array for tree in "ab" for tower in ("dec", "deco") for i in (0, 1)}
-    target = {f"{tree}/decoder/{i}/w": array for tree in "ab" for i in (0, 1)}
-    assert not any("names have" in problem.message for problem in problems_of(checkpoint(arrays), target))
+    for word, towers in (("writer", ("wri", "writ")), ("decoder", ("deco", "decode")), ("decoder", ("dec", "deco"))):
+        arrays = {f"{tree}/{tower}/{i}/w": array for tree in "ab" for tower in towers for i in (0, 1)}
+        target = {f"{tree}/{word}/{i}/w": array for tree in "ab" for i in (0, 1)}
+        found = [problem for problem in problems_of(checkpoint(arrays), target) if "names have" in problem.message]
+        assert bool(found) == ("dec" in towers)
+        assert all("the checkpoint's have 'dec'" in problem.message for problem in found)
+
+
+def test_several_abbreviations_are_one_problem():
+    """Of words with other meanings there is nothing to say in one problem."""
+    for words, is_known in (({"decoder": "dec", "attention": "attn"}, True), ({"decoder": "dec", "x": "y"}, False)):
+        arrays = {"/".join(words.get(part, part) for part in name.split("/")): array for name, array in _TARGET.items()}
+        if is_known:
+            plan, problem = assert_cured(checkpoint(arrays), _TARGET)
+            assert "names have 'decoder', 'attention', the checkpoint's have 'dec', 'attn'" in problem.message
+            assert_same(flatten(plan.execute()), _TARGET)
+        else:
+            found = problems_of(checkpoint(arrays), _TARGET)
+            assert not any(problem.fix.transforms or "names have" in problem.message for problem in found)
 
 
 def test_an_optimizer_follows_and_what_fits_stays():
