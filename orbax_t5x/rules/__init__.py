@@ -14,8 +14,9 @@ from __future__ import annotations
 from orbax_t5x.rules.alignment.alignment import Alignment, align
 from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x, t5x_to_hf_t5
-from orbax_t5x.rules.inference import infer, mesh_tf_to_t5x
+from orbax_t5x.rules.inference import infer
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
+from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.peft import peft_lora
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned

@@ -17,7 +17,8 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.optim.factored_state import optax_to_t5x, t5x_to_optax
 from orbax_t5x.rules.alignment.alignment import Alignment, align_leaves, leaves_of, parameters_of
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
-from orbax_t5x.rules.inference import TO_MINIMAL, infer, views_of, without_place
+from orbax_t5x.rules.graph import pack_to_minimal
+from orbax_t5x.rules.inference import infer, views_of, without_place
 from orbax_t5x.rules.layouts import heads_of, layout_of
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
@@ -135,14 +136,13 @@ def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Wa
     """Yields what may be aligned with what, the likeliest first."""
     last: Transforms = ()
     wanted: Leaves = target
-    kind = layout_of(_model(target)).kind
-    if kind in TO_MINIMAL and TO_MINIMAL[kind]().has_inverse:
-        forth = TO_MINIMAL[kind]()
+    forth = pack_to_minimal(layout_of(_model(target)).kind)
+    if forth is not None and forth.has_inverse:
         last, wanted = (forth.inverse(),), _run((forth,), target, {})
     firsts = [] if pack is None or not pack.parts else [pack.parts]
-    kind = layout_of(_model(source)).kind
-    if kind in TO_MINIMAL:
-        firsts.append((TO_MINIMAL[kind](),))
+    forth = pack_to_minimal(layout_of(_model(source)).kind)
+    if forth is not None:
+        firsts.append((forth,))
     firsts.append(())
     for first in dict.fromkeys(firsts):
         made = _run(first, source, target) if first else source

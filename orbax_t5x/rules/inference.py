@@ -18,14 +18,10 @@ import numpy as np
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.alignment.alignment import leaves_of
-from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
-from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
-from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis, stacked_depths
-from orbax_t5x.rules.leaf_table import mesh_tf_table
-from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
-from orbax_t5x.rules.pack import PackCall, RulePack, joined, pack_of
-from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
-from orbax_t5x.transforms import translate
+from orbax_t5x.rules.graph import pack_to_minimal, shortest_path
+from orbax_t5x.rules.layouts import Layout, axes_between, heads_of, layout_of, stacked_depths
+from orbax_t5x.rules.pack import RulePack, joined
+from orbax_t5x.rules.t5x import t5_unscanned_to_scanned
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
@@ -43,59 +39,21 @@ def _parameters(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _between(source: Layout, target: Layout) -> list[RulePack] | None:
-    """Returns the packs from one T5X layout to another, or to MaxText's; None if there are none."""
-    if source.kind == target.kind:
-        return []
-    for one, other, turn in ((source, target, False), (target, source, True)):
-        pack = _forwards(one, other)
-        if pack is not None:
-            return [pack.inverse() if turn else pack]
-    return None
-
-
-def _forwards(source: Layout, target: Layout) -> RulePack | None:
-    axis = scan_axis(target, source) if target.is_scanned else None
-    if target.is_scanned and axis is None:
+    """Returns the packs along the path between two of T5X's or MaxText's layouts; None if their shapes do not fit."""
+    path = shortest_path(source.kind, target.kind)
+    axes = axes_between(source, target) if path else {}
+    if path is None or axes is None:
         return None
-    if (source.kind, target.kind) == ("unscanned", "scanned") and axis is not None:
-        return t5_unscanned_to_scanned(scan_axis=axis)
-    heads = heads_of(target, axis)
-    if source.kind != "minimal" or heads is None:
-        return None
-    if target.kind == "unscanned":
-        return t5_minimal_to_unscanned(*heads)
-    if target.kind == "scanned" and axis is not None:
-        return t5_minimal_to_scanned(*heads, scan_axis=axis)
-    if target.kind in _MAXTEXT:
-        return t5x_decoder_to_maxtext(*heads, scanned=target.is_scanned, scan_axis=1 if axis is None else axis)
-    return None
-
-
-def mesh_tf_to_t5x() -> RulePack:
-    """Maps Mesh TensorFlow's T5 names to T5X minimal T5, parameters and Adafactor slots: `Translate()`.
-
-    There is no way back, and its `inverse()` raises: several of Mesh TensorFlow's names have one name in T5X.
-
-    Example:
-      >>> ot.rules.mesh_tf_to_t5x()({"encoder/final_layer_norm/scale": 1}, {})
-      {'target': {'encoder': {'encoder_norm': {'scale': 1}}}}
-    """
-    call = PackCall("mesh_tf_to_t5x")
-    example = "encoder/block_000/layer_000/SelfAttention/q"
-    return pack_of(call, (translate.Translate(),), (), example=example, _leaves=mesh_tf_table())
-
-
-def _gguf_to_t5x() -> RulePack:
-    packs = (gguf_t5_to_hf_t5(), hf_t5_to_t5x())
-    return joined(packs, [pack.inverse() for pack in reversed(packs)])
-
-
-_MAXTEXT = frozenset({"maxtext", "maxtext scanned"})
-# Layouts that are no T5X's, and the pack from each to T5X's minimal T5.
-TO_MINIMAL = {
-    **{"hugging face": hf_t5_to_t5x, "hugging face flax": hf_flax_t5_to_t5x},
-    **{"gguf": _gguf_to_t5x, "mesh tf": mesh_tf_to_t5x},
-}
+    heads = next(filter(None, (heads_of(end, axes.get(end.kind)) for end in (source, target))), None)
+    dimensions = {} if heads is None else {"num_heads": heads[0], "head_dim": heads[1]}
+    packs: list[RulePack] = []
+    for step in path:
+        axis = axes.get(step.edge.target)
+        given = {**dimensions, **({} if axis is None else {"scan_axis": axis})}
+        if not given.keys() >= set(step.edge.arguments):
+            return None
+        packs.append(step.pack(given))
+    return packs
 
 
 def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
@@ -143,9 +101,9 @@ def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
       leaves: by name.
     """
     layout = layout_of(_parameters(leaves))
-    if layout.kind in TO_MINIMAL:
-        return TO_MINIMAL[layout.kind]()
-    return t5_unscanned_to_scanned(scan_axis=1).inverse() if layout.kind == "scanned" else None
+    if layout.kind in ("scanned", "scanned with joined heads"):
+        return t5_unscanned_to_scanned(scan_axis=1).inverse()
+    return pack_to_minimal(layout.kind)
 
 
 def _wanted_names(target: Mapping[str, Any]) -> set[str]:
@@ -178,19 +136,17 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
 
 def _why_not(seen: Layout, wanted: Layout) -> str:
     """Explains why no pack leads from one known layout to another."""
-    if wanted.kind == "mesh tf":
-        return "mesh_tf_to_t5x() has no inverse"
-    kinds = {seen.kind, wanted.kind}
-    if kinds & _MAXTEXT and kinds & {"scanned", "unscanned"}:
-        return "MaxText's layouts are reached from the minimal one; join the pack to it and t5x_decoder_to_maxtext"
+    if shortest_path(seen.kind, wanted.kind) is None:
+        return f"{wanted.kind} has no way back: mesh_tf_to_t5x() has no inverse"
     return "no leaf's shape, or not the same depth, fits on both sides"
 
 
 def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> Problem | None:
     """Returns the problem of layers of which one side has more, where only that is between two known layouts."""
-    first = (TO_MINIMAL[seen.kind](),) if seen.kind in TO_MINIMAL else ()
-    layout = _after(first[0], _parameters(source)) if first else seen
-    if wanted.kind in TO_MINIMAL or layout.is_scanned == wanted.is_scanned:
+    pack = pack_to_minimal(seen.kind)
+    first = () if pack is None else (pack,)
+    layout = seen if pack is None else _after(pack, _parameters(source))
+    if pack_to_minimal(wanted.kind) is not None or layout.is_scanned == wanted.is_scanned:
         return None
     scanned, unrolled = (wanted, layout) if wanted.is_scanned else (layout, wanted)
     axis, stacked = next(iter(stacked_depths(scanned, unrolled).items()), (0, dict[str, int]()))
@@ -243,34 +199,39 @@ def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str,
 
 
 def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
-    if layout.kind in TO_MINIMAL:
-        pack = TO_MINIMAL[layout.kind]()
+    pack = pack_to_minimal(layout.kind)
+    if pack is not None:
         return f"{layout.kind} ({_after(pack, leaves)})"
+    if layout.mixed:
+        return f"names of several layouts ({' and '.join(layout.mixed)})"
     return str(layout) if layout.kind != "unknown" else f"unknown names (such as {sorted(leaves)[:2]})"
 
 
 def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
     """Returns the pack between two layouts; without transforms where they are one, None if there is none.
 
-    What is no T5X layout is led to T5X's first, on either side.
+    The dimensions come from T5X's layouts, to which the names of other programs are led on either side.
     """
-    if seen.kind == wanted.kind and seen.kind in TO_MINIMAL:
-        return RulePack((), (), "nothing to map")
-    if "unknown" in (seen.kind, wanted.kind):
+    path = None if "unknown" in (seen.kind, wanted.kind) else shortest_path(seen.kind, wanted.kind)
+    if path is None:
         return None
-    first, last = (TO_MINIMAL[one.kind]() if one.kind in TO_MINIMAL else None for one in (seen, wanted))
-    if last is not None and not last.has_inverse:
-        return None
-    between = _between(
-        seen if first is None else _after(first, source), wanted if last is None else _after(last, target)
-    )
-    if between is None:
-        return None
-    packs = [first, *between, None if last is None else last.inverse()]
-    steps = [pack for pack in packs if pack is not None]
+    if any(step.edge.arguments for step in path):
+        first, last = (pack_to_minimal(layout.kind) for layout in (seen, wanted))
+        between = _between(
+            seen if first is None else _after(first, source), wanted if last is None else _after(last, target)
+        )
+        if between is None:
+            return None
+        steps = [*_parts(first), *between, *([] if last is None else _parts(last.inverse()))]
+    else:
+        steps = [step.pack({}) for step in path]
     if not steps:
         return RulePack((), (), "nothing to map")
     return joined(steps, [pack.inverse() for pack in reversed(steps) if pack.has_inverse])
+
+
+def _parts(pack: RulePack | None) -> list[RulePack]:
+    return [] if pack is None else [part for part in pack.parts if isinstance(part, RulePack)]
 
 
 def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:

@@ -15,15 +15,23 @@ Shape = tuple[int, ...]
 Layer = tuple[str, str]
 """A tower and what a leaf is called within one of its layers."""
 
-_HUGGING_FACE = re.compile(r"(?:.*[./])?(?:encoder|decoder)\.block\.\d+\.layer\..*")
-_HUGGING_FACE_FLAX = re.compile(r"(?:.*/)?(?:encoder|decoder)/block/\d+/layer/.*")
-_GGUF = re.compile(r"(?:enc|dec)\.blk\.\d+\..*")
-_MESH_TF = re.compile(r"(?:encoder|decoder|transformer)/block_\d+/.*")
+# Kind of layout -> where a name of it begins that no other layout has.
+NAMES = {
+    "hugging face": r"(?:^|[./])(?:encoder|decoder)\.block\.\d+\.layer\.",
+    "hugging face flax": r"(?:^|/)(?:encoder|decoder)/block/\d+/layer/",
+    "gguf": r"^(?:enc|dec)\.blk\.\d+\.",
+    "mesh tf": r"^(?:encoder|decoder|transformer)/block_\d+/",
+}
+_KINDS = tuple(NAMES)
+_NAMES = re.compile("|".join(f"({pattern})" for pattern in NAMES.values()))
 _MAXTEXT = re.compile(r"(?:.*/)?decoder/layers(?:_(\d+))?/(self_attention/.*|mlp/.*|.*norm/scale)")
 _MAXTEXT_ALONE = re.compile(r"(?:.*/)?decoder/(?:layers/.*|layers_\d+/post_self_attention_layer_norm/scale)")
 _UNROLLED = re.compile(r"(?:.*/)?(encoder|decoder)/layers_(\d+)/(.*)")
 _SCANNED = re.compile(r"(?:.*/)?(encoder|decoder)/\1/(.*)")
 _QUERY = re.compile(r"(?:attention|self_attention)/query/kernel")
+# T5X's and MaxText's default first.
+_AXES = (1, 0, 2, 3)
+_STACKED = frozenset({"scanned", "scanned with joined heads", "maxtext scanned"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,20 +39,21 @@ class Layout:
     """Layout of the layers in a tree.
 
     Attributes:
-      kind: "minimal", "unscanned", "scanned", "maxtext", "maxtext scanned", "hugging face", "hugging face
-        flax", "gguf", "mesh tf" or "unknown".
+      kind: a node of `graph`, or "unknown".
       shapes: of one layer's leaves, or of all layers' where they are scanned.
       depths: tower -> layers, where they can be counted.
+      mixed: the kinds of which the tree has names, where these are several; its kind is unknown.
     """
 
     kind: str
     shapes: Mapping[Layer, Shape] = dataclasses.field(default_factory=dict)
     depths: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    mixed: tuple[str, ...] = ()
 
     @property
     def is_scanned(self) -> bool:
         """True if layers are stacked on an axis."""
-        return self.kind in ("scanned", "maxtext scanned")
+        return self.kind in _STACKED
 
     def __str__(self) -> str:
         depths = ", ".join(f"{tower} of {depth} layers" for tower, depth in self.depths.items())
@@ -53,14 +62,24 @@ class Layout:
 
 def layout_of(leaves: Mapping[str, Any]) -> Layout:
     """Finds the layout of a tree of leaves."""
-    if any(map(_HUGGING_FACE.fullmatch, leaves)):
-        return Layout("hugging face")
-    if any(map(_HUGGING_FACE_FLAX.fullmatch, leaves)):
-        return Layout("hugging face flax")
-    if any(map(_GGUF.fullmatch, leaves)):
-        return Layout("gguf")
-    if any(map(_MESH_TF.fullmatch, leaves)):
-        return Layout("mesh tf")
+    kinds: dict[str, None] = {}
+    others: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        named = _NAMES.search(name)
+        if named is None:
+            others[name] = leaf
+        else:
+            kinds[_KINDS[(named.lastindex or 1) - 1]] = None
+    layers = _layout_of_layers(others)
+    if layers.kind != "unknown":
+        kinds[layers.kind] = None
+    if len(kinds) > 1:
+        return Layout("unknown", mixed=tuple(kinds))
+    return layers if layers.kind in kinds else Layout(next(iter(kinds), "unknown"))
+
+
+def _layout_of_layers(leaves: Mapping[str, Any]) -> Layout:
+    """Finds which of T5X's and MaxText's layouts a tree has."""
     shapes: dict[Layer, Shape] = {}
     depths: dict[str, int] = {}
     scanned = False
@@ -86,24 +105,53 @@ def layout_of(leaves: Mapping[str, Any]) -> Layout:
         return Layout("unknown")
     if maxtext:
         return Layout("maxtext scanned" if scanned else "maxtext", shapes, depths)
-    kind = "scanned" if scanned else "minimal" if len(query) == 2 else "unscanned"
-    return Layout(kind, shapes, depths)
+    is_joined = len(query) == (3 if scanned else 2)
+    if scanned:
+        return Layout("scanned with joined heads" if is_joined else "scanned", shapes, depths)
+    return Layout("minimal" if is_joined else "unscanned", shapes, depths)
 
 
-def scan_axis(scanned: Layout, unrolled: Layout) -> int | None:
-    """Finds the axis that, taken out of every leaf, gives the other side's (heads joined or not), with a size that is
-    the depth.
+def axes_between(one: Layout, other: Layout) -> dict[str, int] | None:
+    """Finds the axis of the layers in each layout that has one, by kind; None where no axes fit.
+
+    Taken out of every leaf they give the other side's (heads joined or not), and their sizes are the depths.
     """
-    # T5X's and MaxText's default comes first where several axes fit.
+    if one.is_scanned and other.is_scanned:
+        return _axes_of_both(one, other)
+    if not one.is_scanned and not other.is_scanned:
+        return {}
+    scanned, unrolled = (one, other) if one.is_scanned else (other, one)
     fitting = stacked_depths(scanned, unrolled).items()
-    return next((axis for axis, depths in fitting if depths.items() <= unrolled.depths.items()), None)
+    axis = next((axis for axis, depths in fitting if depths.items() <= unrolled.depths.items()), None)
+    return None if axis is None else {scanned.kind: axis}
+
+
+def _axes_of_both(one: Layout, other: Layout) -> dict[str, int] | None:
+    for axis in _AXES:
+        unrolled = _unrolled(one, axis)
+        if unrolled is None:
+            continue
+        fitting = stacked_depths(other, unrolled).items()
+        found = next((axis for axis, depths in fitting if depths.items() <= unrolled.depths.items()), None)
+        if found is not None:
+            return {one.kind: axis, other.kind: found}
+    return None
+
+
+def _unrolled(scanned: Layout, axis: int) -> Layout | None:
+    """Returns the layout of one layer each, if the layers are on an axis; None where they cannot be."""
+    if any(len(shape) <= axis for shape in scanned.shapes.values()):
+        return None
+    sizes = {(tower, shape[axis]) for (tower, _), shape in scanned.shapes.items()}
+    shapes = {layer: _without(shape, axis) for layer, shape in scanned.shapes.items()}
+    return Layout("", shapes, dict(sizes)) if len(sizes) == len(dict(sizes)) else None
 
 
 def stacked_depths(scanned: Layout, unrolled: Layout) -> dict[int, dict[str, int]]:
     """Finds the axes that, taken out of every leaf, give the other side's, and the depths of the towers there."""
     common = scanned.shapes.keys() & unrolled.shapes.keys()
     found: dict[int, dict[str, int]] = {}
-    for axis in (1, 0, 2, 3):
+    for axis in _AXES:
         fits = bool(common) and all(
             axis < len(scanned.shapes[layer])
             and _same_but_heads(_without(scanned.shapes[layer], axis), unrolled.shapes[layer])
@@ -119,10 +167,11 @@ def _without(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], *shape[axis + 1 :])
 
 
-def _same_but_heads(split: Shape, shape: Shape) -> bool:
+def _same_but_heads(one: Shape, other: Shape) -> bool:
     """Reports whether shapes are equal, or would be after joining (E, H, D) or (H, D, E)."""
-    if split == shape:
+    if one == other:
         return True
+    split, shape = sorted((one, other), key=len, reverse=True)
     if len(split) != 3 or len(shape) != 2:
         return False
     first, second, third = split

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from orbax_t5x.rules.layouts import Layout, heads_of, layout_of, scan_axis
+from orbax_t5x.rules.layouts import Layout, axes_between, heads_of, layout_of
 
 ONE = {"attention/query/kernel": (16, 4, 8), "mlp/wi/kernel": (16, 64)}
 
@@ -34,8 +34,8 @@ def test_kinds_are_told_apart():
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("joined", [False, True])
 def test_the_axis_of_the_layers_is_the_one_that_fits_all_leaves(axis, joined):
-    assert scan_axis(scanned(axis), unrolled(joined=joined)) == axis
-    assert scan_axis(scanned(axis, layers=5), unrolled(joined=joined)) is None
+    assert axes_between(scanned(axis), unrolled(joined=joined)) == {"scanned": axis}
+    assert axes_between(scanned(axis, layers=5), unrolled(joined=joined)) is None
 
 
 def test_heads_are_those_of_the_query():

@@ -10,7 +10,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.rules import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.finding import find_rules
-from orbax_t5x.rules.inference import TO_MINIMAL
+from orbax_t5x.rules.graph import pack_to_minimal
 from orbax_t5x.rules.layouts import layout_of
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Rename, Translate
@@ -55,7 +55,9 @@ def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy 
 def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
     """Returns a pack from known names and what aligns its result with a target that calls the same model otherwise."""
     kind = layout_of(stored).kind
-    if kind not in TO_MINIMAL or kind == "mesh tf":  # `Translate` leads from those names to a part of a model, too
+    if (
+        pack_to_minimal(kind) is None or kind == "mesh tf"
+    ):  # `Translate` leads from those names to a part of a model, too
         return None
     try:
         found = find_rules(stored, target)
