@@ -1,9 +1,9 @@
 """Lazy arrays: T5X's classes, and the views that compose without reading.
 
 A leaf (`leaf.py`) fills buffers from index boxes. Nodes (`node.py`) are frozen data over leaves: index maps, reshapes,
-casts, stacks, concatenations, averages, paddings, low-rank sums. Each maps an output box to boxes of its inputs, so
-that a plan knows what it will read and an executor reads just that, straight into its buffers. A view (`view.py`) is
-the lazy array over a node. Nothing is read, and no thread made, before a value is requested.
+casts, stacks, concatenations, averages, paddings, products with a scale, low-rank sums. Each maps an output box to
+boxes of its inputs, so that a plan knows what it will read and an executor reads just that, straight into its buffers.
+A view (`view.py`) is the lazy array over a node. Nothing is read, and no thread made, before a value is requested.
 """
 
 from orbax_t5x.lazy.array import LazyArray, LazyAwaitableArray, LazyThreadPoolArray
@@ -19,7 +19,8 @@ from orbax_t5x.lazy.pad import PadNode
 from orbax_t5x.lazy.read import group_reads, read_leaves
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats, Verify
 from orbax_t5x.lazy.reshape import JoinNode, SplitNode
-from orbax_t5x.lazy.several import add_low_rank, all_equal, average, concatenate, pad, stack
+from orbax_t5x.lazy.scaled import ScaledNode
+from orbax_t5x.lazy.several import add_low_rank, all_equal, average, concatenate, pad, scaled, stack
 from orbax_t5x.lazy.strided import StridedNode
 from orbax_t5x.lazy.value import OpaqueLeaf, ValueLeaf
 from orbax_t5x.lazy.view import View, as_view, broadcast_to, read_views, repeat
@@ -45,6 +46,7 @@ __all__ = [
     "PadNode",
     "ReadStats",
     "Request",
+    "ScaledNode",
     "SplitNode",
     "StackNode",
     "StridedNode",
@@ -70,6 +72,7 @@ __all__ = [
     "read_leaves",
     "read_views",
     "repeat",
+    "scaled",
     "slices_within",
     "stack",
 ]

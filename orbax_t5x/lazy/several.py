@@ -1,4 +1,4 @@
-"""Views made of several: stack, concatenate, average, pad, add a product, require equality. Nothing is read."""
+"""Views made of several: stack, concatenate, average, pad, scale, add a product, require equality. Nothing is read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from orbax_t5x.lazy.geometry import normalize_axis
 from orbax_t5x.lazy.low_rank import low_rank_node
 from orbax_t5x.lazy.node import Node
 from orbax_t5x.lazy.pad import padded
+from orbax_t5x.lazy.scaled import scaled_node
 from orbax_t5x.lazy.view import View, as_view, repeat
 
 
@@ -109,6 +110,16 @@ def add_low_rank(kernel: Any, down: Any, up: Any, scale: float) -> View:
       TypeError: what holds no real floating-point numbers.
     """
     return View(low_rank_node(as_view(kernel).node, as_view(down).node, as_view(up).node, scale))
+
+
+def scaled(view: Any, scale: Any) -> View:
+    """Multiplies an array by one number, box by box, in float32 or wider.
+
+    Raises:
+      ValueError: a scale of several elements.
+      TypeError: what holds no real numbers.
+    """
+    return View(scaled_node(as_view(view).node, as_view(scale).node))
 
 
 def all_equal(views: Iterable[Any]) -> View:

@@ -12,6 +12,7 @@ from orbax_t5x.transforms.arrays import Cast, Repeat, Reshape, Transpose
 from orbax_t5x.transforms.assignment_map import AssignmentMap
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
+from orbax_t5x.transforms.dequantize import Dequantize
 from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
@@ -32,6 +33,7 @@ __all__ = [
     "Cast",
     "Chain",
     "Concat",
+    "Dequantize",
     "Drop",
     "FollowOptimizer",
     "Intersect",

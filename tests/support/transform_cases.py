@@ -1,5 +1,6 @@
 """States of a few small leaves, and the problems of a transform on one."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -54,6 +55,14 @@ ADAPTED = arrays(
     z__kernel=(2, 2),
     n=(2,),
 )
+
+
+QUANTIZED = {
+    "x/kernel": np.arange(-6, 6, dtype=np.float32).reshape(3, 4).astype(ml_dtypes.float8_e4m3fn),
+    "x/scale": np.array([0.3], np.float32),
+    "y/kernel": np.ones((2, 2), ml_dtypes.float8_e4m3fn),
+    "n": np.ones(2, np.float32),
+}
 
 
 FOLLOWED = {

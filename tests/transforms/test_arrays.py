@@ -18,6 +18,7 @@ def test_shapes_that_do_not_fit_are_problems_and_the_rest_goes_on():
         tr.Slice("a", 2),
         tr.Slice("a", (0, 0)),
         tr.AddLowRank("a", "b", "c", 1),
+        tr.Dequantize("a", "b"),
         tr.Split("a", ["x", "y", "z"], 0),
         tr.Split("a", ["x", "y"], 0, [1, 2]),
         tr.Split("a", ["x", "y"], 1),

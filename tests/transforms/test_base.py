@@ -26,6 +26,7 @@ def test_public_names():
         "Cast",
         "Chain",
         "Concat",
+        "Dequantize",
         "Drop",
         "FALLBACK",
         "FollowOptimizer",

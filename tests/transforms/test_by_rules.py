@@ -44,6 +44,7 @@ def test_bad_groups_are_problems_that_name_the_rule():
         lambda: tr.Slice("a", np.s_[::0]),
         lambda: tr.Pad("(", (1,)),
         lambda: tr.AddLowRank("(", "a", "b", 1),
+        lambda: tr.Dequantize("(", "a"),
         lambda: tr.Average({"a": 1.0, "b": -1.0}),
         lambda: tr.Average({}),
         lambda: tr.FollowOptimizer(tr.Drop("a"), factors=[("a", ("ROW", "ROW"))]),
@@ -70,6 +71,7 @@ def test_what_can_never_work_is_an_error_at_once(make):
         lambda: tr.Slice("a", (1.5,)),
         lambda: tr.Slice("a", ((1, 2),)),
         lambda: tr.AddLowRank("a", "b", None, 1),
+        lambda: tr.Dequantize("a", None),
         lambda: tr.Overlay("ab"),
     ],
 )

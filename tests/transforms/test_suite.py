@@ -9,7 +9,7 @@ import numpy as np
 from orbax_t5x import transforms as tr
 from orbax_t5x.testing.transform_suite import Case, TransformSuite
 from tests.support import transform_oracle as oracle
-from tests.support.transform_cases import AB, ADAPTED, FOLLOWED, LAYERS, MERGED, STACK, STACKED, TWO
+from tests.support.transform_cases import AB, ADAPTED, FOLLOWED, LAYERS, MERGED, QUANTIZED, STACK, STACKED, TWO
 
 
 def rules_case(transform, other, source, expected, target=None):
@@ -135,6 +135,15 @@ class TestSuite(TransformSuite):
             lambda: tr.AddLowRank("(.)/kernel", r"\1/a", r"\1/b", 0.25),
             ADAPTED,
             oracle.add_low_rank(ADAPTED, "(.)/kernel", r"\1/a", r"\1/b", 0.5),
+        ),
+        "dequantize": Case(
+            lambda: tr.Dequantize("(.)/kernel", r"\1/scale"),
+            lambda: tr.Dequantize("(x)/kernel", r"\1/scale"),
+            QUANTIZED,
+            {
+                "x/kernel": QUANTIZED["x/kernel"].astype(np.float32) * np.float32(0.3),
+                **{name: QUANTIZED[name] for name in ("y/kernel", "n")},
+            },
         ),
         "average": Case(
             lambda: tr.Average({"x": 1, "y": 3}),

@@ -27,6 +27,7 @@ from orbax_t5x.lazy import (
     PadNode,
     ReadStats,
     Request,
+    ScaledNode,
     SplitNode,
     StackNode,
     StridedNode,
@@ -39,6 +40,7 @@ from orbax_t5x.lazy import (
     concatenate,
     pad,
     repeat,
+    scaled,
     stack,
 )
 
@@ -136,8 +138,12 @@ class Replay:
                 return all_equal([self._build(item, kept) for item in node.inputs])
             case PadNode():
                 return self._pad(node, kept)
+            case ScaledNode() if self.of_parameters:
+                return scaled(self._build(node.input, kept), self._build(node.inputs[1], _all_dims(node.inputs[1])))
+            case ScaledNode():
+                raise CannotFollowError("its parameter was quantized")
             case LowRankNode() if self.of_parameters:
-                kernel, down, up = (self._build(item, frozenset(range(len(item.shape)))) for item in node.inputs)
+                kernel, down, up = (self._build(item, _all_dims(item)) for item in node.inputs)
                 return add_low_rank(kernel, down, up, node.scale)
             case LowRankNode():
                 raise CannotFollowError("a low-rank product was added to its parameter")
@@ -217,7 +223,7 @@ class Replay:
         built = self._build(node.input, kept)
         if self.of_parameters:
             return pad(built, self._build(node.filler, kept), node.filling)
-        if _sizes(node, frozenset(range(len(node.shape))) - kept) != tuple(
+        if _sizes(node, _all_dims(node) - kept) != tuple(
             size for dim, size in enumerate(node.input.shape) if dim not in kept
         ):
             self.is_exact = False
@@ -230,6 +236,10 @@ class Replay:
             return concatenate(built, sum(dim < axis for dim in kept))
         self.is_exact = False
         return average(built, [float(item.shape[axis]) for item in node.inputs])
+
+
+def _all_dims(node: Node) -> KeptDims:
+    return frozenset(range(len(node.shape)))
 
 
 def _sizes(node: Node, kept: KeptDims) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ def test_shadowed_and_repeated_rules_are_warnings():
         tr.Pad("q", (3,)),
         tr.Slice("q", 0),
         tr.AddLowRank("q", "a", "b", 1),
+        tr.Dequantize("q", "s"),
         tr.Average({"x": 1, "y": 1}, pattern="q"),
     ],
     ids=lambda transform: type(transform).__name__,
