@@ -101,6 +101,10 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
+    if unused:
+        from orbax_t5x.restoring.diagnose.unread_scales import scales_warning  # noqa: PLC0415  (where strict=False)
+
+        diagnostics.warnings += scales_warning(used, unused)
     for pattern in matcher.unused_patterns():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
     return RestorePlan(

@@ -14,6 +14,7 @@ from typing import Any
 from orbax_t5x.errors import Fix
 from orbax_t5x.rules.leaf_table import BIAS, SUBLAYERS, Dimensions, LeafTable, dimensions_of, layer_names
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
+from orbax_t5x.rules.scaled_fp8 import NoScalesWanted, TimesScales, with_scales
 from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, WithoutPrefix, equal_copies, target_prefix
 from orbax_t5x.transforms.arrays import Transpose
 from orbax_t5x.transforms.base import Transform
@@ -84,7 +85,7 @@ def _their_leaves() -> LeafTable:
     bias = "block.{}.layer.{}.{}.relative_attention_bias.weight"
     found.update({f"{tower}.{bias.format('*', 0, 'SelfAttention')}": ("*H",) for tower in SUBLAYERS})
     found[f"decoder.{bias.format('*', 1, 'EncDecAttention')}"] = ()
-    return LeafTable("Hugging Face's T5", found, has_dots=True)
+    return LeafTable("Hugging Face's T5", with_scales(found), has_dots=True)
 
 
 def _flax_leaves() -> LeafTable:
@@ -216,6 +217,7 @@ def hf_t5_to_t5x(
     The result gets the prefix of the target's `encoder/…` and `decoder/…`. The copies of the embedding that old files
     hold, `encoder.embed_tokens` and `decoder.embed_tokens`, must be equal to it, which is checked when it is read; a
     target with an embedding per tower gets the tower's own. Names may be below a prefix, such as `text_encoder_2.`.
+    A float8 weight with a scale beside it (`scale_weight`) is multiplied by it, into float32.
 
     Args:
       tie_word_embeddings: as config.json has it; None: a file without `lm_head.weight` is tied.
@@ -241,7 +243,7 @@ def hf_t5_to_t5x(
     back = (Transpose(_ROOT + _TRANSPOSED, require_match=False), Rename(_from_t5x(), require_match=False))
     example = "encoder.block.0.layer.0.SelfAttention.q.weight"
     leaves = _their_leaves()
-    before = (WithoutPrefix(leaves), _TowerEmbeddings())
+    before = (WithoutPrefix(leaves), TimesScales(), _TowerEmbeddings())
     return _pack(
         "hf_t5_to_t5x", leaves, before, forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix
     )
@@ -275,7 +277,7 @@ def _pack(
         example=example,
         back_example="target/encoder/layers_0/attention/query/kernel",
         _before=before,
-        _before_back=(WithoutPrefix(ours),),
+        _before_back=(WithoutPrefix(ours), NoScalesWanted()),
         _leaves=leaves,
         _leaves_back=ours,
     )

@@ -21,6 +21,7 @@ from orbax_t5x.rules.alignment.alignment import leaves_of
 from orbax_t5x.rules.graph import pack_to_minimal, shortest_path
 from orbax_t5x.rules.layouts import Layout, axes_between, heads_of, layout_of, stacked_depths
 from orbax_t5x.rules.pack import RulePack, joined
+from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32, scales_beside
 from orbax_t5x.rules.t5x import t5_unscanned_to_scanned
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -85,6 +86,9 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     else:
         pack = _infer(source, target, seen, wanted)
     names = pack.apply(views_of(source), target, Diagnostics()) if pack.steps else source
+    if scales_beside(names.keys(), names) and not scales_beside(target.keys(), target):
+        pack = joined((*pack.parts, scaled_fp8_to_float32()), ())
+        names = pack.apply(views_of(source), target, Diagnostics())
     dropped = without_place(names, target)
     if dropped:
         drop = Drop(dropped)

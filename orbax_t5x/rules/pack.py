@@ -97,6 +97,8 @@ class RulePack(Chain):
     _leaves_back: LeafTable | None = dataclasses.field(default=None, compare=False)
     _whole: tuple[Transform, ...] = dataclasses.field(default=(), compare=False)
     _call: PackCall | None = dataclasses.field(default=None, compare=False)
+    # Of a pack without an inverse.
+    _why_no_inverse: str = dataclasses.field(default="", compare=False)
 
     @property
     def call(self) -> PackCall | None:
@@ -117,11 +119,12 @@ class RulePack(Chain):
           RestorePlanError: there is none.
         """
         if not self.has_inverse:
-            without = [part.name for part in self._joined if isinstance(part, RulePack) and not part.has_inverse]
-            message = f"{' and '.join(without) or self.name or 'this rule pack'} has no inverse"
-            raise RestorePlanError(
-                [Problem("rule", None, message, Fix("write ot.transforms.Rename rules for the way back"))]
-            )
+            packs = [part for part in self._joined if isinstance(part, RulePack) and not part.has_inverse] or [self]
+            message = f"{' and '.join(pack.name for pack in packs)} has no inverse"
+            fix = Fix("write ot.transforms.Rename rules for the way back")
+            if packs[0]._why_no_inverse:
+                message, fix = f"{message}: {packs[0]._why_no_inverse}", None
+            raise RestorePlanError([Problem("rule", None, message, fix)])
         call = None if self._call is None else dataclasses.replace(self._call, is_inverse=not self._call.is_inverse)
         prefix = "inverse of "
         name = self.name.removeprefix(prefix) if self.name.startswith(prefix) else prefix + self.name

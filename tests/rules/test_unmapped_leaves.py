@@ -15,7 +15,7 @@ from tests.support.memory_checkpoint import checkpoint
 PACK = rules.hf_t5_to_t5x()
 PLAIN = t5.minimal()
 TORCH = t5.hugging_face(PLAIN)
-UNKNOWN = "encoder.block.1.layer.0.SelfAttention.q.scale_weight"
+UNKNOWN = "encoder.block.1.layer.0.SelfAttention.q.input_scale"
 
 
 def zeros(tree):

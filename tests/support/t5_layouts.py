@@ -213,7 +213,6 @@ def relatives():
         f"encoder.block.{i}.layer.0.TransientGlobalSelfAttention.global_input_layer_norm.weight": (E,) for i in range(3)
     }
     wide = "encoder.block.0.layer.0.TransientGlobalSelfAttention.global_relative_attention_bias.weight"
-    scale = "encoder.block.1.layer.0.SelfAttention.q.scale_weight"
     tg = {f"target/encoder/layers_{i}/attention/T5LayerNorm_0/scale": (E,) for i in range(3)}
     return {
         "switch": _more(torch, experts, "DenseReluDense"),
@@ -221,7 +220,6 @@ def relatives():
         "longt5 local": local,
         "longt5 tg": _more(transient, {**norms, wide: (32, H)}),
         "longt5 tg t5x": _more(ours, {**tg, "target/encoder/side_relpos_bias/rel_embedding": (H, 32)}),
-        "scaled fp8": _more(torch, {scale: ()}),
         "with a head": _more(torch, {"qa_outputs.weight": (2, E), "qa_outputs.bias": (2,)}),
         "fused": _more(
             ours,

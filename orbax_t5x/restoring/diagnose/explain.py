@@ -28,6 +28,7 @@ from orbax_t5x.restoring.diagnose.single_array import SingleArray
 from orbax_t5x.restoring.diagnose.slots import model_leaves
 from orbax_t5x.restoring.diagnose.tied_logits import TiedLogits
 from orbax_t5x.restoring.diagnose.unexplained import Unexplained
+from orbax_t5x.restoring.diagnose.unread_scales import UnreadScales
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -44,6 +45,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     OtherDepth(),
     OtherFeedForward(),
     EncoderOnly(),
+    UnreadScales(),
     TiedLogits(),
     SimilarName(),
     Unexplained(),

@@ -1,0 +1,88 @@
+"""Text encoders in float8 with a scale beside each weight: `X.weight` times `X.scale_weight`.
+
+Such files carry a leaf `scaled_fp8`, whose dtype says which float8 it is; it holds nothing of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from orbax_t5x.errors import Fix
+from orbax_t5x.rules.leaf_table import Dimensions
+from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
+from orbax_t5x.text.wording import listed
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.dequantize import Dequantize
+from orbax_t5x.transforms.diagnostics import Diagnostics
+from orbax_t5x.trees.flat import FlatState
+
+_WEIGHT, _SCALE = ".weight", ".scale_weight"
+MARKER = "scaled_fp8"
+_SHOWN_NAMES = 2
+_NO_WAY_BACK = (
+    "to quantize is to choose a scale for each weight and to round, which the program does that reads the file"
+)
+
+
+def _weight_of(scale: str) -> str:
+    return scale.removesuffix(_SCALE) + _WEIGHT
+
+
+def scales_beside(weights: Collection[str], names: Iterable[str]) -> list[str]:
+    """Lists the names that are scales of weights among others."""
+    return [name for name in names if name.endswith(_SCALE) and _weight_of(name) in weights]
+
+
+def with_scales(leaves: Mapping[str, Dimensions]) -> dict[str, Dimensions]:
+    """Adds to the leaves of a layout the scales that may be beside its weights, and the marker."""
+    scales = {name.removesuffix(_WEIGHT) + _SCALE: ("", "*") for name in leaves if name.endswith(_WEIGHT)}
+    return {**leaves, **scales, MARKER: ()}
+
+
+@dataclasses.dataclass(frozen=True)
+class TimesScales(Transform):
+    """Product of weights and the scales beside them; the marker is dropped, a scale without a weight is a problem."""
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        dequantize = Dequantize(r"(.*)\.weight", rf"\1{_SCALE}", require_match=False)
+        markers = {name for name in state if name.rpartition(".")[2] == MARKER}
+        result = dequantize.apply({n: v for n, v in state.items() if n not in markers}, target, diagnostics)
+        for name in result:
+            if name.endswith(_SCALE) and name not in diagnostics.explained:
+                message = f"it is the scale of {_weight_of(name)!r}, which the checkpoint does not have"
+                diagnostics.problem("unmapped", name, message, Fix("drop it before, or use a file that is whole"))
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class NoScalesWanted(Transform):
+    """Check of the way back: a target with scaled weights is a problem, because nothing here quantizes."""
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        scales = scales_beside(target.keys(), target)
+        if scales:
+            message = f"the target has scaled float8 weights ({listed(scales, _SHOWN_NAMES)}): {_NO_WAY_BACK}"
+            fix = "restore into a target without scales, in float32 or bfloat16, and quantize what that gives"
+            diagnostics.problem("rule", None, message, Fix(fix))
+            # Every other problem of such a target would have the same cause.
+            diagnostics.explained.update(target)
+        return {} if scales else dict(state)
+
+
+def scaled_fp8_to_float32() -> RulePack:
+    """Multiplies float8 weights by the scales beside them (`X.weight` by `X.scale_weight`), into float32.
+
+    Names stay, below any prefix. `hf_t5_to_t5x()` does the same on its way. There is no inverse: nothing here chooses
+    scales.
+
+    Example:
+      >>> state = {"shared.weight": np.ones(2, "float8_e4m3fn"), "shared.scale_weight": np.float32(0.5)}
+      >>> np.asarray(ot.rules.scaled_fp8_to_float32()(state, {})["shared.weight"])
+      array([0.5, 0.5], dtype=float32)
+    """
+    example = "encoder.block.0.layer.0.SelfAttention.q.scale_weight"
+    return pack_of(
+        PackCall("scaled_fp8_to_float32"), (TimesScales(),), (), example=example, _why_no_inverse=_NO_WAY_BACK
+    )

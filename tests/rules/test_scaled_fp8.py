@@ -1,0 +1,138 @@
+"""Float8 weights with a scale beside each, as text encoders are published: read as weight times scale, never without.
+
+Expected values are NumPy's.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import orbax_t5x as ot
+from orbax_t5x import rules
+from orbax_t5x.errors import LeafMismatchError, RestorePlanError
+from orbax_t5x.trees.flat import flatten, unflatten
+from tests.support import t5_layouts as t5
+from tests.support.memory_checkpoint import checkpoint
+
+FLOAT8 = ml_dtypes.float8_e4m3fn
+PACK = rules.scaled_fp8_to_float32()
+TARGET = "target/"
+
+
+def quantized(plain, prefix=""):
+    """Hugging Face's names with scaled kernels, of shape () and (1,) in turn, and the same model in float32."""
+    stored, exact = {}, {}
+    for at, (name, value) in enumerate(t5.hugging_face(plain).items()):
+        if value.ndim < 2 or "relative" in name or name == "shared.weight":
+            stored[name] = exact[name] = value
+            continue
+        weight, scale = (value % 1000 / 100).astype(FLOAT8), np.float32(0.013 * (at + 1))
+        stored[name] = weight
+        stored[name.removesuffix("weight") + "scale_weight"] = scale if at % 2 else scale[None]
+        exact[name] = weight.astype(np.float32) * scale
+    stored["scaled_fp8"] = np.zeros(0, FLOAT8)
+    return t5.below(prefix, stored), exact
+
+
+def t5x_of(exact, plain):
+    """The same values under T5X's names, by the names of the leaf that each came from."""
+    theirs = {name: value for name, value in zip(plain, t5.hugging_face(plain), strict=True)}
+    values = {name: exact[theirs[name]] for name in plain}
+    return {TARGET + name: value if name == "token_embedder/embedding" else value.T for name, value in values.items()}
+
+
+PLAIN = t5.minimal(towers=("encoder",))
+STORED, EXACT = quantized(PLAIN)
+T5X = t5x_of(EXACT, PLAIN)
+
+
+def zeros(tree, dtype=None):
+    return unflatten({name: np.zeros(value.shape, dtype or value.dtype) for name, value in tree.items()})
+
+
+def assert_equal(found, expected, dtype=np.float32):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == dtype, name
+        np.testing.assert_array_equal(found[name], value.astype(dtype), err_msg=name)
+
+
+def problems(source, target, transforms, **options):
+    with pytest.raises(RestorePlanError) as caught:
+        ot.plan_restore(checkpoint(source), None if target is None else zeros(target), transforms, **options)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("prefix", ["", "text_encoders.t5xxl.transformer."])
+def test_weights_are_multiplied_on_the_way_to_t5x(prefix):
+    for plain in (PLAIN, t5.minimal()):
+        stored, exact = quantized(plain, prefix)
+        wanted = t5x_of(exact, plain)
+        for target, transforms in ((zeros(wanted), "auto"), (zeros(wanted), rules.hf_t5_to_t5x()), (None, "pack")):
+            given = rules.hf_t5_to_t5x() if transforms == "pack" else transforms
+            assert_equal(flatten(ot.restore(checkpoint(stored), target, given)), wanted)
+        scanned = t5.below(TARGET, t5.scanned({n.removeprefix(TARGET): v for n, v in wanted.items()}))
+        assert_equal(flatten(ot.restore(checkpoint(stored), zeros(scanned), "auto")), scanned)
+        half = ot.restore(checkpoint(stored), zeros(wanted), "auto", dtype="bfloat16")
+        assert_equal(flatten(half), wanted, ml_dtypes.bfloat16)
+    plan = ot.plan_restore(checkpoint(stored), zeros(wanted), "auto")
+    assert f"{prefix}scaled_fp8" in plan.dropped and not plan.unused
+
+
+def test_names_that_stay_lose_their_scales_by_auto_and_by_the_pack():
+    for transforms in ("auto", PACK):
+        assert_equal(flatten(ot.restore(checkpoint(STORED), zeros(EXACT), transforms)), EXACT)
+    assert rules.infer(STORED, EXACT).name == PACK.name
+    # The scales of a file that stays as it is stay with it.
+    same = flatten(ot.restore(checkpoint(STORED), zeros(STORED), "auto"))
+    assert all(same[name].tobytes() == np.asarray(value).tobytes() for name, value in STORED.items())
+
+
+def test_weights_without_their_scales_are_no_silent_result():
+    (problem,) = problems(STORED, EXACT, ())
+    assert problem.kind == "leftover" and "wrong" in problem.message and problem.fix.transforms == (PACK,)
+    plan = ot.plan_restore(checkpoint(STORED), zeros(EXACT), strict=False)
+    assert any("without the scale" in warning for warning in plan.warnings)
+    # A float8 weight that has no scale is its own value.
+    alone = {name: value for name, value in STORED.items() if "scale" not in name}
+    expected = {name: value.astype(np.float32) for name, value in alone.items()}
+    assert_equal(flatten(ot.restore(checkpoint(alone), zeros(EXACT))), expected)
+
+
+def test_a_scale_without_a_weight_or_of_several_numbers_is_a_problem():
+    query = "encoder.block.1.layer.0.SelfAttention.q."
+    orphan = {name: value for name, value in STORED.items() if name != query + "weight"}
+    for pack in (PACK, rules.hf_t5_to_t5x()):
+        (problem,) = problems(orphan, None, pack)
+        assert problem.leaf == query + "scale_weight" and repr(query + "weight") in problem.message
+        (problem,) = problems({**STORED, query + "scale_weight": np.ones(10, np.float32)}, None, pack)
+        assert problem.leaf == query + "weight" and "(10,)" in problem.message
+
+
+def test_nothing_quantizes_on_the_way_back():
+    for source, target in ((T5X, STORED), (EXACT, STORED)):
+        for transforms in ("auto", rules.t5x_to_hf_t5()) if source is T5X else ():
+            (problem,) = problems(source, target, transforms)
+            assert problem.kind == "rule" and "choose a scale" in problem.message
+    with pytest.raises(RestorePlanError, match="no inverse: to quantize is to choose a scale"):
+        PACK.inverse()
+    pack = rules.infer(STORED, EXACT)
+    assert not pack.has_inverse
+    # Hugging Face's names without scales come back.
+    assert_equal(flatten(ot.restore(checkpoint(T5X), zeros(EXACT), "auto")), EXACT)
+
+
+def test_a_conversion_writes_the_products(tmp_path):
+    ot.convert(checkpoint(STORED), tmp_path / "out", rules.hf_t5_to_t5x(), dtype="bfloat16")
+    assert_equal(flatten(ot.restore(tmp_path / "out", None)), T5X, ml_dtypes.bfloat16)
+
+
+def test_copies_of_the_embedding_are_compared_after_they_are_multiplied():
+    scale = {"encoder.embed_tokens.scale_weight": np.float32(2)}
+    weight = STORED["shared.weight"].astype(FLOAT8)
+    copies = {"shared.weight": weight.astype(np.float32) * 2, "encoder.embed_tokens.weight": weight, **scale}
+    wanted = {**T5X, f"{TARGET}token_embedder/embedding": copies["shared.weight"]}
+    assert_equal(flatten(ot.restore(checkpoint({**STORED, **copies}), zeros(wanted), "auto")), wanted)
+    copies["encoder.embed_tokens.scale_weight"] = np.float32(4)
+    with pytest.raises(LeafMismatchError, match="must equal"):
+        ot.restore(checkpoint({**STORED, **copies}), zeros(wanted), "auto")
