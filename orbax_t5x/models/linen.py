@@ -24,17 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import partitioning
 
-from orbax_t5x.models.attention import (
-    Cache,
-    attend,
-    causal_mask,
-    empty_cache,
-    extended,
-    greedy,
-    padding_mask,
-    position_buckets,
-    shifted_right,
-)
+from orbax_t5x.models import attention
 from orbax_t5x.models.config import T5Config
 
 _EPSILON = 1e-6
@@ -81,7 +71,7 @@ class RelativeBias(nn.Module):
         table = partitioning.param_with_axes(
             "rel_embedding", _fan_in(c.embed), (c.heads, c.buckets), axes=("heads", "relpos_buckets")
         )
-        buckets = position_buckets(c, queries, keys, bidirectional=self.bidirectional)
+        buckets = attention.position_buckets(c, queries, keys, bidirectional=self.bidirectional)
         return jnp.asarray(table, jnp.float32)[None, :, buckets]
 
 
@@ -104,8 +94,8 @@ class Attention(nn.Module):
             return projected.reshape(*value.shape[:-1], c.heads, c.head_dim)
 
         query = project("query", x)
-        key, value, cache = extended(cache, project("key", memory), project("value", memory), start)
-        mixed = attend(query, key, value, bias)
+        key, value, cache = attention.extended(cache, project("key", memory), project("value", memory), start)
+        mixed = attention.attend(query, key, value, bias)
         if split:
             return Kernel((*into[1:], c.embed), ("heads", "kv", "embed"), contract=2, name="out")(mixed), cache
         mixed = mixed.reshape(*x.shape[:-1], into[1])
@@ -245,16 +235,16 @@ class T5(nn.Module):
         Returns:
           [batch, targets, vocab], float32.
         """
-        return self.decode(shifted_right(targets), self.encode(inputs), inputs)[0]
+        return self.decode(attention.shifted_right(targets), self.encode(inputs), inputs)[0]
 
     def encode(self, inputs: jax.Array) -> jax.Array:
         """Returns the encoder's output, [batch, inputs, embed]."""
         positions = jnp.arange(inputs.shape[1])
-        return self.encoder(self._table()[inputs], positions, positions, padding_mask(inputs))[0]
+        return self.encoder(self._table()[inputs], positions, positions, attention.padding_mask(inputs))[0]
 
     def decode(
-        self, tokens: jax.Array, encoded: jax.Array, inputs: jax.Array, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+        self, tokens: jax.Array, encoded: jax.Array, inputs: jax.Array, cache: attention.Cache | None = None
+    ) -> tuple[jax.Array, attention.Cache | None]:
         """Returns the logits after each token.
 
         Args:
@@ -274,7 +264,7 @@ class T5(nn.Module):
             layers = cache["layers"]
             positions = cache["index"] + positions
             keys = jnp.arange(jax.tree.leaves(layers)[0].shape[-3])
-        masks = causal_mask(positions, keys), padding_mask(inputs)
+        masks = attention.causal_mask(positions, keys), attention.padding_mask(inputs)
         out, layers = self.decoder(table[tokens], positions, keys, encoded, *masks, cache=layers)
         logits = out / math.sqrt(c.embed) @ table.T if c.tied else out
         return logits, None if cache is None else {"index": cache["index"] + count, "layers": layers}
@@ -287,9 +277,9 @@ def decode_greedily(model: T5, params: Any, inputs: jax.Array, steps: int) -> ja
     """Decodes the most likely tokens, [batch, steps], padded after the end, id 1; each step computes one position."""
     variables = {"params": params}
     encoded = model.apply(variables, inputs, method="encode")
-    cache = empty_cache(model.config, len(inputs), steps)
+    cache = attention.empty_cache(model.config, len(inputs), steps)
 
-    def decode(tokens: jax.Array, cache: Cache) -> Any:
+    def decode(tokens: jax.Array, cache: attention.Cache) -> Any:
         return model.apply(variables, tokens, encoded, inputs, cache, method="decode")
 
-    return greedy(decode, cache, len(inputs), steps)
+    return attention.greedy(decode, cache, len(inputs), steps)

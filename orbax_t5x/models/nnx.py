@@ -20,17 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from orbax_t5x.models.attention import (
-    Cache,
-    attend,
-    causal_mask,
-    empty_cache,
-    extended,
-    greedy,
-    padding_mask,
-    position_buckets,
-    shifted_right,
-)
+from orbax_t5x.models import attention
 from orbax_t5x.models.config import T5Config
 
 _EPSILON = 1e-6
@@ -72,7 +62,7 @@ class NnxRelativeBias(nnx.Module):
         self.rel_embedding = _param(rngs, (config.heads, config.buckets), ("heads", "relpos_buckets"), config.embed)
 
     def __call__(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        buckets = position_buckets(self.config, queries, keys, bidirectional=self.bidirectional)
+        buckets = attention.position_buckets(self.config, queries, keys, bidirectional=self.bidirectional)
         return jnp.asarray(self.rel_embedding[...], jnp.float32)[None, :, buckets]
 
 
@@ -94,8 +84,8 @@ class NnxAttention(nnx.Module):
             projected.reshape(*projected.shape[:-1], self.heads, -1)
             for projected in (self.query(x), self.key(memory), self.value(memory))
         )
-        key, value, cache = extended(cache, key, value, start)
-        return self.out(attend(query, key, value, bias).reshape(*x.shape[:-1], -1)), cache
+        key, value, cache = attention.extended(cache, key, value, start)
+        return self.out(attention.attend(query, key, value, bias).reshape(*x.shape[:-1], -1)), cache
 
 
 class NnxMlp(nnx.Module):
@@ -195,14 +185,14 @@ class NnxDecoder(nnx.Module):
             self.logits_dense = NnxKernel((config.embed, config.vocab), ("embed", "vocab"), rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, encoded: jax.Array, cross_mask: jax.Array, cache: Cache | None
-    ) -> tuple[jax.Array, Cache | None]:
+        self, x: jax.Array, encoded: jax.Array, cross_mask: jax.Array, cache: attention.Cache | None
+    ) -> tuple[jax.Array, attention.Cache | None]:
         start: jax.Array | int = 0
         positions = keys = jnp.arange(x.shape[1])
         if cache is not None:
             start = cache["index"]
             positions, keys = start + positions, jnp.arange(cache["layers"][0]["key"].shape[1])
-        bias = causal_mask(positions, keys) + self.relpos_bias(positions, keys)
+        bias = attention.causal_mask(positions, keys) + self.relpos_bias(positions, keys)
         made = []
         for index, layer in enumerate(self.layers):
             x, of_layer = layer(x, encoded, bias, cross_mask, None if cache is None else cache["layers"][index], start)
@@ -225,15 +215,15 @@ class NnxT5(nnx.Module):
 
     def __call__(self, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         """Returns the logits of each target, given the inputs and the targets before it: [batch, targets, vocab]."""
-        return self.decode(shifted_right(targets), self.encode(inputs), inputs)[0]
+        return self.decode(attention.shifted_right(targets), self.encode(inputs), inputs)[0]
 
     def encode(self, inputs: jax.Array) -> jax.Array:
         """Returns the encoder's output, [batch, inputs, embed]."""
-        return self.encoder(self.token_embedder()[inputs], padding_mask(inputs))
+        return self.encoder(self.token_embedder()[inputs], attention.padding_mask(inputs))
 
     def decode(
-        self, tokens: jax.Array, encoded: jax.Array, inputs: jax.Array, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+        self, tokens: jax.Array, encoded: jax.Array, inputs: jax.Array, cache: attention.Cache | None = None
+    ) -> tuple[jax.Array, attention.Cache | None]:
         """Returns the logits after each token, and the cache with the tokens.
 
         Args:
@@ -243,7 +233,7 @@ class NnxT5(nnx.Module):
           cache: of `orbax_t5x.models.attention.empty_cache`, or of the call before.
         """
         table = self.token_embedder()
-        out, cache = self.decoder(table[tokens], encoded, padding_mask(inputs), cache)
+        out, cache = self.decoder(table[tokens], encoded, attention.padding_mask(inputs), cache)
         if self.config.tied:
             return out / math.sqrt(self.config.embed) @ table.T, cache
         return self.decoder.logits_dense(out), cache
@@ -252,8 +242,10 @@ class NnxT5(nnx.Module):
 def decode_greedily(model: NnxT5, inputs: jax.Array, steps: int) -> jax.Array:
     """Decodes the most likely tokens, [batch, steps], padded after the end, id 1; each step computes one position."""
     encoded = model.encode(inputs)
-    cache = empty_cache(model.config, len(inputs), steps)
-    return greedy(lambda tokens, cache: model.decode(tokens, encoded, inputs, cache), cache, len(inputs), steps)
+    cache = attention.empty_cache(model.config, len(inputs), steps)
+    return attention.greedy(
+        lambda tokens, cache: model.decode(tokens, encoded, inputs, cache), cache, len(inputs), steps
+    )
 
 
 T5 = NnxT5

@@ -21,7 +21,7 @@ from orbax_t5x.restoring.fitting import Fitting
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.target_leaf import MissingLeaf, TargetLeaf, is_key_dtype
-from orbax_t5x.restoring.targets import MODEL_PARAMETERS, Target
+from orbax_t5x.restoring.targets import Target, is_parameter_name
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import compile_pattern, pattern_text
@@ -147,8 +147,8 @@ class Matcher:
                 except (TypeError, ValueError):
                     leaves[name] = TargetLeaf("numpy")  # of no array: a problem when it is planned
                     continue
-                is_param = name.startswith(MODEL_PARAMETERS) or name == "params"
-                leaves[name] = TargetLeaf("numpy", tuple(array.shape), np.dtype(array.dtype), is_param=is_param)
+                shape, dtype = tuple(array.shape), np.dtype(array.dtype)
+                leaves[name] = TargetLeaf("numpy", shape, dtype, is_param=is_parameter_name(name))
         return leaves
 
     def _narrowed(self, leaves: Mapping[str, TargetLeaf]) -> dict[str, TargetLeaf]:

@@ -26,6 +26,11 @@ MEMORY_LIMIT_BYTES = 256 << 20
 several shards need are decoded twice."""
 
 
+def memory_limit(memory_limit_bytes: int | None) -> int:
+    """Returns the limit that is given, or the default."""
+    return MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
+
+
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError for a `dtype` that NumPy does not know; None is the target's own."""
     try:
@@ -129,4 +134,4 @@ class ReadOptions(_FromKeywords):
     @property
     def limit(self) -> int:
         """`memory_limit_bytes`, or the default."""
-        return MEMORY_LIMIT_BYTES if self.memory_limit_bytes is None else self.memory_limit_bytes
+        return memory_limit(self.memory_limit_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.provenance.decision import Decision
@@ -24,7 +24,7 @@ from orbax_t5x.restoring.sources import source_leaves, without_saved_whole_prefi
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
-from orbax_t5x.trees.flat import prefixed
+from orbax_t5x.trees.flat import parents, prefixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,21 +145,14 @@ def _remaining_empties(empties: Mapping[str, Any], leaves: Iterable[str], state:
     before, after = _containers(leaves), _containers(state)
 
     def remains(name: str) -> bool:
-        beside = next((parent for parent in _parents(name) if parent in before), "")
+        beside = next((parent for parent in reversed(parents(name)) if parent in before), "")
         return beside in after and name not in after and name not in state
 
     return {name: empty for name, empty in empties.items() if empty is not None and remains(name)}
 
 
 def _containers(names: Iterable[str]) -> set[str]:
-    return {"", *(parent for name in names for parent in _parents(name))}
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Yields the containers of a name, innermost first; the root, which has the empty name, is the last."""
-    while name:
-        name = name.rpartition("/")[0]
-        yield name
+    return {"", *(parent for name in names for parent in parents(name))}
 
 
 def _everything(

@@ -24,8 +24,12 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
-MODEL_PARAMETERS = ("target/", "params/")
-"""Names of a model's parameters in a train state begin with one of these; `dtype=` applies to them."""
+_MODEL_PARAMETERS = frozenset({"target", "params"})
+
+
+def is_parameter_name(name: str) -> bool:
+    """Returns True for the name of a model's parameter in a train state; `dtype=` applies to these."""
+    return name.partition("/")[0] in _MODEL_PARAMETERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +144,7 @@ class _Flattening:
             if type(leaf) is dict or names_itself(leaf):
                 own[position] = self._add_own(leaf_path, leaf)
             else:
-                self._add_leaf(leaf_path, leaf, leaf_path.startswith(MODEL_PARAMETERS) or leaf_path == "params")
+                self._add_leaf(leaf_path, leaf, is_parameter_name(leaf_path))
 
         def rebuild(values: Mapping[str, Any]) -> Any:
             made = [own[at](values) if at in own else values[leaf] for at, leaf in enumerate(names)]
@@ -166,7 +170,7 @@ class _Flattening:
     def _open_train_state(self, name: str, state: Any) -> tuple[list[_OwnLeaf], Rebuild]:
         (self._train_states if _has_optimizer(state) else self._inference_states).append(name)
         flat = flatten(state.state_dict())
-        leaves = [_OwnLeaf(leaf, value, leaf.startswith(MODEL_PARAMETERS)) for leaf, value in flat.items()]
+        leaves = [_OwnLeaf(leaf, value, is_parameter_name(leaf)) for leaf, value in flat.items()]
         return leaves, lambda values: _in_structure_of(state, state.restore_state(unflatten(values)))
 
     def _add_dict(self, name: str, node: dict[Any, Any]) -> Rebuild:

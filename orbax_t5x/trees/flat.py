@@ -117,6 +117,12 @@ def prefixed(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix and name else prefix or name
 
 
+def parents(name: str) -> tuple[str, ...]:
+    """Returns the containers of a leaf, outermost first, without the root."""
+    parts = name.split("/")
+    return tuple(["/".join(parts[:end]) for end in range(1, len(parts))])
+
+
 def _first_below(flat: FlatState, name: str) -> str:
     return next((other for other in flat if other.startswith(f"{name}/")), name)
 

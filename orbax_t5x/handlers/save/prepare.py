@@ -29,7 +29,7 @@ from orbax_t5x.lazy import LazyArray, as_view
 from orbax_t5x.lazy.chunks import ChunkPreferences
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.chains import saved_chain
-from orbax_t5x.restoring.targets import flatten_target, require_finite
+from orbax_t5x.restoring.targets import flatten_target, is_parameter_name, require_finite
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.dtypes import kind_of
@@ -37,7 +37,6 @@ from orbax_t5x.trees.flat import tree_of, unflatten
 from orbax_t5x.trees.named_leaves import is_train_state
 from orbax_t5x.trees.pytree_names import leaf_name
 
-_MODEL_PARAMETERS = ("target", "params")
 _SKIPPED = object()
 
 
@@ -126,7 +125,7 @@ def _casts(
     parameters = {
         name: leaf
         for name, leaf in zip(names, leaves, strict=True)
-        if (name.split("/", 1)[0] in _MODEL_PARAMETERS or name in nnx_parameters) and _is_float(leaf)
+        if (is_parameter_name(name) or name in nnx_parameters) and _is_float(leaf)
     }
     if not parameters:
         raise RestorePlanError(

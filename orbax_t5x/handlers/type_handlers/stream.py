@@ -25,7 +25,7 @@ from orbax_t5x.lazy.box import box_shape, box_size, box_slices
 from orbax_t5x.lazy.chunks import ChunkPreferences, choose_chunk, grid_boxes
 from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.readers.box_sums import array_crc
-from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.storage.limits import check_memory_limit
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
@@ -84,7 +84,7 @@ class ChunkWriter:
     ):
         """Initializes a writer; `deferred` jobs wait for `run_deferred`, and `processes` divide the chunks."""
         check_memory_limit(memory_limit_bytes)
-        limit = MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
+        limit = memory_limit(memory_limit_bytes)
         check_progress(progress)
         _check_numbers(processes)
         self.deferred = deferred

@@ -20,8 +20,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from orbax_t5x.concurrency import guarded, is_meant
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
@@ -31,6 +29,7 @@ from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.readers import Checkpoint, Limits
+from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Caller
@@ -203,27 +202,14 @@ def _plan(
     return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, caller))
 
 
-class _UnreadableLeaf(Leaf):
-    """Placeholder for a leaf whose type the reader does not know: it can be listed, renamed and left out, not read."""
-
-    def __init__(self, name: str, error: UnsupportedCheckpointError):
-        self.name = name
-        self.path = error.path or ""
-        self.shape: tuple[int, ...] = ()
-        self.dtype = np.dtype(object)
-        self._error = error
-
-    async def read_into(self, requests: Any, stats: Any) -> None:
-        raise self._error
-
-
 def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:
     """Returns the checkpoint with its leaves of unsupported types replaced by ones that a plan takes."""
     leaves: dict[str, Leaf] = {}
     for name, view in checkpoint.leaves.items():
         (leaf,) = view.leaves()
-        error = leaf.error
-        leaves[name] = _UnreadableLeaf(name, error) if isinstance(error, UnsupportedCheckpointError) else leaf
+        if isinstance(leaf.error, UnsupportedCheckpointError):
+            leaf = BrokenLeaf(name, leaf.error, is_refused=False)
+        leaves[name] = leaf
     replaced = Checkpoint(
         path=checkpoint.path,
         format=checkpoint.format,

@@ -31,7 +31,7 @@ from orbax_t5x.operations.convert.partition import PlannedBlock, cut_into_blocks
 from orbax_t5x.operations.convert.pipeline import STOP_FILE, BlockPipeline
 from orbax_t5x.operations.convert.safetensors_output import SafetensorsFormat
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
-from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.progress_bar import OnProgress
 from orbax_t5x.text.wording import size_text
@@ -70,7 +70,7 @@ class ConversionJob:
         self._agreement = agreement
         self._format = FORMATS[writing.format](plan, writing)
         self._blocks = cut_into_blocks(self._format.arrays)
-        self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes
+        self._limit = memory_limit(writing.memory_limit_bytes)
         self._is_primary = jax.process_index() == PRIMARY
         self._entries: dict[int, JournalEntry] = {}
         self._numbers: set[int] = set()

@@ -44,7 +44,7 @@ from orbax_t5x.provenance.records import checked_lineage, skipped_from_metadata
 from orbax_t5x.readers import Limits, open_checkpoint
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.readers.orbax.steps import PROCESS_PREFIX
-from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.storage.durability import sync_directory
 from orbax_t5x.trees.flat import tree_of, unflatten
@@ -69,7 +69,7 @@ class OrbaxFormat(OutputFormat):
             tree, writing.dtype, on_unsupported=writing.on_unsupported, memory_limit_bytes=writing.memory_limit_bytes
         )
         records = checked_lineage(plan.provenance)
-        self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes
+        self._limit = memory_limit(writing.memory_limit_bytes)
         self._prepared = prepare(args, records, StreamingTypeTable(GlobalTypeHandlers()), deferred=True)
         self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared))
 

@@ -35,6 +35,7 @@ from orbax_t5x.operations.convert.safetensors_layout import (
 )
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.plan import RestorePlan
+from orbax_t5x.restoring.targets import is_parameter_name
 from orbax_t5x.storage.durability import sync_directory, sync_path
 from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import kind_of
@@ -45,7 +46,6 @@ SAFETENSORS_FILES = re.compile(
 )
 """Names of the files that a conversion writes."""
 
-_MODEL_PARAMETERS = ("target/", "params/")
 # More names than this in one error hide the first.
 _SHOWN_LEAVES = 10
 
@@ -149,9 +149,9 @@ def _cast(views: Mapping[str, View], dtype: Any) -> dict[str, View]:
     if kind_of(wanted) != "float" or unsupported_reason("", wanted):
         message = f"{wanted.name} is no floating-point type that safetensors files have"
         raise RestorePlanError([Problem("dtype", None, message)])
-    is_named = any(name.startswith(_MODEL_PARAMETERS) for name in views)
+    is_named = any(map(is_parameter_name, views))
 
     def is_parameter(name: str, view: View) -> bool:
-        return kind_of(view.dtype) == "float" and (not is_named or name.startswith(_MODEL_PARAMETERS))
+        return kind_of(view.dtype) == "float" and (not is_named or is_parameter_name(name))
 
     return {name: view.astype(wanted) if is_parameter(name, view) else view for name, view in views.items()}

@@ -22,7 +22,7 @@ from orbax_t5x.operations.diff.report import DiffReport, DiffStatus, LeafDiff
 from orbax_t5x.operations.diff.values import Tolerance, are_comparable
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms
-from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES, PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.restoring.transformed import open_transformed
 from orbax_t5x.text.progress_bar import Progress, shown_progress
@@ -81,9 +81,8 @@ def diff(
     if not isinstance(values, bool):
         raise TypeError(f"values={values!r}: pass True, or False to compare only names, shapes and dtypes")
     reading = ReadOptions(memory_limit_bytes=memory_limit_bytes, progress=progress)
-    limit = MEMORY_LIMIT_BYTES if reading.memory_limit_bytes is None else reading.memory_limit_bytes
     options = PlanOptions(item=item, is_resuming=is_resuming, strict=False, limits=limits)
-    stats = ReadStats("touched", limit)
+    stats = ReadStats("touched", reading.limit)
     with contextlib.ExitStack() as stack:
         right = open_transformed(b, {}, (), PlanOptions(item=item, strict=False, limits=limits), stack)
         left = open_transformed(a, right.views, transforms, options, stack)
@@ -96,7 +95,7 @@ def diff(
                 if leaf.status in ("equal", "dtype") and not leaf.reason
             ]
             on_progress = stack.enter_context(shown_progress(reading.progress, "comparing"))
-            outcomes = compare_pairs(pairs, tolerance, limit, on_progress, stats)
+            outcomes = compare_pairs(pairs, tolerance, reading.limit, on_progress, stats)
             found.update((pair.name, _with_values(found[pair.name], outcomes[pair.name])) for pair in pairs)
         return DiffReport(
             left.path,

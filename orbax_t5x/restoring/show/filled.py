@@ -6,13 +6,14 @@ A model parameter is a leaf that `dtype=` would cast; in a tree without any such
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
 from orbax_t5x.restoring.show.log_lines import sources_text
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import counted, leaves_text, listed, plain
+from orbax_t5x.trees.flat import parents
 
 _SHOWN_PATTERNS = 8
 
@@ -68,17 +69,11 @@ def _parameters(plan: PlanData) -> Sequence[PlanEntry]:
 
 def _subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
     """Folds names: `dec/** (46)` for a subtree that they fill whole; each with how many it stands for."""
-    totals = collections.Counter(parent for name in every for parent in _parents(name))
-    counts = collections.Counter(parent for name in names for parent in _parents(name))
+    totals = collections.Counter(parent for name in every for parent in parents(name))
+    counts = collections.Counter(parent for name in names for parent in parents(name))
     found: dict[str, int] = {}
     for name in names:
-        whole = next((parent for parent in _parents(name) if counts[parent] == totals[parent] > 1), None)
+        whole = next((parent for parent in parents(name) if counts[parent] == totals[parent] > 1), None)
         found[name if whole is None else f"{whole}/**"] = 1 if whole is None else counts[whole]
     sizes = list(found.values())
     return [f"{row.texts[0]} ({sum(sizes[at] for at in row.members):,})" for row in fold_names(found)]
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Yields the containers of a name but the root, outermost first."""
-    parts = name.split("/")
-    return ("/".join(parts[:end]) for end in range(1, len(parts)))
