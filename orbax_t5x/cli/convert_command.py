@@ -6,16 +6,19 @@ import argparse
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from orbax_t5x.cli.arguments import UsageError, read_json_object
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
 from orbax_t5x.cli.output import emit, emit_json
+from orbax_t5x.operations.convert.companions import read_companions
 from orbax_t5x.operations.convert.convert import convert_for
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
+from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.rules.inference import layout_of
 from orbax_t5x.text.wording import array_text, plain
@@ -31,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         options.memory_limit,
         "bar",
         options.on_unsupported,
-        _config(options),
+        _beside(options),
     )
     with open_checkpoint(options.source, item=options.item) as source, _quiet():
         target = mapping.target()
@@ -60,17 +63,21 @@ def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOpti
         return lines
     if writing.format == "orbax":
         lines.append("the names are Hugging Face's: --rules hf_t5_to_t5x makes them T5X's")
-    elif writing.config is None:
-        lines.append("from_pretrained also needs a config.json: --config puts one beside the files")
+    elif CONFIG_NAME not in (writing.beside or ()):
+        lines.append("from_pretrained also needs a config.json: --from or --config puts one beside the files")
     return lines
 
 
-def _config(options: argparse.Namespace) -> bytes | None:
-    if options.config is None:
-        return None
-    if options.format != "safetensors":
-        raise UsageError("--config is for --format safetensors")
-    return read_json_object(options.config, "--config")
+def _beside(options: argparse.Namespace) -> Mapping[str, bytes]:
+    """Reads the files to put beside the weights."""
+    given = {"--config": options.config, "--from": options.companions}
+    for option, value in given.items():
+        if value is not None and options.format != "safetensors":
+            raise UsageError(f"{option} is for --format safetensors")
+    beside = {} if options.companions is None else dict(read_companions(os.path.expanduser(options.companions)))
+    if options.config is not None:
+        beside[CONFIG_NAME] = read_json_object(options.config, "--config")
+    return beside
 
 
 @contextlib.contextmanager

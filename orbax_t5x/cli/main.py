@@ -191,11 +191,17 @@ def _add_convert(commands) -> None:
         source="source",
         json="what was done",
     )
-    parser.add_argument("destination", help="a directory that does not exist yet")
+    parser.add_argument("destination", help="a directory that does not exist yet, local or in a bucket")
     parser.add_argument(
         "--format", choices=("orbax", "safetensors"), default="orbax", help="format to write (default: orbax)"
     )
     parser.add_argument("--config", metavar="FILE", help="the config.json to put beside safetensors files")
+    parser.add_argument(
+        "--from",
+        dest="companions",
+        metavar="PATH",
+        help="a model whose config.json and tokenizer files are copied beside safetensors files, such as hf://org/name",
+    )
     _add_mapping(parser)
     parser.add_argument("--dtype", help="for the floating-point model parameters, such as bfloat16")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there, once the new one is complete")

@@ -48,3 +48,23 @@ def test_convert_names_what_orbax_cannot_store(run, tmp_path):
 def test_convert_refuses_an_unknown_dtype(run, tmp_path):
     code, _, err = run("convert", BUNDLE, tmp_path / "out", "--dtype", "bflat16")
     assert code == 2 and "bflat16" in err and not (tmp_path / "out").exists()
+
+
+def test_convert_copies_a_models_files_and_replaces_them_again(run, tmp_path):
+    path = tmp_path / "a.safetensors"
+    safetensors.numpy.save_file({"some": np.ones(2, np.float32)}, path)
+    (tmp_path / "model").mkdir()
+    for name, data in (("config.json", "{}"), ("spiece.model", "tokens"), ("notes.txt", "x")):
+        (tmp_path / "model" / name).write_text(data)
+    command = ("convert", path, tmp_path / "out", "--from", tmp_path / "model")
+    assert run(*command, "--format", "safetensors")[0] == 0
+    code, out, _ = run(*command, "--format", "safetensors", "--overwrite")
+    assert code == 0 and "also needs" not in out
+    assert {one.name: one.read_text() for one in (tmp_path / "out").iterdir() if one.suffix != ".safetensors"} == {
+        "config.json": "{}",
+        "spiece.model": "tokens",
+    }
+    code, _, err = run(*command, "--overwrite")
+    assert code == 2 and "--from is for --format safetensors" in err
+    code, _, err = run("convert", path, tmp_path / "b", "--format", "safetensors", "--from", tmp_path / "out" / "none")
+    assert code == 1 and not (tmp_path / "b").exists()

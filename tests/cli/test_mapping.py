@@ -108,7 +108,7 @@ def test_names_of_hugging_face_are_told(run, tmp_path):
     code, out, _ = run("convert", tmp_path / "t5x", tmp_path / "as_t5x", "--format", "safetensors")
     assert code == 0 and "--rules t5x_to_hf_t5 makes them those that from_pretrained reads" in out
     code, out, _ = run("convert", HUGGING_FACE, tmp_path / "files", "--format", "safetensors", "--dtype", "bfloat16")
-    assert code == 0 and "also needs a config.json: --config" in out
+    assert code == 0 and "also needs a config.json: --from or --config" in out
     assert {array.dtype for array in arrays_of(tmp_path / "files").values()} == {np.dtype(ml_dtypes.bfloat16)}
 
 

@@ -1,6 +1,7 @@
 """A stand-in for Google Cloud Storage, which keeps a log of its requests.
 
-It answers what TensorStore sends: objects whole and by range with their generation, their metadata, and lists. The
+It answers what TensorStore sends: objects whole and by range with their generation, their metadata, and lists; and it
+takes uploads, on condition of a generation too, and removals. The
 emulators on PyPI leave the generation out of the answers that carry bytes, by which a changed file is noticed.
 """
 
@@ -11,7 +12,7 @@ from tests.support.http_store import HttpStore
 
 
 class GoogleStore(HttpStore):
-    """The part of Google Cloud Storage's JSON API that TensorStore's `gcs` driver uses to read."""
+    """The part of Google Cloud Storage's JSON API that TensorStore's `gcs` driver uses."""
 
     def generation(self, data):
         return str(int(hashlib.sha256(data).hexdigest()[:12], 16))
@@ -31,3 +32,16 @@ class GoogleStore(HttpStore):
             metadata = {"name": name, "generation": self.generation(data), "size": str(len(data))}
             return 200, json.dumps(metadata).encode(), {}
         return data
+
+    def accept(self, method, name, query, body):
+        upload = "upload/storage/v1/b/bucket/o"
+        key = query["name"][0] if name == upload else name.removeprefix("storage/v1/b/bucket/o/")
+        there = self.files.get(key)
+        wanted = query.get("ifGenerationMatch")
+        if wanted is not None and wanted != ["0" if there is None else self.generation(there)]:
+            return 412, b"{}", {}
+        if method == "DELETE":
+            return (404, b"{}", {}) if self.files.pop(key, None) is None else (204, b"", {})
+        self.files[key] = body
+        metadata = {"name": key, "generation": self.generation(body), "size": str(len(body))}
+        return 200, json.dumps(metadata).encode(), {}

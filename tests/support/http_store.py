@@ -84,6 +84,12 @@ class HttpStore:
         """What stands under a name: the contents of a file; status, body and headers of something else; or None."""
         return self.contents(name)
 
+    def accept(
+        self, method: str, name: str, query: dict[str, list[str]], body: bytes
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """The answer to POST, PUT and DELETE; a server that takes nothing, unless a child does."""
+        return 405, b"", {}
+
     def generation(self, data: bytes) -> str | None:
         """The generation of a file's contents, where the protocol has one besides the ETag."""
         return None
@@ -165,6 +171,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answer()
+
+    def do_POST(self) -> None:
+        self.take()
+
+    def do_PUT(self) -> None:
+        self.take()
+
+    def do_DELETE(self) -> None:
+        self.take()
+
+    def take(self) -> None:
+        store = self.server_store
+        url = urllib.parse.urlsplit(self.path)
+        name = urllib.parse.unquote(url.path).lstrip("/")
+        request = Request(self.command, name, None, self.headers.get("Authorization"))
+        store.note(request)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        fault = store.fault(request)
+        if fault is None or not self.fail(fault, None, request):
+            self.send(*store.accept(self.command, name, urllib.parse.parse_qs(url.query), body))
 
     def answer(self) -> None:
         store = self.server_store

@@ -17,14 +17,14 @@ import logging
 import os
 import time
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any, Literal
 
 from orbax_t5x.concurrency import guarded, is_meant
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.operations.convert.destination import check_apart, check_destination, local_destination
+from orbax_t5x.operations.convert.bucket_destination import BucketDestination
+from orbax_t5x.operations.convert.destination import Destination, LocalDestination
 from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
@@ -37,6 +37,7 @@ from orbax_t5x.restoring.options import PlanOptions, ReadOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
 from orbax_t5x.storage.limits import check_memory_limit
+from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 from orbax_t5x.text.wording import size_text
 from orbax_t5x.trees.narrow import check_flag
@@ -81,7 +82,8 @@ def convert(
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
         own, or a mapping of several.
-      destination: the local directory to make, `~` expanded; its parents are made too.
+      destination: the local directory to make, `~` expanded; its parents are made too. Or a directory in a bucket,
+        `gs://` or `s3://`: the checkpoint is made on a local disk first, below `TMPDIR` or in `/var/tmp`, then sent.
       transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. A chain that
         was applied before the source was written, by its record, is not applied again, with a warning.
       format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no
@@ -132,28 +134,46 @@ def convert_for(
 ) -> ConvertReport:
     """Converts with a target, whose names, shapes and dtypes are written; None: everything, as it is."""
     started = time.monotonic()
-    if not isinstance(destination, str | os.PathLike):
-        raise TypeError(f"the destination is text or an os.PathLike, not {type(destination).__name__}")
-    agreement = Agreement(PRIMARY, os.fspath(destination), "conversion", sends_errors=True)
+    name = _text_of(destination)
+    agreement = Agreement(PRIMARY, name, "conversion", sends_errors=True)
     with contextlib.ExitStack() as stack, agreement.planning():
         _check_options(writing)
-        path = local_destination(destination)
-        check_destination(path, writing)
+        place = _destination(name)
+        writing = place.options(writing)
+        place.check(writing)
         caller = Caller("convert", agreement.records, keeps_lineage=True)
         plan = _plan(source, target, transforms, options, writing.on_unsupported, caller, stack)
         for checkpoint in plan.checkpoints.values():
-            check_apart(path, checkpoint)
+            place.check_apart(checkpoint)
         on_progress = stack.enter_context(shown_progress(writing.progress, "converting"))
-        with _typed(path):
-            written = ConversionJob(plan, path, writing, agreement).run(stack, on_progress)
+        with _typed(place.name):
+            written = ConversionJob(plan, place, writing, agreement).run(stack, on_progress)
     seconds = time.monotonic() - started
     return ConvertReport(
-        str(path), writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes
+        place.name, writing.format, written.leaves, written.bytes, seconds, written.skipped, written.kept_bytes
     )
 
 
+def _text_of(destination: str | os.PathLike[str]) -> str:
+    if not isinstance(destination, str | os.PathLike):
+        raise TypeError(f"the destination is text or an os.PathLike, not {type(destination).__name__}")
+    name = os.fspath(destination)
+    if not isinstance(name, str):
+        raise TypeError(f"the destination {name!r} is not text")
+    return name
+
+
+def _destination(name: str) -> Destination:
+    scheme = url_scheme(name)
+    if scheme is None:
+        return LocalDestination(name)
+    if scheme in ("gs", "s3"):
+        return BucketDestination(name)
+    raise UnsupportedCheckpointError(f"{scheme}:// is not written; local directories, gs:// and s3:// are", path=name)
+
+
 @contextlib.contextmanager
-def _typed(path: Path) -> Generator[None, None, None]:
+def _typed(path: str) -> Generator[None, None, None]:
     """Turns an error of the operating system about the destination into a `CheckpointIOError`."""
     try:
         yield

@@ -1,48 +1,133 @@
-"""Checks a destination: a local directory, apart from the source, that does not exist or may be replaced."""
+"""Destinations of conversions: the interface, and local directories.
+
+A checkpoint is made whole in a work directory on a local disk first, whatever the destination; publishing it is a
+rename where that is local (`LocalDestination`), and an upload to a bucket or to the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import os
 from pathlib import Path
+from typing import Protocol
 
-from orbax_t5x.errors import CheckpointIOError, Fix, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointIOError, Fix
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.replaceable import reason_not_replaceable
+from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, step_of_name
-from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.local_store import LocalStore
 
 # Formats whose checkpoints are steps below a root, of which the newest is opened.
 _WITH_STEPS = ("orbax", "t5x")
 
 
-def local_destination(destination: str | os.PathLike[str]) -> Path:
-    """Returns the destination as an absolute path, with `~` expanded as in a source's."""
-    text = os.fspath(destination)
-    if not isinstance(text, str):
-        raise TypeError(f"the destination {text!r} is not text")
-    if not text:
-        raise CheckpointIOError("the destination is empty; '.' is the working directory", errno=errno.EINVAL)
-    if url_scheme(text) is not None:
-        raise UnsupportedCheckpointError("only a local directory can be written", path=text)
-    if "\0" in text:
-        raise CheckpointIOError("the path contains a NUL byte", path=text, errno=errno.EINVAL)
-    return Path(os.path.abspath(os.path.expanduser(text)))
+class Destination(Protocol):
+    """Destination of a conversion.
+
+    Attributes:
+      name: the path or URL.
+      target: the local directory that is made, or in whose place one is: the work directory is beside it.
+      is_shared: whether all processes of a job see the work directory; if not, the primary process alone writes.
+    """
+
+    name: str
+    target: Path
+    is_shared: bool
+
+    def options(self, writing: WriteOptions) -> WriteOptions:
+        """Returns the options as this destination needs them.
+
+        Raises:
+          UnsupportedCheckpointError: the format is not written to it.
+        """
+        ...
+
+    def check(self, writing: WriteOptions) -> None:
+        """Raises CheckpointIOError where something is in the way that was not to be replaced."""
+        ...
+
+    def check_apart(self, source: Checkpoint) -> None:
+        """Refuses a destination that would delete the source, or change it."""
+        ...
+
+    def claim(self, work: WorkDirectory) -> contextlib.AbstractContextManager[object]:
+        """Keeps other conversions away, wherever they run, until the context ends."""
+        ...
+
+    def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
+        """Makes a whole directory the destination's; what it may replace was checked."""
+        ...
 
 
-def check_destination(target: Path, writing: WriteOptions) -> None:
-    """Raises CheckpointIOError where something is in the way that was not to be replaced."""
-    if not os.path.lexists(target):
-        return
+class LocalDestination(Destination):
+    """A local directory."""
+
+    is_shared = True
+
+    def __init__(self, path: str):
+        if not path:
+            raise CheckpointIOError("the destination is empty; '.' is the working directory", errno=errno.EINVAL)
+        if "\0" in path:
+            raise CheckpointIOError("the path contains a NUL byte", path=path, errno=errno.EINVAL)
+        self.target: Path = Path(os.path.abspath(os.path.expanduser(path)))
+        self.name: str = str(self.target)
+
+    def options(self, writing: WriteOptions) -> WriteOptions:
+        return writing
+
+    def check(self, writing: WriteOptions) -> None:
+        if not os.path.lexists(self.target):
+            return
+        require_overwrite(self.name, writing)
+        names = set(os.listdir(self.target)) if self.target.is_dir() else None
+        check_replaceable(self.name, reason_not_replaceable(lambda: LocalStore(self.target), names, writing))
+
+    def check_apart(self, source: Checkpoint) -> None:
+        _check_apart(self.target, source)
+
+    def claim(self, work: WorkDirectory) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()  # the lock of the work directory is enough
+
+    def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
+        work.put_in_place(written)
+
+
+def staging_directory(url: str) -> Path:
+    """Returns the local path in whose place a checkpoint for a URL is made: below `TMPDIR`, or in `/var/tmp`.
+
+    That is kept when the machine is started again, other than `/tmp`.
+    """
+    parent = os.environ.get("TMPDIR") or "/var/tmp"
+    return Path(parent) / f"orbax-t5x-{hashlib.sha256(url.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}"
+
+
+def require_overwrite(name: str, writing: WriteOptions) -> None:
+    """Raises CheckpointIOError unless a destination that exists may be replaced."""
     if not writing.overwrite:
-        raise _exists(target, "exists already", Fix.setting("pass {} to replace it", overwrite=True))
-    if (reason := reason_not_replaceable(target, writing.format)) is not None:
-        raise _exists(target, f"{reason}, so it is not replaced; remove it yourself or choose another name")
+        raise _exists(name, "exists already", Fix.setting("pass {} to replace it", overwrite=True))
 
 
-def check_apart(target: Path, source: Checkpoint) -> None:
+def check_replaceable(name: str, reason: str | None) -> None:
+    """Raises CheckpointIOError if there is a reason not to replace a destination."""
+    if reason is not None:
+        raise _exists(name, f"{reason}, so it is not replaced; remove it yourself or choose another name")
+
+
+def check_apart_by_name(name: str, source: Checkpoint) -> None:
+    """Refuses a remote destination that is inside the source, or that the source is inside of, by their URLs."""
+    if source.path.startswith(f"{name}/"):
+        raise _exists(name, f"holds the source {source.path!r}, so it is not replaced; choose another destination")
+    for owner in (source.path, source.given_path if source.format in _WITH_STEPS else source.path):
+        if name.startswith(f"{owner}/"):
+            raise _inside(name, f"is inside the source {owner!r}; choose a destination outside of it")
+
+
+def _check_apart(target: Path, source: Checkpoint) -> None:
     """Refuses a destination that would delete the source, or change it.
 
     Everything in the source's directory, or in the step or root that it was opened by, belongs to the source. With a
@@ -50,13 +135,15 @@ def check_apart(target: Path, source: Checkpoint) -> None:
     """
     resolved, real_source = target.resolve(), Path(source.path).resolve()
     if os.path.lexists(target) and resolved in real_source.parents:
-        raise _exists(target, f"holds the source {source.path!r}, so it is not replaced; choose another destination")
+        raise _exists(
+            str(target), f"holds the source {source.path!r}, so it is not replaced; choose another destination"
+        )
     step = _step_directory(source, real_source)
     # A directory given for a TensorFlow bundle in it is opened as the bundle, whatever else is below.
     given = Path(source.given_path).resolve() if source.format in _WITH_STEPS else real_source
     for owner in (real_source, given) if step is None else (real_source, given, step):
         if owner in resolved.parents and resolved not in (real_source, step):
-            raise _inside(target, f"is inside the source {str(owner)!r}; choose a destination outside of it")
+            raise _inside(str(target), f"is inside the source {str(owner)!r}; choose a destination outside of it")
 
 
 def _step_directory(source: Checkpoint, path: Path) -> Path | None:
@@ -82,9 +169,9 @@ def make_parents(parent: Path) -> list[Path]:
     return made
 
 
-def _inside(target: Path, message: str) -> CheckpointIOError:
+def _inside(target: str, message: str) -> CheckpointIOError:
     return CheckpointIOError(message, path=target, errno=errno.EINVAL)
 
 
-def _exists(target: Path, message: str, fix: Fix | None = None) -> CheckpointIOError:
+def _exists(target: str, message: str, fix: Fix | None = None) -> CheckpointIOError:
     return CheckpointIOError(message, path=target, fix=fix, errno=errno.EEXIST)

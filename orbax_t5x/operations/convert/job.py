@@ -22,7 +22,7 @@ from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import ReadStats
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.multihost.agreement import Agreement
-from orbax_t5x.operations.convert.destination import check_destination, make_parents
+from orbax_t5x.operations.convert.destination import Destination, make_parents
 from orbax_t5x.operations.convert.fingerprint import arrays_digest, conversion_digest
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, journal_path, journals, read_journal
 from orbax_t5x.operations.convert.orbax_output import OrbaxFormat
@@ -62,10 +62,12 @@ class _StartMessage(NamedTuple):
 class ConversionJob:
     """Writer of a plan's views into a directory."""
 
-    def __init__(self, plan: RestorePlan, target: Path, writing: WriteOptions, agreement: Agreement):
+    def __init__(self, plan: RestorePlan, destination: Destination, writing: WriteOptions, agreement: Agreement):
         """Checks that the plan can be stored, and that all processes are about to write the same."""
         self._plan = plan
-        self._target = target
+        self._destination = destination
+        self._target = destination.target
+        self._writers = jax.process_count() if destination.is_shared else 1
         self._writing = writing
         self._agreement = agreement
         self._format = FORMATS[writing.format](plan, writing)
@@ -76,19 +78,20 @@ class ConversionJob:
         self._numbers: set[int] = set()
         leaves = [leaf for array in self._format.arrays for leaf in array.view.leaves()]
         self._leaves = {leaf: number for number, leaf in enumerate(dict.fromkeys(leaves))}
-        mine = [str(target), writing.format, writing.overwrite, arrays_digest(self._format.arrays)]
+        mine = [destination.name, writing.format, writing.overwrite, arrays_digest(self._format.arrays)]
         if any(other != mine for other in agreement.of_all(mine)):
             message = "the processes of this conversion were given different sources, destinations or options"
             fix = "call convert with the same arguments on every process"
-            raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=target)
+            raise RestorePlanError([Problem("provenance", None, message, Fix(fix))], path=destination.name)
 
     def run(self, stack: contextlib.ExitStack, progress: OnProgress | None) -> WriteSummary:
         """Writes the checkpoint; `stack` ends after the other processes have received a failure."""
         work = self._take_work_directory(stack) if self._is_primary else None
         start = _StartMessage(*self._agreement.of_primary(None if work is None else self._begin(work)))
         to_do = [block for block in self._blocks if block.number not in set(start.kept)]
-        shares = divide_blocks(to_do, jax.process_count())
-        self._write(start, shares[jax.process_index()], progress)
+        shares = divide_blocks(to_do, self._writers)
+        if jax.process_index() < len(shares):
+            self._write(start, shares[jax.process_index()], progress)
         self._agreement.of_all(None)
         written = None
         if work is not None:
@@ -104,10 +107,11 @@ class ConversionJob:
     def _take_work_directory(self, stack: contextlib.ExitStack) -> WorkDirectory:
         made = make_parents(self._target.parent)
         stack.callback(_remove_empty, made)
-        work = stack.enter_context(WorkDirectory(self._target))
+        work = stack.enter_context(WorkDirectory(self._target, self._destination.name))
+        stack.enter_context(self._destination.claim(work))
         # Disconnected processes may still be writing, and the work of a job that lost a process is kept.
-        stack.callback(lambda: setattr(work, "is_kept", self._agreement.lost_peer))
-        check_destination(self._target, self._writing)
+        stack.callback(lambda: setattr(work, "is_kept", work.is_kept or self._agreement.lost_peer))
+        self._destination.check(self._writing)
         return work
 
     def _begin(self, work: WorkDirectory) -> _StartMessage:
@@ -116,7 +120,9 @@ class ConversionJob:
         found = {number: read_journal(path, conversion or "", len(self._blocks)) for number, path in left.items()}
         if conversion is None or not found or None in found.values():
             if found:
-                _logger.info("%s begins anew: the killed conversion was another, or cannot be identified", self._target)
+                _logger.info(
+                    "%s begins anew: the killed conversion was another, or cannot be identified", self._destination.name
+                )
             work.empty()
             found = {}
         (work.path / STOP_FILE).unlink(missing_ok=True)
@@ -126,7 +132,9 @@ class ConversionJob:
         kept = sorted(self._entries)
         if found:
             nbytes = sum(self._blocks[number].nbytes for number in kept)
-            _logger.info("%s resumes a killed conversion: %s are written already", self._target, size_text(nbytes))
+            _logger.info(
+                "%s resumes a killed conversion: %s are written already", self._destination.name, size_text(nbytes)
+            )
         return _StartMessage(work.path.name, conversion or uuid.uuid4().hex, max([0, *left]) + 1, kept)
 
     def _keep(self, work: Path, number: int, entries: Sequence[JournalEntry]) -> None:
@@ -175,8 +183,8 @@ class ConversionJob:
         leaves, nbytes, skipped, _ = self._format.finish(
             work.path, directory, entries, sorted({*self._numbers, *numbers})
         )
-        check_destination(self._target, self._writing)
-        work.put_in_place(directory)
+        self._destination.check(self._writing)
+        self._destination.publish(work, directory, self._writing)
         return leaves, nbytes, dict(skipped), kept
 
     async def _verify(self) -> None:

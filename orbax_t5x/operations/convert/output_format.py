@@ -26,7 +26,12 @@ BLOCKS_DIRECTORY = "blocks"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WriteOptions:
-    """Options of writing: those of `orbax_t5x.convert`, and the config.json beside safetensors files."""
+    """Options of writing: those of `orbax_t5x.convert`, and what safetensors files have besides.
+
+    Attributes:
+      beside: contents of the files to put beside safetensors files, by name.
+      max_file_bytes: of data in one safetensors file, or one tensor; None for Transformers' own bound.
+    """
 
     format: str = "orbax"
     dtype: Any = None
@@ -34,7 +39,12 @@ class WriteOptions:
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
     progress: Progress | None = ReadOptions.progress
     on_unsupported: Literal["error", "skip"] = "error"
-    config: bytes | None = None
+    beside: Mapping[str, bytes] | None = None
+    max_file_bytes: int | None = None
+
+    def with_files_of(self, max_bytes: int) -> WriteOptions:
+        """Returns these options with a bound on the size of a file."""
+        return dataclasses.replace(self, max_file_bytes=max_bytes)
 
 
 class WriteSummary(NamedTuple):

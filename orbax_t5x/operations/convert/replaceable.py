@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
+from collections.abc import Callable
 
 from orbax_t5x.errors import CheckpointError
+from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.safetensors_output import SAFETENSORS_FILES
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
 from orbax_t5x.readers.orbax.steps import STEP_METADATA_FILE, item_names
-from orbax_t5x.storage.local_store import LocalStore
+from orbax_t5x.storage.store import Store
 
 # Names that Orbax writes into an item or a step beside arrays.
 _ORBAX_NAMES = re.compile(
@@ -21,19 +21,25 @@ _ORBAX_NAMES = re.compile(
 )
 
 
-def reason_not_replaceable(target: Path, format: str) -> str | None:
-    """Returns the reason why a conversion to this format must not replace a directory, or None if it may."""
-    if not target.is_dir():
+def reason_not_replaceable(store: Callable[[], Store], names: set[str] | None, writing: WriteOptions) -> str | None:
+    """Returns the reason why a conversion must not replace a directory, or None if it may.
+
+    Args:
+      store: opens the directory.
+      names: of what is in it; None where it is no directory.
+      writing: the options of the conversion.
+    """
+    if names is None:
         return "is not a directory"
-    names = set(os.listdir(target))
     if not names:
         return None
-    if format != "orbax":
+    if writing.format != "orbax":
         # A user may have added a tokenizer.
-        others = sorted(name for name in names if not SAFETENSORS_FILES.fullmatch(name))
+        others = sorted(names.difference(writing.beside or ()))
+        others = [name for name in others if not SAFETENSORS_FILES.fullmatch(name)]
         return f"holds {others[0]!r} beside safetensors files" if others else None
     try:
-        known = _names_of_orbax(target, names)
+        known = _names_of_orbax(store(), names)
     except CheckpointError as error:
         return f"is not an Orbax checkpoint ({error.message})"
     if known is None:
@@ -42,9 +48,8 @@ def reason_not_replaceable(target: Path, format: str) -> str | None:
     return f"is an Orbax checkpoint that holds {others[0]!r}, which Orbax did not write" if others else None
 
 
-def _names_of_orbax(target: Path, names: set[str]) -> set[str] | None:
+def _names_of_orbax(root: Store, names: set[str]) -> set[str] | None:
     """Returns the names of arrays and items in a checkpoint, from its metadata, or None if it has none."""
-    root = LocalStore(target)
     known: set[str] = set()
     if METADATA_FILE in names:
         nodes = read_item_metadata(root, "", Limits()).nodes

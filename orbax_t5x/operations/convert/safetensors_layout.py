@@ -28,6 +28,7 @@ MAX_FILE_BYTES = 5_000_000_000
 # Transformers refuses files without the name of a library.
 _METADATA = {"format": "pt"}
 _ALIGNMENT = 8
+SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -76,7 +77,7 @@ def plan_files(tensors: Sequence[Tensor], max_bytes: int = MAX_FILE_BYTES) -> li
         groups[-1].append(tensor)
         size += tensor.nbytes
     if len(groups) == 1:
-        return [_planned("model.safetensors", groups[0])]
+        return [_planned(SINGLE_NAME, groups[0])]
     return [
         _planned(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
         for number, group in enumerate(groups, start=1)

@@ -60,8 +60,9 @@ class SafetensorsFormat(OutputFormat):
         self._skipped = _unsupported(views, skip=writing.on_unsupported == "skip")
         kept = _cast({name: view for name, view in views.items() if name not in self._skipped}, writing.dtype)
         self._tensors = {name: Tensor(name, view.shape, view.dtype) for name, view in kept.items()}
-        self._files = safetensors_layout.plan_files(list(self._tensors.values()), safetensors_layout.MAX_FILE_BYTES)
-        self._config = writing.config
+        max_bytes = writing.max_file_bytes or safetensors_layout.MAX_FILE_BYTES
+        self._files = safetensors_layout.plan_files(list(self._tensors.values()), max_bytes)
+        self._beside = writing.beside or {}
         chunk_of = ChunkWriter(writing.memory_limit_bytes).chunk_of
         self.arrays: Sequence[PlannedArray] = [
             PlannedArray(name, name, kept[name], chunk_of(kept[name], ChunkPreferences()), file.name)
@@ -98,8 +99,8 @@ class SafetensorsFormat(OutputFormat):
         files, tensors = work / BLOCKS_DIRECTORY, list(self._tensors.values())
         if len(self._files) > 1:
             (files / INDEX_NAME).write_bytes(index_of(self._files, tensors))
-        if self._config is not None:
-            (files / CONFIG_NAME).write_bytes(self._config)
+        for name, data in self._beside.items():
+            (files / name).write_bytes(data)
         sync_directory(files)
         files.rename(directory)
         return WriteSummary(len(tensors), sum(tensor.nbytes for tensor in tensors), self._skipped)

@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import stat
+import uuid
 from pathlib import Path
 
 from orbax_t5x.errors import CheckpointIOError, UnsafeCheckpointError
@@ -35,9 +36,11 @@ from orbax_t5x.storage.durability import sync_path
 
 _logger = logging.getLogger(__name__)
 
-_SUFFIX = ".orbax-t5x-convert"
+WORK_SUFFIX = ".orbax-t5x-convert"
+"""What the name of a work directory ends with."""
 _REPLACED = "replaced"
-_FILES = re.compile(rf"journal\.\d+|{STOP_FILE}")
+_OWNER = "owner"
+_FILES = re.compile(rf"journal\.\d+|{STOP_FILE}|{_OWNER}")
 # More directories of others than this are an attack.
 _MOST_NAMES = 100
 _OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -51,21 +54,26 @@ _CANNOT_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errn
 
 def work_directory_of(target: Path) -> Path:
     """Returns the first choice for the work directory: beside the destination, because renames are atomic there."""
-    return target.parent / f".{target.name}{_SUFFIX}"
+    return target.parent / f".{target.name}{WORK_SUFFIX}"
 
 
 class WorkDirectory:
     """Work directory of one conversion; a context, whose end removes it unless `is_kept` for a later conversion."""
 
-    def __init__(self, target: Path):
-        """Locks the directory, and puts back what a killed conversion had renamed away."""
+    def __init__(self, target: Path, name: str | None = None):
+        """Locks the directory, and puts back what a killed conversion had renamed away.
+
+        Args:
+          target: what it is beside.
+          name: of the destination, for errors; by default the target.
+        """
         self.is_kept = False
         self._target = target
-        self.path, self._lock = _take(target)
+        self.path, self._lock = _take(target, name or str(target))
         try:
             for journal in journals(self.path).values():
                 if is_being_written(journal):
-                    raise _is_taken(target, "another process of an earlier conversion still writes to it")
+                    raise _is_taken(name or str(target), "another process of an earlier conversion still writes to it")
             replaced = self.path / _REPLACED
             if os.path.lexists(replaced) and not os.path.lexists(target):
                 os.rename(replaced, target)
@@ -73,10 +81,22 @@ class WorkDirectory:
             self._lock.close()
             raise
 
+    def owner(self) -> str:
+        """Returns a text that stays the same as long as this directory: what else belongs to it bears that."""
+        path = self.path / _OWNER
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text("ascii")
+        owner = uuid.uuid4().hex
+        path.write_text(owner, "ascii")
+        sync_path(path)
+        return owner
+
     def empty(self) -> None:
-        """Removes all its contents."""
+        """Removes all its contents but the owner's name."""
         with os.scandir(self._lock.number) as entries:
             for entry in list(entries):
+                if entry.name == _OWNER:
+                    continue
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.name, dir_fd=self._lock.number)
                 else:
@@ -97,24 +117,25 @@ class WorkDirectory:
         if not self.is_kept:
             with contextlib.suppress(OSError):
                 self.empty()
+                (self.path / _OWNER).unlink(missing_ok=True)
                 os.rmdir(self.path)
         self._lock.close()
 
 
-def _take(target: Path) -> tuple[Path, Descriptor]:
+def _take(target: Path, name: str) -> tuple[Path, Descriptor]:
     """Makes or finds a work directory of ours, and locks it; returns the descriptor that holds the lock."""
     first = work_directory_of(target)
     for number in range(_MOST_NAMES):
         path = first.with_name(f"{first.name}.{number}") if number else first
-        lock = _lock(path, target)
+        lock = _lock(path, target, name)
         if lock is not None:
             return path, lock
         _logger.warning("%s is not a work directory that only this user may write; it is left as it is", path)
     message = f"{first} and {_MOST_NAMES - 1} more names of work directories are taken by what other users may write"
-    raise UnsafeCheckpointError(message, path=target)
+    raise UnsafeCheckpointError(message, path=name)
 
 
-def _lock(path: Path, target: Path) -> Descriptor | None:
+def _lock(path: Path, target: Path, name: str) -> Descriptor | None:
     """Makes and locks a work directory; returns None where something else has its name."""
     while True:
         is_new = True
@@ -139,7 +160,7 @@ def _lock(path: Path, target: Path) -> Descriptor | None:
                 why = f"another conversion writes to it, in {path}"
                 if not isinstance(error, BlockingIOError):
                     why = f"{path} is there, and its file system has no locks; if no conversion runs, remove it"
-                raise _is_taken(target, why) from None
+                raise _is_taken(name, why) from None
         if _is_same(path, lock.number):
             return lock if is_new or _holds_a_conversion(lock.number, target.name) else None
         lock.close()  # its last owner removed it before it was locked
@@ -187,8 +208,8 @@ def _is_same(work: Path, opened: int) -> bool:
         return False
 
 
-def _is_taken(target: Path, why: str) -> CheckpointIOError:
-    return CheckpointIOError(why, path=target, errno=errno.EBUSY)
+def _is_taken(name: str, why: str) -> CheckpointIOError:
+    return CheckpointIOError(why, path=name, errno=errno.EBUSY)
 
 
 def _rename_twice(written: Path, target: Path, replaced: Path) -> None:

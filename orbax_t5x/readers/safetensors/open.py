@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
@@ -25,6 +26,8 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# One of the files of a model: its number and how many there are.
+_SHARD = re.compile(r"(.*)-[0-9]{5,}-of-([0-9]{5,})\.safetensors", re.ASCII | re.DOTALL)
 # How the Hugging Face trainer names its steps.
 _STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
 
@@ -69,6 +72,7 @@ class _SafetensorsFiles(ModelFiles):
         elif indexes:
             raise UnsupportedCheckpointError(f"several indexes: open one of {', '.join(indexes)}", path=self._root.path)
         elif files:
+            _check_shards(files, self._root.path)
             for name in files:
                 self.add_file(name)
         else:
@@ -102,6 +106,18 @@ class _SafetensorsFiles(ModelFiles):
                 self._leaves[entry.name] = ByteRangeLeaf(
                     entry.name, ByteRange(file, entry.start, entry.shape, entry.dtype)
                 )
+
+
+def _check_shards(files: Sequence[str], path: str) -> None:
+    """Refuses numbered files without an index that are not one whole set: a download or an upload under way."""
+    shards = [match for name in files if (match := _SHARD.fullmatch(name))]
+    sets = sorted({match.groups() for match in shards})
+    if len(sets) > 1:
+        names = ", ".join(f"{stem}-…-of-{count}{SUFFIX}" for stem, count in sets)
+        raise CorruptCheckpointError(f"files of several models without an index: {names}", path=path)
+    if shards and len(shards) != int(sets[0][1]):
+        message = f"{len(shards)} of {int(sets[0][1])} files of a model are there, and no index"
+        raise CorruptCheckpointError(message, path=path)
 
 
 def _head(file: StoredFile) -> bytes:

@@ -126,6 +126,13 @@ def download(path: str) -> str:
     )
 
 
+def download_files(path: str, names: Sequence[str]) -> str:
+    """Downloads those of some files that a directory on the hub has, as `download`; returns the local directory."""
+    wanted = parse_hub_path(path)
+    below = f"{wanted.file}/" if wanted.file else ""
+    return os.path.join(_snapshot(path, wanted, [below + name for name in names]), wanted.file)
+
+
 def _patterns_of(file: str) -> list[str]:
     """Returns patterns of a file, its configuration and, for an index, the files that it names; or of a whole
     directory.

@@ -134,8 +134,8 @@ def test_usage_errors(tmp_path):
         ot.convert(source, tmp_path / "out", format="msgpack")
     with pytest.raises(ValueError, match="'bar'"):
         ot.convert(source, tmp_path / "out", progress="bars")
-    with pytest.raises(UnsupportedCheckpointError, match="local"):
-        ot.convert(source, "gs://bucket/out")
+    with pytest.raises(UnsupportedCheckpointError, match="http:// is not written; local"):
+        ot.convert(source, "http://host/out")
     with pytest.raises(RestorePlanError, match="Cast"):
         ot.convert(source, tmp_path / "out", dtype="bfloat16")
     with pytest.raises(RestorePlanError):

@@ -171,3 +171,22 @@ def test_a_config_that_cannot_be_read_does_not_hide_the_tensors(tmp_path):
         assert checkpoint.metadata["config"] is None
         assert "config.json" in checkpoint.metadata["config_error"]
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), [0, 1, 2])
+
+
+def test_numbered_files_without_an_index_are_one_whole_set(tmp_path):
+    """A download or an upload under way is no model."""
+    arrays = {f"{index}": np.full(3, index, np.float32) for index in range(3)}
+    names = [f"model-{index + 1:05}-of-00003.safetensors" for index in range(3)]
+    for name, (leaf, array) in zip(names, arrays.items(), strict=True):
+        with pytest.raises(ot.errors.CheckpointError):
+            ot.open_checkpoint(tmp_path)
+        safetensors.numpy.save_file({leaf: array}, tmp_path / name)
+    with ot.open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.leaves.keys() == arrays.keys()
+    safetensors.numpy.save_file({"other": np.ones(3)}, tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(ot.errors.CorruptCheckpointError, match="several models"):
+        ot.open_checkpoint(tmp_path)
+    (tmp_path / names[0]).rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ot.errors.CorruptCheckpointError, match="2 of 3 files"):
+        ot.open_checkpoint(tmp_path)

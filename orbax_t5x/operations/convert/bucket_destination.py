@@ -1,0 +1,217 @@
+"""Destinations in buckets: `gs://` and `s3://`, written by TensorStore.
+
+Buckets cannot rename, so a checkpoint appears there object by object, in an order in which none opens that is not whole
+(`upload_order`). An object beside the destination, `.NAME.orbax-t5x-convert`, names the conversion that writes to it,
+what it puts there and what it replaces: it keeps other conversions away, and after a kill it tells its successor
+which objects are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import socket
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+
+from orbax_t5x.errors import CheckpointIOError, UnsupportedCheckpointError
+from orbax_t5x.operations.convert.destination import (
+    Destination,
+    check_apart_by_name,
+    check_replaceable,
+    require_overwrite,
+    staging_directory,
+)
+from orbax_t5x.operations.convert.output_format import WriteOptions
+from orbax_t5x.operations.convert.replaceable import reason_not_replaceable
+from orbax_t5x.operations.convert.upload_order import is_naming, upload_order
+from orbax_t5x.operations.convert.work_directory import WORK_SUFFIX, WorkDirectory
+from orbax_t5x.readers import Checkpoint
+from orbax_t5x.readers.orbax.steps import COMMIT_FILE
+from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
+from orbax_t5x.storage.remote.connection import remote_session
+from orbax_t5x.storage.remote.remote_store import RemoteStore
+from orbax_t5x.storage.remote.request_errors import remote_error
+from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS
+from orbax_t5x.storage.remote.urls import kvstore_spec, parse_url, plain_url
+
+_logger = logging.getLogger(__name__)
+
+# Uploads under way at a time.
+_UPLOADS_AT_ONCE = 32
+# A file is in memory twice while it is sent.
+_COPIES = 2
+
+
+class _Marker(NamedTuple):
+    """The object beside a destination while a conversion to it is not done.
+
+    Attributes:
+      owner: of the work directory of the conversion.
+      host: where that is.
+      names: of the objects that are the conversion's own.
+      replaced: names of those that were there before, and that it may replace.
+    """
+
+    owner: str
+    host: str
+    names: Sequence[str] = ()
+    replaced: Sequence[str] = ()
+
+
+class BucketDestination(Destination):
+    """A prefix of a bucket; only the primary process writes to it."""
+
+    is_shared = False
+
+    def __init__(self, url: str):
+        parsed = parse_url(plain_url(url))
+        if not parsed.key:
+            raise UnsupportedCheckpointError("a whole bucket is not written; name a directory in it", path=url)
+        self.name: str = f"{parsed.base}/{parsed.key}"
+        self.target: Path = staging_directory(self.name)
+        self._limit = MEMORY_LIMIT_BYTES
+        self._bucket = ts.KvStore.open(kvstore_spec(parsed.base), context=ts.Context(REQUEST_SETTINGS)).result()
+        self._key = parsed.key
+        parent, slash, last = parsed.key.rpartition("/")
+        self._marker_key = f"{parent}{slash}.{last}{WORK_SUFFIX}"
+
+    def options(self, writing: WriteOptions) -> WriteOptions:
+        """Bounds the size of safetensors files: TensorStore sends an object as a whole, from memory."""
+        self._limit = MEMORY_LIMIT_BYTES if writing.memory_limit_bytes is None else writing.memory_limit_bytes
+        return writing.with_files_of(max(1, self._limit // _COPIES))
+
+    def check(self, writing: WriteOptions) -> None:
+        marker, _ = self._read_marker()
+        ours = set(marker.names).union(marker.replaced) if marker else ()
+        names = {name.partition("/")[0] for name in self._list() if name not in ours}
+        is_file = self._do("reading its status", self._bucket.read(self._key, byte_range=slice(0, 0))).state == "value"
+        if names or is_file:
+            require_overwrite(self.name, writing)
+            with remote_session():
+                reason = reason_not_replaceable(lambda: RemoteStore(self.name), None if is_file else names, writing)
+            check_replaceable(self.name, reason)
+
+    def check_apart(self, source: Checkpoint) -> None:
+        check_apart_by_name(self.name, source)
+
+    @contextlib.contextmanager
+    def claim(self, work: WorkDirectory) -> Generator[None, None, None]:
+        mine = _Marker(work.owner(), socket.gethostname())
+        found, generation = self._read_marker()
+        if found is None:
+            written = self._write_marker(mine, generation)
+            if not written:
+                found, _ = self._read_marker()
+        if found is not None and found.owner != mine.owner:
+            raise CheckpointIOError(
+                f"another conversion, on {found.host}, writes to it, or was killed; if none runs, remove the object "
+                f"{self._marker_key!r} from the bucket, and what it names",
+                path=self.name,
+                errno=errno.EBUSY,
+            )
+        try:
+            yield
+        finally:
+            if not work.is_kept:
+                with contextlib.suppress(CheckpointIOError):
+                    self._delete([self._marker_key])
+
+    def publish(self, work: WorkDirectory, written: Path, writing: WriteOptions) -> None:
+        if writing.format == "orbax":
+            (written / COMMIT_FILE).write_text(f"Checkpoint commit was successful to {self.name}")
+        files = {str(path.relative_to(written)): path for path in written.rglob("*") if path.is_file()}
+        marker, _ = self._read_marker()
+        if marker is None or marker.owner != work.owner():
+            raise CheckpointIOError(f"the object {self._marker_key!r} was removed from the bucket", path=self.name)
+        there = set(self._list())
+        own = there.intersection(marker.names)
+        replaced = there - own | there.intersection(marker.replaced)
+        names = sorted(own.union(files) - replaced)
+        # From here on the objects in the bucket belong to this work directory.
+        work.is_kept = True
+        self._write_marker(marker._replace(names=names, replaced=sorted(replaced)))
+        same = {
+            name for name in own - replaced if name in files and not is_naming(name) and self._holds(name, files[name])
+        }
+        if same:
+            _logger.info("%s resumes a killed upload: %d files are there already", self.name, len(same))
+        for remove, send in upload_order(files, there, same):
+            self._delete(self._object(name) for name in remove)
+            self._send(send, files)
+        work.is_kept = False
+
+    # -- objects
+
+    def _object(self, name: str) -> str:
+        return f"{self._key}/{name}"
+
+    def _list(self) -> list[str]:
+        prefix = f"{self._key}/"
+        found = self._do("listing it", self._bucket.list(ts.KvStore.KeyRange(prefix, f"{self._key}0")))
+        return sorted(name.decode("utf-8", "surrogateescape").removeprefix(prefix) for name in found)
+
+    def _holds(self, name: str, path: Path) -> bool:
+        """Reports whether an object has the contents of a file."""
+        return self._do("reading it back", self._bucket.read(self._object(name))).value == path.read_bytes()
+
+    def _send(self, names: Iterable[str], files: dict[str, Path]) -> None:
+        """Writes objects, many at a time within the memory limit; returns when all are stored."""
+        pending: deque[tuple[int, Any]] = deque()
+        in_flight = 0
+        try:
+            for name in names:
+                data = files[name].read_bytes()
+                in_flight += _COPIES * len(data)
+                while pending and (in_flight > self._limit or len(pending) >= _UPLOADS_AT_ONCE):
+                    size, oldest = pending.popleft()
+                    self._do("writing it", oldest)
+                    in_flight -= size
+                pending.append((_COPIES * len(data), self._bucket.write(self._object(name), data)))
+            for _, future in pending:
+                self._do("writing it", future)
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for future in [self._bucket.write(key, None) for key in keys]:
+            self._do("removing what is replaced", future)
+
+    # -- the marker
+
+    def _read_marker(self) -> tuple[_Marker | None, bytes]:
+        """Reads the marker; returns it, or None where there is none, with its generation."""
+        read = self._do("reading the mark of a conversion", self._bucket.read(self._marker_key))
+        if read.state != "value":
+            return None, read.stamp.generation
+        try:
+            fields = json.loads(read.value)
+            texts = [fields["owner"], fields["host"], *fields["names"], *fields["replaced"]]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("not text")
+            marker = _Marker(fields["owner"], fields["host"], list(fields["names"]), list(fields["replaced"]))
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"the object {self._marker_key!r} beside it is not of a conversion; it is left as it is"
+            raise CheckpointIOError(message, path=self.name, errno=errno.EBUSY) from error
+        return marker, read.stamp.generation
+
+    def _write_marker(self, marker: _Marker, generation: bytes | None = None) -> bool:
+        """Writes the marker; with a generation only where that is still the newest, else False is returned."""
+        data = json.dumps(marker._asdict(), indent=1).encode()
+        stamp = self._do(
+            "writing the mark of a conversion", self._bucket.write(self._marker_key, data, if_equal=generation)
+        )
+        return bool(stamp.generation)
+
+    def _do(self, doing: str, future: Any) -> Any:
+        try:
+            return future.result()
+        except ValueError as error:
+            raise remote_error(error, doing, path=self.name) from error

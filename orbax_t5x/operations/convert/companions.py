@@ -1,0 +1,39 @@
+"""The files that a model needs beside its weights: its configuration and its tokenizer, copied from another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from orbax_t5x.errors import CheckpointNotFoundError
+from orbax_t5x.storage.locations import open_store
+from orbax_t5x.storage.paths import url_scheme
+from orbax_t5x.storage.remote import hub
+from orbax_t5x.storage.remote.connection import remote_session
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_MOST_BYTES = 64 << 20
+
+
+def read_companions(path: str) -> Mapping[str, bytes]:
+    """Reads those of `COMPANIONS` that are in a directory: local, in a bucket, of a web server or on the hub.
+
+    Raises:
+      CheckpointNotFoundError: there is none.
+      CheckpointError: they cannot be read, or are larger than such files are.
+    """
+    directory = hub.download_files(path, COMPANIONS) if url_scheme(path) == hub.SCHEME else path
+    with remote_session():
+        store = open_store(directory)
+        names = [name for name, is_there in zip(COMPANIONS, store.has_files(COMPANIONS), strict=True) if is_there]
+        if not names:
+            raise CheckpointNotFoundError(f"there is none of {', '.join(COMPANIONS)}", path=path)
+        return {name: store.read_whole(name, limit=_MOST_BYTES) for name in names}
