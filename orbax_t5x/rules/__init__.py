@@ -21,6 +21,7 @@ from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.peft import peft_lora
 from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
+from orbax_t5x.rules.wan import wan_t5_to_hf_t5
 
 __all__ = [
     "Alignment",
@@ -38,4 +39,5 @@ __all__ = [
     "t5_unscanned_to_scanned",
     "t5x_decoder_to_maxtext",
     "t5x_to_hf_t5",
+    "wan_t5_to_hf_t5",
 ]

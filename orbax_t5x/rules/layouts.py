@@ -20,6 +20,7 @@ NAMES = {
     "hugging face": r"(?:^|[./])(?:encoder|decoder)\.block\.\d+\.layer\.",
     "hugging face flax": r"(?:^|/)(?:encoder|decoder)/block/\d+/layer/",
     "gguf": r"^(?:enc|dec)\.blk\.\d+\.",
+    "wan": r"(?:^|\.)blocks\.\d+\.(?:attn\.[qkvo]|ffn\.gate\.0|pos_embedding\.embedding)\.weight$",
     "mesh tf": r"^(?:encoder|decoder|transformer)/block_\d+/",
 }
 _KINDS = tuple(NAMES)

@@ -50,7 +50,7 @@ _OUTSIDE_LAYERS: dict[str, Dimensions] = {
 _SHARED_SIZES = "E"
 _FREE_SIZES = "V*"
 
-_LAYER_NUMBER = re.compile(r"\b(layers_|block[._/])\d+")
+_LAYER_NUMBER = re.compile(r"\b(layers_|blocks?[._/])\d+")
 _CUT = re.compile(r"[./]")
 
 
@@ -107,6 +107,14 @@ class LeafTable:
         prefixes = self.prefixes(names)
         below = ((name, prefix) for name in names for prefix in prefixes if self._is_below(name, prefix))
         return {name: _LAYER_NUMBER.sub(r"\1*", name.removeprefix(prefix)) for name, prefix in below}
+
+    def renames_below(self, names: Iterable[str], target: Iterable[str]) -> dict[str, str]:
+        """Maps the names of the one model of this layout to those below the prefix that it has in the target."""
+        names = list(names)
+        found, wanted = self.prefixes(names), self.prefixes(target)
+        if len(found) != 1 or len(wanted) != 1 or found == wanted:
+            return {}
+        return {name: wanted[0] + name.removeprefix(found[0]) for name in self.model(names)}
 
     def unfit(self, state: FlatState) -> dict[str, str]:
         """Finds the model's leaves that the layout cannot have.

@@ -16,7 +16,7 @@ from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop
 from orbax_t5x.transforms.patterns.closest import ClosestNames
-from orbax_t5x.transforms.prefix import change_between, follow_target
+from orbax_t5x.transforms.prefix import change_between, follow_target, renamed
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
@@ -173,7 +173,10 @@ class RulePack(Chain):
         if self.steps and same and len(diagnostics.problems) == before:
             self._match_nothing(state, diagnostics)
         result = NewState(quiet)
-        for name, value in (*follow_target(mapped, target, quiet).items(), *unmapped.items()):
+        mapped = follow_target(mapped, target, quiet)
+        if self._leaves_back is not None:
+            mapped = renamed(mapped, self._leaves_back.renames_below(mapped, target), "as the target has it", quiet)
+        for name, value in (*mapped.items(), *unmapped.items()):
             result.put(name, value, name)
         return result.finish()
 

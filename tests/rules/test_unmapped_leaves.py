@@ -180,6 +180,21 @@ def test_hugging_face_names_are_found_below_any_prefix(prefix, way):
     assert rules.infer(source, target).steps
 
 
+def test_results_get_the_prefix_that_the_target_has():
+    flax = t5.hugging_face_flax(PLAIN)
+    ours, torch = t5.below("target/", PLAIN), t5.below("text_encoder.", TORCH)
+    for source, target, pack in (
+        (ours, torch, rules.t5x_to_hf_t5()),
+        (ours, t5.below("params/", flax), rules.hf_flax_t5_to_t5x().inverse()),
+        (t5.below("target/", t5.scanned(PLAIN)), torch, "auto"),
+        (TORCH, torch, "auto"),
+        (torch, t5.below("module.", TORCH), "auto"),
+        (torch, t5.below("model/params/", flax), "auto"),
+    ):
+        for transforms in {pack, "auto"}:
+            assert_equal(restored(source, target, transforms), target)
+
+
 def test_unknown_layouts_below_another_prefix_are_renamed():
     layers = {"encoder/encoder/subblock_0/mlp/expert/wi/kernel": np.ones((3, 2, 12, 14), np.float32)}
     wanted = t5.below("params/", layers)

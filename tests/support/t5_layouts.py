@@ -227,3 +227,26 @@ def relatives():
             "/wi_[01]/",
         ),
     }
+
+
+def wan(plain):
+    """The names of Wan's text encoder, a gated encoder; a bias of the tower is its variant with shared positions."""
+    theirs = {
+        **{f"attention/{ours}/kernel": f"attn.{one}.weight" for ours, one in _QKVO.items()},
+        "mlp/wi_0/kernel": "ffn.gate.0.weight",
+        "mlp/wi_1/kernel": "ffn.fc1.weight",
+        "mlp/wo/kernel": "ffn.fc2.weight",
+        "pre_attention_layer_norm/scale": "norm1.weight",
+        "pre_mlp_layer_norm/scale": "norm2.weight",
+        "relpos_bias/rel_embedding": "pos_embedding.embedding.weight",
+        "encoder_norm/scale": "norm.weight",
+    }
+    result = {}
+    for name, value in plain.items():
+        match = re.fullmatch(r"encoder/(?:layers_(\d+)/)?(.*)", name)
+        if match is None:
+            result["token_embedding.weight"] = value
+        else:
+            block = "" if match[1] is None else f"blocks.{match[1]}."
+            result[block + theirs[match[2]]] = value.T
+    return result
