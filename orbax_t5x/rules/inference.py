@@ -26,7 +26,7 @@ from orbax_t5x.rules.t5x import t5_unscanned_to_scanned
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
-from orbax_t5x.transforms.names import Drop, Rename
+from orbax_t5x.transforms.names import Drop, Keep, Rename
 from orbax_t5x.transforms.prefix import change_between, counterparts
 from orbax_t5x.transforms.repeat_layers import RepeatLayers
 
@@ -130,12 +130,41 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
     if other_depth is not None:
         raise RestorePlanError([other_depth])
     if pack is None:
+        _raise_refusal(source, target, seen)
         message = f"no rule pack leads from {_described(seen, source)} to {_described(wanted, target)}"
         if "unknown" not in (seen.kind, wanted.kind):
             message += f": {_why_not(seen, wanted)}"
         fix = "write AssignmentMap, Rename or StackLayers rules by hand"
         raise RestorePlanError([Problem("rule", None, message, Fix(fix))])
     return pack if pack.steps else _renaming(source, target)
+
+
+def _raise_refusal(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout) -> None:
+    """Raises where the first pack of the way refuses the whole source; the fixes lead on to the target.
+
+    Raises:
+      RestorePlanError: it does.
+    """
+    notes = Diagnostics()
+    first = pack_to_minimal(seen.kind)
+    if first is not None:
+        first.apply(views_of(_parameters(source)), {}, notes)
+    for problem in notes.problems:
+        if problem.kind == "rule":
+            ways = [_led_on(way, source, target) for way in (problem.fix.ways if problem.fix else ())]
+            fix = Fix.any_of(*ways) if ways else None
+            raise RestorePlanError([dataclasses.replace(problem, fix=fix)])
+
+
+def _led_on(fix: Fix, source: Mapping[str, Any], target: Mapping[str, Any]) -> Fix:
+    """Returns a fix that keeps one model of several with all that leads from that to the target."""
+    keep, *_ = fix.arguments.get("transforms", (None,))
+    if not isinstance(keep, Keep):
+        return fix
+    with contextlib.suppress(RestorePlanError):
+        pack = infer(keep.apply(source, {}, Diagnostics()), target)
+        return Fix.setting(fix.words, transforms=(keep, *pack.parts))
+    return fix
 
 
 def _why_not(seen: Layout, wanted: Layout) -> str:

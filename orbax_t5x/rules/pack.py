@@ -9,6 +9,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.rules.leaf_table import LeafTable
+from orbax_t5x.rules.refusals import refusal
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
@@ -159,6 +160,12 @@ class RulePack(Chain):
         quiet = dataclasses.replace(diagnostics, warns_of_unused=False)
         unmapped: dict[str, Any] = {}
         if self._leaves is not None:
+            refused = refusal(self._leaves, state, self._whole or (self,), allows_adapters=diagnostics.allows_unmapped)
+            if refused is not None:
+                diagnostics.problems.append(refused)
+                # Every other problem would have this cause.
+                diagnostics.explained.update(target)
+                return {}
             if self._leaves.is_whole and not self._leaves.model(state):
                 self._match_nothing(state, diagnostics)
                 return dict(state)

@@ -19,6 +19,7 @@ from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, Unmatche
 from orbax_t5x.restoring.diagnose.no_value import NoValue
 from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
 from orbax_t5x.restoring.diagnose.other_feed_forward import OtherFeedForward
+from orbax_t5x.restoring.diagnose.other_models import OtherModels
 from orbax_t5x.restoring.diagnose.other_optimizer import OtherOptimizer
 from orbax_t5x.restoring.diagnose.other_pack import OtherPack
 from orbax_t5x.restoring.diagnose.other_prefix import OtherPrefix
@@ -48,6 +49,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     UnreadScales(),
     TiedLogits(),
     SimilarName(),
+    OtherModels(),
     Unexplained(),
 )
 
