@@ -6,15 +6,16 @@ before it is decided whether the transforms were applied already, and the transf
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from orbax_t5x import rules
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.rules.finding import find_rules
+from orbax_t5x.rules.finding import FoundMapping, find_rules
 from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms import __all__ as transform_names
 from orbax_t5x.transforms.base import AnyTransform
@@ -170,30 +171,58 @@ def _call_of(name: str) -> str | None:
     return f"ot.transforms.{name}(…)" if name in transform_names else None
 
 
+def rules_found(given: Sequence[AnyTransform], written: Sequence[AnyTransform]) -> tuple[AnyTransform, ...]:
+    """Returns what a chain that was written out has in place of `"auto"`."""
+    asked = {
+        one.source
+        for one in given
+        if isinstance(one, OneSource) and any(isinstance(step, FoundRules) for step in one.steps)
+    }
+    found: list[AnyTransform] = []
+    for one in written:
+        if isinstance(one, OneSource):
+            found += one.steps if one.source in asked else ()
+        elif not any(one is other for other in given):
+            found.append(one)
+    return tuple(found)
+
+
 def written_out(
-    transforms: Iterable[AnyTransform], source: FlatState, target: Mapping[str, Any], path: str | None
+    transforms: Iterable[AnyTransform],
+    source: FlatState,
+    target: Mapping[str, Any],
+    path: str | None,
+    *,
+    fillable: Collection[str] = (),
 ) -> tuple[AnyTransform, ...]:
-    """Returns the chain with the rules that `"auto"` finds from the source's leaves to the target's."""
+    """Returns the chain with the rules that `"auto"` finds from the source's leaves to the target's.
+
+    Leaves of the target that are `fillable` need no rule.
+    """
     chain: list[AnyTransform] = []
     for transform in transforms:
         if isinstance(transform, FoundRules):
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=Diagnostics())
-            chain.extend(_found(before, target, path))
+            chain.extend(_found(before, target, path, fillable))
         elif isinstance(transform, OneSource):
-            steps = written_out(transform.steps, transform.own(source), transform.target_below(target), path)
+            below = transform.target_below(target)
+            new = {name for name in below if name in fillable or prefixed(transform.source, name) in fillable}
+            steps = written_out(transform.steps, transform.own(source), below, path, fillable=new)
             chain.extend([dataclasses.replace(transform, steps=steps)] if steps else [])
         else:
             chain.append(transform)
     return tuple(chain)
 
 
-def _found(source: FlatState, target: Mapping[str, Any], path: str | None) -> tuple[Transform, ...]:
+def _found(
+    source: FlatState, target: Mapping[str, Any], path: str | None, fillable: Collection[str]
+) -> tuple[Transform, ...]:
     if not target:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and there is no target"
         fix = Fix.any_of(_PASS_RULES, Fix.in_program("pass the target"))
         raise RestorePlanError([Problem("rule", None, what, fix)], path=path)
     try:
-        mapping = find_rules({name: leaf for name, leaf in source.items() if leaf is not None}, target)
+        mapping = _mapping({name: leaf for name, leaf in source.items() if leaf is not None}, target, fillable)
     except RestorePlanError as error:
         problems = [
             dataclasses.replace(problem, message=f"transforms={AUTO!r}: {problem.message}")
@@ -202,3 +231,18 @@ def _found(source: FlatState, target: Mapping[str, Any], path: str | None) -> tu
         raise RestorePlanError(problems, path=path) from error
     _logger.info("transforms=%r: %s", AUTO, mapping.found)
     return mapping.parts
+
+
+def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str]) -> FoundMapping:
+    """Finds rules for the whole target; where none cover it, for what the fallback does not fill."""
+    wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
+    if not wanted or len(wanted) == len(target):
+        return find_rules(source, target)
+    found = None
+    with contextlib.suppress(RestorePlanError):
+        found = find_rules(source, target)
+        if found.is_whole:
+            return found
+    with contextlib.suppress(RestorePlanError):
+        return find_rules(source, wanted)
+    return found or find_rules(source, target)

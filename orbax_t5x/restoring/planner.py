@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers import Checkpoint
-from orbax_t5x.restoring.chains import written_out
+from orbax_t5x.restoring.chains import rules_found, written_out
 from orbax_t5x.restoring.fallback import open_fallback
 from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import PlanOptions
@@ -57,7 +58,9 @@ def plan_inputs(
     for name in (*flattened.train_states, *flattened.inference_states):
         source = without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
-    written = written_out(transforms, source, flattened.original, path)
+    patterns = [] if options.fallback is None else list(options.fallback_for or ())
+    fillable = {name for name in flattened.original if any(re.fullmatch(one, name) for one in patterns)}
+    written = written_out(transforms, source, flattened.original, path, fillable=fillable)
     return PlanInputs(checkpoints, path, flattened, stored, source, transforms, written, options, diagnostics)
 
 
@@ -107,7 +110,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         diagnostics.warnings += scales_warning(used, unused)
     for pattern in matcher.unused_patterns():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
-    return RestorePlan(
+    plan = RestorePlan(
         entries=entries,
         target=flattened
         if flattened.kind != "everything"
@@ -120,6 +123,13 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
     )
+    found = () if resuming else rules_found(inputs.given, transforms)
+    if found and plan.filled and not plan.is_fill_expected:
+        from orbax_t5x.restoring.diagnose.partial_rules import partial_rules  # noqa: PLC0415  (a fallback fills more)
+
+        if problems := partial_rules(plan, found):
+            raise diagnostics.error(problems, path=inputs.path)
+    return plan
 
 
 def _is_changed(source: Mapping[str, Any], state: Mapping[str, Any]) -> bool:

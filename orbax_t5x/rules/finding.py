@@ -49,10 +49,12 @@ class FoundMapping(NamedTuple):
     Attributes:
       parts: in order.
       found: what they are founded on, as text.
+      is_whole: whether they give every parameter of the model its leaf.
     """
 
     parts: Transforms
     found: str
+    is_whole: bool = True
 
 
 class _Way(NamedTuple):
@@ -66,6 +68,8 @@ class _Way(NamedTuple):
 
 def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
     """Finds the transforms that lead from a checkpoint's leaves to a target's; both as for `align`.
+
+    A known pack that leaves leaves of the target to others is returned, too: a plan explains these best.
 
     Raises:
       RestorePlanError: nothing leads there, or a parameter of the model has several readings.
@@ -87,7 +91,7 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
         if best is None or alignment.covered > best[1].covered:
             best = way, alignment
     if pack is not None:
-        return FoundMapping((*slots, *pack.parts), pack.found)
+        return FoundMapping((*slots, *pack.parts), pack.found, is_whole=False)
     assert refusal is not None
     is_explained = any(one.fix is not None and one.fix.arguments for one in refusal.problems)
     if best is None or not best[1].open or not best[1].covered or is_explained:
@@ -239,5 +243,8 @@ def _problem(way: _Way, alignment: Alignment) -> Problem:
     if parts:
         code = textwrap.shorten(calls_code(parts), _LONGEST_CODE, placeholder=" …")
         message += f". The rules found cover {alignment.covered}: {code}"
-    fix = "give the open leaves the target's words by a Rename, and pass it with the rules found as transforms"
+    fix = (
+        "give the open leaves the target's words by a Rename, and pass it with the rules found as transforms; name "
+        "leaves that are new by fallback_for"
+    )
     return Problem("rule", None, message, Fix(fix))

@@ -6,6 +6,7 @@ A model parameter is a leaf that `dtype=` would cast; in a tree without any such
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -49,17 +50,28 @@ def filled_patterns(plan: PlanData) -> str:
 
 def warning_of_filled(plan: PlanData) -> str:
     """Returns the warning about parameters that a fallback fills; empty where there are none, or they were named."""
-    parameters = () if plan.is_fill_expected or not plan.filled else _parameters(plan)
-    filled = [entry.name for entry in parameters if entry.action == "fallback"]
-    if not filled:
+    if plan.is_fill_expected or not (names := filled_parameters(plan)):
         return ""
-    patterns = listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS)
-    count = f"{len(filled):,} of {counted(len(parameters), 'model parameter')}"
+    count = f"{parameter_counts(plan).from_fallback:,} of {counted(parameter_counts(plan).total, 'model parameter')}"
     unused = f" {leaves_text(len(plan.unused))} of the checkpoint found no place." if plan.unused else ""
     return (
-        f"{count} come from the fallback, for want of them in {sources_text(plan)}: {plain(patterns)}.{unused} "
+        f"{count} come from the fallback, for want of them in {sources_text(plan)}: {names}.{unused} "
         "If that is meant, name them by fallback_for=[patterns]."
     )
+
+
+def filled_parameters(plan: PlanData) -> str:
+    """Lists the model parameters that the fallback fills as patterns of names; empty where there are none."""
+    parameters = _parameters(plan) if plan.filled else ()
+    filled = [entry.name for entry in parameters if entry.action == "fallback"]
+    return plain(listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS))
+
+
+def patterns_for_filled(plan: PlanData) -> list[str] | None:
+    """Returns all that the fallback fills as regexes for `fallback_for`; None where that takes too many."""
+    found = _whole_subtrees(plan.filled, [entry.name for entry in plan.entries if entry.action != "keep"])
+    patterns = [re.escape(name.removesuffix("**")) + (".*" if name.endswith("/**") else "") for name in found]
+    return patterns if len(patterns) <= _SHOWN_PATTERNS else None
 
 
 def _parameters(plan: PlanData) -> Sequence[PlanEntry]:
@@ -69,11 +81,17 @@ def _parameters(plan: PlanData) -> Sequence[PlanEntry]:
 
 def _subtrees(names: Sequence[str], every: Iterable[str]) -> list[str]:
     """Folds names: `dec/** (46)` for a subtree that they fill whole; each with how many it stands for."""
+    found = _whole_subtrees(names, every)
+    sizes = list(found.values())
+    return [f"{row.texts[0]} ({sum(sizes[at] for at in row.members):,})" for row in fold_names(found)]
+
+
+def _whole_subtrees(names: Sequence[str], every: Iterable[str]) -> dict[str, int]:
+    """Counts names by `dec/**` for a subtree that they fill whole, and by themselves."""
     totals = collections.Counter(parent for name in every for parent in parents(name))
     counts = collections.Counter(parent for name in names for parent in parents(name))
     found: dict[str, int] = {}
     for name in names:
         whole = next((parent for parent in parents(name) if counts[parent] == totals[parent] > 1), None)
         found[name if whole is None else f"{whole}/**"] = 1 if whole is None else counts[whole]
-    sizes = list(found.values())
-    return [f"{row.texts[0]} ({sum(sizes[at] for at in row.members):,})" for row in fold_names(found)]
+    return found

@@ -1,0 +1,32 @@
+"""Problem of rules that `"auto"` found for a part of the model, where the fallback would fill the rest in silence."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.restoring.chains import AUTO
+from orbax_t5x.restoring.plan_data import PlanData
+from orbax_t5x.restoring.show.filled import filled_parameters, parameter_counts, patterns_for_filled
+from orbax_t5x.text.code import calls_code
+from orbax_t5x.text.wording import counted
+from orbax_t5x.transforms.base import AnyTransform
+
+_LONGEST_CODE = 600
+
+
+def partial_rules(plan: PlanData, rules: Sequence[AnyTransform]) -> list[Problem]:
+    """Returns the problem of found `rules` that leave parameters of the model to the fallback, if they do."""
+    names = filled_parameters(plan)
+    if not names:
+        return []
+    total, read, filled = parameter_counts(plan)
+    code = textwrap.shorten(calls_code(rules), _LONGEST_CODE, placeholder=" …")
+    message = (
+        f"transforms={AUTO!r}: the rules found cover {read:,} of the model's {counted(total, 'parameter')}, and the "
+        f"fallback would fill {filled:,}: {names}. The rules: {code}"
+    )
+    patterns = patterns_for_filled(plan)
+    value = ... if patterns is None else patterns
+    return [Problem("rule", None, message, Fix.setting("if these are new, pass {}", fallback_for=value))]
