@@ -60,7 +60,7 @@ def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> R
 
 def _value(text: str, annotation: str) -> Any:
     """Parses a value of the annotated type; a ValueError where the text is none."""
-    if annotation == "str":
+    if "str" in annotation:
         return text
     if "bool" in annotation:
         if text.lower() not in _CONSTANTS:

@@ -101,7 +101,13 @@ def average_node(inputs: Sequence[Node], weights: Sequence[float]) -> AverageNod
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class AllEqualNode(Node):
-    """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not."""
+    """The first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not.
+
+    Attributes:
+      advice: for people whose arrays differ, after the error's text.
+    """
+
+    advice: str = ""
 
     def describe_step(self) -> str:
         return f"one of {len(self.inputs)} that must be equal"
@@ -125,7 +131,8 @@ class AllEqualNode(Node):
         index = tuple(int(i) + first for i, (first, _) in zip(at, box, strict=True))
         first_leaf, leaf = self.leaves()[0], other.leaves()[0]
         raise LeafMismatchError(
-            f"must equal {first_leaf.name!r}, but at {index} it holds {values[at]} and that holds {out[at]}",
+            f"must equal {first_leaf.name!r}, but at {index} it holds {values[at]} and that holds {out[at]}"
+            + (f"; {self.advice}" if self.advice else ""),
             path=leaf.path or None,
             leaf=leaf.name,
         )

@@ -122,8 +122,12 @@ def scaled(view: Any, scale: Any) -> View:
     return View(scaled_node(as_view(view).node, as_view(scale).node))
 
 
-def all_equal(views: Iterable[Any]) -> View:
+def all_equal(views: Iterable[Any], *, advice: str = "") -> View:
     """Returns the first of several arrays that must be equal bit for bit; reading raises `LeafMismatchError` where not.
+
+    Args:
+      views: the arrays.
+      advice: the end of that error's text.
 
     Raises:
       ValueError: no array, or shapes or dtypes differ; the text names both.
@@ -131,7 +135,7 @@ def all_equal(views: Iterable[Any]) -> View:
     inputs = _inputs("all_equal", views)
     _check_shapes("all_equal", inputs)
     _check_dtypes("all_equal", inputs)
-    return View(AllEqualNode(inputs[0].shape, inputs[0].dtype, _nodes(inputs)))
+    return View(AllEqualNode(inputs[0].shape, inputs[0].dtype, _nodes(inputs), advice))
 
 
 def _inputs(function: str, views: Iterable[Any]) -> tuple[View, ...]:

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 from orbax_t5x.rules.alignment.alignment import Alignment, align
+from orbax_t5x.rules.fused import t5_fused_to_unscanned
 from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x, t5x_to_hf_t5
 from orbax_t5x.rules.inference import infer
@@ -34,6 +35,7 @@ __all__ = [
     "mesh_tf_to_t5x",
     "peft_lora",
     "scaled_fp8_to_float32",
+    "t5_fused_to_unscanned",
     "t5_minimal_to_scanned",
     "t5_minimal_to_unscanned",
     "t5_unscanned_to_scanned",

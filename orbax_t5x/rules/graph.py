@@ -11,8 +11,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from orbax_t5x.rules.fused import t5_fused_to_unscanned
 from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
 from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
+from orbax_t5x.rules.layouts import NAMES
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x
 from orbax_t5x.rules.pack import RulePack, joined
@@ -52,6 +54,9 @@ EDGES = (
     Edge("unscanned", "scanned", t5_unscanned_to_scanned, _AXIS),
     # Flaxformer's heads are joined.
     Edge("minimal", "scanned with joined heads", t5_unscanned_to_scanned, _AXIS),
+    Edge("minimal", "scanned in subblocks with joined heads", t5_unscanned_to_scanned, (*_AXIS, "subblocks")),
+    Edge("unscanned", "scanned in subblocks", t5_unscanned_to_scanned, (*_AXIS, "subblocks")),
+    Edge("fused", "unscanned", t5_fused_to_unscanned),
     Edge("minimal", "maxtext", functools.partial(t5x_decoder_to_maxtext, scanned=False), _HEADS),
     Edge("minimal", "maxtext scanned", t5x_decoder_to_maxtext, (*_HEADS, *_AXIS)),
 )
@@ -113,8 +118,8 @@ def pack_to_minimal(kind: str) -> RulePack | None:
 
     It takes no dimensions of the model.
     """
-    path = shortest_path(kind, "minimal")
-    if not path or any(step.edge.arguments for step in path):
+    path = shortest_path(kind, "minimal") if kind in NAMES else None
+    if not path:
         return None
     packs = [step.pack({}) for step in path]
     return joined(packs, [pack.inverse() for pack in reversed(packs) if pack.has_inverse])

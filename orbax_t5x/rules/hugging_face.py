@@ -8,14 +8,24 @@ layer's. The output projection may be left out of a file, because it is the embe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.rules.leaf_table import BIAS, SUBLAYERS, Dimensions, LeafTable, dimensions_of, layer_names
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
+from orbax_t5x.rules.relatives import from_hugging_face, relatives_of_t5x, relatives_table, to_hugging_face
 from orbax_t5x.rules.scaled_fp8 import NoScalesWanted, TimesScales, with_scales
-from orbax_t5x.rules.steps import FirstName, PrefixAsTarget, RepeatPerLayer, WithoutPrefix, equal_copies, target_prefix
+from orbax_t5x.rules.steps import (
+    FirstName,
+    MergeWhereWanted,
+    PrefixAsTarget,
+    RepeatPerLayer,
+    WithoutPrefix,
+    equal_copies,
+    target_prefix,
+)
+from orbax_t5x.rules.t5x import bias_per_tower
 from orbax_t5x.transforms.arrays import Transpose
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -85,7 +95,7 @@ def _their_leaves() -> LeafTable:
     bias = "block.{}.layer.{}.{}.relative_attention_bias.weight"
     found.update({f"{tower}.{bias.format('*', 0, 'SelfAttention')}": ("*H",) for tower in SUBLAYERS})
     found[f"decoder.{bias.format('*', 1, 'EncDecAttention')}"] = ()
-    return LeafTable("Hugging Face's T5", with_scales(found), has_dots=True)
+    return LeafTable("Hugging Face's T5", with_scales({**found, **relatives_table(found)}), has_dots=True)
 
 
 def _flax_leaves() -> LeafTable:
@@ -93,14 +103,16 @@ def _flax_leaves() -> LeafTable:
     names = _names_of_flax([*layer_names(), *_FIXED_NAMES])
     bias = "block/*/layer/0/SelfAttention/relative_attention_bias/embedding"
     found: dict[str, Dimensions] = {theirs: (dimensions_of(ours),) for theirs, ours in names}
-    return LeafTable("Hugging Face's Flax T5", {**found, **{f"{tower}/{bias}": ("*H",) for tower in SUBLAYERS}})
+    found.update({f"{tower}/{bias}": ("*H",) for tower in SUBLAYERS})
+    return LeafTable("Hugging Face's Flax T5", {**found, **relatives_table(found)})
 
 
-def _our_leaves() -> LeafTable:
+def _our_leaves(is_flax: bool) -> LeafTable:
     """Makes the table of the names of T5X's minimal T5 that Hugging Face's models have, too."""
     names = [ours for _, ours in (*layer_names(), *_FIXED_NAMES)]
     names += [f"{tower}/{layers}{BIAS}" for tower in SUBLAYERS for layers in ("", "layers_*/")]
-    return LeafTable("T5X's minimal T5", {name: (dimensions_of(name),) for name in names})
+    found: dict[str, Dimensions] = {name: (dimensions_of(name),) for name in names}
+    return LeafTable("T5X's minimal T5 with a name in Hugging Face's", {**found, **relatives_of_t5x(is_flax=is_flax)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,9 +222,13 @@ class _TiedHead(Transform):
 
 
 def hf_t5_to_t5x(
-    *, tie_word_embeddings: bool | None = None, scale_decoder_outputs: bool | None = None, prefix: str = "target/"
+    *,
+    tie_word_embeddings: bool | None = None,
+    scale_decoder_outputs: bool | None = None,
+    encoder_attention_type: str | None = None,
+    prefix: str = "target/",
 ) -> RulePack:
-    """Maps Hugging Face's T5, T5.1.1, mT5 and umT5 names to T5X minimal T5.
+    """Maps Hugging Face's T5, T5.1.1, mT5, umT5, LongT5 and Switch names to T5X minimal T5.
 
     The result gets the prefix of the target's `encoder/…` and `decoder/…`. The copies of the embedding that old files
     hold, `encoder.embed_tokens` and `decoder.embed_tokens`, must be equal to it, which is checked when it is read; a
@@ -224,6 +240,9 @@ def hf_t5_to_t5x(
       scale_decoder_outputs: as config.json has it, for a tied file and a target with `logits_dense`: False takes
         the transposed embedding, True is an error. None: True for T5.1.0 (`wi`), False for gated models, with a
         warning.
+      encoder_attention_type: as LongT5's config.json has it, "local" or "transient-global", for the inverse: nothing in
+        T5X's tree tells local attention. None: as the target has it, else "transient-global" where the model has the
+        leaves of it, else T5's.
       prefix: of the names where there is no target.
 
     Example:
@@ -241,11 +260,15 @@ def hf_t5_to_t5x(
         Transpose(_TRANSPOSED, require_match=False),
     )
     back = (Transpose(_ROOT + _TRANSPOSED, require_match=False), Rename(_from_t5x(), require_match=False))
+    arguments = {
+        "tie_word_embeddings": tie_word_embeddings,
+        "scale_decoder_outputs": scale_decoder_outputs,
+        "encoder_attention_type": encoder_attention_type,
+        "prefix": prefix,
+    }
     example = "encoder.block.0.layer.0.SelfAttention.q.weight"
-    leaves = _their_leaves()
-    before = (WithoutPrefix(leaves), TimesScales(), _TowerEmbeddings())
     return _pack(
-        "hf_t5_to_t5x", leaves, before, forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix
+        "hf_t5_to_t5x", _their_leaves(), (TimesScales(), _TowerEmbeddings()), forwards, back, example, arguments
     )
 
 
@@ -256,51 +279,60 @@ def _pack(
     forwards: tuple[Transform, ...],
     back: tuple[Transform, ...],
     example: str,
-    tie_word_embeddings: bool | None,
-    scale_decoder_outputs: bool | None,
-    prefix: str,
+    arguments: Mapping[str, Any],
 ) -> RulePack:
-    """Makes the pack of a function: its own transforms, and those of both formats for biases, head and prefix."""
-    arguments = {"tie_word_embeddings": tie_word_embeddings, "scale_decoder_outputs": scale_decoder_outputs}
+    """Makes the pack of a function: its own transforms, and those of both formats for relatives, biases and head."""
+    prefix, is_flax = arguments["prefix"], "flax" in function
     given = {**arguments, "prefix": None if prefix == "target/" else prefix}
-    ours = _our_leaves()
+    ours = _our_leaves(is_flax)
     return pack_of(
         PackCall(function, tuple((name, value) for name, value in given.items() if value is not None)),
         (
             *forwards,
             _SettleBias(),
-            _TiedHead(tie_word_embeddings, scale_decoder_outputs),
+            _TiedHead(arguments["tie_word_embeddings"], arguments["scale_decoder_outputs"]),
             PrefixAsTarget(_MODEL, prefix),
         ),
         # Hugging Face keeps no optimizer state; here it would only be left over.
         (Drop((r"state/.*", r"opt_state/.*", r"flax_mutables/.*", r"step"), require_match=False), *back),
         example=example,
         back_example="target/encoder/layers_0/attention/query/kernel",
-        _before=before,
-        _before_back=(WithoutPrefix(ours), NoScalesWanted()),
+        _before=(WithoutPrefix(leaves), *before, *from_hugging_face(is_flax=is_flax)),
+        _before_back=(WithoutPrefix(ours), bias_per_tower(MergeWhereWanted), NoScalesWanted()),
+        _after_back=to_hugging_face(arguments["encoder_attention_type"], is_flax=is_flax),
         _leaves=leaves,
         _leaves_back=ours,
     )
 
 
-def t5x_to_hf_t5() -> RulePack:
+def t5x_to_hf_t5(*, encoder_attention_type: str | None = None) -> RulePack:
     """Maps T5X minimal T5 to Hugging Face's names: the inverse of `hf_t5_to_t5x()`.
 
     Optimizer state, step and mutables are dropped. `logits_dense` becomes `lm_head.weight`, also where it was the
-    embedding.
+    embedding. A model with experts gets Switch's names.
+
+    Args:
+      encoder_attention_type: see `hf_t5_to_t5x`.
 
     Example:
       >>> state = {"target": {"token_embedder": {"embedding": 1}, "encoder": {"encoder_norm": {"scale": 2}}}}
       >>> ot.rules.t5x_to_hf_t5()(state, {})
       {'shared.weight': 1, 'encoder.final_layer_norm.weight': 2}
     """
-    return dataclasses.replace(hf_t5_to_t5x().inverse(), name="t5x_to_hf_t5()", _call=PackCall("t5x_to_hf_t5"))
+    inverse = hf_t5_to_t5x(encoder_attention_type=encoder_attention_type).inverse()
+    given = () if encoder_attention_type is None else (("encoder_attention_type", encoder_attention_type),)
+    call = PackCall("t5x_to_hf_t5", given)
+    return dataclasses.replace(inverse, name=call.name, _call=call)
 
 
 def hf_flax_t5_to_t5x(
-    *, tie_word_embeddings: bool | None = None, scale_decoder_outputs: bool | None = None, prefix: str = "target/"
+    *,
+    tie_word_embeddings: bool | None = None,
+    scale_decoder_outputs: bool | None = None,
+    encoder_attention_type: str | None = None,
+    prefix: str = "target/",
 ) -> RulePack:
-    """Maps the names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1 and mT5 to T5X minimal T5.
+    """Maps the names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1, mT5 and LongT5 to T5X's.
 
     As `hf_t5_to_t5x`, whose arguments it has; of the arrays, only relative biases are transposed.
 
@@ -322,9 +354,11 @@ def hf_flax_t5_to_t5x(
     )
     forwards = (Rename(renamed, require_match=False), Transpose(biases, require_match=False))
     back = (Transpose(_ROOT + biases, require_match=False), Rename(renamed_back, require_match=False))
+    arguments = {
+        "tie_word_embeddings": tie_word_embeddings,
+        "scale_decoder_outputs": scale_decoder_outputs,
+        "encoder_attention_type": encoder_attention_type,
+        "prefix": prefix,
+    }
     example = "encoder/block/0/layer/0/SelfAttention/q/kernel"
-    leaves = _flax_leaves()
-    before = (WithoutPrefix(leaves),)
-    return _pack(
-        "hf_flax_t5_to_t5x", leaves, before, forwards, back, example, tie_word_embeddings, scale_decoder_outputs, prefix
-    )
+    return _pack("hf_flax_t5_to_t5x", _flax_leaves(), (), forwards, back, example, arguments)

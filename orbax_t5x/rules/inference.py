@@ -22,7 +22,7 @@ from orbax_t5x.rules.graph import pack_to_minimal, shortest_path
 from orbax_t5x.rules.layouts import Layout, axes_between, heads_of, layout_of, stacked_depths
 from orbax_t5x.rules.pack import RulePack, joined
 from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32, scales_beside
-from orbax_t5x.rules.t5x import t5_unscanned_to_scanned
+from orbax_t5x.rules.t5x import t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
@@ -30,6 +30,8 @@ from orbax_t5x.transforms.names import Drop, Keep, Rename
 from orbax_t5x.transforms.prefix import change_between, counterparts
 from orbax_t5x.transforms.repeat_layers import RepeatLayers
 
+# The group is of a layer's bias only.
+_BIAS = re.compile(r"(?:.*/)?(?:encoder|decoder)/(layers_\d+/)?relpos_bias/rel_embedding")
 _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 # What a target without an optimizer has no place for.
 _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
@@ -49,8 +51,10 @@ def _between(source: Layout, target: Layout) -> list[RulePack] | None:
     dimensions = {} if heads is None else {"num_heads": heads[0], "head_dim": heads[1]}
     packs: list[RulePack] = []
     for step in path:
-        axis = axes.get(step.edge.target)
-        given = {**dimensions, **({} if axis is None else {"scan_axis": axis})}
+        stacked = next((end for end in (source, target) if end.kind == step.edge.target and end.is_scanned), None)
+        given = dict(dimensions)
+        if stacked is not None:
+            given |= {"scan_axis": axes[stacked.kind], "subblocks": stacked.subblocks}
         if not given.keys() >= set(step.edge.arguments):
             return None
         packs.append(step.pack(given))
@@ -105,8 +109,9 @@ def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
       leaves: by name.
     """
     layout = layout_of(_parameters(leaves))
-    if layout.kind in ("scanned", "scanned with joined heads"):
-        return t5_unscanned_to_scanned(scan_axis=1).inverse()
+    if layout.is_scanned and "maxtext" not in layout.kind:
+        subblocks = layout.subblocks if "subblocks" in layout.kind else None
+        return t5_unscanned_to_scanned(scan_axis=1, subblocks=subblocks).inverse()
     return pack_to_minimal(layout.kind)
 
 
@@ -257,10 +262,18 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
             return None
         steps = [*_parts(first), *between, *([] if last is None else _parts(last.inverse()))]
     else:
-        steps = [step.pack({}) for step in path]
+        steps = [step.pack({}) for step in path] or _between_biases(source, target)
     if not steps:
         return RulePack((), (), "nothing to map")
     return joined(steps, [pack.inverse() for pack in reversed(steps) if pack.has_inverse])
+
+
+def _between_biases(source: Mapping[str, Any], target: Mapping[str, Any]) -> list[RulePack]:
+    """Returns the pack between a relative bias of the tower and one of each layer, where that is what differs."""
+    found, wanted = ({bool(match[1]) for match in map(_BIAS.fullmatch, side) if match} for side in (source, target))
+    if (found, wanted) == ({False}, {True}):
+        return [t5_minimal_to_unscanned()]
+    return [t5_minimal_to_unscanned().inverse()] if (found, wanted) == ({True}, {False}) else []
 
 
 def _parts(pack: RulePack | None) -> list[RulePack]:

@@ -32,7 +32,7 @@ _SCANNED = re.compile(r"(?:.*/)?(encoder|decoder)/\1/(.*)")
 _QUERY = re.compile(r"(?:attention|self_attention)/query/kernel")
 # T5X's and MaxText's default first.
 _AXES = (1, 0, 2, 3)
-_STACKED = frozenset({"scanned", "scanned with joined heads", "maxtext scanned"})
+_SUBBLOCK = re.compile(r"subblock_(\d+)/(.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +43,20 @@ class Layout:
       kind: a node of `graph`, or "unknown".
       shapes: of one layer's leaves, or of all layers' where they are scanned.
       depths: tower -> layers, where they can be counted.
+      subblocks: the number of parts that stacked layers are in; layer i is in part `i % subblocks`.
       mixed: the kinds of which the tree has names, where these are several; its kind is unknown.
     """
 
     kind: str
     shapes: Mapping[Layer, Shape] = dataclasses.field(default_factory=dict)
     depths: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    subblocks: int = 1
     mixed: tuple[str, ...] = ()
 
     @property
     def is_scanned(self) -> bool:
         """True if layers are stacked on an axis."""
-        return self.kind in _STACKED
+        return "scanned" in self.kind.split()
 
     def __str__(self) -> str:
         depths = ", ".join(f"{tower} of {depth} layers" for tower, depth in self.depths.items())
@@ -83,7 +85,7 @@ def _layout_of_layers(leaves: Mapping[str, Any]) -> Layout:
     """Finds which of T5X's and MaxText's layouts a tree has."""
     shapes: dict[Layer, Shape] = {}
     depths: dict[str, int] = {}
-    scanned = False
+    scanned, subblocks = False, None
     maxtext = any(map(_MAXTEXT_ALONE.fullmatch, leaves))
     for name, leaf in leaves.items():
         found = _MAXTEXT.fullmatch(name) if maxtext else None
@@ -93,6 +95,9 @@ def _layout_of_layers(leaves: Mapping[str, Any]) -> Layout:
             tower, number, rest = found.groups()
         elif (found := _SCANNED.fullmatch(name)) is not None:
             tower, number, rest = found[1], None, found[2]
+            block = _SUBBLOCK.fullmatch(rest)
+            if block is not None:
+                subblocks, rest = max(subblocks or 0, int(block[1]) + 1), block[2]
         else:
             continue
         scanned |= number is None
@@ -107,9 +112,12 @@ def _layout_of_layers(leaves: Mapping[str, Any]) -> Layout:
     if maxtext:
         return Layout("maxtext scanned" if scanned else "maxtext", shapes, depths)
     is_joined = len(query) == (3 if scanned else 2)
-    if scanned:
-        return Layout("scanned with joined heads" if is_joined else "scanned", shapes, depths)
-    return Layout("minimal" if is_joined else "unscanned", shapes, depths)
+    if not scanned and any(rest.endswith("_fused/kernel") for _, rest in shapes):
+        return Layout("fused", shapes, depths)
+    if not scanned:
+        return Layout("minimal" if is_joined else "unscanned", shapes, depths)
+    kind = "scanned" + (" in subblocks" if subblocks else "") + (" with joined heads" if is_joined else "")
+    return Layout(kind, shapes, depths, subblocks or 1)
 
 
 def axes_between(one: Layout, other: Layout) -> dict[str, int] | None:
@@ -143,7 +151,7 @@ def _unrolled(scanned: Layout, axis: int) -> Layout | None:
     """Returns the layout of one layer each, if the layers are on an axis; None where they cannot be."""
     if any(len(shape) <= axis for shape in scanned.shapes.values()):
         return None
-    sizes = {(tower, shape[axis]) for (tower, _), shape in scanned.shapes.items()}
+    sizes = {(tower, shape[axis] * scanned.subblocks) for (tower, _), shape in scanned.shapes.items()}
     shapes = {layer: _without(shape, axis) for layer, shape in scanned.shapes.items()}
     return Layout("", shapes, dict(sizes)) if len(sizes) == len(dict(sizes)) else None
 
@@ -158,7 +166,7 @@ def stacked_depths(scanned: Layout, unrolled: Layout) -> dict[int, dict[str, int
             and _same_but_heads(_without(scanned.shapes[layer], axis), unrolled.shapes[layer])
             for layer in common
         )
-        sizes = {(tower, scanned.shapes[tower, rest][axis]) for tower, rest in common} if fits else set[Any]()
+        sizes = {(tower, scanned.shapes[tower, rest][axis] * scanned.subblocks) for tower, rest in common if fits}
         if fits and len(sizes) == len(dict(sizes)):
             found[axis] = dict(sizes)
     return found

@@ -1,7 +1,8 @@
 """Tables of the leaves that a layout of T5 can have, by name and dimensions; a rule pack checks its source by one.
 
 Names have `*` for a layer's number. Dimensions are letters: E embed, H heads, D head_dim, J = H*D, F mlp, L layers, V
-vocab, and `*` for any size. E has one size in a model, the others (but V) one in each tower.
+vocab, X experts, G an expert's mlp, K another mlp, and `*` for any size. E has one size in a model, the others (but V)
+one in each tower.
 """
 
 from __future__ import annotations
@@ -47,10 +48,24 @@ _OUTSIDE_LAYERS: dict[str, Dimensions] = {
     "decoder/logits_dense/kernel": ("EV",),
     **_RELATIVES,
 }
+# What relatives have in the encoder where attention is transient-global (LongT5).
+TRANSIENT_GLOBAL: dict[str, Dimensions] = {
+    "encoder/layers_*/attention/T5LayerNorm_0/scale": ("E",),
+    "encoder/side_relpos_bias/rel_embedding": ("H*",),
+}
+EXPERT = {"wi": "XEG", "wi_0": "XEG", "wi_1": "XEG", "wo": "XGE"}
+ROUTER = "mlp/router/router_weights/w/kernel"
+# What relatives have in layers (Switch, ST-MoE).
+_IN_LAYERS = {
+    **{f"mlp/expert/{name}/kernel": letters for name, letters in EXPERT.items()},
+    **{f"extra_mlp/{name}/kernel": _BY_PARENT[name].replace("F", "K") for name in _MLP},
+    ROUTER: "EX",
+    "pre_extra_mlp_layer_norm/scale": "E",
+}
 _SHARED_SIZES = "E"
 _FREE_SIZES = "V*"
 
-_LAYER_NUMBER = re.compile(r"\b(layers_|blocks?[._/])\d+")
+_LAYER_NUMBER = re.compile(r"\b(layers_|subblock_|expert_|blocks?[._/])\d+")
 _CUT = re.compile(r"[./]")
 
 
@@ -152,26 +167,57 @@ def _dimensions_text(letters: str) -> str:
     return f"({', '.join(letters)}{',' if len(letters) == 1 else ''})"
 
 
-def t5x_table(layout: str, *, heads: Sequence[str] = ("joined",), scan_axis: int | None = None) -> LeafTable:
+def t5x_table(
+    layout: str,
+    *,
+    heads: Sequence[str] = ("joined",),
+    scan_axis: int | None = None,
+    subblocks: bool = False,
+    biases: Sequence[str] = ("tower", "layer"),
+    transient_global: bool = False,
+    experts: bool = True,
+) -> LeafTable:
     """Makes the table of one of T5X's layouts.
 
     Args:
       layout: its name, for people.
       heads: "joined" for kernels of (E, H*D), "split" for (E, H, D).
       scan_axis: the position of the layers' axis; None where layers have names of their own.
+      subblocks: whether stacked layers are in subblocks.
+      biases: whether a relative bias is the "tower"'s or a "layer"'s.
+      transient_global: whether there may be LongT5's attention.
+      experts: whether there may be mixtures of experts.
     """
     leaves: dict[str, Dimensions] = dict(_OUTSIDE_LAYERS)
-    for name in [f"{tower}/layers_*/{BIAS}" for tower in SUBLAYERS] + [ours for _, ours in layer_names()]:
-        joined = dimensions_of(name)
+    in_layers = {ours: dimensions_of(ours) for _, ours in layer_names()}
+    for tower in SUBLAYERS:
+        if "layer" in biases:
+            in_layers[f"{tower}/layers_*/{BIAS}"] = "H*"
+        if "tower" in biases and scan_axis is None:
+            leaves[f"{tower}/{BIAS}"] = ("H*",)
+        if experts:
+            in_layers.update({f"{tower}/layers_*/{name}": letters for name, letters in _IN_LAYERS.items()})
+    for name, joined in in_layers.items():
         forms = [joined] if joined not in _SPLIT else [{"joined": joined}.get(one, _SPLIT[joined]) for one in heads]
         if scan_axis is None:
             leaves[name] = tuple(forms)
             continue
-        tower, _, rest = name.replace("/layers_*", "").partition("/")
+        tower, _, rest = name.replace("/layers_*", "/subblock_*" if subblocks else "").partition("/")
         leaves[f"{tower}/{tower}/{rest}"] = tuple(_with_layers(form, scan_axis) for form in forms)
-    if scan_axis is None and "joined" in heads and len(heads) == 1:
-        leaves.update({f"{tower}/{BIAS}": ("H*",) for tower in SUBLAYERS})
+    if transient_global:
+        leaves.update(TRANSIENT_GLOBAL)
     return LeafTable(layout, leaves)
+
+
+def fused_leaves() -> dict[str, Dimensions]:
+    """Returns Flaxformer's fused kernels and their dimensions."""
+    kernels = {"mlp": ("wi_fused", "E*F")}
+    return {
+        f"{tower}/layers_*/{ours}/{name}/kernel": (letters,)
+        for tower, sublayers in SUBLAYERS.items()
+        for _, ours, _ in sublayers
+        for name, letters in (kernels.get(ours, ("kv_fused", "E*HD")),)
+    }
 
 
 def maxtext_tables(scan_axis: int | None) -> tuple[LeafTable, LeafTable]:
@@ -181,7 +227,8 @@ def maxtext_tables(scan_axis: int | None) -> tuple[LeafTable, LeafTable]:
       scan_axis: the position of the layers' axis in MaxText's; None where layers have names of their own.
     """
     # Relative biases, encoders and cross-attention have problems of their own.
-    ours: dict[str, Dimensions] = {name: () for name in t5x_table("").leaves if name not in _RELATIVES}
+    known = t5x_table("", experts=False).leaves
+    ours: dict[str, Dimensions] = {name: () for name in known if name not in _RELATIVES}
     theirs: dict[str, Dimensions] = {"token_embedder/embedding": ("VE",)}
     for name in ours:
         if name.startswith("encoder") or re.search("relpos|encoder_decoder|pre_cross", name):

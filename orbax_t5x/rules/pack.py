@@ -87,10 +87,12 @@ class RulePack(Chain):
     example: str = ""
     back_example: str = ""
     found: str = dataclasses.field(default="", compare=False)
-    # Digests leave out what follows, which the other fields decide. Steps that run before the others, each way; and,
-    # where several transforms were joined, the transforms themselves.
+    # Digests leave out what follows, which the other fields decide. Steps that run before the others and after them,
+    # each way; and, where several transforms were joined, the transforms themselves.
     _before: tuple[Transform, ...] = ()
     _before_back: tuple[Transform, ...] = ()
+    _after: tuple[Transform, ...] = ()
+    _after_back: tuple[Transform, ...] = ()
     _joined: tuple[Transform, ...] = ()
     _joined_back: tuple[Transform, ...] = ()
     # The leaves of both layouts; and the transforms that this one is one of.
@@ -139,6 +141,8 @@ class RulePack(Chain):
             found="",
             _before=self._before_back,
             _before_back=self._before,
+            _after=self._after_back,
+            _after_back=self._after,
             _joined=self._joined_back,
             _joined_back=self._joined,
             _leaves=self._leaves_back,
@@ -179,6 +183,7 @@ class RulePack(Chain):
         same = mapped.keys() == state.keys() and all(mapped[name] is value for name, value in state.items())
         if self.steps and same and len(diagnostics.problems) == before:
             self._match_nothing(state, diagnostics)
+        mapped = run_transforms(self._after, mapped, own_target, is_resuming=False, diagnostics=quiet)
         result = NewState(quiet)
         mapped = follow_target(mapped, target, quiet)
         if self._leaves_back is not None:

@@ -37,7 +37,7 @@ _ROOTS = {"target/": _T5X, "params/params/": _FLAX, "params/": _FLAX}
 # A parameter as T5X (minimal, scalable, scanned) and MaxText name it.
 _PARAMETER = re.compile(
     r"(?P<prefix>(?:.*?/)??)(?:token_embedder/embedding|(?:encoder|decoder)/"
-    r"(?:layers_\d+|layers|encoder|decoder|relpos_bias|encoder_norm|decoder_norm|logits_dense|token_embedder)/.*)"
+    r"(?:layers_\d+|layers|encoder|decoder|relpos_bias|side_relpos_bias|encoder_norm|decoder_norm|logits_dense|token_embedder)/.*)"
 )
 _NO_PARAMETER = re.compile(r"(?:.*/)?(?:state/param_states|opt_state|flax_mutables)/.*")
 # A model's names without a prefix, in a tree that has others too.

@@ -44,6 +44,13 @@ MODELS = {
 }
 JOINED = {"scanned": "flaxformer scanned", "unscanned": "flaxformer", "flaxformer": "unscanned"}
 JOINED["flaxformer scanned"] = "scanned"
+# Relatives with all their leaves in a layout.
+RELATIVES = {
+    "hugging face": ("switch", "longt5 local", "longt5 tg"),
+    "hugging face flax": ("longt5 tg flax",),
+    "minimal": ("switch t5x", "longt5 tg t5x"),
+    "unscanned": ("switch t5x", "longt5 tg t5x"),
+}
 # Pack, layouts it leads between, models that it knows, and those that its inverse knows.
 PACKS = {
     "hugging face": (rules.hf_t5_to_t5x(), "hugging face", "minimal", T5[:-1], T5[:-1]),
@@ -88,7 +95,8 @@ def named(tree):
 @functools.cache
 def ranks(layout):
     """The names of all models in a layout, with ranks."""
-    return set().union(*(named(tree) for key, tree in trees().items() if key[0] == layout))
+    relatives = [named(trees()["", name]) for name in RELATIVES.get(layout, ())]
+    return set().union(*relatives, *(named(tree) for key, tree in trees().items() if key[0] == layout))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -118,8 +118,12 @@ def hugging_face(plain):
 
 
 def hugging_face_flax(plain):
+    return _names_of_flax(hugging_face(plain))
+
+
+def _names_of_flax(torch):
     result = {}
-    for name, value in hugging_face(plain).items():
+    for name, value in torch.items():
         is_embedding = name == "shared.weight" or "relative" in name
         kind = "embedding" if is_embedding else "weight" if value.ndim == 1 else "kernel"
         result[name.removesuffix("weight").replace(".", "/") + kind] = value if is_embedding else value.T
@@ -178,7 +182,7 @@ def models():
 
 
 def relatives():
-    """Trees that no pack knows whole, by name."""
+    """Trees of relatives, by name; each is whole for some packs only."""
     plain = minimal()
     torch, ours = hugging_face(plain), below("target/", plain)
     tower = {"encoder": 1, "decoder": 2}
@@ -219,6 +223,7 @@ def relatives():
         "switch t5x": _more(ours, moe, r"layers_[13]/mlp"),
         "longt5 local": local,
         "longt5 tg": _more(transient, {**norms, wide: (32, H)}),
+        "longt5 tg flax": _names_of_flax(_more(transient, {**norms, wide: (32, H)})),
         "longt5 tg t5x": _more(ours, {**tg, "target/encoder/side_relpos_bias/rel_embedding": (H, 32)}),
         "with a head": _more(torch, {"qa_outputs.weight": (2, E), "qa_outputs.bias": (2,)}),
         "fused": _more(

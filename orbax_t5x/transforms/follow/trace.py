@@ -135,7 +135,7 @@ class Replay:
                 self.is_exact = False
                 return average([self._build(item, kept) for item in node.inputs], node.weights)
             case AllEqualNode():
-                return all_equal([self._build(item, kept) for item in node.inputs])
+                return all_equal([self._build(item, kept) for item in node.inputs], advice=node.advice)
             case PadNode():
                 return self._pad(node, kept)
             case ScaledNode() if self.of_parameters:

@@ -1,0 +1,99 @@
+"""The matrix of relatives and layouts: translations in both directions, compared value by value with NumPy's trees.
+
+`python -m tests.support.relative_matrix` writes the table into the page of the documentation.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import numpy as np
+
+from orbax_t5x import rules
+from orbax_t5x.testing.transform_suite import as_numpy, run
+from tests.support import relative_trees as trees
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "relatives.md"
+_BEGIN, _END = "<!-- {}: made by the tests -->", "<!-- {}: end -->"
+_OTHER_PROGRAMS = frozenset({"Hugging Face", "Hugging Face Flax", "Mesh TensorFlow"})
+_NO_WAY_BACK = frozenset({"Mesh TensorFlow"})
+
+
+def compared(pack, source, target):
+    """Translates a tree and compares every leaf; returns how many."""
+    result, diagnostics = run(pack, source, target)
+    assert diagnostics.problems == [], diagnostics.problems[0].message
+    assert result.keys() == target.keys(), sorted(result.keys() ^ target.keys())[:5]
+    for name, value in target.items():
+        np.testing.assert_array_equal(as_numpy(result[name]), value, err_msg=name)
+    return len(target)
+
+
+def both_ways(one, sizes, layouts=None):
+    """Translates a relative to its layouts and back, by the packs that are found.
+
+    Returns:
+      layout -> leaves compared there and back, or why there are none. Where Hugging Face has the model the other end is
+      its tree, else T5X's minimal one.
+    """
+    plain = trees.minimal(one, sizes)
+    made = {name: make(plain, one, sizes) for name, make in trees.LAYOUTS.items()}
+    made = {
+        name: tree if isinstance(tree, str) or name in _OTHER_PROGRAMS else trees.below("target/", tree)
+        for name, tree in made.items()
+    }
+    anchor = "T5X minimal" if isinstance(made["Hugging Face"], str) else "Hugging Face"
+    cells = {}
+    for name, tree in made.items():
+        if layouts is not None and name not in layouts:
+            continue
+        if isinstance(tree, str) or name == anchor:
+            cells[name] = tree if isinstance(tree, str) else None
+            continue
+        there = None
+        if name not in _NO_WAY_BACK:
+            there = compared(rules.infer(made[anchor], tree), made[anchor], tree)
+        cells[name] = (there, compared(rules.infer(tree, made[anchor]), tree, made[anchor]))
+    return cells
+
+
+@functools.cache
+def matrix():
+    """Returns relative -> layout -> cell of `both_ways`, at the sizes of the page."""
+    return {one.name: both_ways(one, trees.Sizes()) for one in trees.RELATIVES}
+
+
+def _text(cell):
+    if cell is None:
+        return "from here"
+    if isinstance(cell, str):
+        return cell
+    there, back = cell
+    return f"– / {back}" if there is None else f"{there} / {back}"
+
+
+def table():
+    """Renders the matrix for the page."""
+    lines = [
+        "| relative | " + " | ".join(trees.LAYOUTS) + " |",
+        "|---" * (len(trees.LAYOUTS) + 1) + "|",
+        *(
+            "| " + " | ".join([name, *(_text(cell) for cell in cells.values())]) + " |"
+            for name, cells in matrix().items()
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def section(name, text):
+    """Returns the text between two marks of the page, and the page with another text there."""
+    page = PAGE.read_text()
+    begin, end = _BEGIN.format(name), _END.format(name)
+    before, _, rest = page.partition(begin)
+    found, _, after = rest.partition(end)
+    return found.strip(), f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(section("translations", table())[1])
