@@ -132,6 +132,22 @@ def mlpblock(
     return _t5x_name(f"{_layer(encdec, blocknum)}/mlp/{kernel}/kernel", slot), val
 
 
+@t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/MoE1D/(wi|wi_[01]|wo)/kernel{_SLOT}")
+def experts(
+    opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, kernel: str, slot: str | None = None
+) -> tuple[str, Any]:
+    """Translates the kernels of all experts of a layer: wi (X,E,F), gated or not; wo (X,F,E)."""
+    return _t5x_name(f"{_layer(encdec, blocknum)}/mlp/expert/{kernel}/kernel", slot), val
+
+
+@t5_importer.add(rf"{_BLOCK}/layer_[0-9]+/MoE1D/(?:top_2|top_n|switch|switch_max|ntlb)_gating/kernel{_SLOT}")
+def router(
+    opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, slot: str | None = None
+) -> tuple[str, Any]:
+    """Translates the router of a layer with experts (E,X), whatever chooses by its logits."""
+    return _t5x_name(f"{_layer(encdec, blocknum)}/mlp/router/router_weights/w/kernel", slot), val
+
+
 @t5_importer.add(rf"{_BLOCK}/layer_([0-9]+)/(?:layer|rms)_norm/scale{_SLOT}")
 def layernorms(
     opts: Mapping[str, Any], key: str, val: Any, encdec: str, blocknum: str, lyrnum: str, slot: str | None = None

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.mesh_tf.blocks import one_layer_blocks
 from orbax_t5x.mesh_tf.rules import adafactor_placeholders, place_relative_bias, t5_importer
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
 from orbax_t5x.text.wording import listed
@@ -48,6 +49,8 @@ class Translate(Transform):
     translator: Any = None
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        if self.translator is None:
+            state = renamed(state, one_layer_blocks(state), "a block for each layer", diagnostics)
         translation = _translate(t5_importer if self.translator is None else self.translator, state, diagnostics)
         _note_failures(translation, len(state), diagnostics)
         values = translation.values
