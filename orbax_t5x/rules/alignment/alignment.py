@@ -10,7 +10,8 @@ from typing import Any
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
 from orbax_t5x.rules.alignment.writing import written
 from orbax_t5x.text.code import code_of
-from orbax_t5x.text.wording import leaves_text
+from orbax_t5x.text.fold import fold
+from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms import FollowOptimizer, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.slots import SlotNames
@@ -19,6 +20,9 @@ from orbax_t5x.transforms.prefix import is_of_optimizer
 from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import named_leaves
 
+# Open leaves that are printed, folded, and readings of each.
+_SHOWN_OPEN = 20
+_SHOWN_READINGS = 4
 _STEPS = frozenset({"step", "state/step"})
 
 Leaves = Mapping[str, Any]
@@ -76,8 +80,11 @@ class Alignment:
     def __str__(self) -> str:
         lines = [f"    {code_of(one)},  # {why}" for one, why in zip(self.transforms, self.evidence, strict=True)]
         lines = ["[", *lines, "]"]
-        for name, found in self.open.items():
-            lines.append(f"# open: {name}: {' or '.join(found) if found else 'nothing has its shape and place'}")
+        rows = fold([(name, listed(found, _SHOWN_READINGS, separator=" or ")) for name, found in self.open.items()])
+        for row in rows[:_SHOWN_OPEN]:
+            lines.append(f"# open: {row.label}: {row.texts[1] or 'nothing has its shape and place'}")
+        if more := sum(len(row.members) for row in rows[_SHOWN_OPEN:]):
+            lines.append(f"# open: {leaves_text(more)} more")
         return "\n".join(lines)
 
 

@@ -77,7 +77,21 @@ def test_projections_of_one_shape_without_meaning_stay_open():
     readings = tuple(f"layers_1/self_attention/{name}/kernel" for name in ("key", "out", "query", "value"))
     assert alignment.open["layers_1/self_attention/a/kernel"] == readings
     assert len(alignment.open) == 12 and not wrong_leaves(alignment, source, target)
-    assert "# open: layers_1/self_attention/a/kernel: " in str(alignment)
+    lines = str(alignment).splitlines()
+    readings = " or ".join(f"layers_{{0…2}}/self_attention/{name}/kernel" for name in ("key", "out", "query", "value"))
+    assert f"# open: layers_{{0…2}}/self_attention/a/kernel ×3: {readings}" in lines
+    assert sum("# open" in line for line in lines) == 4
+
+
+def test_what_is_open_is_printed_in_a_few_lines():
+    """Names that have nothing in common do not fold."""
+    source = {f"{first}{last}/w": np.ones((4, 4)) for first in "abcdefgh" for last in "stuvwxyz"}
+    alignment = ot.rules.align(source, {f"x{name}": value for name, value in list(source.items())[::-1]})
+    assert len(alignment.open) == 64
+    lines = str(alignment).splitlines()
+    assert len(lines) < 60 and lines[-1] == "# open: 44 leaves more"
+    assert "as/w or at/w or au/w or av/w and 60 more" in str(alignment)
+    assert eval(str(alignment), {"ot": ot}) == list(alignment.transforms)
 
 
 def test_one_line_of_the_user_closes_what_is_open():
