@@ -98,6 +98,8 @@ def describe_leaf(name: str, leaf: Any, *, is_param: bool = False, is_variable: 
         return _describe_scalar(leaf, is_param, is_variable)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
+        if not jax.tree_util.tree_leaves(leaf):  # a node without leaves, such as Flax's names of axes in an NNX state
+            return TargetLeaf("keep")
         return _unknown(name, leaf, f"a leaf of type {type(leaf).__name__} can not be restored into")
     if type(leaf).__module__.startswith(_ORBAX) and not hasattr(type(leaf), "sharding"):
         return TargetLeaf("numpy", tuple(shape), np.dtype(dtype), is_param=is_param, is_variable=is_variable)

@@ -14,6 +14,7 @@ from orbax_t5x.models import linen as linen_module
 from orbax_t5x.models.attention import empty_cache
 from orbax_t5x.models.nnx import T5, decode_greedily
 from tests.support import t5_model
+from tests.support.failed_plans import BUNDLE
 
 # From T5X's names of layers to those of nnx.List.
 LISTS = ot.transforms.Rename([(r"(.*)/layers_(\d+)/(.*)", r"\1/layers/\2/\3")])
@@ -27,6 +28,32 @@ def restored(source, transforms):
     """The model of a checkpoint."""
     abstract = nnx.eval_shape(lambda: T5(config_of(source), rngs=nnx.Rngs(0)))
     return ot.restore(source, abstract, transforms)
+
+
+class Wrapped(nnx.Module):
+    """The linen T5 inside an NNX module."""
+
+    def __init__(self, config, ids):
+        self.backbone = nnx.bridge.ToNNX(linen_module.T5(config), rngs=nnx.Rngs(0))
+        self.backbone.lazy_init(ids, ids)
+
+
+def test_a_linen_model_inside_nnx_is_restored_in_one_call():
+    ids = np.ones((1, 2), np.int32)
+    config = config_of(BUNDLE)
+    linen = jax.eval_shape(linen_module.T5(config).init, jax.random.key(0), ids, ids)["params"]
+    wanted = ot.restore(BUNDLE, {"params": linen}, "auto")["params"]
+    state = nnx.state(nnx.eval_shape(lambda: Wrapped(config, ids)))
+    found = ot.restore(BUNDLE, nnx.filter_state(state, nnx.Param), "auto")
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(found)["backbone"], wanted)
+    # The whole state has the names of the parameters' axes, too, and keys, which no checkpoint of T5X has.
+    whole = ot.restore(BUNDLE, state, "auto", fallback=lambda: nnx.state(Wrapped(config, ids)))
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.to_pure_dict(nnx.filter_state(whole, nnx.Param))["backbone"], wanted
+    )
+    scale = whole["backbone"]["decoder"]["decoder_norm"]
+    assert scale["scale_axes"].get_value().names == ("embed",) and scale["scale"].shape == (config.embed,)
+    assert whole["backbone"]["to_nnx__rngs"]["default"]["count"].get_value().dtype == np.uint32
 
 
 @pytest.mark.slow
