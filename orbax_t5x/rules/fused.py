@@ -27,8 +27,8 @@ _FACTORS = (
 def t5_fused_to_unscanned() -> RulePack:
     """Maps Flaxformer's fused kernels to those of T5X's unscanned T5.
 
-    Heads are split where keys and values are fused. Of Adafactor's slots, the rows of fused gates are one mean over
-    both, so that they are reset.
+    Heads are split where keys and values are fused. Adafactor's factored moments of gates are reset, because the
+    rows of fused ones are one mean over both.
 
     Example:
       >>> state = {"target": {"encoder": {"layers_0": {"mlp": {"wi_fused": {"kernel": np.ones((8, 2, 16))}}}}}}

@@ -198,7 +198,7 @@ class _OptimizerMover:
                         old_name: {kind: self._state[slot] for kind, slot in slots.items() if kind not in lost}
                         for old_name, slots in having.items()
                     },
-                    {kind: self._target[slot] for kind, slot in new.items() if slot in self._target},
+                    self._wanted(name, value, new),
                     kind_first,
                     self._not_in_use[tree_path, kind_first],
                     frozenset(
@@ -217,6 +217,15 @@ class _OptimizerMover:
             result.update((new[kind], leaf) for kind, leaf in moved.leaves.items())
             self._record(name, new, moved)
         return result
+
+    def _wanted(self, name: str, value: View, slots: Mapping[str, str]) -> dict[str, Any]:
+        """Returns the target's slots of a new parameter; none where the target's is of another layout, which a later
+        transform makes.
+        """
+        shape = getattr(self._target.get(name), "shape", None)
+        if shape is not None and tuple(shape) != tuple(value.shape):
+            return {}
+        return {kind: self._target[slot] for kind, slot in slots.items() if slot in self._target}
 
     def _lost_kinds(self, having: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
         """Returns the kinds of which an earlier FollowOptimizer reset a leaf, with the reason of each."""
