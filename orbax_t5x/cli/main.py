@@ -191,7 +191,7 @@ def _add_convert(commands) -> None:
         source="source",
         json="what was done",
     )
-    parser.add_argument("destination", help="a directory that does not exist yet, local or in a bucket")
+    parser.add_argument("destination", help="a directory that does not exist yet, local, in a bucket or on the hub")
     parser.add_argument(
         "--format", choices=("orbax", "safetensors"), default="orbax", help="format to write (default: orbax)"
     )

@@ -187,10 +187,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         name = urllib.parse.unquote(url.path).lstrip("/")
         request = Request(self.command, name, None, self.headers.get("Authorization"))
         store.note(request)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         fault = store.fault(request)
         if fault is None or not self.fail(fault, None, request):
             self.send(*store.accept(self.command, name, urllib.parse.parse_qs(url.query), body))
+
+    def body(self) -> bytes:
+        """Of the request, of a known length or in chunks."""
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        data = b""
+        while size := int(self.rfile.readline(), 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return data
 
     def answer(self) -> None:
         store = self.server_store

@@ -1,5 +1,6 @@
 """Stand-ins for the Hugging Face hub: one that sends its files itself, and one that sends on to another server."""
 
+import base64
 import hashlib
 import json
 
@@ -70,6 +71,82 @@ class RedirectingHub(Hub):
             file = "/".join(name.split("/")[5:])
             headers["Location"] = f"{self.storage.url}/{file}?Signature={self.storage.signature}"
         return 302 if is_cached else 307, b"", headers
+
+
+class WritableHub(Hub):
+    """The part of the hub's API that `create_commit` uses: large files are sent aside, then named by a commit.
+
+    Attributes:
+      commits: what each commit added and removed, oldest first.
+      ignored: names of files that its `.gitignore` leaves out.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.commits = []
+        self.ignored = set()
+        self.large = {}
+        self.revisions = ("main", self.commit)
+
+    def describe(self, parts):
+        if len(parts) >= 2 and "/".join(parts[1:]) not in self.revisions:
+            return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
+        if parts[:1] == ["tree"]:
+            return super().describe(parts)
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+        described = {"id": "google/tiny", "sha": self.commit, "siblings": siblings}
+        return 200, json.dumps(described).encode(), {}
+
+    def accept(self, method, name, query, body):
+        if name.startswith("large/"):
+            self.large[name.removeprefix("large/")] = body
+            return 200, b"", {}
+        lines = [json.loads(line) for line in body.splitlines() if line]
+        if name == "google/tiny.git/info/lfs/objects/batch":
+            return self.upload_urls(lines[0]["objects"])
+        if name.startswith("api/models/google/tiny/preupload/"):
+            return self.upload_modes(lines[0]["files"])
+        if name == "api/models/google/tiny/commit/main":
+            return self.add(lines)
+        return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
+
+    def upload_urls(self, objects):
+        made = [{**one, "actions": {"upload": {"href": f"{self.url}/large/{one['oid']}"}}} for one in objects]
+        headers = {"Content-Type": "application/vnd.git-lfs+json"}
+        return 200, json.dumps({"transfer": "basic", "objects": made}).encode(), headers
+
+    def upload_modes(self, files):
+        modes = [
+            {
+                "path": one["path"],
+                "uploadMode": "lfs" if one["path"].endswith(".safetensors") else "regular",
+                "shouldIgnore": one["path"] in self.ignored,
+            }
+            for one in files
+        ]
+        return 200, json.dumps({"files": modes}).encode(), {}
+
+    def add(self, lines):
+        header, *operations = lines
+        if header["value"].get("parentCommit") not in (None, self.commit):
+            return 412, json.dumps({"error": "A commit has happened since."}).encode(), {}
+        added, removed = {}, []
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "file":
+                added[value["path"]] = base64.b64decode(value["content"])
+            elif operation["key"] == "lfsFile":
+                added[value["path"]] = self.large[value["oid"]]
+            else:
+                removed.append(value["path"])
+        for name in removed:
+            del self.files[name]
+        self.files |= added
+        self.commits.append((header["value"]["summary"], set(added), set(removed)))
+        self.commit = hashlib.sha1(str(len(self.commits)).encode()).hexdigest()
+        self.revisions = ("main", self.commit)
+        made = {"commitUrl": f"{self.url}/google/tiny/commit/{self.commit}", "commitOid": self.commit, "success": True}
+        return 200, json.dumps(made).encode(), {}
 
 
 def model(hub):

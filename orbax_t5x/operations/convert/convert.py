@@ -25,6 +25,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.convert.bucket_destination import BucketDestination
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
+from orbax_t5x.operations.convert.hub_destination import HubDestination
 from orbax_t5x.operations.convert.job import FORMATS, PRIMARY, ConversionJob
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
@@ -83,7 +84,8 @@ def convert(
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
         own, or a mapping of several.
       destination: the local directory to make, `~` expanded; its parents are made too. Or a directory in a bucket,
-        `gs://` or `s3://`: the checkpoint is made on a local disk first, below `TMPDIR` or in `/var/tmp`, then sent.
+        `gs://` or `s3://`, or a model of the hub, `hf://` (safetensors files): the checkpoint is made on a local disk
+        first, below `TMPDIR` or in `/var/tmp`, then sent.
       transforms: applied to the names and views, as in a restore; there is no target, and so no `"auto"`. A chain that
         was applied before the source was written, by its record, is not applied again, with a warning.
       format: "orbax", or "safetensors": `model.safetensors`, or above 5 GB several files and their index. It has no
@@ -169,7 +171,11 @@ def _destination(name: str) -> Destination:
         return LocalDestination(name)
     if scheme in ("gs", "s3"):
         return BucketDestination(name)
-    raise UnsupportedCheckpointError(f"{scheme}:// is not written; local directories, gs:// and s3:// are", path=name)
+    if scheme == "hf":
+        return HubDestination(name)
+    raise UnsupportedCheckpointError(
+        f"{scheme}:// is not written; local directories, gs://, s3:// and hf:// are", path=name
+    )
 
 
 @contextlib.contextmanager

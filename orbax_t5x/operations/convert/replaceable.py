@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.operations.convert.output_format import WriteOptions
-from orbax_t5x.operations.convert.safetensors_output import SAFETENSORS_FILES
+from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME, WEIGHTS
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.metadata import METADATA_FILE, read_item_metadata
 from orbax_t5x.readers.orbax.open import read_step_metadata
@@ -35,8 +35,8 @@ def reason_not_replaceable(store: Callable[[], Store], names: set[str] | None, w
         return None
     if writing.format != "orbax":
         # A user may have added a tokenizer.
-        others = sorted(names.difference(writing.beside or ()))
-        others = [name for name in others if not SAFETENSORS_FILES.fullmatch(name)]
+        written = {CONFIG_NAME, *(writing.beside or ())}
+        others = sorted(name for name in names - written if not WEIGHTS.fullmatch(name))
         return f"holds {others[0]!r} beside safetensors files" if others else None
     try:
         known = _names_of_orbax(store(), names)

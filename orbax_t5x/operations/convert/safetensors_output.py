@@ -41,9 +41,7 @@ from orbax_t5x.text.wording import listed
 from orbax_t5x.trees.dtypes import kind_of
 
 CONFIG_NAME = "config.json"
-SAFETENSORS_FILES = re.compile(
-    r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX_NAME) + "|" + re.escape(CONFIG_NAME)
-)
+WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX_NAME))
 """Names of the files that a conversion writes."""
 
 # More names than this in one error hide the first.

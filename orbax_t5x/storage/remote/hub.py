@@ -7,10 +7,11 @@ such a path is opened. `HF_ENDPOINT` names another hub.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,26 +152,47 @@ def _shards_of(file: str) -> str:
 
 
 def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
+    with typed_hub_errors(path):
+        return _package().snapshot_download(
+            wanted.repository, revision=wanted.revision, allow_patterns=list(patterns), endpoint=hub_endpoint()
+        )
+
+
+@contextlib.contextmanager
+def typed_hub_errors(path: str) -> Generator[None, None, None]:
+    """Types what `huggingface_hub` raises about a path."""
     try:
-        package = _package()
-        errors = package.errors
+        errors = _package().errors
     except ImportError as error:
         raise UnsupportedCheckpointError(
             "hf:// paths need the package huggingface_hub: pip install 'orbax-t5x[hf]'", path=path
         ) from error
     token = hub_token()
     try:
-        return package.snapshot_download(
-            wanted.repository, revision=wanted.revision, allow_patterns=list(patterns), endpoint=hub_endpoint()
-        )
+        yield
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise CheckpointNotFoundError(f"not on the hub: {_first_line(error, token)}", path=path) from None
-    except (OSError, ValueError, errors.HfHubHTTPError) as error:
-        raise CheckpointIOError(f"the hub failed: {_first_line(error, token)}", path=path) from None
+    except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError) as error:
+        reason = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        raise CheckpointIOError(f"the hub failed: {_first_line(reason, token)}", path=path) from None
     except Exception as error:  # what the package raises where an answer is of another form than it expects
         raise CheckpointIOError(
             f"the hub's answer could not be read: {type(error).__name__}: {_first_line(error, token)}", path=path
         ) from None
+
+
+def commit_files(wanted: HubPath, parent: str, message: str, files: Mapping[str, Path], remove: Iterable[str]) -> str:
+    """Adds and removes files of a repository in one commit on top of another; returns the new one."""
+    package = _package()
+    operations = [package.CommitOperationAdd(name, str(file)) for name, file in sorted(files.items())]
+    operations += [package.CommitOperationDelete(name, is_folder=False) for name in remove]
+    return (
+        hub_api()
+        .create_commit(
+            wanted.repository, operations, commit_message=message, revision=wanted.revision, parent_commit=parent
+        )
+        .oid
+    )
 
 
 def _first_line(error: BaseException, token: str | None) -> str:
