@@ -18,15 +18,19 @@ from orbax_t5x.trees.flat import unflatten
 
 
 class RuleOptions:
-    """The options that say under which names leaves come out; a UsageError where they contradict one another."""
+    """The options that say under which names leaves come out; a UsageError where they contradict one another.
+
+    Attributes:
+      is_auto: whether rules are to be found.
+    """
 
     def __init__(self, options: argparse.Namespace):
         self._translate: bool | None = options.translate
         named: list[str] = options.rules or []
-        self._is_auto = AUTO in named
-        if self._is_auto and (len(named) > 1 or self._translate is not None):
+        self.is_auto: bool = AUTO in named
+        if self.is_auto and (len(named) > 1 or self._translate is not None):
             raise UsageError("--rules auto finds everything by itself: give no other --rules and no --translate")
-        self._packs = [] if self._is_auto else [pack_argument(text) for text in named]
+        self._packs = [] if self.is_auto else [pack_argument(text) for text in named]
         self._rules = None if options.map is None else AssignmentMap(tuple(read_rules(options.map)))
 
     def transforms(
@@ -37,14 +41,14 @@ class RuleOptions:
         `is_bundle` is for a target that is a TensorFlow bundle, whose names are Mesh TensorFlow's, too.
         """
         chain: list[Transform] = [Translate()] if self._is_translated(source, is_bundle) else []
-        chain += find_rules(source.leaves, target).parts if self._is_auto else self._packs
+        chain += find_rules(source.leaves, target).parts if self.is_auto else self._packs
         return chain if self._rules is None else [*chain, self._rules]
 
     def _is_translated(self, source: Checkpoint, is_bundle: bool) -> bool:
         """Returns True for bundles, unless an option or a rule pack does otherwise."""
         if self._translate is not None:
             return self._translate
-        is_done = self._is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)
+        is_done = self.is_auto or any(pack.name.startswith("mesh_tf_to_t5x") for pack in self._packs)
         return source.format == "tf_bundle" and not is_done and not is_bundle
 
 

@@ -25,6 +25,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             chain = mapping.transforms(source, target)
             plan = stack.enter_context(open_plan(source, target, chain, plan_options(options), Caller("convert")))
+            plan.found_rules = tuple(chain) if mapping.is_auto else ()
         except RestorePlanError as error:
             if not options.json:
                 raise

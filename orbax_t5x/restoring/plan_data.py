@@ -21,6 +21,7 @@ from orbax_t5x.restoring.target_leaf import TargetLeaf
 from orbax_t5x.restoring.targets import Target
 from orbax_t5x.text.fold import fold_names
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
+from orbax_t5x.transforms.base import AnyTransform
 
 # Folded names that a printed report has of each kind.
 _SHOWN_NAMES = 20
@@ -205,6 +206,7 @@ class PlanData:
       warnings: rules that are shadowed, repeated or unused where that is allowed, and what a reader warned of.
       fallback: computes what a fallback function computes with JAX, or None.
       is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
+      found_rules: the transforms that `"auto"` found; `print(plan)` shows them as code to paste.
       report: after an execution, what was read and checked.
     """
 
@@ -220,6 +222,7 @@ class PlanData:
         provenance: Sequence[Mapping[str, Any]],
         fallback: Compute | None,
         is_fill_expected: bool = False,
+        found_rules: Sequence[AnyTransform] = (),
     ):
         self.entries: tuple[PlanEntry, ...] = tuple(entries)
         self.target = target
@@ -230,6 +233,7 @@ class PlanData:
         self._read_provenance: Callable[[], Sequence[Mapping[str, Any]]] = lambda: provenance
         self.fallback = fallback
         self.is_fill_expected = is_fill_expected
+        self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
         self.report: RestoreReport | None = None
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:

@@ -110,6 +110,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         diagnostics.warnings += scales_warning(used, unused)
     for pattern in matcher.unused_patterns():
         diagnostics.warnings.append(f"fallback_for: {pattern!r} matches no leaf of the target")
+    found = () if resuming else rules_found(inputs.given, transforms)
     plan = RestorePlan(
         entries=entries,
         target=flattened
@@ -122,8 +123,8 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         provenance=decision.lineage if has_matched or decision.unmatched is None else decision.unmatched,
         fallback=None if fallback is None else fallback.compute,
         is_fill_expected=options.fallback_for is not None,
+        found_rules=found,
     )
-    found = () if resuming else rules_found(inputs.given, transforms)
     if found and plan.filled and not plan.is_fill_expected:
         from orbax_t5x.restoring.diagnose.partial_rules import partial_rules  # noqa: PLC0415  (a fallback fills more)
 

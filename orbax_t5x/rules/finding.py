@@ -36,7 +36,7 @@ _ROOTS = ("target/", "params/params/", "params/")
 _LEAST_SHAPES = 3
 _LONGEST_CODE = 600
 _ALIGNED = "by shapes, structure and names"
-# Open leaves that a problem names, and their readings.
+# Rows of open leaves that a problem shows.
 _SHOWN = 3
 
 Leaves = Mapping[str, Any]
@@ -232,13 +232,13 @@ def _problem(way: _Way, alignment: Alignment) -> Problem:
     """Returns the one problem of leaves with no or several readings."""
     count = len(_model(way.target))
     shown = [
-        f"{name} may be {' or '.join(readings[:_SHOWN])}" if readings else f"{name} has no counterpart"
-        for name, readings in alignment.open.items()
+        f"{row.label} may be {row.texts[1]}" if row.texts[1] else f"{row.label} has no counterpart"
+        for row in alignment.folded()
     ]
     parts = (*way.before, *alignment.transforms, *way.after)
     message = (
         f"shapes, structure and names leave no single reading for {counted(len(alignment.open), 'parameter')} of the "
-        f"target's {count}: {listed(shown, _SHOWN, separator='; ')}"
+        f"target's {count}: {listed(shown, _SHOWN, noun='patterns', separator='; ')}"
     )
     if parts:
         code = textwrap.shorten(calls_code(parts), _LONGEST_CODE, placeholder=" …")

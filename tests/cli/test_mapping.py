@@ -13,6 +13,7 @@ import orbax_t5x as ot
 from orbax_t5x.cli.fixes import fix_text
 from orbax_t5x.cli.main import main
 from orbax_t5x.errors import Fix
+from tests.support import t5_layouts
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 HUGGING_FACE = GOLDENS / "safetensors" / "t5_1_1"
@@ -122,6 +123,29 @@ def test_auto_finds_the_pack_for_a_target(run, tmp_path):
     code, out, err = run("convert", BUNDLE, tmp_path / "out", *arguments)
     assert code == 0 and "rules.mesh_tf_to_t5x(), rules.t5_minimal_to_scanned(num_heads=4, head_dim=4)" in out, err
     assert_equals(arrays_of(tmp_path / "out"), arrays_of(tmp_path / "scanned"))
+
+
+def test_auto_shows_the_rules_for_other_names_and_converts_by_them(run, tmp_path):
+    words = {"decoder": "dec", "encoder": "enc", "attention": "attn"}
+    source = {name: np.ascontiguousarray(value) for name, value in t5_layouts.minimal().items()}
+    target = {
+        f"{'/'.join(words.get(part, part) for part in name.split('/'))}/value": np.zeros_like(value)
+        for name, value in source.items()
+    }
+    files = tmp_path / "source.safetensors", tmp_path / "target.safetensors"
+    for file, arrays in zip(files, (source, target), strict=True):
+        safetensors.numpy.save_file(arrays, file)
+    code, out, _ = run("plan", files[0], "--target", files[1], "--rules", "auto")
+    assert code == 0
+    lines = out.partition('Rules that "auto" found, as transforms to paste:\n')[2].splitlines()
+    rules = eval(f"[{''.join(lines)}]", {"ot": ot})
+    assert all(isinstance(rule, ot.transforms.Rename) for rule in rules) and len(rules) <= 4
+    restored = ot.restore(files[0], {name: value for name, value in target.items()}, rules)
+    code, out, err = run("convert", files[0], tmp_path / "out", "--target", files[1], "--rules", "auto")
+    assert code == 0 and "mapped by " in out, err
+    assert_equals(arrays_of(tmp_path / "out"), restored)
+    code, _, err = run("plan", files[0], "--target", files[1])
+    assert code == 1 and "let auto find the rules" in err and len(err) < 400
 
 
 def test_auto_that_finds_nothing_is_a_problem(run, tmp_path):

@@ -20,6 +20,7 @@ from orbax_t5x.restoring.diagnose.no_value import NoValue
 from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
 from orbax_t5x.restoring.diagnose.other_feed_forward import OtherFeedForward
 from orbax_t5x.restoring.diagnose.other_models import OtherModels
+from orbax_t5x.restoring.diagnose.other_names import OtherNames
 from orbax_t5x.restoring.diagnose.other_optimizer import OtherOptimizer
 from orbax_t5x.restoring.diagnose.other_pack import OtherPack
 from orbax_t5x.restoring.diagnose.other_prefix import OtherPrefix
@@ -40,6 +41,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     OtherPack(),
     OtherPrefix(),
     RenamedPart(),
+    OtherNames(),
     SingleArray(),
     NoValue(),
     OtherOptimizer(),

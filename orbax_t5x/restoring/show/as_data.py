@@ -9,6 +9,7 @@ import numpy as np
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
 from orbax_t5x.restoring.show.entries import entry_how
 from orbax_t5x.restoring.show.filled import parameter_counts
+from orbax_t5x.text.code import code_of
 from orbax_t5x.trees.narrow import is_tuple
 
 
@@ -25,6 +26,7 @@ def to_json(plan: PlanData) -> dict[str, Any]:
         "unused": list(plan.unused),
         "dropped": list(plan.dropped),
         "warnings": list(plan.warnings),
+        "found_rules": [code_of(one) for one in plan.found_rules],
         "provenance": [dict(record) for record in plan.provenance],
         "bytes_to_read": plan.bytes_to_read,
     }

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_how, entry_sharding, entry_source
 from orbax_t5x.restoring.show.filled import filled_patterns, filled_text
+from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.table import TableRow
 from orbax_t5x.text.wording import array_bytes, counted, leaves_text, mesh_text, plain, size_text
@@ -92,7 +93,8 @@ def outcome(plan: PlanData) -> str:
 
 
 def name_sections(plan: PlanData) -> list[tuple[str, list[str]]]:
-    """Titles and folded names, for constants, unused and dropped leaves."""
+    """Titles and lines: the code of rules that were found; folded names of constants, unused and dropped leaves."""
+    rules = [f"{code_of(one)}," for one in plan.found_rules]
     constants = {entry.name: entry_array(entry) for entry in plan.entries if entry.action == "value"}
     sections = [
         ("Constants: put there by a transform, not read", constants, "plan.entries"),
@@ -103,7 +105,8 @@ def name_sections(plan: PlanData) -> list[tuple[str, list[str]]]:
         ),
         ("Dropped: taken out on purpose", dict.fromkeys(plan.dropped, ""), "plan.dropped"),
     ]
-    return [(f"{title} ({len(names):,})", _shown_names(names, where)) for title, names, where in sections if names]
+    shown = [(f"{title} ({len(names):,})", _shown_names(names, where)) for title, names, where in sections if names]
+    return [('Rules that "auto" found, as transforms to paste', rules), *shown] if rules else shown
 
 
 def _shown_names(remarks: Mapping[str, str], where: str) -> list[str]:

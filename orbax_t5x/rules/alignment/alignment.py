@@ -10,7 +10,7 @@ from typing import Any
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
 from orbax_t5x.rules.alignment.writing import written
 from orbax_t5x.text.code import code_of
-from orbax_t5x.text.fold import fold
+from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms import FollowOptimizer, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -77,10 +77,14 @@ class Alignment:
         back.open = {name: tuple(readings.get(name, ())) for name in parameters_of(self._source) if name not in back}
         return _alignment(back, self._target, self._source)
 
+    def folded(self) -> list[Folded]:
+        """Returns rows of open leaves and their readings, in which layers are one row."""
+        return fold([(name, listed(found, _SHOWN_READINGS, separator=" or ")) for name, found in self.open.items()])
+
     def __str__(self) -> str:
         lines = [f"    {code_of(one)},  # {why}" for one, why in zip(self.transforms, self.evidence, strict=True)]
         lines = ["[", *lines, "]"]
-        rows = fold([(name, listed(found, _SHOWN_READINGS, separator=" or ")) for name, found in self.open.items()])
+        rows = self.folded()
         for row in rows[:_SHOWN_OPEN]:
             lines.append(f"# open: {row.label}: {row.texts[1] or 'nothing has its shape and place'}")
         if more := sum(len(row.members) for row in rows[_SHOWN_OPEN:]):
