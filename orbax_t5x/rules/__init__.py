@@ -14,7 +14,8 @@ from __future__ import annotations
 from orbax_t5x.rules.alignment.alignment import Alignment, align
 from orbax_t5x.rules.fused import t5_fused_to_unscanned
 from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
-from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x, t5x_to_hf_t5
+from orbax_t5x.rules.hugging_face import hf_t5_to_t5x, t5x_to_hf_t5
+from orbax_t5x.rules.hugging_face_flax import hf_flax_t5_to_t5x
 from orbax_t5x.rules.inference import infer
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x

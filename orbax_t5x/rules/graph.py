@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.rules.fused import t5_fused_to_unscanned
 from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
-from orbax_t5x.rules.hugging_face import hf_flax_t5_to_t5x, hf_t5_to_t5x
+from orbax_t5x.rules.hugging_face import hf_t5_to_t5x
+from orbax_t5x.rules.hugging_face_flax import hf_flax_t5_to_t5x
 from orbax_t5x.rules.layouts import NAMES
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x

@@ -8,7 +8,7 @@ layer's. The output projection may be left out of a file, because it is the embe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
@@ -36,10 +36,10 @@ from orbax_t5x.trees.flat import FlatState
 _ANCHOR = "token_embedder/embedding"
 _HEAD = "decoder/logits_dense/kernel"
 # Prefixes of T5X's names on the way back.
-_ROOT = r"(?:(?:params/)?params/|target/)?"
+ROOT = r"(?:(?:params/)?params/|target/)?"
 _MODEL = r"(?:token_embedder|encoder|decoder)/.*"
 
-_FIXED_NAMES = (
+FIXED_NAMES = (
     ("shared.weight", _ANCHOR),
     ("encoder.final_layer_norm.weight", "encoder/encoder_norm/scale"),
     ("decoder.final_layer_norm.weight", "decoder/decoder_norm/scale"),
@@ -51,21 +51,13 @@ def _their_pattern(name: str) -> str:
     return name.replace(".", r"\.").replace("*", r"(\d+)")
 
 
-def _our_pattern(name: str) -> str:
-    return _ROOT + name.replace("*", r"(\d+)")
-
-
-def _names_of_flax(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Converts pairs to the names of Hugging Face's Flax models: '/'-joined, with kernels and embeddings called so."""
-    kinds = {"kernel": "kernel", "embedding": "embedding", "rel_embedding": "embedding", "scale": "weight"}
-    return [
-        (theirs.removesuffix("weight").replace(".", "/") + kinds[ours.rpartition("/")[2]], ours)
-        for theirs, ours in pairs
-    ]
+def our_pattern(name: str) -> str:
+    """Returns a regex of a name of T5X's, with a group for the layer's number."""
+    return ROOT + name.replace("*", r"(\d+)")
 
 
 def _to_t5x() -> tuple[tuple[str, str], ...]:
-    pairs = [*layer_names(), *_FIXED_NAMES]
+    pairs = [*layer_names(), *FIXED_NAMES]
     layer_bias = r"(encoder|decoder)\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
     return (
         *((_their_pattern(theirs), ours.replace("*", r"\1")) for theirs, ours in pairs),
@@ -74,12 +66,12 @@ def _to_t5x() -> tuple[tuple[str, str], ...]:
 
 
 def _from_t5x() -> tuple[tuple[str, str], ...]:
-    pairs = [*layer_names(), *_FIXED_NAMES]
+    pairs = [*layer_names(), *FIXED_NAMES]
     theirs = "block.{}.layer.0.SelfAttention.relative_attention_bias.weight"
     return (
-        *((_our_pattern(ours), theirs_.replace("*", r"\1")) for theirs_, ours in pairs),
-        (rf"{_ROOT}(encoder|decoder)/{BIAS}", r"\1." + theirs.format("0")),
-        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{BIAS}", r"\1." + theirs.format(r"\2")),
+        *((our_pattern(ours), theirs_.replace("*", r"\1")) for theirs_, ours in pairs),
+        (rf"{ROOT}(encoder|decoder)/{BIAS}", r"\1." + theirs.format("0")),
+        (rf"{ROOT}(encoder|decoder)/layers_(\d+)/{BIAS}", r"\1." + theirs.format(r"\2")),
     )
 
 
@@ -90,7 +82,7 @@ def _their_leaves() -> LeafTable:
     """Makes the table of Hugging Face's names."""
     found: dict[str, Dimensions] = {f"{tower}.embed_tokens.weight": ("VE",) for tower in SUBLAYERS}
     # Linear weights are transposed.
-    for theirs, ours in (*layer_names(), *_FIXED_NAMES):
+    for theirs, ours in (*layer_names(), *FIXED_NAMES):
         found[theirs] = (dimensions_of(ours)[:: -1 if ours.endswith("/kernel") else 1],)
     bias = "block.{}.layer.{}.{}.relative_attention_bias.weight"
     found.update({f"{tower}.{bias.format('*', 0, 'SelfAttention')}": ("*H",) for tower in SUBLAYERS})
@@ -98,18 +90,9 @@ def _their_leaves() -> LeafTable:
     return LeafTable("Hugging Face's T5", with_scales({**found, **relatives_table(found)}), has_dots=True)
 
 
-def _flax_leaves() -> LeafTable:
-    """Makes the table of the names of Hugging Face's Flax models."""
-    names = _names_of_flax([*layer_names(), *_FIXED_NAMES])
-    bias = "block/*/layer/0/SelfAttention/relative_attention_bias/embedding"
-    found: dict[str, Dimensions] = {theirs: (dimensions_of(ours),) for theirs, ours in names}
-    found.update({f"{tower}/{bias}": ("*H",) for tower in SUBLAYERS})
-    return LeafTable("Hugging Face's Flax T5", {**found, **relatives_table(found)})
-
-
 def _our_leaves(is_flax: bool) -> LeafTable:
     """Makes the table of the names of T5X's minimal T5 that Hugging Face's models have, too."""
-    names = [ours for _, ours in (*layer_names(), *_FIXED_NAMES)]
+    names = [ours for _, ours in (*layer_names(), *FIXED_NAMES)]
     names += [f"{tower}/{layers}{BIAS}" for tower in SUBLAYERS for layers in ("", "layers_*/")]
     found: dict[str, Dimensions] = {name: (dimensions_of(name),) for name in names}
     return LeafTable("T5X's minimal T5 with a name in Hugging Face's", {**found, **relatives_of_t5x(is_flax=is_flax)})
@@ -259,7 +242,7 @@ def hf_t5_to_t5x(
         Rename(_to_t5x(), require_match=False),
         Transpose(_TRANSPOSED, require_match=False),
     )
-    back = (Transpose(_ROOT + _TRANSPOSED, require_match=False), Rename(_from_t5x(), require_match=False))
+    back = (Transpose(ROOT + _TRANSPOSED, require_match=False), Rename(_from_t5x(), require_match=False))
     arguments = {
         "tie_word_embeddings": tie_word_embeddings,
         "scale_decoder_outputs": scale_decoder_outputs,
@@ -267,12 +250,12 @@ def hf_t5_to_t5x(
         "prefix": prefix,
     }
     example = "encoder.block.0.layer.0.SelfAttention.q.weight"
-    return _pack(
+    return pack_of_hugging_face(
         "hf_t5_to_t5x", _their_leaves(), (TimesScales(), _TowerEmbeddings()), forwards, back, example, arguments
     )
 
 
-def _pack(
+def pack_of_hugging_face(
     function: str,
     leaves: LeafTable,
     before: tuple[Transform, ...],
@@ -323,42 +306,3 @@ def t5x_to_hf_t5(*, encoder_attention_type: str | None = None) -> RulePack:
     given = () if encoder_attention_type is None else (("encoder_attention_type", encoder_attention_type),)
     call = PackCall("t5x_to_hf_t5", given)
     return dataclasses.replace(inverse, name=call.name, _call=call)
-
-
-def hf_flax_t5_to_t5x(
-    *,
-    tie_word_embeddings: bool | None = None,
-    scale_decoder_outputs: bool | None = None,
-    encoder_attention_type: str | None = None,
-    prefix: str = "target/",
-) -> RulePack:
-    """Maps the names of Hugging Face's Flax models (`flax_model.msgpack`) of T5, T5.1.1, mT5 and LongT5 to T5X's.
-
-    As `hf_t5_to_t5x`, whose arguments it has; of the arrays, only relative biases are transposed.
-
-    Example:
-      >>> ot.rules.hf_flax_t5_to_t5x()({"shared": {"embedding": 1}, "lm_head": {"kernel": 2}}, {})
-      {'target': {'token_embedder': {'embedding': 1}, 'decoder': {'logits_dense': {'kernel': 2}}}}
-    """
-    pairs = _names_of_flax([*layer_names(), *_FIXED_NAMES])
-    bias = "block/{}/layer/0/SelfAttention/relative_attention_bias/embedding"
-    biases = rf"(?:encoder|decoder)/(?:layers_\d+/)?{BIAS}"
-    renamed = (
-        *((theirs.replace("*", r"(\d+)"), ours.replace("*", r"\1")) for theirs, ours in pairs),
-        (r"(encoder|decoder)/" + bias.format(r"(\d+)"), rf"\1/layers_\2/{BIAS}"),
-    )
-    renamed_back = (
-        *((_our_pattern(ours), theirs.replace("*", r"\1")) for theirs, ours in pairs),
-        (rf"{_ROOT}(encoder|decoder)/{BIAS}", r"\1/" + bias.format("0")),
-        (rf"{_ROOT}(encoder|decoder)/layers_(\d+)/{BIAS}", r"\1/" + bias.format(r"\2")),
-    )
-    forwards = (Rename(renamed, require_match=False), Transpose(biases, require_match=False))
-    back = (Transpose(_ROOT + biases, require_match=False), Rename(renamed_back, require_match=False))
-    arguments = {
-        "tie_word_embeddings": tie_word_embeddings,
-        "scale_decoder_outputs": scale_decoder_outputs,
-        "encoder_attention_type": encoder_attention_type,
-        "prefix": prefix,
-    }
-    example = "encoder/block/0/layer/0/SelfAttention/q/kernel"
-    return _pack("hf_flax_t5_to_t5x", _flax_leaves(), (), forwards, back, example, arguments)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -69,6 +71,12 @@ _LAYER_NUMBER = re.compile(r"\b(layers_|subblock_|expert_|blocks?[._/])\d+")
 _CUT = re.compile(r"[./]")
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _without_numbers(name: str) -> str:
+    """Returns a name with `*` for the numbers of layers, blocks and experts."""
+    return _LAYER_NUMBER.sub(r"\1*", name)
+
+
 def dimensions_of(name: str) -> str:
     """Returns the dimensions of a leaf of T5X's minimal T5."""
     *_, parent, kind = name.split("/")
@@ -95,9 +103,9 @@ class LeafTable:
         """Lists the prefixes below which names of this layout are; those of leaves in layers, where there are any."""
         found: dict[str, bool] = {}
         for name in names:
-            canonical = _LAYER_NUMBER.sub(r"\1*", name)
-            cuts = [0, *(cut.end() for cut in _CUT.finditer(canonical) if self.has_dots or cut[0] == "/")]
-            at = next((cut for cut in cuts if canonical[cut:] in self.leaves), None)
+            canonical = _without_numbers(name)
+            cuts = (cut.end() for cut in _CUT.finditer(canonical) if self.has_dots or cut[0] == "/")
+            at = next((cut for cut in itertools.chain((0,), cuts) if canonical[cut:] in self.leaves), None)
             if at is not None and not is_of_optimizer(name):
                 prefix = canonical[:at]
                 found[prefix] = found.get(prefix, False) or "*" in canonical[at:]
@@ -114,14 +122,18 @@ class LeafTable:
             return name.startswith(prefix)
         if self.has_dots:
             return "." in name and "/" not in name
-        return name.partition("/")[0] in {known.partition("/")[0] for known in self.leaves}
+        return name.partition("/")[0] in self._first_parts
+
+    @functools.cached_property
+    def _first_parts(self) -> frozenset[str]:
+        return frozenset(known.partition("/")[0] for known in self.leaves)
 
     def model(self, names: Iterable[str]) -> dict[str, str]:
         """Maps the names of the model's leaves to what they are called in the table, if they are there."""
         names = [name for name in names if not is_of_optimizer(name)]
         prefixes = self.prefixes(names)
         below = ((name, prefix) for name in names for prefix in prefixes if self._is_below(name, prefix))
-        return {name: _LAYER_NUMBER.sub(r"\1*", name.removeprefix(prefix)) for name, prefix in below}
+        return {name: _without_numbers(name.removeprefix(prefix)) for name, prefix in below}
 
     def renames_below(self, names: Iterable[str], target: Iterable[str]) -> dict[str, str]:
         """Maps the names of the one model of this layout to those below the prefix that it has in the target."""

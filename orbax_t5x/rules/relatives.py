@@ -24,8 +24,8 @@ from orbax_t5x.trees.flat import FlatState
 _ATTENTION = {"local": "LocalSelfAttention", "transient-global": "TransientGlobalSelfAttention"}
 _ROOT = r"(?:(?:params/)?params/|target/)?"
 _GLOBAL_NORM, _GLOBAL_BIAS = TRANSIENT_GLOBAL
-_MODULE = re.compile(r"(?:.*[./])?encoder[./]block[./]\d+[./]layer[./]0[./](\w*SelfAttention)[./].*")
-_FEED_FORWARD = re.compile(r"(?:.*[./])?(?:encoder|decoder)\.block\.\d+\.layer\.\d\.mlp\..*")
+_MODULE = re.compile(r"(?:^|[./])encoder[./]block[./]\d+[./]layer[./]0[./](\w*SelfAttention)[./]")
+_FEED_FORWARD = re.compile(r"(?:^|[./])(?:encoder|decoder)\.block\.\d+\.layer\.\d\.mlp\.")
 # T5's feed-forward layer, that relatives with experts call `mlp`.
 _DENSE = r"((?:encoder|decoder)\.block\.\d+\.layer\.\d\.){}(\.w[io]\.weight)"
 _MLP_LAYERS = {tower: len(sublayers) - 1 for tower, sublayers in SUBLAYERS.items()}
@@ -136,7 +136,7 @@ class ModulesOfModel(Transform):
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         found, wanted = (
-            {match[1] for name in names if (match := _MODULE.fullmatch(name)) is not None} & {*_ATTENTION.values()}
+            {match[1] for name in names if (match := _MODULE.search(name)) is not None} & {*_ATTENTION.values()}
             for names in (state, target)
         )
         module = next(iter(sorted(wanted or found)), None)
@@ -146,9 +146,9 @@ class ModulesOfModel(Transform):
             message = f"the model has the leaves of {' and '.join(found)} in its encoder, which {module} has not"
             diagnostics.problem("rule", None, message, Fix("give encoder_attention_type as config.json has it"))
         renames: dict[str, str] = {}
-        has_experts = any(_FEED_FORWARD.fullmatch(name) for names in (state, target) for name in names)
+        has_experts = any(_FEED_FORWARD.search(name) for names in (state, target) for name in names)
         for name in state:
-            plain = _MODULE.fullmatch(name)
+            plain = _MODULE.search(name)
             if module is not None and plain is not None and plain[1] == "SelfAttention":
                 renames[name] = f"{name[: plain.start(1)]}{module}{name[plain.end(1) :]}"
             elif has_experts and (dense := re.fullmatch(_DENSE.format("DenseReluDense"), name)) is not None:

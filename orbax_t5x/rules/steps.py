@@ -97,13 +97,19 @@ class MergeEqualLayers(Transform):
         regex = compile_pattern(self.pattern, "rules")
         result = NewState(diagnostics)
         towers: dict[str, list[tuple[int, str]]] = {}
+        stays: dict[str, bool] = {}
         for name, value in state.items():
             match = regex.fullmatch(name)
-            new = None if match is None else match.expand(self.into)
-            if match is None or new is None or self._stays(match, new, target):
+            if match is None:
                 result.put(name, value, name)
                 continue
-            towers.setdefault(new, []).append((int(match["i"]), name))
+            new = match.expand(self.into)
+            if new not in stays:
+                stays[new] = self._stays(match, new, target)
+            if stays[new]:
+                result.put(name, value, name)
+            else:
+                towers.setdefault(new, []).append((int(match["i"]), name))
         for new, layers in towers.items():
             names = [name for _, name in sorted(layers)]
             rule = f"one of {len(names)} layers' that must be equal"
@@ -127,64 +133,6 @@ def _has_bias_of_hugging_face(target: FlatState, name: str, layer: str) -> bool:
     """Reports whether a tower has a relative bias of a layer, under Hugging Face's names."""
     tower = name.split("/")[-3]
     return has_leaf(target, rf"(?:.*[./])?{tower}[./]block[./]{layer}[./].*[./]relative_attention_bias[./].*")
-
-
-_IN_LAYERS = re.compile(r"(?P<tower>(?:.*/)?(?:encoder|decoder))/layers_(?P<i>\d+)/(?P<rest>.*)")
-_IN_SUBBLOCKS = re.compile(
-    r"(?P<tower>(?:.*/)?(?:encoder|decoder))/subblock_(?P<block>\d+)/layers_(?P<i>\d+)/(?P<rest>.*)"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class IntoSubblocks(Transform):
-    """Renaming of layer i to `subblock_{i % count}/layers_{i // count}`; a depth that does not divide is a problem.
-
-    Attributes:
-      count: of the subblocks.
-    """
-
-    count: int
-
-    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        depths: dict[str, int] = {}
-        renames: dict[str, str] = {}
-        for name in state:
-            match = _IN_LAYERS.fullmatch(name)
-            if match is not None:
-                number, block = divmod(int(match["i"]), self.count)
-                depths[match["tower"]] = max(depths.get(match["tower"], 0), int(match["i"]) + 1)
-                renames[name] = f"{match['tower']}/subblock_{block}/layers_{number}/{match['rest']}"
-        for tower, depth in depths.items():
-            if depth % self.count:
-                message = f"{tower!r} has {depth} layers, which are not {self.count} subblocks of as many each"
-                diagnostics.problem("rule", None, message, Fix("give the pack the model's number of subblocks"))
-        return renamed(state, renames, f"in {self.count} subblocks", diagnostics)
-
-
-@dataclasses.dataclass(frozen=True)
-class OutOfSubblocks(Transform):
-    """Inverse of `IntoSubblocks`; a tower with another number of subblocks is a problem.
-
-    Attributes:
-      count: of the subblocks.
-    """
-
-    count: int
-
-    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        counts: dict[str, int] = {}
-        renames: dict[str, str] = {}
-        for name in state:
-            match = _IN_SUBBLOCKS.fullmatch(name)
-            if match is not None:
-                block = int(match["block"])
-                counts[match["tower"]] = max(counts.get(match["tower"], 0), block + 1)
-                renames[name] = f"{match['tower']}/layers_{int(match['i']) * self.count + block}/{match['rest']}"
-        for tower, count in counts.items():
-            if count != self.count:
-                message = f"{tower!r} has {count} subblocks, and not {self.count}"
-                diagnostics.problem("rule", None, message, Fix("give the pack the model's number of subblocks"))
-        return renamed(state, renames, f"out of {self.count} subblocks", diagnostics)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,8 @@ from typing import Any
 
 from orbax_t5x.rules.leaf_table import t5x_table
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
-from orbax_t5x.rules.steps import (
-    HeadsCheck,
-    IntoSubblocks,
-    MergeEqualLayers,
-    MergeWhereWanted,
-    OutOfSubblocks,
-    RepeatPerLayer,
-)
+from orbax_t5x.rules.steps import HeadsCheck, MergeEqualLayers, MergeWhereWanted, RepeatPerLayer
+from orbax_t5x.rules.subblocks import stack_subblocks, unstack_subblocks
 from orbax_t5x.transforms.arrays import Reshape
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.chain import Chain
@@ -222,8 +216,8 @@ def t5_unscanned_to_scanned(*, scan_axis: int = 1, subblocks: int | None = None)
     stack: tuple[Transform, ...] = (_bias_per_layer(axis), _stack(axis))
     unstack: tuple[Transform, ...] = (_unstack(axis),)
     if count is not None:
-        stack = (_bias_per_layer(None), IntoSubblocks(count), _stack_subblocks(axis))
-        unstack = (_unstack_subblocks(axis), OutOfSubblocks(count))
+        stack = (_bias_per_layer(None), *stack_subblocks(count, axis))
+        unstack = unstack_subblocks(count, axis)
     return pack_of(
         PackCall(
             "t5_unscanned_to_scanned", (*_axis_argument(axis), *(() if count is None else (("subblocks", count),)))
@@ -241,16 +235,6 @@ def t5_unscanned_to_scanned(*, scan_axis: int = 1, subblocks: int | None = None)
             experts=count is not None,
         ),
     )
-
-
-def _stack_subblocks(scan_axis: int) -> StackLayers:
-    pattern = rf"{_ROOT}{_TOWER}/(subblock_\d+)/layers_(?P<i>\d+)/(.*)"
-    return StackLayers(pattern, r"\1\2/\2/\3/\5", scan_axis, require_match=False)
-
-
-def _unstack_subblocks(scan_axis: int) -> UnstackLayers:
-    pattern = rf"{_ROOT}{_TOWER}/\2/(subblock_\d+)/(.*)"
-    return UnstackLayers(pattern, r"\1\2/\3/layers_{i}/\4", scan_axis, require_match=False)
 
 
 def _axis_argument(axis: int) -> tuple[tuple[str, int], ...]:

@@ -140,18 +140,6 @@ def test_biases_of_their_own_go_back_to_hugging_face():
             ot.restore(checkpoint(source), None, silent)
 
 
-def test_a_tower_of_another_number_of_subblocks_is_a_problem():
-    source = tree("Switch", "T5X minimal")
-    (problem,) = {one.message for one in run(rules.t5_unscanned_to_scanned(subblocks=4), source)[1].problems} & {
-        "'target/decoder' has 2 layers, which are not 4 subblocks of as many each"
-    }
-    stacked = tree("Switch", "Flaxformer scanned in subblocks")
-    problems = run(rules.t5_unscanned_to_scanned(subblocks=3).inverse(), stacked)[1].problems
-    assert problem and {one.message for one in problems} >= {"'target/encoder' has 2 subblocks, and not 3"}
-    with pytest.raises(ValueError, match="at least 1"):
-        rules.t5_unscanned_to_scanned(subblocks=0)
-
-
 # -- what there is no form of is a problem that names it
 
 
