@@ -21,6 +21,7 @@ from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.peft import peft_lora
+from orbax_t5x.rules.pix2struct import pix2struct_decoder_to_hf_t5
 from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.rules.wan import wan_t5_to_hf_t5
@@ -35,6 +36,7 @@ __all__ = [
     "infer",
     "mesh_tf_to_t5x",
     "peft_lora",
+    "pix2struct_decoder_to_hf_t5",
     "scaled_fp8_to_float32",
     "t5_fused_to_unscanned",
     "t5_minimal_to_scanned",

@@ -19,6 +19,7 @@ from orbax_t5x.rules.layouts import NAMES
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x
 from orbax_t5x.rules.pack import RulePack, joined
+from orbax_t5x.rules.pix2struct import pix2struct_decoder_to_hf_t5
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.rules.wan import wan_t5_to_hf_t5
 
@@ -47,6 +48,7 @@ class Edge(NamedTuple):
 EDGES = (
     Edge("gguf", "hugging face", gguf_t5_to_hf_t5),
     Edge("wan", "hugging face", wan_t5_to_hf_t5),
+    Edge("pix2struct", "hugging face", pix2struct_decoder_to_hf_t5),
     Edge("hugging face", "minimal", hf_t5_to_t5x),
     Edge("hugging face flax", "minimal", hf_flax_t5_to_t5x),
     Edge("mesh tf", "minimal", mesh_tf_to_t5x, has_way_back=False),

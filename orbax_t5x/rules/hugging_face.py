@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
+from orbax_t5x.rules.embeddings import EMBEDDING, OF_TOWERS, SHARED, EmbeddingsOfTorch, TowerEmbeddings
 from orbax_t5x.rules.leaf_table import BIAS, SUBLAYERS, Dimensions, LeafTable, dimensions_of, layer_names
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.relatives import from_hugging_face, relatives_of_t5x, relatives_table, to_hugging_face
@@ -22,7 +23,6 @@ from orbax_t5x.rules.steps import (
     PrefixAsTarget,
     RepeatPerLayer,
     WithoutPrefix,
-    equal_copies,
     target_prefix,
 )
 from orbax_t5x.rules.t5x import bias_per_tower
@@ -30,17 +30,16 @@ from orbax_t5x.transforms.arrays import Transpose
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop, Rename
-from orbax_t5x.transforms.state import NewState, view_of
+from orbax_t5x.transforms.state import view_of
 from orbax_t5x.trees.flat import FlatState
 
-_ANCHOR = "token_embedder/embedding"
 _HEAD = "decoder/logits_dense/kernel"
 # Prefixes of T5X's names on the way back.
 ROOT = r"(?:(?:params/)?params/|target/)?"
 _MODEL = r"(?:token_embedder|encoder|decoder)/.*"
 
 FIXED_NAMES = (
-    ("shared.weight", _ANCHOR),
+    ("shared.weight", EMBEDDING),
     ("encoder.final_layer_norm.weight", "encoder/encoder_norm/scale"),
     ("decoder.final_layer_norm.weight", "decoder/decoder_norm/scale"),
     ("lm_head.weight", _HEAD),
@@ -80,7 +79,7 @@ _TRANSPOSED = rf"(?:encoder|decoder)/(?:.*/kernel|(?:layers_\d+/)?{BIAS})"
 
 def _their_leaves() -> LeafTable:
     """Makes the table of Hugging Face's names."""
-    found: dict[str, Dimensions] = {f"{tower}.embed_tokens.weight": ("VE",) for tower in SUBLAYERS}
+    found: dict[str, Dimensions] = dict.fromkeys(OF_TOWERS, ("VE",))
     # Linear weights are transposed.
     for theirs, ours in (*layer_names(), *FIXED_NAMES):
         found[theirs] = (dimensions_of(ours)[:: -1 if ours.endswith("/kernel") else 1],)
@@ -94,39 +93,9 @@ def _our_leaves(is_flax: bool) -> LeafTable:
     """Makes the table of the names of T5X's minimal T5 that Hugging Face's models have, too."""
     names = [ours for _, ours in (*layer_names(), *FIXED_NAMES)]
     names += [f"{tower}/{layers}{BIAS}" for tower in SUBLAYERS for layers in ("", "layers_*/")]
+    names += [] if is_flax else [f"{tower}/{EMBEDDING}" for tower in SUBLAYERS]
     found: dict[str, Dimensions] = {name: (dimensions_of(name),) for name in names}
     return LeafTable("T5X's minimal T5 with a name in Hugging Face's", {**found, **relatives_of_t5x(is_flax=is_flax)})
-
-
-@dataclasses.dataclass(frozen=True)
-class _TowerEmbeddings(Transform):
-    """Embeddings for a target that has one per tower: the tower's own of the file, else the shared one.
-
-    For a target with one tower's the file's copies must be equal, since the shared one has no other place.
-    """
-
-    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        prefix = target_prefix(target, "")
-        shared = "shared.weight"
-        takers = {f"{tower}.embed_tokens.weight": f"{tower}/{_ANCHOR}" for tower in SUBLAYERS}
-        takers = {
-            own: new for own, new in takers.items() if prefix + new in target and (own in state or shared in state)
-        }
-        if not takers:
-            return dict(state)
-        result = NewState(diagnostics)
-        for name, value in state.items():
-            if name not in takers and (name != shared or prefix + _ANCHOR in target):
-                result.put(name, value, name)
-        is_compared = len(takers) == 1 and prefix + _ANCHOR not in target
-        for own, new in takers.items():
-            copies = [name for name in (own, shared) if name in state]
-            value = state[copies[0]]
-            if is_compared and len(copies) > 1:
-                value = equal_copies(copies, state, diagnostics, becomes=prefix + new, rule=f"{own!r} -> {new!r}")
-            if value is not None:
-                result.put(new, value, copies[0], f"{copies[0]!r} -> {new!r}")
-        return result.finish()
 
 
 # Its name is part of the digests of packs, which checkpoints record: it cannot change.
@@ -165,7 +134,7 @@ class _TiedHead(Transform):
         wanted = target_prefix(target, "") + _HEAD in target
         if _HEAD in state and self.tie_word_embeddings and target and not wanted:
             return {name: value for name, value in state.items() if name != _HEAD}
-        if _HEAD in state or not wanted or _ANCHOR not in state:
+        if _HEAD in state or not wanted or EMBEDDING not in state:
             return dict(state)
         if self._is_scaled(state, diagnostics):
             diagnostics.problem(
@@ -179,10 +148,10 @@ class _TiedHead(Transform):
                 ),
             )
             return dict(state)
-        view = view_of(_ANCHOR, state[_ANCHOR], diagnostics)
+        view = view_of(EMBEDDING, state[EMBEDDING], diagnostics)
         if view is None:
             return dict(state)
-        diagnostics.record_origins({_HEAD: (_ANCHOR, "tied: the transpose of the embedding")})
+        diagnostics.record_origins({_HEAD: (EMBEDDING, "tied: the transpose of the embedding")})
         return {**state, _HEAD: view.T}
 
     def _is_scaled(self, state: FlatState, diagnostics: Diagnostics) -> bool:
@@ -233,11 +202,10 @@ def hf_t5_to_t5x(
       >>> jax.tree.map(np.shape, ot.rules.hf_t5_to_t5x()(state, {}))
       {'target': {'encoder': {'layers_0': {'attention': {'query': {'kernel': (16, 32)}}}}}}
     """
-    embeddings = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     # Written by old versions, read by none.
     unused_bias = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
     forwards = (
-        FirstName(embeddings, "shared.weight"),
+        FirstName((SHARED, *OF_TOWERS), SHARED),
         Drop((unused_bias,), require_match=False),
         Rename(_to_t5x(), require_match=False),
         Transpose(_TRANSPOSED, require_match=False),
@@ -251,7 +219,7 @@ def hf_t5_to_t5x(
     }
     example = "encoder.block.0.layer.0.SelfAttention.q.weight"
     return pack_of_hugging_face(
-        "hf_t5_to_t5x", _their_leaves(), (TimesScales(), _TowerEmbeddings()), forwards, back, example, arguments
+        "hf_t5_to_t5x", _their_leaves(), (TimesScales(), TowerEmbeddings()), forwards, back, example, arguments
     )
 
 
@@ -281,7 +249,10 @@ def pack_of_hugging_face(
         example=example,
         back_example="target/encoder/layers_0/attention/query/kernel",
         _before=(WithoutPrefix(leaves), *before, *from_hugging_face(is_flax=is_flax)),
-        _before_back=(WithoutPrefix(ours), bias_per_tower(MergeWhereWanted), NoScalesWanted()),
+        _before_back=(
+            *(WithoutPrefix(ours), bias_per_tower(MergeWhereWanted), NoScalesWanted()),
+            *(() if is_flax else (EmbeddingsOfTorch(),)),
+        ),
         _after_back=to_hugging_face(arguments["encoder_attention_type"], is_flax=is_flax),
         _leaves=leaves,
         _leaves_back=ours,

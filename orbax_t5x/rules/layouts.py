@@ -21,6 +21,7 @@ NAMES = {
     "hugging face flax": r"(?:^|/)(?:encoder|decoder)/block/\d+/layer/",
     "gguf": r"^(?:enc|dec)\.blk\.\d+\.",
     "wan": r"(?:^|\.)blocks\.\d+\.(?:attn\.[qkvo]|ffn\.gate\.0|pos_embedding\.embedding)\.weight$",
+    "pix2struct": r"(?:^|\.)decoder\.layer\.\d+\.(?:self_attention\.attention|mlp\.DenseReluDense)\.",
     "mesh tf": r"^(?:encoder|decoder|transformer)/block_\d+/",
 }
 _KINDS = tuple(NAMES)

@@ -67,7 +67,7 @@ _IN_LAYERS = {
 _SHARED_SIZES = "E"
 _FREE_SIZES = "V*"
 
-_LAYER_NUMBER = re.compile(r"\b(layers_|subblock_|expert_|blocks?[._/])\d+")
+_LAYER_NUMBER = re.compile(r"\b(layers_|subblock_|expert_|blocks?[._/]|decoder\.layer\.)\d+")
 _CUT = re.compile(r"[./]")
 
 

@@ -39,7 +39,8 @@ T5 = ("t5 1.1", "t5 1.0", "umt5", "encoder", "decoder", "decoder without bias")
 TOWER_BIAS = tuple(name for name in EVERY if name != "umt5")
 DECODER = ("decoder without bias",)
 MODELS = {
-    **dict.fromkeys(("hugging face", "hugging face flax", "mesh tf"), T5[:-1]),
+    **dict.fromkeys(("hugging face flax", "mesh tf"), T5[:-1]),
+    "hugging face": (*T5[:-1], "separate embeddings"),
     **dict.fromkeys(("maxtext", "maxtext scanned"), DECODER),
 }
 JOINED = {"scanned": "flaxformer scanned", "unscanned": "flaxformer", "flaxformer": "unscanned"}
@@ -53,7 +54,7 @@ RELATIVES = {
 }
 # Pack, layouts it leads between, models that it knows, and those that its inverse knows.
 PACKS = {
-    "hugging face": (rules.hf_t5_to_t5x(), "hugging face", "minimal", T5[:-1], T5[:-1]),
+    "hugging face": (rules.hf_t5_to_t5x(), "hugging face", "minimal", T5[:-1], (*T5[:-1], "separate embeddings")),
     "flax": (rules.hf_flax_t5_to_t5x(), "hugging face flax", "minimal", T5[:-1], T5[:-1]),
     "scanned": (rules.t5_minimal_to_scanned(*HEADS), "minimal", "scanned", EVERY, TOWER_BIAS),
     "unscanned": (rules.t5_minimal_to_unscanned(*HEADS), "minimal", "unscanned", EVERY, TOWER_BIAS),

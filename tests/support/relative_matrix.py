@@ -16,7 +16,9 @@ from tests.support import relative_trees as trees
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "relatives.md"
 _BEGIN, _END = "<!-- {}: made by the tests -->", "<!-- {}: end -->"
-_OTHER_PROGRAMS = frozenset({"Hugging Face", "Hugging Face Flax", "Mesh TensorFlow"})
+_OTHER_PROGRAMS = frozenset(
+    {"Hugging Face", "Hugging Face Flax", "Mesh TensorFlow", "Wan's text encoder", "Pix2Struct"}
+)
 _NO_WAY_BACK = frozenset({"Mesh TensorFlow"})
 
 

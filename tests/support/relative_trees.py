@@ -38,7 +38,10 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Relative:
-    """A relative of T5; `bias`: "tower" or "layer"; `experts` in the last layer of each subblock."""
+    """A relative of T5; `bias`: "tower" or "layer"; `experts` in the last layer of each subblock.
+
+    `embedding`: below the one tower. `beside`: leaves of its own, by T5X's names, with shapes in sizes.
+    """
 
     name: str
     gated: bool = True
@@ -48,6 +51,9 @@ class Relative:
     extra: bool = False
     head: bool = True
     towers: tuple[str, ...] = ("encoder", "decoder")
+    cross: bool = True
+    own_embedding: bool = False
+    beside: tuple[tuple[str, str], ...] = ()
 
 
 RELATIVES = (
@@ -55,6 +61,18 @@ RELATIVES = (
     Relative("T5.1.1, mT5, ByT5, Flan-T5, UL2"),
     Relative("encoder only", towers=("encoder",)),
     Relative("umT5, Pile-T5", bias="layer"),
+    Relative("umT5's encoder", bias="layer", towers=("encoder",)),
+    Relative("language model", towers=("decoder",), cross=False, own_embedding=True),
+    Relative("Pix2Struct's decoder", towers=("decoder",), own_embedding=True),
+    Relative("dual encoder", towers=("encoder",), own_embedding=True, beside=(("projection_layer/kernel", "EK"),)),
+    Relative(
+        "CALM, soft prompts",
+        beside=(
+            ("encoder/prompt/prompt/prompt", "KE"),
+            ("decoder/meta_cls/kernel", "EK"),
+            ("decoder/meta_cls/bias", "K"),
+        ),
+    ),
     Relative("LongT5, local", attention="local"),
     Relative("LongT5, transient-global", attention="transient-global"),
     Relative("Switch", gated=False, head=False, experts=True),
@@ -69,7 +87,9 @@ def by_name(name):
 
 def _shapes(one, n):
     """T5X's minimal layout: joined heads, a name for each layer."""
-    found: dict[str, tuple[int, ...]] = {"token_embedder/embedding": (n.V, n.E)}
+    own = f"{one.towers[0]}/" if one.own_embedding else ""
+    found: dict[str, tuple[int, ...]] = {f"{own}token_embedder/embedding": (n.V, n.E)}
+    found |= {name: tuple(getattr(n, size) for size in sizes) for name, sizes in one.beside}
     gates = ("wi_0", "wi_1") if one.gated else ("wi",)
     for tower in one.towers:
         found[f"{tower}/{tower}_norm/scale"] = (n.E,)
@@ -79,7 +99,7 @@ def _shapes(one, n):
         if tower == "decoder":
             attentions = {
                 "self_attention": "pre_self_attention_layer_norm",
-                "encoder_decoder_attention": "pre_cross_attention_layer_norm",
+                **({"encoder_decoder_attention": "pre_cross_attention_layer_norm"} if one.cross else {}),
             }
         for i in range(getattr(n, tower)):
             layer = f"{tower}/layers_{i}"
@@ -179,7 +199,7 @@ def _numbered(tower, part):
 
 def hugging_face(plain, one):
     """The names and orientation of Transformers' PyTorch modules; None where it has no such model."""
-    if one.extra or (one.experts and one.gated):
+    if one.extra or (one.experts and one.gated) or one.own_embedding or one.beside:
         return None
     own = {"local": "LocalSelfAttention", "transient-global": "TransientGlobalSelfAttention"}
     kernels = {"query": "q", "key": "k", "value": "v", "out": "o"}
@@ -232,10 +252,19 @@ def hugging_face_flax(plain, one):
 
 def mesh_tf(plain, one):
     """Mesh TensorFlow's names of a T5; None of a relative whose names there are not known."""
-    if one.experts or one.attention or one.bias == "layer":
+    if one.extra or one.attention or one.beside or one.bias == "layer" or (one.own_embedding and one.cross):
         return None
-    found = {}
-    for name, value in (hugging_face(plain, one) or {}).items():
+    if one.own_embedding:
+        return _mesh_tf_language_model(plain)
+    found, dense = {}, {}
+    for name, value in plain.items():
+        match = re.fullmatch(r"(\w+)/layers_(\d+)/mlp/(?:expert|router)/(\w+)(?:/w)?/kernel", name)
+        if match is None:
+            dense[name] = value
+            continue
+        layer = f"{match[1]}/block_{int(match[2]):03}/layer_{_numbered(match[1], 'mlp'):03}/MoE1D"
+        found[f"{layer}/{match[3].replace('router_weights', 'switch_gating')}/kernel"] = value
+    for name, value in (hugging_face(dense, dataclasses.replace(one, experts=False)) or {}).items():
         new = re.sub(r"\.block\.(\d+)\.layer\.(\d+)", lambda m: f".block_{int(m[1]):03}.layer_{int(m[2]):03}", name)
         new = new.replace("relative_attention_bias.weight", "relative_attention_bias").replace(".", "/")
         new = new.replace("shared/weight", "shared/embedding").replace("lm_head/weight", "decoder/logits/kernel")
@@ -243,6 +272,78 @@ def mesh_tf(plain, one):
             "/weight", "/kernel"
         )
         found[new] = value if new == "shared/embedding" else value.T
+    return found
+
+
+def _mesh_tf_language_model(plain):
+    """Mesh TensorFlow's names of a decoder without an encoder."""
+    short, found = {"query": "q", "key": "k", "value": "v", "out": "o"}, {}
+    for name, value in plain.items():
+        new = name.removeprefix("decoder/").removeprefix("token_embedder/").replace("decoder_norm", "final_layer_norm")
+        new = new.replace("logits_dense", "logits")
+        new = new.replace("relpos_bias/rel_embedding", "block_000/layer_000/SelfAttention/relative_attention_bias")
+        match = re.fullmatch(r"layers_(\d+)/(\w+)/(?:(\w+)/)?\w+", new)
+        if match is not None:
+            layer = f"block_{int(match[1]):03}/layer_00{'mlp' in match[2]:d}"
+            module = (
+                f"SelfAttention/{short.get(match[3], '')}"
+                if "attention" in match[2]
+                else f"DenseReluDense/{match[3]}/kernel"
+            )
+            new = f"{layer}/{module if match[3] else 'rms_norm/scale'}"
+        found[f"transformer/{new}"] = value
+    return found
+
+
+def wan(plain, one):
+    """The names of Wan's text encoder, a gated encoder; None of other models."""
+    if one.towers != ("encoder",) or one.own_embedding:
+        return None
+    theirs = {
+        **{f"attention/{ours}/kernel": f"attn.{ours[0]}.weight" for ours in ("query", "key", "value", "out")},
+        "mlp/wi_0/kernel": "ffn.gate.0.weight",
+        "mlp/wi_1/kernel": "ffn.fc1.weight",
+        "mlp/wo/kernel": "ffn.fc2.weight",
+        "pre_attention_layer_norm/scale": "norm1.weight",
+        "pre_mlp_layer_norm/scale": "norm2.weight",
+        "relpos_bias/rel_embedding": "pos_embedding.embedding.weight",
+        "encoder_norm/scale": "norm.weight",
+    }
+    found = {"token_embedding.weight": plain["token_embedder/embedding"]}
+    for name, value in plain.items():
+        match = re.fullmatch(r"encoder/(?:layers_(\d+)/)?(.*)", name)
+        if match is not None:
+            found[("" if match[1] is None else f"blocks.{match[1]}.") + theirs[match[2]]] = value.T
+    return found
+
+
+def pix2struct(plain, one):
+    """The names of Transformers' Pix2Struct, its decoder alone; None of other models."""
+    if one.towers != ("decoder",) or not one.cross:
+        return None
+    found = {}
+    for name, value in plain.items():
+        layer, part, *more = name.removeprefix("decoder/").removeprefix("layers_").split("/")
+        module = (
+            part.removeprefix("pre_")
+            .removesuffix("_layer_norm")
+            .replace("cross_attention", "encoder_decoder_attention")
+        )
+        attention = "decoder.layer.{}.self_attention.attention."
+        if layer == "relpos_bias":
+            new = attention.format(0) + "relative_attention_bias"
+        elif not layer.isdecimal():
+            new = {"token_embedder": "embed_tokens", "decoder_norm": "final_layer_norm", "logits_dense": "lm_head"}[
+                layer
+            ]
+            new = f"decoder.{new}"
+        elif module != part:
+            new = f"decoder.layer.{layer}.{module}.layer_norm"
+        elif part == "mlp":
+            new = f"decoder.layer.{layer}.mlp.DenseReluDense.{more[0]}"
+        else:
+            new = f"decoder.layer.{layer}.{part}.attention.{more[0].replace('out', 'output')}"
+        found[f"{new}.weight"] = value if new.endswith("embed_tokens") else value.T
     return found
 
 
@@ -275,4 +376,6 @@ LAYOUTS = {
     ),
     "Hugging Face Flax": lambda plain, one, n: hugging_face_flax(plain, one) or NOT_IN_HUGGING_FACE,
     "Mesh TensorFlow": lambda plain, one, n: mesh_tf(plain, one) or "names not known",
+    "Wan's text encoder": lambda plain, one, n: wan(plain, one) or "another model",
+    "Pix2Struct": lambda plain, one, n: pix2struct(plain, one) or "another model",
 }

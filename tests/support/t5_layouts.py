@@ -99,7 +99,8 @@ def hugging_face(plain):
         if match is None:
             tower = name.partition("/")[0]
             bias = f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-            new = {"embedding": "shared.weight", "rel_embedding": bias, "kernel": "lm_head.weight"}
+            embedding = "shared.weight" if tower == "token_embedder" else f"{tower}.embed_tokens.weight"
+            new = {"embedding": embedding, "rel_embedding": bias, "kernel": "lm_head.weight"}
             new = new.get(name.rpartition("/")[2], f"{tower}.final_layer_norm.weight")
         else:
             tower, i, part, kernel, _ = match.groups()
@@ -113,7 +114,7 @@ def hugging_face(plain):
             else:
                 number = ours.index(part)
                 new = f"{block}.{number}.{_SUBLAYERS[tower][number][0]}.{_QKVO.get(kernel, kernel)}.weight"
-        result[new] = value if new == "shared.weight" else value.T
+        result[new] = value if name.endswith("embedder/embedding") else value.T
     return result
 
 
@@ -232,26 +233,3 @@ def relatives():
             "/wi_[01]/",
         ),
     }
-
-
-def wan(plain):
-    """The names of Wan's text encoder, a gated encoder; a bias of the tower is its variant with shared positions."""
-    theirs = {
-        **{f"attention/{ours}/kernel": f"attn.{one}.weight" for ours, one in _QKVO.items()},
-        "mlp/wi_0/kernel": "ffn.gate.0.weight",
-        "mlp/wi_1/kernel": "ffn.fc1.weight",
-        "mlp/wo/kernel": "ffn.fc2.weight",
-        "pre_attention_layer_norm/scale": "norm1.weight",
-        "pre_mlp_layer_norm/scale": "norm2.weight",
-        "relpos_bias/rel_embedding": "pos_embedding.embedding.weight",
-        "encoder_norm/scale": "norm.weight",
-    }
-    result = {}
-    for name, value in plain.items():
-        match = re.fullmatch(r"encoder/(?:layers_(\d+)/)?(.*)", name)
-        if match is None:
-            result["token_embedding.weight"] = value
-        else:
-            block = "" if match[1] is None else f"blocks.{match[1]}."
-            result[block + theirs[match[2]]] = value.T
-    return result
