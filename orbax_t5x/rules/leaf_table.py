@@ -274,6 +274,7 @@ def mesh_tf_table() -> LeafTable:
             leaves.update({f"{layer}/{norm}/scale": ("E",) for norm in ("layer_norm", "rms_norm")})
             if theirs == "DenseReluDense":
                 leaves.update({f"{layer}/{theirs}/{name}/kernel": (_BY_PARENT[name],) for name in _MLP})
+                leaves.update({f"{layer}/MoE1D/{name}/kernel": (letters,) for name, letters in EXPERT.items()})
             else:
                 leaves.update({f"{layer}/{theirs}/{a}": (_BY_PARENT.get(b, "EJ"),) for a, b in _PROJECTIONS.items()})
                 leaves[f"{layer}/{theirs}/relative_attention_bias"] = ("H*",)

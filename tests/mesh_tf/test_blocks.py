@@ -8,6 +8,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.mesh_tf.blocks import one_layer_blocks
+from orbax_t5x.testing.transform_suite import run
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support.memory_checkpoint import checkpoint
 from tests.support.mesh_tf_names import problems, translate, unreadable
@@ -84,6 +85,14 @@ def test_the_slots_of_experts_keep_their_factors():
         f"{mlp}/expert/wo/kernel/v_col": (X, F),
         f"{mlp}/router/router_weights/w/kernel/v": (E, X),
     }
+
+
+def test_an_experts_kernel_of_another_shape_is_a_problem():
+    stored, _ = bundle(2, 1)
+    for name, shape in (("wo", (X, E, F)), ("wi", (E, F)), ("wi", (X, E + 1, F))):
+        leaf = f"decoder/block_001/layer_002/MoE1D/{name}/kernel"
+        found = run(ot.rules.mesh_tf_to_t5x(), {**stored, leaf: np.zeros(shape, np.float32)})[1].problems
+        assert {(one.kind, one.leaf) for one in found} == {("shape", leaf)}
 
 
 def test_blocks_of_other_modules_stay_and_are_named():

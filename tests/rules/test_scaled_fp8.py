@@ -3,6 +3,7 @@
 Expected values are NumPy's.
 """
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import orbax_t5x as ot
 from orbax_t5x import rules
 from orbax_t5x.errors import LeafMismatchError, RestorePlanError
 from orbax_t5x.trees.flat import flatten, unflatten
+from tests.conftest import GOLDENS
 from tests.support import t5_layouts as t5
 from tests.support.memory_checkpoint import checkpoint
+from tests.support.safetensors_files import container, tensor
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
 PACK = rules.scaled_fp8_to_float32()
@@ -46,6 +49,17 @@ STORED, EXACT = quantized(PLAIN)
 T5X = t5x_of(EXACT, PLAIN)
 
 
+def safetensors_of(leaves):
+    """A file's bytes; Transformers' own writer has no float8 for NumPy."""
+    header, data = {}, b""
+    for name, value in leaves.items():
+        raw = np.ascontiguousarray(value).tobytes()
+        kind = "F8_E4M3" if value.dtype == FLOAT8 else "F32"
+        header[name] = tensor(len(data), len(data) + len(raw), list(value.shape), kind)
+        data += raw
+    return container(header, data)
+
+
 def zeros(tree, dtype=None):
     return unflatten({name: np.zeros(value.shape, dtype or value.dtype) for name, value in tree.items()})
 
@@ -77,6 +91,35 @@ def test_weights_are_multiplied_on_the_way_to_t5x(prefix):
         assert_equal(flatten(half), wanted, ml_dtypes.bfloat16)
     plan = ot.plan_restore(checkpoint(stored), zeros(wanted), "auto")
     assert f"{prefix}scaled_fp8" in plan.dropped and not plan.unused
+    # One byte of each weight that is quantized, and its scale.
+    assert plan.bytes_to_read == sum(np.asarray(value).nbytes for value in stored.values())
+
+
+def test_a_file_of_real_names_is_read_shard_by_shard(tmp_path):
+    """The golden that Transformers wrote, quantized: each device reads its columns of the weights, and the scales."""
+    with ot.open_checkpoint(GOLDENS / "safetensors" / "t5_1_1") as opened:
+        real = {name: leaf.get() for name, leaf in opened.leaves.items()}
+    stored, exact = {"scaled_fp8": np.zeros(0, FLOAT8)}, dict(real)
+    for name, value in real.items():
+        if "DenseReluDense" in name:
+            scale = np.float32(np.abs(value).max() / 448)
+            weight = (value / scale).astype(FLOAT8)
+            stored |= {name: weight, name.removesuffix("weight") + "scale_weight": scale}
+            exact[name] = weight.astype(np.float32) * scale
+    (tmp_path / "model.safetensors").write_bytes(safetensors_of({**real, **stored}))
+    plain = flatten(ot.restore(GOLDENS / "safetensors" / "t5_1_1", None, rules.hf_t5_to_t5x()))
+    mesh = jax.make_mesh((4,), ("mlp",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "mlp"))
+    name = "target/decoder/layers_1/mlp/wi_0/kernel"
+    target = {name: jax.ShapeDtypeStruct(plain[name].shape, "float32", sharding=split)}
+    plan = ot.plan_restore(tmp_path, unflatten(target), rules.hf_t5_to_t5x(), strict=False)
+    assert plan.bytes_to_read == plain[name].size + 4
+    found = flatten(plan.execute())[name]
+    theirs = "decoder.block.1.layer.2.DenseReluDense.wi_0.weight"
+    np.testing.assert_array_equal(found, exact[theirs].T)
+    np.testing.assert_allclose(found, plain[name], atol=np.abs(plain[name]).max() / 16)
+    everything = flatten(ot.restore(tmp_path, None, rules.hf_t5_to_t5x()))
+    assert everything.keys() == plain.keys()
 
 
 def test_names_that_stay_lose_their_scales_by_auto_and_by_the_pack():
