@@ -6,11 +6,12 @@ read. Of a sharded array it opens one whose chunks are those inside the shards, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,15 @@ import tensorstore as ts
 
 from orbax_t5x.concurrency import OnceEach, run_in_pool, waiting_pool
 from orbax_t5x.errors import CorruptCheckpointError, UnsupportedCheckpointError
+from orbax_t5x.lazy.box import box_slices
+from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.stored_chunks import ChunkKeys
 from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.storage import crc32c
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.values import Cancellable, Values
+from orbax_t5x.storage.values import BoundedRange, ReadContext, Values
 
 _NUMBERS = itertools.count()
 _SHARDING = "sharding_indexed"
@@ -42,6 +45,7 @@ class FetchedArray:
 
     Attributes:
       layout: of the array as it is stored.
+      chunk_bytes: of a chunk, decoded.
       keys: of its chunks, or of its shards.
       array: over the chunks that were fetched.
     """
@@ -82,7 +86,7 @@ class FetchedArray:
         self._memory = ts.KvStore.open(kvstore, context=context).result()
         if metadata is None:
             file = "zarr.json" if zarr3 else ".zarray"
-            data = values.read(self._prefix + file, most=limits.json_bytes, leaf=leaf)
+            data = values.read(self._prefix + file, BoundedRange.whole(limits.json_bytes), ReadContext(leaf))
             if data is None:
                 raise CorruptCheckpointError(f"opening it: {name}/{file} is missing", path=values.path, leaf=leaf)
             self._memory.write(file, data).result()
@@ -92,6 +96,7 @@ class FetchedArray:
             spec["metadata"] = metadata
             array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
         self.layout = ArrayLayout.of(array)
+        self.chunk_bytes: int = math.prod(self.layout.chunk) * self.layout.dtype.itemsize
         self.keys = ChunkKeys.of(array)
         self._metadata: dict[str, Any] = array.spec().to_json()["metadata"]
         self._sharding: dict[str, Any] | None = None
@@ -101,40 +106,40 @@ class FetchedArray:
             array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
         self.array: ts.TensorStore = array
 
-    def hold(self, index: tuple[int, ...]) -> None:
-        """Announces that a chunk is fetched for reading `array`; `drop` must follow."""
-        with self._lock:
-            self._users[self.keys.key(index)] += 1
-
-    def fetch(self, index: tuple[int, ...], leaf: str, begun: list[Cancellable]) -> None:
-        """Puts a chunk that is held into memory; blocks.
-
-        Args:
-          index: of the chunk.
-          leaf: for errors.
-          begun: gets each request, for a caller that may give it up.
+    def read_chunk(self, requests: Sequence[Request], context: ReadContext) -> None:
+        """Fetches a chunk and reads boxes inside it; blocks.
 
         Raises:
-          CheckpointError: it cannot be fetched; a chunk that is not there is for TensorStore to find.
+          CheckpointError: it cannot be fetched.
+          Exception: what TensorStore raised, of a chunk that is not there, too.
         """
+        index = tuple([low // size for (low, _), size in zip(requests[0].box, self.layout.chunk, strict=True)])
+        most = _most_encoded(self.chunk_bytes)
         key = self.keys.key(index)
-        most = _most_encoded(math.prod(self.layout.chunk) * self.layout.dtype.itemsize)
         if self._sharding is None:
-            data = self._values.read(self._prefix + key, most=most, leaf=leaf, begun=begun)
+            data = self._values.read(self._prefix + key, BoundedRange.whole(most), context)
         else:
-            data = self._read_inside(index, self._sharding, most, leaf, begun)
-        with self._lock:
-            if data is not None and self._users[key]:  # a read that was cancelled holds nothing any more
-                self._memory.write(key, data).result()
+            data = self._read_inside(index, self._sharding, most, context)
+        with self._held(key, data):
+            writes = [ts.array(out, write=True, copy=False).write(self.array[box_slices(box)]) for box, out in requests]
+            for write in writes:
+                write.result()
 
-    def drop(self, index: tuple[int, ...]) -> None:
-        """Removes a chunk that was held, unless another read still holds it."""
-        key = self.keys.key(index)
+    @contextlib.contextmanager
+    def _held(self, key: str, data: bytes | None) -> Generator[None, None, None]:
+        """Holds a chunk in memory for reading `array`; several threads may hold the same one."""
         with self._lock:
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
-                self._memory.write(key, None).result()
+            self._users[key] += 1
+            if data is not None:
+                self._memory[key] = data
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users[key] -= 1
+                if not self._users[key]:
+                    del self._users[key]
+                    del self._memory[key]
 
     @property
     def names(self) -> Callable[[], Awaitable[list[str]]] | None:
@@ -172,14 +177,14 @@ class FetchedArray:
         return {**self._metadata, "chunk_grid": grid, "codecs": sharding["codecs"]}
 
     def _read_inside(
-        self, index: tuple[int, ...], sharding: Mapping[str, Any], most: int, leaf: str, begun: list[Cancellable]
+        self, index: tuple[int, ...], sharding: Mapping[str, Any], most: int, context: ReadContext
     ) -> bytes | None:
         """Reads a chunk inside a shard."""
         sides = [shard // chunk for shard, chunk in zip(self.layout.shard, self.layout.chunk, strict=True)]
         shard = tuple([number // side for number, side in zip(index, sides, strict=True)])
         inside = tuple([number % side for number, side in zip(index, sides, strict=True)])
         key = self._prefix + self.keys.key(shard)
-        entries = self._indexes.get(shard, lambda: self._read_index(key, sides, sharding, leaf, begun))
+        entries = self._indexes.get(shard, lambda: self._read_index(key, sides, sharding, context))
         if entries is None:
             return None
         offset, size = map(int, entries[inside])
@@ -187,26 +192,28 @@ class FetchedArray:
             return None
         if size > most or offset >= 1 << 62:
             raise CorruptCheckpointError(
-                f"the shard {key} has a chunk of {size} bytes at byte {offset}", path=self._values.path, leaf=leaf
+                f"the shard {key} has a chunk of {size} bytes at byte {offset}",
+                path=self._values.path,
+                leaf=context.leaf,
             )
-        return self._values.read(key, offset, offset + size, most=most, leaf=leaf, begun=begun) if size else b""
+        return self._values.read(key, BoundedRange.between(offset, offset + size), context) if size else b""
 
     def _read_index(
-        self, key: str, sides: Sequence[int], sharding: Mapping[str, Any], leaf: str, begun: list[Cancellable]
+        self, key: str, sides: Sequence[int], sharding: Mapping[str, Any], context: ReadContext
     ) -> np.ndarray | None:
         """Reads the index of a shard: offset and size of each chunk; None where there is no such shard."""
         nbytes = 16 * math.prod(sides)
         is_checked = len(sharding["index_codecs"]) > 1
         size = nbytes + (_CRC_BYTES if is_checked else 0)
-        if sharding.get("index_location", "end") == "end":
-            data = self._values.read(key, -size, None, most=size, leaf=leaf, begun=begun)
-        else:
-            data = self._values.read(key, 0, size, most=size, leaf=leaf, begun=begun)
+        is_last = sharding.get("index_location", "end") == "end"
+        data = self._values.read(key, BoundedRange.last(size) if is_last else BoundedRange.between(0, size), context)
         if data is None:
             return None
         numbers, crc = data[:nbytes], data[nbytes:]
         if len(data) != size or (is_checked and crc32c.extend(0, numbers) != int.from_bytes(crc, "little")):
-            raise CorruptCheckpointError(f"the index of the shard {key} is damaged", path=self._values.path, leaf=leaf)
+            raise CorruptCheckpointError(
+                f"the index of the shard {key} is damaged", path=self._values.path, leaf=context.leaf
+            )
         return np.frombuffer(numbers, "<u8").reshape(*sides, 2)
 
 

@@ -25,7 +25,7 @@ from orbax_t5x.errors import (
 )
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.values import Cancellable, Values
+from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext, Values
 
 _MANIFEST = "manifest.ocdbt"
 _FETCHED = "node"
@@ -67,7 +67,7 @@ class OcdbtValues(Values):
         self._left = self._limit
         self._lock = threading.Lock()
         self._nodes: OnceEach[_Location, _TreeNode] = OnceEach()
-        found = files.read(_MANIFEST, most=self._limit)
+        found = files.read(_MANIFEST, BoundedRange.whole(self._limit))
         if found is None:
             raise CorruptCheckpointError(f"{_MANIFEST} is missing, so the arrays cannot be found", path=self.path)
         manifest = self._decoded(_MANIFEST, found, None)
@@ -78,32 +78,24 @@ class OcdbtValues(Values):
         self._height: int = versions[-1]["root_height"]
         self._root = self._location(root["location"]) if "location" in root else None
         if self._root is not None:
-            self._node(self._root, self._height, [])
+            self._node(self._root, self._height, ANYONE)
 
-    def read(
-        self,
-        key: str,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        most: int,
-        leaf: str | None = None,
-        begun: list[Cancellable] | None = None,
-    ) -> bytes | None:
+    def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        leaf = context.leaf
         try:
-            found = self._find(key.encode(), [] if begun is None else begun)
+            found = self._find(key.encode(), context)
         except CheckpointError as error:
             raise error_at(error, path=error.path, leaf=leaf) from error
         if found is None:
             return None
         size = len(found) if isinstance(found, bytes) else found.size
-        start = max(0, size + start) if start < 0 else start
-        stop = size if stop is None else stop
+        start = max(0, size + wanted.start) if wanted.start < 0 else wanted.start
+        stop = size if wanted.stop is None else wanted.stop
         if stop > size or start > stop:
             raise CorruptCheckpointError(f"the value {key!r} ends at byte {size}", path=self.path, leaf=leaf)
-        if stop - start > most:
+        if stop - start > wanted.most:
             raise LimitExceededError(
-                f"the value {key!r} has {stop - start} bytes, more than the {most} that it may have",
+                f"the value {key!r} has {stop - start} bytes, more than the {wanted.most} that it may have",
                 path=self.path,
                 leaf=leaf,
             )
@@ -111,18 +103,16 @@ class OcdbtValues(Values):
             return found[start:stop]
         if start == stop:
             return b""
-        data = self._files.read(
-            found.file, found.offset + start, found.offset + stop, most=most, leaf=leaf, begun=begun
-        )
+        data = self._files.read(found.file, BoundedRange.between(found.offset + start, found.offset + stop), context)
         if data is None:
             raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{found.file}", leaf=leaf)
         return data
 
-    def _find(self, key: bytes, begun: list[Cancellable]) -> bytes | _Location | None:
+    def _find(self, key: bytes, context: ReadContext) -> bytes | _Location | None:
         """Returns the value of a key, or where it is stored."""
         location, height = self._root, self._height
         while location is not None:
-            node = self._node(location, height, begun)
+            node = self._node(location, height, context)
             number = bisect.bisect_right(node.keys, key) - 1
             if number < 0:
                 return None
@@ -147,7 +137,7 @@ class OcdbtValues(Values):
         pending = [] if self._root is None else [(self._root, self._height, b"")]
         while pending:
             location, height, before = pending.pop()
-            node = self._node(location, height, [])
+            node = self._node(location, height, ANYONE)
             if not height:
                 found += [before + key for key in node.keys]
                 continue
@@ -161,16 +151,16 @@ class OcdbtValues(Values):
                     pending.append((entry, height - 1, before + more))
         return [key[len(start) :].decode("utf-8", "replace") for key in found if key.startswith(start)]
 
-    def _node(self, location: _Location, height: int, begun: list[Cancellable]) -> _TreeNode:
-        return self._nodes.get(location, lambda: self._read_node(location, height, begun))
+    def _node(self, location: _Location, height: int, context: ReadContext) -> _TreeNode:
+        return self._nodes.get(location, lambda: self._read_node(location, height, context))
 
-    def _read_node(self, location: _Location, height: int, begun: list[Cancellable]) -> _TreeNode:
+    def _read_node(self, location: _Location, height: int, context: ReadContext) -> _TreeNode:
         with self._lock:
             self._left -= location.size
             if self._left < 0:
                 raise LimitExceededError(f"nodes of more than Limits.index_bytes = {self._limit} bytes", path=self.path)
-        stop = location.offset + location.size
-        data = self._files.read(location.file, location.offset, stop, most=location.size, begun=begun)
+        stored = BoundedRange.between(location.offset, location.offset + location.size)
+        data = self._files.read(location.file, stored, context._replace(leaf=None))
         if data is None:
             raise CorruptCheckpointError("the data file is missing", path=f"{self.path}/{location.file}")
         decoded = self._decoded(_FETCHED, data, f"btreenode::{_FETCHED}:0:{location.size}")

@@ -28,6 +28,7 @@ from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
+from orbax_t5x.readers.fetched_reads import read_fetched
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.stored_chunks import ChunkKeys, StoredChunks
 from orbax_t5x.readers.tensorstore_errors import typed_error
@@ -36,7 +37,6 @@ from orbax_t5x.readers.tiling import box_text
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.memory import naming_memory_errors, require_memory
 from orbax_t5x.storage.store import Snapshot
-from orbax_t5x.storage.values import Cancellable
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
 _DECODING_COPIES = 1.25
@@ -252,9 +252,11 @@ class TensorStoreLeaf(Leaf):
             # Other memory was taken since the leaf was opened.
             require_memory(int(_DECODING_COPIES * self._chunk_bytes), f"decoding a chunk of shape {chunks}")
         array = self._opened()
-        fetched = array if isinstance(array, FetchedArray) else None
+        if isinstance(array, FetchedArray):
+            await read_fetched(array, requests, self.name, decoding)
+            return
         at_once = self._chunk_bytes * min(count_chunks([box for box, _ in requests], chunks), FILE_IO_CONCURRENCY)
-        if fetched is None and at_once <= max(decoding.limit, self._chunk_bytes):
+        if at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)
             await self._read_together(requests, decoding, at_once)
             return
@@ -262,28 +264,9 @@ class TensorStoreLeaf(Leaf):
         async def by_chunk() -> AsyncIterator[Coroutine[Any, Any, None]]:
             for some in requests_by_chunk(requests, chunks):
                 await decoding.take(self._chunk_bytes)
-                if fetched is None:
-                    yield self._read_together(some, decoding, self._chunk_bytes)
-                else:
-                    yield self._read_fetched(fetched, some, decoding)
+                yield self._read_together(some, decoding, self._chunk_bytes)
 
         await wait_all(by_chunk())
-
-    async def _read_fetched(self, array: FetchedArray, requests: Sequence[Request], decoding: Budget) -> None:
-        """Fetches a chunk and reads boxes of it; gives back what was taken for it."""
-        index = tuple([low // size for (low, _), size in zip(requests[0].box, self.chunks or (), strict=True)])
-        begun: list[Cancellable] = []
-        array.hold(index)
-        try:
-            await run_in_pool(waiting_pool(), array.fetch, index, self.name, begun)
-            await self._end_writes([write for box, out in requests for write in self._begin_writes(box, out)])
-        except asyncio.CancelledError:
-            for request in begun:
-                request.cancel()
-            raise
-        finally:
-            array.drop(index)
-            decoding.give(self._chunk_bytes)
 
     async def _read_together(self, requests: Sequence[Request], decoding: Budget, taken: int) -> None:
         """Reads boxes into their buffers together, and gives back what was taken for their chunks."""

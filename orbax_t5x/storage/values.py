@@ -2,15 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+
+class BoundedRange(NamedTuple):
+    """Range of the bytes of a file or a value.
+
+    Attributes:
+      start: of the first byte; below zero it counts from the end.
+      stop: behind the last byte; equal to `start` for none, None for all to the end.
+      most: bytes that an answer may have.
+    """
+
+    start: int
+    stop: int | None
+    most: int
+
+    @classmethod
+    def between(cls, start: int, stop: int) -> BoundedRange:
+        """Makes the range of bytes [start, stop)."""
+        return cls(start, stop, stop - start)
+
+    @classmethod
+    def rest(cls, start: int, most: int) -> BoundedRange:
+        """Makes the range of all bytes from one on, of which there are at most `most`."""
+        return cls(start, None, most)
+
+    @classmethod
+    def whole(cls, most: int) -> BoundedRange:
+        """Makes the range of all bytes, of which there are at most `most`."""
+        return cls(0, None, most)
+
+    @classmethod
+    def last(cls, size: int) -> BoundedRange:
+        """Makes the range of the last bytes, or of all where there are fewer."""
+        return cls(-size, None, size)
+
+    @property
+    def is_empty(self) -> bool:
+        """True for no bytes: only that there is a file is asked for."""
+        return self.start == self.stop
+
+    @property
+    def size(self) -> int:
+        """The bytes that are asked for; where the end is not known one more than there may be."""
+        if self.start < 0:
+            return -self.start
+        return self.most + 1 if self.stop is None else self.stop - self.start
+
+
+NO_BYTES = BoundedRange(0, 0, 0)
+"""Asks only whether there is a file."""
 
 
 class Cancellable(Protocol):
     """A request that may be given up."""
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Gives it up."""
         ...
+
+
+class RequestGroup:
+    """Requests under way that may be given up together, from any thread."""
+
+    def __init__(self) -> None:
+        self._requests: set[Cancellable] = set()
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def holding(self, request: Cancellable) -> Generator[None, None, None]:
+        """Adds a request to the group while it is under way."""
+        with self._lock:
+            self._requests.add(request)
+            if self._is_cancelled:
+                request.cancel()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._requests.discard(request)
+
+    def cancel(self) -> None:
+        """Gives up all requests, and those that come later."""
+        with self._lock:
+            self._is_cancelled = True
+            for request in self._requests:
+                request.cancel()
+
+
+class ReadContext(NamedTuple):
+    """Leaf and group of requests that a read belongs to.
+
+    Attributes:
+      leaf: for errors, or None.
+      group: of its requests; None where none of them is given up.
+    """
+
+    leaf: str | None = None
+    group: RequestGroup | None = None
+
+
+ANYONE = ReadContext()
+"""Of a read that belongs to no leaf."""
 
 
 class Values(Protocol):
@@ -22,28 +120,11 @@ class Values(Protocol):
 
     path: str
 
-    def read(
-        self,
-        key: str,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        most: int,
-        leaf: str | None = None,
-        begun: list[Cancellable] | None = None,
-    ) -> bytes | None:
-        """Reads bytes [start, stop) of a value, or all to its end; None where there is no such key.
-
-        Args:
-          key: of the value.
-          start: below zero it counts from the end.
-          stop: None for the end.
-          most: the bytes that may be read.
-          leaf: for errors.
-          begun: gets each request, for a caller that may give it up.
+    def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        """Reads bytes of a value; None where there is no such key.
 
         Raises:
-          LimitExceededError: there are more bytes than `most`.
-          CheckpointError: the server failed, or the value ends before `stop`.
+          LimitExceededError: there are more bytes than `wanted.most`.
+          CheckpointError: the server failed, or the value ends before `wanted.stop`.
         """
         ...

@@ -11,6 +11,7 @@ from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.locations import open_store
 from orbax_t5x.storage.remote.connection import remote_session
+from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext
 from tests.support.http_store import serving
 
 
@@ -39,15 +40,15 @@ def test_every_value_is_found(tree):
         values = values_of(store)
         assert values._height >= 2
         for key, value in known.items():
-            assert values.read(key, most=90) == value
-            assert values.read(key, -3, None, most=3) == value[-3:]
+            assert values.read(key, BoundedRange.whole(90)) == value
+            assert values.read(key, BoundedRange.last(3)) == value[-3:]
             if len(value) > 5:
-                assert values.read(key, 2, 5, most=3) == value[2:5]
+                assert values.read(key, BoundedRange.between(2, 5)) == value[2:5]
         for prefix in ("", "layers/3/", "layers/3/c/4", "layers/9", "a", "z", "layers/6/c/699"):
             wanted = sorted(key[len(prefix) :] for key in known if key.startswith(prefix))
             assert sorted(values.names(prefix)) == wanted
         for key in ("", "a", "layers/3/c", "layers/3/c/10x", "layers/9", "z"):
-            assert values.read(key, most=90) is None
+            assert values.read(key, BoundedRange.whole(90)) is None
 
 
 def test_what_a_value_may_have_is_bounded(tree):
@@ -57,9 +58,9 @@ def test_what_a_value_may_have_is_bounded(tree):
         values = values_of(store)
         store.forget()
         with pytest.raises(LimitExceededError, match="may have"):
-            values.read(key, most=len(value) - 1, leaf="x")
+            values.read(key, BoundedRange.whole(len(value) - 1), ReadContext("x"))
         with pytest.raises(CorruptCheckpointError, match="ends at byte"):
-            values.read(key, 0, len(value) + 1, most=1000)
+            values.read(key, BoundedRange(0, len(value) + 1, 1000))
         with pytest.raises(LimitExceededError, match=r"Limits.index_bytes"):
             values_of(store, Limits(index_bytes=(directory / "manifest.ocdbt").stat().st_size))
 
@@ -68,7 +69,7 @@ def test_a_database_without_values_is_read(tmp_path):
     ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result().write("a", b"b").result()
     ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result().write("a", None).result()
     with serving(tmp_path) as store:
-        assert values_of(store).read("a", most=9) is None
+        assert values_of(store).read("a", BoundedRange.whole(9)) is None
 
 
 def test_nodes_lead_to_no_other_files(tree):
@@ -79,7 +80,7 @@ def test_nodes_lead_to_no_other_files(tree):
         outside = values._location("btreenode:..%2Fother/:secret:0:10")
         assert outside.file == "../other/secret"
         with pytest.raises(UnsafeCheckpointError, match="leads upwards"):
-            values._node(outside, 0, [])
+            values._node(outside, 0, ANYONE)
         assert not [request for request in store.log if "secret" in request.name]
 
 

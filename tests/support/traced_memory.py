@@ -1,6 +1,5 @@
 """Memory of a call as `tracemalloc` sees it."""
 
-import gc
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 
 def peak_of(call: Callable[[], Any]) -> int:
     """The most memory that a call had at a time, beyond what there was."""
-    gc.collect()
     tracemalloc.start()
     try:
         call()

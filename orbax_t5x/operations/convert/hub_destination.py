@@ -12,7 +12,7 @@ from orbax_t5x.operations.convert.safetensors_output import WEIGHTS
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.storage.remote.hub import commit_files, parse_hub_path, typed_hub_errors
-from orbax_t5x.storage.remote.hub_ranges import Commit, find_commit
+from orbax_t5x.storage.remote.hub_commit import Commit, find_commit
 from orbax_t5x.text.wording import listed
 
 _SHOWN_FILES = 5

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import tensorstore as ts
 
@@ -27,11 +27,18 @@ from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.remote import hub
 from orbax_t5x.storage.remote.hub_ranges import HubFiles
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
-from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS, Bucket, PendingResponse, Response, Transport
+from orbax_t5x.storage.remote.transport import (
+    REQUEST_SETTINGS,
+    Bucket,
+    ListedTransport,
+    PendingResponse,
+    Response,
+    Transport,
+)
 from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
 from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
-from orbax_t5x.storage.values import Cancellable
+from orbax_t5x.storage.values import NO_BYTES, BoundedRange, ReadContext
 
 _Result = TypeVar("_Result")
 
@@ -78,10 +85,10 @@ class ReadAheadBudget:
             self._used -= size
 
 
-def _open_kvstore(base: str, timeout: float) -> Any:
+def _open_bucket(base: str, clock: ResponseClock) -> ListedTransport:
     if base.startswith(f"{hub.SCHEME}://"):
-        return HubFiles(base, timeout)
-    return ts.KvStore.open(kvstore_spec(base), context=ts.Context(REQUEST_SETTINGS)).result()
+        return HubFiles(base, clock)
+    return Bucket(ts.KvStore.open(kvstore_spec(base), context=ts.Context(REQUEST_SETTINGS)).result())
 
 
 class Connection:
@@ -107,8 +114,8 @@ class Connection:
         self._small: set[str] = set()
         try:
             # Web servers, which anyone may run, are read so that no response can hold more than was asked for.
-            self._bucket = Bucket(_open_kvstore(url.base, timeout)) if url.can_list else None
-            self._server: Transport = self._bucket or WebServer(url.base, timeout)
+            self._bucket = _open_bucket(url.base, self.clock) if url.can_list else None
+            self._server: Transport = self._bucket or WebServer(url.base, self.clock)
         except ValueError as error:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
 
@@ -118,12 +125,9 @@ class Connection:
 
     # -- single requests
 
-    def begin(self, key: str, start: int, stop: int | None, most: int | None = None) -> PendingRead:
-        """Requests bytes [start, stop), or at most `most` bytes to the end; below zero, `start` counts from the end."""
-        if most is None:
-            assert stop is not None, "no response is without a bound"
-            most = stop - start
-        return PendingRead(key, self._server.read(key, start, stop, most), time.monotonic())
+    def begin(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingRead:
+        """Requests bytes of a file, like `Transport.read`."""
+        return PendingRead(key, self._server.read(key, wanted, is_awaited=is_awaited), time.monotonic())
 
     def end(self, request: PendingRead, *, doing: str, leaf: str | None = None) -> Response | None:
         """Waits for the response to a request; None where there is no such file.
@@ -182,12 +186,12 @@ class Connection:
 
     def stat_again(self, keys: Sequence[str]) -> list[FileStat | None]:
         """Stats like `stat`, with new requests."""
-        return _end_all([self.begin(key, 0, 0) for key in keys], self._end_stat)
+        return _end_all([self.begin(key, NO_BYTES) for key in keys], self._end_stat)
 
     def stat_small(self, keys: Sequence[str]) -> list[FileStat | None]:
         """Stats files that will be read whole if they exist; the same batch shows which are small."""
         new = [key for key in dict.fromkeys(keys) if key not in self._stats]
-        probes = [self.begin(key, _SMALL_BYTES, _SMALL_BYTES + 1) for key in new]
+        probes = [self.begin(key, BoundedRange.between(_SMALL_BYTES, _SMALL_BYTES + 1)) for key in new]
         try:
             stats = self.stat(keys)
             self._small.update(key for key, probe in zip(new, probes, strict=True) if not self._has_bytes(probe))
@@ -209,10 +213,12 @@ class Connection:
         # TensorStore bounds no response, and a response that is broken off costs a connection: of a file that is not
         # known to be small one byte beyond the limit is requested first.
         unknown = [key for key in new if key not in self._small or limit < _SMALL_BYTES]
-        for key, too_long in zip(unknown, self._have_byte_each(unknown, limit), strict=True):
+        beyond = BoundedRange.between(limit, limit + 1)
+        probes = _end_all([self.begin(key, beyond) for key in unknown], self._has_bytes)
+        for key, too_long in zip(unknown, probes, strict=True):
             if too_long:
                 raise LimitExceededError(f"more bytes than the limit of {limit} permits", path=self.url(key))
-        answers = _end_all([self.begin(key, 0, None, limit) for key in new], self._end_whole)
+        answers = _end_all([self.begin(key, BoundedRange.whole(limit)) for key in new], self._end_whole)
         for key, answer in zip(new, answers, strict=True):
             self._stats[key] = None if answer is None else FileStat(answer.generation)
             if answer is not None:
@@ -222,7 +228,7 @@ class Connection:
     def end_of(self, key: str, size: int) -> bytes | None:
         """Reads the last `size` bytes of a file, or all of a shorter one; None where there is no file."""
         try:
-            answer = self.end(self.begin(key, -size, None, size), doing="reading its end")
+            answer = self.end(self.begin(key, BoundedRange.last(size)), doing="reading its end")
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -230,11 +236,8 @@ class Connection:
                 return None
             if not is_beyond_end(error):
                 raise remote_error(error, "reading its end", path=self.url(key)) from error
-            answer = self._end_whole(self.begin(key, 0, None, size))
+            answer = self._end_whole(self.begin(key, BoundedRange.whole(size)))
         return None if answer is None else answer.data
-
-    def _have_byte_each(self, keys: Sequence[str], offset: int) -> list[bool]:
-        return _end_all([self.begin(key, offset, offset + 1) for key in keys], self._has_bytes)
 
     def _end_whole(self, request: PendingRead) -> Response | None:
         try:
@@ -264,7 +267,8 @@ class Connection:
 
     def have_bytes(self, key: str, offsets: Sequence[int]) -> list[bool]:
         """Reports for each offset whether a file has a byte there."""
-        return _end_all([self.begin(key, offset, offset + 1) for offset in offsets], self._has_bytes)
+        requests = [self.begin(key, BoundedRange.between(offset, offset + 1)) for offset in offsets]
+        return _end_all(requests, self._has_bytes)
 
     def names_below(self, key: str) -> list[str]:
         """Lists all files below a directory, at any depth, relative to it.
@@ -272,64 +276,43 @@ class Connection:
         Raises:
           UnsupportedCheckpointError: the protocol has no lists.
         """
-        if not self.can_list:
+        if self._bucket is None:
             raise UnsupportedCheckpointError("web servers do not list their files", path=self.url(key))
         if key not in self._lists:
             prefix = f"{key}/" if key else ""
-            keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None
-            self._lists[key] = [name[len(prefix) :] for name in self._list(key, keys)]
+            self._lists[key] = sorted(name[len(prefix) :] for name in self._list(key, prefix, self._bucket))
             self._listed[key] = frozenset(self._lists[key])
         return self._lists[key]
 
-    def _list(self, key: str, keys: ts.KvStore.KeyRange | None) -> list[str]:
-        assert self._bucket is not None
-        future = self._bucket.kvstore.list(keys)
+    def _list(self, key: str, prefix: str, bucket: ListedTransport) -> list[str]:
         try:
-            # A list comes in pages, and TensorStore does not report single ones.
-            found = future.result(timeout=self.clock.timeout)
+            names = bucket.names(prefix, self.clock.timeout)
         except TimeoutError:
-            future.cancel()
             raise CheckpointIOError(f"listing it: {self.clock.timeout_text()}", path=self.url(key)) from None
         except ValueError as error:
             raise remote_error(error, "listing it", path=self.url(key)) from error
         self.clock.note()
-        return sorted(name.decode("utf-8", "replace") for name in found)
+        return names
 
-    def read(
-        self,
-        key: str,
-        start: int,
-        stop: int | None,
-        most: int | None = None,
-        *,
-        leaf: str | None = None,
-        begun: list[Cancellable] | None = None,
-    ) -> bytes | None:
-        """Reads bytes of a file like `begin`; None where there is no such file.
-
-        Args:
-          key, start, stop, most: as there.
-          leaf: for errors.
-          begun: gets the request, for a caller that may give it up.
+    def read(self, key: str, wanted: BoundedRange, context: ReadContext) -> bytes | None:
+        """Reads bytes of a file; None where there is no such file.
 
         Raises:
           CheckpointError: the store failed, or the file ends before the requested bytes.
         """
-        request = self.begin(key, start, stop, most)
-        if begun is not None:
-            begun.append(request.future)
+        request = self.begin(key, wanted, is_awaited=True)
         try:
-            answer = self.end(request, doing="reading it", leaf=leaf)
+            with nullcontext() if context.group is None else context.group.holding(request.future):
+                answer = self.end(request, doing="reading it", leaf=context.leaf)
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise remote_error(error, "reading it", path=self.url(key), leaf=leaf) from error
+            raise remote_error(error, "reading it", path=self.url(key), leaf=context.leaf) from error
         return None if answer is None else answer.data
 
     def close_idle(self) -> None:
         """Closes connections that no request uses."""
-        if isinstance(self._server, WebServer):
-            self._server.close_idle()
+        self._server.close_idle()
 
     def forget(self) -> None:
         """Clears the memory of an opening."""

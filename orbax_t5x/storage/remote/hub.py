@@ -15,7 +15,13 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, UnsupportedCheckpointError
+from orbax_t5x.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    UnsupportedCheckpointError,
+    error_at,
+)
 from orbax_t5x.storage.paths import split_name
 
 SCHEME = "hf"
@@ -72,9 +78,10 @@ def _package() -> Any:
     return huggingface_hub
 
 
-def hub_api() -> Any:
-    """Returns the API of `huggingface_hub`."""
-    return _package().HfApi(endpoint=hub_endpoint())
+def require_network() -> None:
+    """Raises an OSError where the user wants no requests to the hub (`HF_HUB_OFFLINE`)."""
+    if _package().constants.HF_HUB_OFFLINE:
+        raise OSError("offline")
 
 
 def hub_token() -> str | None:
@@ -100,8 +107,12 @@ def is_cached(repository: str, commit: str, file: str) -> bool:
     return isinstance(package.try_to_load_from_cache(repository, file, cache_dir=cache, revision=commit), str)
 
 
-def download(path: str) -> str:
+def download(path: str, *, is_offline: bool = False) -> str:
     """Downloads the files that are not in the hub's cache; returns the local directory or file.
+
+    Args:
+      path: on the hub.
+      is_offline: whether all of them must be in the cache.
 
     Raises:
       UnsupportedCheckpointError: `huggingface_hub` is not installed, or the repository holds no format that is read.
@@ -110,14 +121,14 @@ def download(path: str) -> str:
     """
     wanted = parse_hub_path(path)
     if wanted.file:
-        snapshot = Path(_snapshot(path, wanted, _patterns_of(wanted.file)))
+        snapshot = Path(_snapshot(path, wanted, _patterns_of(wanted.file), is_offline))
         found = snapshot / wanted.file
         if not os.path.lexists(found):
             raise CheckpointNotFoundError("the repository has no such file", path=path)
         return str(found)
     for file in MODEL_FILES:
         patterns = (file, f"{file}{_INDEX_SUFFIX}", _shards_of(file), _CONFIG)
-        snapshot = Path(_snapshot(path, wanted, patterns))
+        snapshot = Path(_snapshot(path, wanted, patterns, is_offline))
         if any(found.name != _CONFIG for pattern in patterns for found in snapshot.glob(pattern)):
             return str(snapshot)
     raise UnsupportedCheckpointError(
@@ -151,16 +162,20 @@ def _shards_of(file: str) -> str:
     return f"{stem}-*{suffix}"
 
 
-def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str]) -> str:
+def _snapshot(path: str, wanted: HubPath, patterns: Sequence[str], is_offline: bool = False) -> str:
     with typed_hub_errors(path):
         return _package().snapshot_download(
-            wanted.repository, revision=wanted.revision, allow_patterns=list(patterns), endpoint=hub_endpoint()
+            wanted.repository,
+            revision=wanted.revision,
+            allow_patterns=list(patterns),
+            endpoint=hub_endpoint(),
+            local_files_only=is_offline,
         )
 
 
 @contextlib.contextmanager
 def typed_hub_errors(path: str) -> Generator[None, None, None]:
-    """Types what `huggingface_hub` raises about a path."""
+    """Types what `huggingface_hub` raises about a path; errors that have a type are raised about it."""
     try:
         errors = _package().errors
     except ImportError as error:
@@ -170,6 +185,8 @@ def typed_hub_errors(path: str) -> Generator[None, None, None]:
     token = hub_token()
     try:
         yield
+    except CheckpointError as error:
+        raise error_at(error, path=path, leaf=None) from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
         raise CheckpointNotFoundError(f"not on the hub: {_first_line(error, token)}", path=path) from None
     except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError) as error:
@@ -186,13 +203,10 @@ def commit_files(wanted: HubPath, parent: str, message: str, files: Mapping[str,
     package = _package()
     operations = [package.CommitOperationAdd(name, str(file)) for name, file in sorted(files.items())]
     operations += [package.CommitOperationDelete(name, is_folder=False) for name in remove]
-    return (
-        hub_api()
-        .create_commit(
-            wanted.repository, operations, commit_message=message, revision=wanted.revision, parent_commit=parent
-        )
-        .oid
+    made = package.HfApi(endpoint=hub_endpoint()).create_commit(
+        wanted.repository, operations, commit_message=message, revision=wanted.revision, parent_commit=parent
     )
+    return made.oid
 
 
 def _first_line(error: BaseException, token: str | None) -> str:

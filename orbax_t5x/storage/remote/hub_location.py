@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 
+from orbax_t5x.errors import CheckpointError, error_at
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.remote.hub import MODEL_FILES, download, is_cached, parse_hub_path
-from orbax_t5x.storage.remote.hub_ranges import HubFiles, find_commit
+from orbax_t5x.storage.remote.hub_commit import find_commit
+from orbax_t5x.storage.remote.hub_ranges import HubFiles
+from orbax_t5x.storage.response_clock import ResponseClock
 
 _logger = logging.getLogger(__name__)
 # Files beside which arrays are in chunks, which TensorStore reads by itself.
@@ -25,9 +28,14 @@ def locate(path: str) -> str:
     wanted = parse_hub_path(path)
     try:
         commit = find_commit(wanted)
-    except Exception as error:  # whatever the package raises: the cache may hold the files, or the error is found again
+    except Exception as error:  # the package's settings may reach the hub where ours do not; and it has a cache
         _logger.info("%s: the hub does not list its files (%s); they are read whole", path, type(error).__name__)
-        return download(path)
+        if not isinstance(error, CheckpointError):
+            return download(path)
+        try:
+            return download(path, is_offline=True)
+        except CheckpointError:
+            raise error_at(error, path=path, leaf=None) from None
     below = f"{wanted.file}/" if wanted.file else ""
     inside = [name.removeprefix(below) for name in commit.sizes if name.startswith(below)]
     beside = [name for name in commit.sizes if name == wanted.file or name.startswith(f"{wanted.file}.")]
@@ -44,7 +52,7 @@ def locate(path: str) -> str:
     if is_cached(wanted.repository, commit.revision, files[0]):
         return download(path)
     base = f"hf://{wanted.repository}@{commit.revision}"
-    if not HubFiles(base, Limits().io_timeout_secs).takes_ranges(files[0]):
+    if not HubFiles(base, ResponseClock(Limits().io_timeout_secs)).takes_ranges(files[0]):
         _logger.warning("%s: the hub answers no byte ranges; the files are downloaded whole", path)
         return download(path)
     return f"{base}/{wanted.file}" if wanted.file else base

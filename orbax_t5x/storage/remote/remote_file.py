@@ -26,6 +26,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
 from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.values import BoundedRange
 
 _Generational = TypeVar("_Generational", Response, FileStat)
 
@@ -112,7 +113,7 @@ class RemoteFile:
             points = list(range(low + step, high, step))
         # From a byte that is there: behind the last one there is no range to request.
         start = max(0, low - 1)
-        rest = self._answer(self._begin(start, None, (high or _LARGEST_FILE) - start), None)
+        rest = self._answer(self._begin(BoundedRange.rest(start, (high or _LARGEST_FILE) - start)), None)
         if not start:
             self._content = rest.data
         return start + len(rest.data)
@@ -178,10 +179,10 @@ class RemoteFile:
         stop = start + _BLOCK_BYTES
         if self._size is not None:
             stop = min(stop, self._size)
-        answer = self._answer_inside(start, stop, leaf)
+        answer = self._answer_inside(BoundedRange.between(start, stop), leaf)
         if answer is None:
             # It is the last block, or there is none: a request to the end is answered with what there is.
-            answer = self._answer_inside(start, None, leaf, _BLOCK_BYTES)
+            answer = self._answer_inside(BoundedRange.rest(start, _BLOCK_BYTES), leaf)
             self._size = start + len(answer.data) if answer is not None else self._size
         block = b"" if answer is None else answer.data
         with self._lock:
@@ -193,7 +194,7 @@ class RemoteFile:
     def tail(self, size: int) -> bytes:
         """Returns the last `size` bytes of a file that has more; empty where the server does not serve them."""
         try:
-            answer = self._answer_inside(-size, None, None, size)
+            answer = self._answer_inside(BoundedRange.last(size), None)
         except UnsupportedCheckpointError:
             return b""
         return b"" if answer is None else answer.data
@@ -212,7 +213,7 @@ class RemoteFile:
         """Requests bytes, or takes them from the loaded content; `end_piece` returns them."""
         if self._content is not None:
             return self._content[start:stop]
-        return self._begin(start, stop)
+        return self._begin(BoundedRange.between(start, stop))
 
     def end_piece(self, piece: PendingRead | bytes, start: int, stop: int, leaf: str | None) -> bytes:
         """Returns the bytes of a piece."""
@@ -237,8 +238,8 @@ class RemoteFile:
 
     # -- requests
 
-    def _begin(self, start: int, stop: int | None, most: int | None = None) -> PendingRead:
-        return self._connection.begin(self._key, start, stop, most)
+    def _begin(self, wanted: BoundedRange) -> PendingRead:
+        return self._connection.begin(self._key, wanted)
 
     def _answer(self, request: PendingRead, leaf: str | None) -> Response:
         """Waits for the response to a request.
@@ -257,12 +258,10 @@ class RemoteFile:
                 self._proven(self._connection.stat_again([self._key])[0], leaf)
             raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
 
-    def _answer_inside(
-        self, start: int, stop: int | None, leaf: str | None, most: int | None = None
-    ) -> Response | None:
+    def _answer_inside(self, wanted: BoundedRange, leaf: str | None) -> Response | None:
         """Does `_answer`, but returns None where the file ends before the requested bytes."""
         try:
-            return self._answer(self._begin(start, stop, most), leaf)
+            return self._answer(self._begin(wanted), leaf)
         except CorruptCheckpointError as error:
             if error.__cause__ is not None and is_beyond_end(error.__cause__):
                 return None

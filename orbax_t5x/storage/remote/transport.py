@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import tensorstore as ts
 
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.storage.values import BoundedRange
 
 MAX_RETRIES = 8
 FIRST_DELAY_SECS = 0.1
@@ -55,7 +56,7 @@ class PendingResponse(Protocol):
         """Reports whether the response came."""
         ...
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Gives the request up."""
         ...
 
@@ -63,14 +64,30 @@ class PendingResponse(Protocol):
 class Transport(Protocol):
     """The requests to one server or bucket."""
 
-    def read(self, key: str, start: int, stop: int | None, most: int) -> PendingResponse:
+    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         """Requests bytes of a file.
 
         Args:
           key: of the file.
-          start: of the first byte; below zero it counts from the end.
-          stop: behind the last byte; equal to `start` for none, None for all to the end.
-          most: bytes that the response may have.
+          wanted: the bytes.
+          is_awaited: whether the caller waits for the response at once; its thread may then send the request.
+        """
+        ...
+
+    def close_idle(self) -> None:
+        """Closes the connections that no request uses; reading opens new ones."""
+        ...
+
+
+class ListedTransport(Transport, Protocol):
+    """The requests to a bucket, which has a list of its files."""
+
+    def names(self, prefix: str, timeout: float) -> list[str]:
+        """Lists the files whose names begin with a prefix.
+
+        Raises:
+          TimeoutError: there is no list after `timeout` seconds.
+          ValueError: the request failed; the text begins with a status of absl.
         """
         ...
 
@@ -78,16 +95,31 @@ class Transport(Protocol):
 class Bucket:
     """A bucket, read by TensorStore.
 
-    TensorStore keeps all of a response before it looks at it, so that `most` holds only for what an honest store sends.
+    TensorStore keeps all of a response before it looks at it, so that the bound holds only for what an honest store
+    sends.
     """
 
-    def __init__(self, kvstore: Any):
-        """Holds a key-value store of TensorStore, or what reads and lists like one."""
-        self.kvstore: Any = kvstore
+    def __init__(self, kvstore: ts.KvStore):
+        """Holds a key-value store of TensorStore."""
+        self._kvstore = kvstore
 
-    def read(self, key: str, start: int, stop: int | None, most: int) -> PendingResponse:
+    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         """Implements `Transport.read`."""
-        return _BucketRead(self.kvstore.read(key, byte_range=slice(start, stop)), most)
+        return _BucketRead(self._kvstore.read(key, byte_range=slice(wanted.start, wanted.stop)), wanted.most)
+
+    def names(self, prefix: str, timeout: float) -> list[str]:
+        """Implements `ListedTransport.names`."""
+        keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + "0") if prefix else None  # all below a directory
+        listing: Any = self._kvstore.list(keys)
+        try:
+            # A list comes in pages, and TensorStore does not report single ones.
+            return [name.decode("utf-8", "replace") for name in listing.result(timeout=timeout)]
+        except TimeoutError:
+            listing.cancel()
+            raise
+
+    def close_idle(self) -> None:
+        """Does nothing: TensorStore closes its connections by itself."""
 
 
 class _BucketRead:

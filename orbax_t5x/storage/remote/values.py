@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orbax_t5x.storage.paths import split_name
 from orbax_t5x.storage.remote.connection import Connection
-from orbax_t5x.storage.values import Cancellable, Values
+from orbax_t5x.storage.values import ANYONE, BoundedRange, ReadContext, Values
 
 
 class DirectoryValues(Values):
@@ -19,15 +19,6 @@ class DirectoryValues(Values):
         """Returns the files below a directory inside this one."""
         return DirectoryValues(self._connection, f"{self._prefix}{name}") if name else self
 
-    def read(
-        self,
-        key: str,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        most: int,
-        leaf: str | None = None,
-        begun: list[Cancellable] | None = None,
-    ) -> bytes | None:
-        key = self._prefix + "/".join(split_name(key, path=self.path, leaf=leaf))
-        return self._connection.read(key, start, stop, most, leaf=leaf, begun=begun)
+    def read(self, key: str, wanted: BoundedRange, context: ReadContext = ANYONE) -> bytes | None:
+        key = self._prefix + "/".join(split_name(key, path=self.path, leaf=context.leaf))
+        return self._connection.read(key, wanted, context)

@@ -1,0 +1,79 @@
+"""Reads of a chunked array on a web server: threads that each take one chunk after the other.
+
+A task of the event loop for each of thousands of small chunks would cost more than fetching it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+from orbax_t5x.concurrency import Budget, run_in_pool, wait_all, waiting_pool
+from orbax_t5x.lazy.leaf import Request
+from orbax_t5x.readers.chunk_grid import requests_by_chunk
+from orbax_t5x.readers.fetched_array import FetchedArray
+from orbax_t5x.storage.remote.transport import REQUESTS_AT_ONCE
+from orbax_t5x.storage.values import ReadContext, RequestGroup
+
+
+async def read_fetched(array: FetchedArray, requests: Sequence[Request], leaf: str, decoding: Budget) -> None:
+    """Reads boxes of an array, of which each thread has one chunk at a time.
+
+    Args:
+      array: whose chunks are fetched.
+      requests: the boxes, and the buffers that get them.
+      leaf: for errors.
+      decoding: memory for chunks.
+
+    Raises:
+      CheckpointError: a chunk cannot be fetched.
+      Exception: what TensorStore raised.
+    """
+    chunks = _Chunks(array, requests, leaf)
+
+    async def threads() -> AsyncIterator[Coroutine[Any, Any, None]]:
+        for _ in range(min(chunks.count, REQUESTS_AT_ONCE)):
+            await decoding.take(array.chunk_bytes)
+            yield _read_chunks(chunks, decoding, array.chunk_bytes)
+
+    await wait_all(threads())
+
+
+async def _read_chunks(chunks: _Chunks, decoding: Budget, taken: int) -> None:
+    """Reads chunks in a thread, and gives back the memory that was taken for one."""
+    try:
+        await run_in_pool(waiting_pool(), chunks.read_all)
+    except BaseException:
+        chunks.stop()
+        raise
+    finally:
+        decoding.give(taken)
+
+
+class _Chunks:
+    """The chunks of one read that no thread has taken yet."""
+
+    def __init__(self, array: FetchedArray, requests: Sequence[Request], leaf: str):
+        self._array = array
+        self._left = list(requests_by_chunk(requests, array.layout.chunk))[::-1]
+        self._under_way = RequestGroup()
+        self._context = ReadContext(leaf, self._under_way)
+
+    @property
+    def count(self) -> int:
+        """The number of chunks that are left."""
+        return len(self._left)
+
+    def read_all(self) -> None:
+        """Takes and reads chunks until none is left."""
+        while self._left:
+            try:
+                requests = self._left.pop()
+            except IndexError:  # another thread took the last one
+                return
+            self._array.read_chunk(requests, self._context)
+
+    def stop(self) -> None:
+        """Gives up the requests under way; nothing more is taken."""
+        self._left.clear()
+        self._under_way.cancel()

@@ -1,0 +1,146 @@
+"""Answers of a web server: responses compared with their requests before a body is read."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from orbax_t5x.errors import CheckpointIOError, LimitExceededError
+from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.remote.web_response import PassingError, WebResponse
+from orbax_t5x.storage.values import BoundedRange
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
+_PASSING = (408, 429, 500, 502, 503, 504)
+_MISSING = (404, 410)
+_DENIED = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED"}
+# A page that explains a refusal is read to its end, so that the connection can be used again; a longer one is not.
+PAGE_BYTES = 1 << 16
+
+
+def range_header(wanted: BoundedRange) -> str:
+    """Returns the header that asks for bytes, and always names the last of them."""
+    return f"bytes={wanted.start}" if wanted.start < 0 else f"bytes={wanted.start}-{wanted.start + wanted.size - 1}"
+
+
+def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
+    """Compares a response with its request, then reads its body; None where there is no such file.
+
+    Raises:
+      PassingError: another attempt may succeed.
+      ValueError: the server refused; the text begins with a status of absl.
+      CheckpointError: the response holds something else than what was asked for.
+    """
+    status = response.status
+    if status not in (200, 206):
+        response.body(PAGE_BYTES)
+        if status == 416 and wanted.stop is None and wanted.start <= 0:
+            return Response(b"", _generation(response))
+        return refusal(status)
+    encoding = response.headers.get("content-encoding", "").lower()
+    if encoding not in ("", "identity"):
+        raise CheckpointIOError(f"the server compresses its answer (Content-Encoding: {encoding[:40]!r})")
+    if wanted.is_empty:
+        return Response(b"", _generation(response))
+    size = None if status == 200 else _checked_size(response, wanted)
+    data = response.body(wanted.size if size is None else size)
+    if size is None:
+        _check_whole(data, wanted)
+    elif data is None or len(data) != size:
+        raise CheckpointIOError(
+            f"the answer has {'more' if data is None else 'fewer'} bytes than the {size} of its Content-Range"
+        )
+    if wanted.stop is None and wanted.start >= 0 and (data is None or len(data) > wanted.most):
+        raise LimitExceededError(f"more bytes than the {wanted.most} that are read")
+    assert data is not None
+    return Response(data, _generation(response))
+
+
+def refusal(status: int) -> None:
+    """Returns None for a file that is missing; raises what any other status without bytes means.
+
+    Raises:
+      PassingError: another attempt may succeed.
+      ValueError: the server refused.
+    """
+    if status in _MISSING:
+        return
+    if status in _PASSING:
+        raise PassingError(f"HTTP code {status}")
+    kind = "OUT_OF_RANGE" if status == 416 else _DENIED.get(status, "UNKNOWN")
+    raise ValueError(f"{kind}: HTTP code {status}")
+
+
+class ContentRange(NamedTuple):
+    """Range of bytes [start, stop) that a response announces, of a file of `total` bytes where it says so."""
+
+    start: int
+    stop: int
+    total: int | None
+
+    @property
+    def known_end(self) -> int:
+        """The end of the file, as far as the answer names it."""
+        return self.stop if self.total is None else self.total
+
+
+def content_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
+    """Parses the range that a response announces.
+
+    Raises:
+      CheckpointIOError: it is none.
+      ValueError: there is no range.
+    """
+    text = response.headers.get("content-range")
+    if text is None:
+        if response.headers.get("content-type", "").lower().startswith("multipart/"):
+            raise CheckpointIOError("the server answers one range in several parts")
+        raise ValueError("UNKNOWN: Expected Content-Range in an answer with HTTP code 206")
+    match = _CONTENT_RANGE.fullmatch(text)
+    found = match and ContentRange(int(match[1]), int(match[2]) + 1, None if match[3] == "*" else int(match[3]))
+    if found is None or not found.start < found.stop <= found.known_end:
+        raise _another_range(response, wanted)
+    return found
+
+
+def _checked_size(response: WebResponse, wanted: BoundedRange) -> int:
+    """Returns the size of the range that a response announces, which is of what was asked for.
+
+    Raises:
+      CheckpointIOError: it is not.
+      ValueError: there is no range, or the file ends before it does.
+    """
+    found = content_range(response, wanted)
+    size = found.stop - found.start
+    fits = found.start == wanted.start if wanted.start >= 0 else found.stop == found.known_end
+    if not fits or size > wanted.size:
+        raise _another_range(response, wanted)
+    if size < wanted.size:
+        if wanted.start >= 0 and found.stop < found.known_end:
+            raise CheckpointIOError(f"the answer has only {size} bytes of {range_header(wanted)}")
+        if wanted.stop is not None:
+            raise ValueError(f"OUT_OF_RANGE: the file ends at byte {found.stop}")
+    return size
+
+
+def _another_range(response: WebResponse, wanted: BoundedRange) -> CheckpointIOError:
+    text = response.headers["content-range"][:80]
+    return CheckpointIOError(f"the answer has the Content-Range {text!r}, and not the requested {range_header(wanted)}")
+
+
+def _check_whole(data: bytes | None, wanted: BoundedRange) -> None:
+    """Checks the body of an answer that is not of a range, but of the whole file.
+
+    Raises:
+      ValueError: the requested bytes are not the whole file, or not of it.
+    """
+    if wanted.start > 0 or (data is None and (wanted.start < 0 or wanted.stop is not None)):
+        raise ValueError(f"UNKNOWN: the requested {range_header(wanted)} was ignored by server")
+    if data is not None and wanted.stop is not None and len(data) < wanted.size:
+        raise ValueError(f"OUT_OF_RANGE: the file ends at byte {len(data)}")
+
+
+def _generation(response: WebResponse) -> bytes:
+    """Returns the strong ETag of a response, or nothing."""
+    tag = response.headers.get("etag", "")
+    return b"" if tag.startswith("W/") else tag.encode("latin-1")

@@ -1,0 +1,98 @@
+"""Responses beside the requests that they answer: the bytes that were asked for, or an error."""
+
+import pytest
+
+from orbax_t5x.errors import CheckpointIOError, LimitExceededError
+from orbax_t5x.storage.remote.web_answer import content_range, range_header, read_answer
+from orbax_t5x.storage.remote.web_response import PassingError, WebResponse
+from orbax_t5x.storage.values import NO_BYTES, BoundedRange
+from tests.support.sent_bytes import SentBytes
+
+DATA = b"abcdefghij"
+RANGES = [
+    BoundedRange.between(2, 5),
+    BoundedRange.last(4),
+    BoundedRange.whole(10),
+    BoundedRange.whole(20),
+    BoundedRange.rest(7, 3),
+]
+
+
+def answer(head, body=b"", wanted=RANGES[0]):
+    data = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return read_answer(WebResponse(SentBytes(data), lambda: 1.0, wanted), wanted)
+
+
+def test_headers_name_the_last_byte():
+    assert [range_header(wanted) for wanted in RANGES] == [
+        "bytes=2-4",
+        "bytes=-4",
+        "bytes=0-10",
+        "bytes=0-20",
+        "bytes=7-10",
+    ]
+
+
+def test_right_answers():
+    for wanted in RANGES:
+        start, stop, _ = slice(wanted.start, wanted.stop).indices(10)
+        found = answer(f'206 OK\r\nETag: "x"\r\nContent-Range: bytes {start}-{stop - 1}/10', DATA[start:stop], wanted)
+        assert found == (DATA[start:stop], b'"x"')
+    assert answer("206 OK\r\nContent-Range: bytes 2-4/*\r\nETag: W/x", b"cde") == (b"cde", b"")
+    assert answer("200 OK", b"abc", BoundedRange.between(0, 3)) == (b"abc", b"")
+    assert answer("200 OK", b"abc", BoundedRange.whole(3)) == (b"abc", b"")
+    assert answer("200 OK", b"", NO_BYTES) == (b"", b"")
+    assert answer("416 No", b"", BoundedRange.whole(3)) == (b"", b"")
+    assert answer("404 No", b"page") is None
+
+
+WRONG = {
+    "bytes 1-3/10": CheckpointIOError,
+    "bytes 2-5/10": CheckpointIOError,
+    "bytes 2-3/10": CheckpointIOError,
+    "bytes 2-4/4": CheckpointIOError,
+    "bytes 2-4/0": CheckpointIOError,
+    "bytes 4-2/10": CheckpointIOError,
+    "2-4": CheckpointIOError,
+    "bytes 2-3/4": ValueError,
+}
+
+
+def test_other_ranges():
+    for text, error in WRONG.items():
+        with pytest.raises(error, match=r"Content-Range|only 2 bytes|OUT_OF_RANGE"):
+            answer(f"206 OK\r\nContent-Range: {text}", b"cde")
+
+
+def test_other_bodies_than_announced():
+    for body in (b"cd", b"cdef"):
+        with pytest.raises(CheckpointIOError, match="bytes than the 3"):
+            answer("206 OK\r\nContent-Range: bytes 2-4/10", body)
+    with pytest.raises(CheckpointIOError, match="compresses"):
+        answer("206 OK\r\nContent-Range: bytes 2-4/10\r\nContent-Encoding: gzip", b"cde")
+    with pytest.raises(CheckpointIOError, match="in several parts"):
+        answer("206 OK\r\nContent-Type: multipart/byteranges; boundary=x", b"cde")
+    with pytest.raises(LimitExceededError):
+        answer("200 OK", b"abcd", BoundedRange.whole(3))
+
+
+def test_refusals_begin_with_a_status():
+    statuses = {
+        "401 No": "UNAUTHENTICATED",
+        "403 No": "PERMISSION_DENIED",
+        "416 No": "OUT_OF_RANGE",
+        "302 X": "UNKNOWN",
+    }
+    statuses |= {"200 OK": "UNKNOWN: the requested bytes=2-4 was ignored by server", "206 OK": "UNKNOWN: Expected"}
+    for head, text in statuses.items():
+        with pytest.raises(ValueError, match=f"^{text}"):
+            answer(head, b"cde")
+    for status in (408, 429, 500, 502, 503, 504):
+        with pytest.raises(PassingError, match=str(status)):
+            answer(f"{status} later")
+
+
+def test_the_size_of_the_file_is_known_from_a_range():
+    data = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 2-4/10\r\n\r\n"
+    response = WebResponse(SentBytes(data), lambda: 1.0, RANGES[0])
+    assert content_range(response, RANGES[0]) == (2, 5, 10)
