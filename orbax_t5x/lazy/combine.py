@@ -130,8 +130,9 @@ class AllEqualNode(Node):
         at = np.unravel_index(int(np.argmin(same)), same.shape)
         index = tuple(int(i) + first for i, (first, _) in zip(at, box, strict=True))
         first_leaf, leaf = self.leaves()[0], other.leaves()[0]
+        first = "another part of itself" if leaf.name == first_leaf.name else repr(first_leaf.name)
         raise LeafMismatchError(
-            f"must equal {first_leaf.name!r}, but at {index} it holds {values[at]} and that holds {out[at]}"
+            f"must equal {first}, but at {index} it holds {values[at]} and that holds {out[at]}"
             + (f"; {self.advice}" if self.advice else ""),
             path=leaf.path or None,
             leaf=leaf.name,

@@ -90,6 +90,10 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
     else:
         pack = _infer(source, target, seen, wanted)
     names = pack.apply(views_of(source), target, Diagnostics()) if pack.steps else source
+    biases = _between_biases(names, target)
+    if biases is not None:
+        pack = joined((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
+        names = pack.apply(views_of(source), target, Diagnostics())
     if scales_beside(names.keys(), names) and not scales_beside(target.keys(), target):
         pack = joined((*pack.parts, scaled_fp8_to_float32()), ())
         names = pack.apply(views_of(source), target, Diagnostics())
@@ -262,18 +266,18 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
             return None
         steps = [*_parts(first), *between, *([] if last is None else _parts(last.inverse()))]
     else:
-        steps = [step.pack({}) for step in path] or _between_biases(source, target)
+        steps = [step.pack({}) for step in path]
     if not steps:
         return RulePack((), (), "nothing to map")
     return joined(steps, [pack.inverse() for pack in reversed(steps) if pack.has_inverse])
 
 
-def _between_biases(source: Mapping[str, Any], target: Mapping[str, Any]) -> list[RulePack]:
-    """Returns the pack between a relative bias of the tower and one of each layer, where that is what differs."""
-    found, wanted = ({bool(match[1]) for match in map(_BIAS.fullmatch, side) if match} for side in (source, target))
-    if (found, wanted) == ({False}, {True}):
-        return [t5_minimal_to_unscanned()]
-    return [t5_minimal_to_unscanned().inverse()] if (found, wanted) == ({True}, {False}) else []
+def _between_biases(names: Iterable[str], target: Iterable[str]) -> RulePack | None:
+    """Returns the pack between a relative bias of the tower and one of each layer, if only that differs of biases."""
+    found, wanted = ({bool(match[1]) for match in map(_BIAS.fullmatch, side) if match} for side in (names, target))
+    if len(found) != 1 or len(wanted) != 1 or found == wanted:
+        return None
+    return t5_minimal_to_unscanned() if wanted == {True} else t5_minimal_to_unscanned().inverse()
 
 
 def _parts(pack: RulePack | None) -> list[RulePack]:

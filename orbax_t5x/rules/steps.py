@@ -91,7 +91,10 @@ class MergeEqualLayers(Transform):
         """Reports whether the target has a leaf for each layer, in T5X's layouts or Hugging Face's."""
         if self.unless_target and has_leaf(target, _filled(self.unless_target, match)):
             return True
-        return _has_bias_of_hugging_face(target, new, "1")
+        # What a later pack makes of it. The tower's name doubles where layers are stacked.
+        tower = new.split("/")[-3]
+        stacked = rf"(?:.*/)?{tower}/{tower}/(?:subblock_\d+/)?{'/'.join(new.split('/')[-2:])}"
+        return _has_bias_of_hugging_face(target, new, "1") or has_leaf(target, stacked)
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         regex = compile_pattern(self.pattern, "rules")

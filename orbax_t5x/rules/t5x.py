@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from orbax_t5x.rules.leaf_table import t5x_table
+from orbax_t5x.rules.leaf_table import LeafTable, fused_leaves, t5x_table
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.rules.steps import HeadsCheck, MergeEqualLayers, MergeWhereWanted, RepeatPerLayer
 from orbax_t5x.rules.subblocks import stack_subblocks, unstack_subblocks
@@ -168,7 +168,8 @@ def t5_minimal_to_unscanned(
     """
     merge = () if bias_per_layer else (bias_per_tower(),)
     if num_heads is None and head_dim is None:
-        leaves = t5x_table("T5X's unrolled T5", heads=("joined", "split"), transient_global=True)
+        known = t5x_table("", heads=("joined", "split"), transient_global=True).leaves
+        leaves = LeafTable("T5X's unrolled T5", {**known, **fused_leaves()})
         return pack_of(
             PackCall("t5_minimal_to_unscanned", _bias_argument(bias_per_layer)),
             _follow((_bias_per_layer(None),), None),

@@ -16,6 +16,9 @@ from orbax_t5x.cli.rule_packs import pack_argument, pack_names
         ("t5_minimal_to_scanned:12,head_dim=64,scan_axis=0", ot.rules.t5_minimal_to_scanned(12, 64, scan_axis=0)),
         ("t5_minimal_to_unscanned:2,8:inverse", ot.rules.t5_minimal_to_unscanned(2, 8).inverse()),
         ("t5_unscanned_to_scanned", ot.rules.t5_unscanned_to_scanned()),
+        ("t5_unscanned_to_scanned:subblocks=2", ot.rules.t5_unscanned_to_scanned(subblocks=2)),
+        ("t5_minimal_to_scanned:2,8,bias_per_layer=true", ot.rules.t5_minimal_to_scanned(2, 8, bias_per_layer=True)),
+        ("t5x_to_hf_t5:encoder_attention_type=local", ot.rules.t5x_to_hf_t5(encoder_attention_type="local")),
         ("t5_unscanned_to_scanned:scan_axis=-1:inverse", ot.rules.t5_unscanned_to_scanned(scan_axis=-1).inverse()),
         ("hf_t5_to_t5x", ot.rules.hf_t5_to_t5x()),
         (
@@ -46,6 +49,10 @@ def test_a_pack_by_name_is_the_pack(text, pack):
         ("t5_minimal_to_scanned:1,2,depth=3", "'depth'"),
         ("t5_minimal_to_scanned:1:2", "too many colons"),
         ("hf_t5_to_t5x:tie_word_embeddings=maybe", "'maybe' is none of true, false, none"),
+        (
+            "t5x_to_hf_t5:encoder_attention_type=global",
+            "encoder_attention_type is one of ['local', 'transient-global']",
+        ),
         ("mesh_tf_to_t5x:inverse", "mesh_tf_to_t5x has no inverse"),
         ("", "no such pack"),
     ],

@@ -100,8 +100,26 @@ def test_models_of_other_sizes_are_translated(data):
         )
     )
     one = data.draw(st.sampled_from(trees.RELATIVES))
-    layout = data.draw(st.sampled_from(sorted(trees.LAYOUTS)))
-    relative_matrix.both_ways(one, sizes, {layout})
+    made = relative_matrix.made(one, sizes)
+    source = data.draw(st.sampled_from(sorted(made)))
+    target = data.draw(st.sampled_from(sorted(made.keys() - {"Mesh TensorFlow"})))
+    relative_matrix.compared(rules.infer(made[source], made[target]), made[source], made[target])
+
+
+@pytest.mark.parametrize(
+    ("relative", "source", "target"),
+    [
+        (T5, "Mesh TensorFlow", "Flaxformer, bias per layer"),
+        (T5, "Flaxformer fused", "T5X unscanned"),
+        (T5, "Flaxformer, bias per layer", "Flaxformer fused"),
+        ("umT5, Pile-T5", "T5X unscanned", "Flaxformer scanned"),
+    ],
+)
+def test_biases_are_the_targets_at_the_end_of_a_path(relative, source, target):
+    made = relative_matrix.made(trees.by_name(relative), SIZES)
+    pack = rules.infer(made[source], made[target])
+    relative_matrix.compared(pack, made[source], made[target])
+    assert pack.has_inverse == (source != "Mesh TensorFlow")
 
 
 # -- what names and shapes do not tell

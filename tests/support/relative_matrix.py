@@ -32,31 +32,36 @@ def compared(pack, source, target):
     return len(target)
 
 
-def both_ways(one, sizes, layouts=None):
+def made(one, sizes):
+    """Returns a relative's trees by layout, T5X's and Flaxformer's below a prefix."""
+    plain = trees.minimal(one, sizes)
+    found = {name: make(plain, one, sizes) for name, make in trees.LAYOUTS.items()}
+    return {
+        name: tree if name in _OTHER_PROGRAMS else trees.below("target/", tree)
+        for name, tree in found.items()
+        if not isinstance(tree, str)
+    }
+
+
+def both_ways(one, sizes):
     """Translates a relative to its layouts and back, by the packs that are found.
 
     Returns:
       layout -> leaves compared there and back, or why there are none. Where Hugging Face has the model the other end is
       its tree, else T5X's minimal one.
     """
-    plain = trees.minimal(one, sizes)
-    made = {name: make(plain, one, sizes) for name, make in trees.LAYOUTS.items()}
-    made = {
-        name: tree if isinstance(tree, str) or name in _OTHER_PROGRAMS else trees.below("target/", tree)
-        for name, tree in made.items()
-    }
-    anchor = "T5X minimal" if isinstance(made["Hugging Face"], str) else "Hugging Face"
+    plain, there_are = trees.minimal(one, sizes), made(one, sizes)
+    anchor = "Hugging Face" if "Hugging Face" in there_are else "T5X minimal"
     cells = {}
-    for name, tree in made.items():
-        if layouts is not None and name not in layouts:
-            continue
-        if isinstance(tree, str) or name == anchor:
-            cells[name] = tree if isinstance(tree, str) else None
-            continue
-        there = None
-        if name not in _NO_WAY_BACK:
-            there = compared(rules.infer(made[anchor], tree), made[anchor], tree)
-        cells[name] = (there, compared(rules.infer(tree, made[anchor]), tree, made[anchor]))
+    for name, make in trees.LAYOUTS.items():
+        if name not in there_are:
+            cells[name] = make(plain, one, sizes)
+        elif name == anchor:
+            cells[name] = None
+        else:
+            first, last = there_are[anchor], there_are[name]
+            there = None if name in _NO_WAY_BACK else compared(rules.infer(first, last), first, last)
+            cells[name] = (there, compared(rules.infer(last, first), last, first))
     return cells
 
 
