@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 
 from orbax_t5x.concurrency import guarded
-from orbax_t5x.errors import CheckpointNotFoundError, Fix, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Fix, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
@@ -22,15 +23,16 @@ from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.gguf.format import FORMAT as GGUF
 from orbax_t5x.readers.npz.format import FORMAT as NPZ
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
-from orbax_t5x.readers.orbax.steps import finished_steps, newest_directory
+from orbax_t5x.readers.orbax.steps import Step, finished_steps, newest_directory
 from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
 from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.torch_zip.format import FORMAT as TORCH
 from orbax_t5x.readers.unrecognised import missing, unrecognised
 from orbax_t5x.storage.limits import Limits, check_limits
-from orbax_t5x.storage.locations import is_link, is_url, open_store
+from orbax_t5x.storage.locations import can_list, is_link, is_url, open_store
 from orbax_t5x.storage.remote.connection import remote_session
+from orbax_t5x.storage.remote.request_errors import is_denied
 
 # Formats whose marks make a directory one checkpoint; in a root, files of the others lie beside the steps.
 _CHECKPOINTS: tuple[Format, ...] = (ORBAX, T5X)
@@ -107,8 +109,7 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
     for row in _CHECKPOINTS:
         if row.recognise(probe):
             return _open(row, probe.path, limits, item)
-    # A remote directory is listed only where none of the files is there that make a checkpoint.
-    steps = [] if is_url(probe.path) else finished_steps(probe.path)
+    steps = _listed_steps(probe.path)
     if any(not is_link(os.path.join(probe.path, step.name)) for step in steps):
         return _open_path(newest_directory(probe.path, steps), None, item, limits)
     if row := _format_of_files(probe):
@@ -122,6 +123,18 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
     if row := next((row for row in _LOOSE if row.recognise_unmarked(probe)), None):
         return _open(row, probe.path, limits, item)
     raise unrecognised(probe, FORMATS)
+
+
+def _listed_steps(directory: str) -> Sequence[Step]:
+    """Lists the finished steps of a directory; none where the store lists nothing, or not to this user."""
+    if is_url(directory) and not can_list(directory):
+        return []
+    try:
+        return finished_steps(directory)
+    except CheckpointIOError as error:
+        if error.__cause__ is None or not is_denied(error.__cause__):
+            raise
+        return []
 
 
 def _format_of_files(probe: PathProbe) -> Format | None:
