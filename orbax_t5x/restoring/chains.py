@@ -26,7 +26,9 @@ from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
 
-_PASS_RULES = Fix.in_program("pass the rules: a pack of ot.rules, or transforms of ot.transforms")
+_PASS_RULES = Fix.in_program(
+    "pass the rules: a pack of ot.rules, transforms of ot.transforms, or what a plan with a target has as found_rules"
+)
 
 _logger = logging.getLogger(__name__)
 

@@ -55,6 +55,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     Unexplained(),
 )
 
+_NOTHING_MORE = Fix("")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatchFailure:
@@ -195,18 +197,22 @@ def _fix(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
     return _adding(remedy.transforms, failure)
 
 
-def _adding(transforms: Sequence[Any], failure: MatchFailure) -> Fix:
-    """Returns the fix that adds transforms to those of the call; to what `"auto"` found these are written out."""
+def _adding(transforms: Sequence[Any], failure: MatchFailure, way: Fix = _NOTHING_MORE) -> Fix:
+    """Returns the fix that adds transforms to those of the call, and sets the arguments of `way`, too.
+
+    To what `"auto"` found the transforms are written out.
+    """
     if any(isinstance(transform, FoundRules) for transform in failure.given):
-        return Fix.setting("pass {}", transforms=(*failure.transforms, *transforms))
-    return Fix.adding(*transforms, to_others=bool(failure.given))
+        return Fix.setting("pass {}", transforms=(*failure.transforms, *transforms), **way.arguments)
+    fix = Fix.adding(*transforms, to_others=bool(failure.given))
+    return fix.also_setting(way.words, **way.arguments) if way.arguments else fix
 
 
 def _with_given(problem: Problem, failure: MatchFailure) -> Problem:
     """Returns a problem whose fix adds its transforms to those of the call."""
     if problem.fix is None or not failure.given:
         return problem
-    ways = [_adding(way.transforms, failure) if way.transforms else way for way in problem.fix.ways]
+    ways = [_adding(way.transforms, failure, way) if way.transforms else way for way in problem.fix.ways]
     return dataclasses.replace(problem, fix=Fix.any_of(*ways))
 
 
@@ -242,4 +248,5 @@ def _problems(matcher: Matcher, failure: MatchFailure) -> list[Problem]:
         key=lambda one: last if one.kind == "leftover" else -1 if one.leaf is None else position.get(one.leaf, last)
     )
     left = [one for one in matcher.problems if one.kind != "shape" or (one.leaf or "") in unmatched.clashes]
+    left = [_with_given(one, failure) for one in left]
     return [*matcher.diagnostics.problems, *left, *dict.fromkeys(found)]

@@ -3,11 +3,14 @@
 import subprocess
 import sys
 
+import jax
 import numpy as np
+import pytest
 
 import orbax_t5x as ot
+from orbax_t5x.trees.flat import unflatten
 from tests.conftest import GOLDENS
-from tests.support.failed_plans import ARRAYS, problems_of
+from tests.support.failed_plans import ARRAYS, HF, HF_CONFIG, applied, parameters, problems_of
 from tests.support.memory_checkpoint import checkpoint
 
 
@@ -70,3 +73,18 @@ def test_a_proposal_leads_to_what_is_left():
     assert first.message.startswith("7 target leaves have no match by name and shape in the checkpoint: ")
     assert first.message.endswith("; with the fix, 1 problem is left, listed below")
     assert second.leaf == "other"
+
+
+@pytest.mark.parametrize("given", ["auto", "rules"])
+def test_a_shapes_fix_keeps_the_rules_of_the_call(given):
+    """The vocabulary of a model that "auto" reaches is larger: what it found is written out before `Pad`."""
+    target = parameters(HF_CONFIG)
+    name = "target/token_embedder/embedding"
+    target[name] = jax.ShapeDtypeStruct((target[name].shape[0] + 8, *target[name].shape[1:]), np.float32)
+    transforms = "auto" if given == "auto" else [ot.rules.hf_t5_to_t5x()]
+    (problem,) = problems_of(HF, unflatten(target), transforms)
+    assert (problem.kind, problem.leaf) == ("shape", name)
+    _, zeros, fallback = problem.fix.ways
+    assert set(fallback.arguments) >= {"fallback"}
+    plan = ot.plan_restore(HF, unflatten(target), applied(zeros, transforms))
+    assert {entry.action for entry in plan.entries} == {"read"} and not plan.unused
