@@ -87,6 +87,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_is_looked_for_in_what_a_module_made() -> None:
+    """What modules before left behind, compiled functions above all, would be searched by each collection."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def standard_dtype_promotion() -> Iterator[None]:
     """For steps of Optax's optimizers, which raise floats to the power of integer counts."""

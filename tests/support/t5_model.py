@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +40,7 @@ def init(config: T5Config = _DEFAULT, seed: int = 0):
     Values come from NumPy: compiling the initializers takes longer than most tests.
     """
     model = T5(config)
-    ids = jnp.ones((1, 4), jnp.int32)
-    variables = jax.eval_shape(model.init, jax.random.key(seed), ids, ids)
+    variables = _shapes(config)
     rng = np.random.default_rng(seed)
 
     def value(path, leaf):
@@ -48,6 +49,13 @@ def init(config: T5Config = _DEFAULT, seed: int = 0):
         return jnp.asarray(0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
 
     return model, {**variables, "params": jax.tree_util.tree_map_with_path(value, variables["params"])}
+
+
+@functools.cache
+def _shapes(config: T5Config):
+    """The abstract variables; a trace of a model takes a second, and many tests begin with the same one."""
+    ids = jnp.ones((1, 4), jnp.int32)
+    return jax.eval_shape(T5(config).init, jax.random.key(0), ids, ids)
 
 
 def scanned_from(params, config: T5Config):
