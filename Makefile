@@ -11,7 +11,7 @@ JOBS ?= 2
 SECONDS ?= 600
 # Tests start hundreds of processes: without bytecode each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: check lint test test-fast test-lowest fuzz demo bench clean
 
@@ -33,7 +33,7 @@ test-fast: $(VENV)/.tests-installed
 
 # The same as `test` with the lowest version of each package that pyproject.toml names; of others, what those allow.
 test-lowest: $(LOWEST)/.tests-installed
-	$(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile
+	$(LOWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # New random inputs in every run: half of the time for the parsers, half for the properties.
 fuzz: $(VENV)/.fuzz-installed

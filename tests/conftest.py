@@ -6,13 +6,18 @@ import sys
 
 # Before JAX is imported anywhere: the device count is read once. Processes that tests start inherit all of it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Functions run a few times here: optimizing them takes longer than running them as they are.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import collections
 import gc
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files that take long come first: one that begins last is waited for by all processes but its own.
+    cases = collections.Counter(item.path for item in items)
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (-slow[item.path], -cases[item.path]))
     if not config.getoption("fast"):
         return
     quick = [item for item in items if not item.get_closest_marker("slow") and item.name not in _SLOW_IN_SUITES]
@@ -87,9 +96,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+_MODULES = itertools.count(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _garbage_is_looked_for_in_what_a_module_made() -> None:
-    """What modules before left behind, compiled functions above all, would be searched by each collection."""
+def _modules_start_light() -> None:
+    """What modules before left is searched by no collection of garbage, and their compiled functions go by and by."""
+    if next(_MODULES) % 40 == 0:
+        jax.clear_caches()
     gc.collect()
     gc.freeze()
 

@@ -21,10 +21,6 @@ UNROLLED = T5Config(encoder_layers=1, decoder_layers=2)
 SCANNED = T5Config(encoder_layers=1, decoder_layers=2, scan_layers=True)
 
 
-def jitted(function):
-    return jax.jit(function, compiler_options=t5_model.COMPILE_FAST)
-
-
 def test_names_and_shapes_are_t5xs(goldens):
     leaves = json.loads((goldens / "train_state" / "d1_inference_params_only.json").read_text())["leaves"]
     _, variables = t5_model.init()
@@ -48,16 +44,16 @@ def test_a_t5x_checkpoint_restores_without_rules():
 def test_scanned_and_unrolled_agree():
     unrolled, variables = t5_model.init(UNROLLED)
     inputs, targets = t5_model.batch(3)
-    expected = jitted(unrolled.apply)({"params": variables["params"]}, inputs, targets)
+    expected = jax.jit(unrolled.apply)({"params": variables["params"]}, inputs, targets)
     params = t5_model.scanned_from(variables["params"], SCANNED)
-    found = jitted(T5(SCANNED).apply)({"params": params}, inputs, targets)
+    found = jax.jit(T5(SCANNED).apply)({"params": params}, inputs, targets)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert np.std(expected) > 0.1
 
 
 def test_no_target_sees_a_later_one():
     model, variables = t5_model.init(T5Config(encoder_layers=1, decoder_layers=1))
-    apply = jitted(lambda inputs, targets: model.apply({"params": variables["params"]}, inputs, targets))
+    apply = jax.jit(lambda inputs, targets: model.apply({"params": variables["params"]}, inputs, targets))
     inputs, targets = t5_model.batch(0)
     logits = apply(inputs, targets)
     later = apply(inputs, targets.at[:, 6].set(5))
@@ -75,7 +71,7 @@ def test_logits_of_transformers(goldens, kind):
         ids = golden["inputs"], golden["targets"]
         target = {"target": jax.eval_shape(model.init, jax.random.key(0), *ids)["params"]}
         params = ot.restore(source, target, "auto")["target"]
-        logits = jitted(model.apply)({"params": params}, *ids)
+        logits = jax.jit(model.apply)({"params": params}, *ids)
         np.testing.assert_allclose(logits, golden["logits"], rtol=2e-5, atol=2e-5)
 
 
@@ -92,10 +88,10 @@ def test_decoding_with_a_cache_equals_decoding_without(config):
     model, variables = t5_model.init(config)
     params = {"params": variables["params"]}
     inputs, targets = t5_model.batch(1, size=2, length=6)
-    expected = jitted(model.apply)(params, inputs, targets)
+    expected = jax.jit(model.apply)(params, inputs, targets)
     seen = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
 
-    @jitted
+    @jax.jit
     def cached(inputs, seen):
         encoded = model.apply(params, inputs, method="encode")
         cache, logits = empty_cache(config, 2, 9), []
@@ -113,8 +109,8 @@ def test_decoding_with_a_cache_equals_decoding_without(config):
 def test_greedy_tokens_are_those_of_the_whole_model():
     model, variables = t5_model.init(T5Config(encoder_layers=1, decoder_layers=1))
     inputs, _ = t5_model.batch(2, size=3, length=5)
-    tokens = jitted(lambda params: decode_greedily(model, params, inputs, steps=4))(variables["params"])
-    apply = jitted(model.apply)
+    tokens = jax.jit(lambda params: decode_greedily(model, params, inputs, steps=4))(variables["params"])
+    apply = jax.jit(model.apply)
     expected = np.zeros((3, 4), np.int32)
     for step in range(4):
         logits = apply({"params": variables["params"]}, inputs, expected)

@@ -20,10 +20,6 @@ from tests.support.failed_plans import BUNDLE
 LISTS = ot.transforms.Rename([(r"(.*)/layers_(\d+)/(.*)", r"\1/layers/\2/\3")])
 
 
-def jitted(function):
-    return jax.jit(function, compiler_options=t5_model.COMPILE_FAST)
-
-
 def restored(source, transforms):
     """The model of a checkpoint."""
     abstract = nnx.eval_shape(lambda: T5(config_of(source), rngs=nnx.Rngs(0)))
@@ -63,7 +59,7 @@ def test_logits_of_transformers(goldens, kind):
     prefix = ot.transforms.Rename([("(?:target/)?(.*)", r"\1")], require_match=False)
     graph, state = nnx.split(restored(source, [ot.rules.hf_t5_to_t5x(), prefix, LISTS]))
     with np.load(source / "logits.npz") as golden:
-        logits = jitted(lambda state, *ids: nnx.merge(graph, state)(*ids))(state, golden["inputs"], golden["targets"])
+        logits = jax.jit(lambda state, *ids: nnx.merge(graph, state)(*ids))(state, golden["inputs"], golden["targets"])
         np.testing.assert_allclose(logits, golden["logits"], rtol=2e-5, atol=2e-5)
 
 
@@ -95,10 +91,10 @@ def same_model(config):
 def test_it_is_the_linen_model_and_decodes_with_a_cache(config):
     model, linen, params = same_model(config)
     inputs, targets = t5_model.batch(1, size=2, length=6)
-    expected = jitted(linen.apply)({"params": params}, inputs, targets)
+    expected = jax.jit(linen.apply)({"params": params}, inputs, targets)
     graph, state = nnx.split(model)
 
-    @jitted
+    @jax.jit
     def both(state, inputs, targets):
         model = nnx.merge(graph, state)
         seen = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
@@ -120,8 +116,8 @@ def test_greedy_tokens_are_those_of_the_linen_model():
     model, linen, params = same_model(config)
     inputs, _ = t5_model.batch(2, size=2, length=5)
     graph, state = nnx.split(model)
-    tokens = jitted(lambda state: decode_greedily(nnx.merge(graph, state), inputs, steps=4))(state)
-    expected = jitted(lambda params: linen_module.decode_greedily(linen, params, inputs, steps=4))(params)
+    tokens = jax.jit(lambda state: decode_greedily(nnx.merge(graph, state), inputs, steps=4))(state)
+    expected = jax.jit(lambda params: linen_module.decode_greedily(linen, params, inputs, steps=4))(params)
     np.testing.assert_array_equal(tokens, expected)
 
 

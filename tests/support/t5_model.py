@@ -13,8 +13,6 @@ from orbax_t5x.models.linen import T5
 from orbax_t5x.trees.flat import flatten, unflatten
 
 _DEFAULT = T5Config()
-# For jax.jit: compiling takes most of the time of what tests do with a model this small.
-COMPILE_FAST = {"xla_backend_optimization_level": 0}
 
 
 def loss(model: T5, params, inputs: jax.Array, targets: jax.Array) -> jax.Array:

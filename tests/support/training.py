@@ -68,17 +68,13 @@ def start(name: str, bundle: Path) -> FlaxOptimTrainState:
 
 @cache
 def _gradients():
-    return jax.jit(jax.value_and_grad(partial(t5_model.loss, t5_model.T5())), compiler_options=t5_model.COMPILE_FAST)
+    return jax.jit(jax.value_and_grad(partial(t5_model.loss, t5_model.T5())))
 
 
 @cache
 def _update(name: str):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract(name))
-    return jax.jit(
-        lambda state, grads: state.apply_gradient(grads, LEARNING_RATE),
-        out_shardings=shardings,
-        compiler_options=t5_model.COMPILE_FAST,
-    )
+    return jax.jit(lambda state, grads: state.apply_gradient(grads, LEARNING_RATE), out_shardings=shardings)
 
 
 def step(name: str, state: FlaxOptimTrainState) -> tuple[FlaxOptimTrainState, float]:
