@@ -1,8 +1,10 @@
-"""Every checkpoint that somebody else wrote, in four shardings, by each way to restore it: bit for bit what its writer
-said that it holds.
+"""Every checkpoint that somebody else wrote, by each way to restore it: bit for bit what its writer said that it holds.
+
+The leaves of a target have four shardings in turn. `ot.restore` gives each leaf each of them, Orbax's ways one.
 """
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -80,8 +82,9 @@ def by_manager(path, target, own):
 def test_bit_for_bit(name, way, run_of_its_own):
     path, values = stored(name)
     assert values
-    for sharding in SHARDINGS:
-        target = {leaf: target_leaf(value, sharding) for leaf, value in values.items()}
+    for turn in range(len(SHARDINGS)) if way is by_restore else (0,):
+        shardings = itertools.islice(itertools.cycle(SHARDINGS), turn, None)
+        target = {leaf: target_leaf(value, next(shardings)) for leaf, value in values.items()}
         restored = way(path, target, run_of_its_own)
         assert restored.keys() == values.keys()
         for leaf, value in values.items():

@@ -3,11 +3,9 @@
 Each row of the table runs in a process of its own, where a watchdog ends what hangs.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.jax_job import run_alone
 
 pytestmark = pytest.mark.slow
 
@@ -104,8 +102,4 @@ def assert_all_reach_the_caller(body):
 faulthandler.cancel_dump_traceback_later()
 print("all reached the caller")
 """
-    search = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": search, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", _PRELUDE + body]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
-    assert done.stdout.strip() == "all reached the caller", done.stderr[-4000:]
+    assert run_alone(_PRELUDE + body).strip() == "all reached the caller"

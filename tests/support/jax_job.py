@@ -87,6 +87,12 @@ def run_processes(
         return [output.read_text() for output, _ in printed]
 
 
+def run_alone(code: str) -> str:
+    """Returns what Python code prints in a process that has imported JAX and Orbax and done nothing else."""
+    (printed,) = run_processes(lambda index, coordinator: (code, ()), 1)
+    return printed
+
+
 def run_module(name: str) -> str:
     """Returns code that runs a module as `python -m` does."""
     return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
