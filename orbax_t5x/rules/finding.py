@@ -21,6 +21,7 @@ from orbax_t5x.rules.graph import pack_to_minimal
 from orbax_t5x.rules.inference import infer, views_of, without_place
 from orbax_t5x.rules.layouts import heads_of, layout_of
 from orbax_t5x.rules.pack import RulePack
+from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32, scales_beside
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
@@ -80,6 +81,10 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
     pack, refusal = _pack(source, target)
     if pack is not None and _fills(pack.parts, source, target):
         return FoundMapping((*slots, *pack.parts), pack.found)
+    if scales_beside(given.keys(), given) and not scales_beside(target.keys(), target):
+        scaled = scaled_fp8_to_float32()
+        found = find_rules(_run((scaled,), given, target), target)
+        return found._replace(parts=(scaled, *found.parts))
     best: tuple[_Way, Alignment] | None = None
     for way in _ways(pack, given, target):
         alignment, parts = _aligned(way)

@@ -107,7 +107,7 @@ class LeafTable:
             cuts = (cut.end() for cut in _CUT.finditer(canonical) if self.has_dots or cut[0] == "/")
             at = next((cut for cut in itertools.chain((0,), cuts) if canonical[cut:] in self.leaves), None)
             if at is not None and not is_of_optimizer(name):
-                prefix = canonical[:at]
+                prefix = name[: _cut_in(name, at)]
                 found[prefix] = found.get(prefix, False) or "*" in canonical[at:]
         in_layers = [prefix for prefix, has_layer in found.items() if has_layer]
         result: list[str] = []
@@ -173,6 +173,15 @@ class LeafTable:
                 if size != usual:
                     unfit.setdefault(name, f"{letter} of {usual}, as other leaves have, and not of {size}")
         return unfit
+
+
+def _cut_in(name: str, at: int) -> int:
+    """Returns the place in a name of one in the name with `*` for numbers, which prefixes may have, too."""
+    for number in _LAYER_NUMBER.finditer(name):
+        if number.start() >= at:
+            break
+        at += len(number[0]) - len(number[1]) - 1
+    return at
 
 
 def _dimensions_text(letters: str) -> str:

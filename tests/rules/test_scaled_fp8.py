@@ -179,3 +179,21 @@ def test_copies_of_the_embedding_are_compared_after_they_are_multiplied():
     copies["encoder.embed_tokens.scale_weight"] = np.float32(4)
     with pytest.raises(LeafMismatchError, match="must equal"):
         ot.restore(checkpoint({**STORED, **copies}), zeros(wanted), "auto")
+
+
+def test_models_that_no_pack_knows_are_aligned_with_their_products():
+    """Another program's names throughout, and Hugging Face's into an NNX model."""
+    modules = {"q_proj": (7, 5), "k_proj": (7, 5), "up": (9, 5), "down": (5, 9)}
+    stored, exact = {}, {}
+    for at, (name, shape) in enumerate((f"h.{i}.{one}", shape) for i in range(2) for one, shape in modules.items()):
+        weight, scale = (np.arange(np.prod(shape)).reshape(shape) % 13 - 6 + at).astype(FLOAT8), np.float32(0.1 + at)
+        stored |= {f"{name}.weight": weight, f"{name}.scale_weight": scale}
+        exact[f"model/layers/{name[2]}/{name[4:]}/kernel"] = (weight.astype(np.float32) * scale).T
+    renamed = {name.replace("/q_proj/", "/query/").replace("/k_proj/", "/key/"): value for name, value in exact.items()}
+    nnx = {
+        name.removeprefix(TARGET).replace("layers_", "layers/").replace("attention/", "attn/"): value
+        for name, value in T5X.items()
+    }
+    for source, target in ((stored, renamed), (STORED, nnx)):
+        for options in ({}, {"strict": False}):
+            assert_equal(flatten(ot.restore(checkpoint(source), zeros(target), "auto", **options)), target)

@@ -163,7 +163,7 @@ def test_a_target_with_one_towers_embedding_compares_it_with_the_shared_one():
 
 
 @pytest.mark.parametrize(
-    "prefix", ["module.", "model.", "transformer.", "text_encoder.", "text_encoder_2.", "a.b.", "m/"]
+    "prefix", ["module.", "model.", "transformer.", "text_encoder.", "text_encoder_2.", "net.blocks.12.t5.", "m/"]
 )
 @pytest.mark.parametrize("way", ["pack", "auto", "everything"])
 def test_hugging_face_names_are_found_below_any_prefix(prefix, way):
