@@ -11,6 +11,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import all_equal, repeat
+from orbax_t5x.rules.biases import has_bias_of_tower, has_bias_per_layer
 from orbax_t5x.rules.leaf_table import LeafTable
 from orbax_t5x.rules.pack import FIND_PACK
 from orbax_t5x.text.wording import listed
@@ -88,13 +89,11 @@ class MergeEqualLayers(Transform):
     unless_target: str | None = None
 
     def _stays(self, match: re.Match[str], new: str, target: FlatState) -> bool:
-        """Reports whether the target has a leaf for each layer, in T5X's layouts or Hugging Face's."""
+        """Reports whether the target has a bias of each layer, under any program's names."""
         if self.unless_target and has_leaf(target, _filled(self.unless_target, match)):
             return True
-        # What a later pack makes of it. The tower's name doubles where layers are stacked.
-        tower = new.split("/")[-3]
-        stacked = rf"(?:.*/)?{tower}/{tower}/(?:subblock_\d+/)?{'/'.join(new.split('/')[-2:])}"
-        return _has_bias_of_hugging_face(target, new, "1") or has_leaf(target, stacked)
+        # What a later pack makes of it.
+        return has_bias_per_layer(target, new.split("/")[-3])
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         regex = compile_pattern(self.pattern, "rules")
@@ -128,14 +127,8 @@ class MergeWhereWanted(MergeEqualLayers):
     """The same, only where the target has one leaf for the whole tower."""
 
     def _stays(self, match: re.Match[str], new: str, target: FlatState) -> bool:
-        is_wanted = new in target or _has_bias_of_hugging_face(target, new, "0")
+        is_wanted = new in target or has_bias_of_tower(target, new.split("/")[-3])
         return not is_wanted or super()._stays(match, new, target)
-
-
-def _has_bias_of_hugging_face(target: FlatState, name: str, layer: str) -> bool:
-    """Reports whether a tower has a relative bias of a layer, under Hugging Face's names."""
-    tower = name.split("/")[-3]
-    return has_leaf(target, rf"(?:.*[./])?{tower}[./]block[./]{layer}[./].*[./]relative_attention_bias[./].*")
 
 
 @dataclasses.dataclass(frozen=True)
