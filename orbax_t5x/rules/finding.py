@@ -6,6 +6,8 @@ that give every parameter of the model one reading are returned.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,8 +102,18 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
     assert refusal is not None
     is_explained = any(one.fix is not None and one.fix.arguments for one in refusal.problems)
     if best is None or not best[1].open or not best[1].covered or is_explained:
-        raise refusal
+        raise refusal if best is None else _with_sizes(refusal, best[0])
     raise RestorePlanError([_problem(*best)]) from refusal
+
+
+def _with_sizes(refusal: RestorePlanError, way: _Way) -> RestorePlanError:
+    """Returns a refusal that says how large both models are, where one is larger: no names make them one."""
+    sizes = [sum(math.prod(leaf.shape) for leaf in _model(side).values()) for side in (way.source, way.target)]
+    if sizes[0] == sizes[1]:
+        return refusal
+    text = f"; the checkpoint's model has {sizes[0]:,} values, the target's {sizes[1]:,}"
+    first, *others = refusal.problems
+    return RestorePlanError([dataclasses.replace(first, message=first.message + text), *others], path=refusal.path)
 
 
 def _pack(source: Leaves, target: Leaves) -> tuple[RulePack | None, RestorePlanError | None]:

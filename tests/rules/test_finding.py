@@ -99,6 +99,19 @@ def test_a_model_of_two_shapes_and_no_common_word_is_not_guessed():
     assert find_rules({"dec/w": np.ones(2)}, {"decoder/x": np.ones(2)}).parts
 
 
+def test_models_of_other_sizes_are_told():
+    """Neither stacking nor a transposition changes how many values a model has."""
+    target = {f"{name}/value": np.ones([2 * size for size in value.shape]) for name, value in as_list(PLAIN).items()}
+    sizes = [sum(value.size for value in tree.values()) for tree in (PLAIN, target)]
+    for source in (HF, PLAIN):
+        with pytest.raises(ot.RestorePlanError, match="no rule pack leads") as caught:
+            find_rules(source, target)
+        assert f"the checkpoint's model has {sizes[0]:,} values, the target's {sizes[1]:,}" in str(caught.value)
+    with pytest.raises(ot.RestorePlanError, match="no rule pack leads") as caught:
+        find_rules({f"x/{at}": np.ones(at + 2) for at in range(4)}, {f"y/{at}": np.ones(at + 9) for at in range(4)})
+    assert "model has 14 values, the target's 42" in str(caught.value)
+
+
 SHAPES = {"wide": (8, 16), "tall": (16, 8), "bias": (5,)}
 RATE = 0.05
 TX = optax.adafactor(RATE, min_dim_size_to_factor=8, multiply_by_parameter_scale=True)
