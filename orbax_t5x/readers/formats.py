@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
 
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Fix, UnsupportedCheckpointError
@@ -125,7 +124,7 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
     raise unrecognised(probe, FORMATS)
 
 
-def _listed_steps(directory: str) -> Sequence[Step]:
+def _listed_steps(directory: str) -> list[Step]:
     """Lists the finished steps of a directory; none where the store lists nothing, or not to this user."""
     if is_url(directory) and not can_list(directory):
         return []

@@ -90,7 +90,8 @@ class BucketDestination(Destination):
     def check(self, writing: WriteOptions) -> None:
         marker, _ = self._read_marker()
         ours = set(marker.names).union(marker.replaced) if marker else ()
-        names = {name.partition("/")[0] for name in self._list() if name not in ours}
+        # An object of the directory itself, without a name, is how a console shows that it is empty.
+        names = {name.partition("/")[0] for name in self._list() if name and name not in ours}
         is_file = self._do("reading its status", self._bucket.read(self._key, byte_range=slice(0, 0))).state == "value"
         if names or is_file:
             require_overwrite(self.name, writing)
