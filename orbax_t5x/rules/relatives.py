@@ -91,6 +91,7 @@ def from_hugging_face(*, is_flax: bool) -> tuple[Transform, ...]:
         # T5's own transforms reverse all dimensions of a kernel.
         steps.append(StackLayers(experts, r"\1/layers_\2/mlp/expert/\4/kernel", -1, require_match=False))
         steps.append(Rename((router, (_DENSE.format("mlp"), r"\1DenseReluDense\2")), require_match=False))
+        steps.append(RoutedExperts())
     return tuple(steps)
 
 
@@ -119,6 +120,24 @@ def to_hugging_face(encoder_attention_type: str | None, *, is_flax: bool) -> tup
             ),
         ]
     return (*steps, ModulesOfModel(encoder_attention_type))
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedExperts(Transform):
+    """Check that each layer has as many experts as its router knows; arrays are oriented as Hugging Face's."""
+
+    def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
+        for name, router in state.items():
+            if not name.endswith(f"/{ROUTER}"):
+                continue
+            layer = name.removesuffix(f"/{ROUTER}")
+            experts = [state.get(f"{layer}/mlp/expert/{kernel}/kernel") for kernel in ("wi", "wo")]
+            counts = {shape[-1] for expert in experts if (shape := getattr(expert, "shape", ()))}
+            known = set(getattr(router, "shape", ())[:1])
+            if known and counts - known:
+                message = f"{layer} has {max(counts)} experts, and its router chooses among {max(known)}"
+                diagnostics.problem("missing", name, message, Fix("use a file, or all the files, of the whole model"))
+        return dict(state)
 
 
 @dataclasses.dataclass(frozen=True)

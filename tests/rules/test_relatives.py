@@ -184,9 +184,8 @@ def test_a_missing_expert_is_a_problem():
     assert any("layer 1 of 3 is missing" in problem.message for problem in problems)
     every = re.compile(r".*\.expert_2\..*")
     fewer = {key: value for key, value in source.items() if not every.fullmatch(key)}
-    target = tree("Switch", "T5X minimal")
-    with pytest.raises(RestorePlanError, match="shape"):
-        ot.plan_restore(checkpoint(fewer), {k: np.zeros_like(v) for k, v in target.items()}, [rules.hf_t5_to_t5x()])
+    with pytest.raises(RestorePlanError, match="has 2 experts, and its router chooses among 3"):
+        ot.plan_restore(checkpoint(fewer), None, [rules.hf_t5_to_t5x()])
 
 
 def test_experts_are_read_from_their_own_leaves():
