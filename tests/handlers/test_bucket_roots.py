@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from etils.epath import gpath
 from orbax.checkpoint._src.path import gcs_utils
 
 import orbax_t5x as ot
+from tests.support.amazon_store import amazon_store
 from tests.support.bundle_writer import bundle_of
 from tests.support.google_store import GoogleStore
 from tests.support.object_paths import ObjectPaths
@@ -109,3 +111,30 @@ def test_a_converted_checkpoint_replaces_none_of_the_directory_objects(google, t
     assert set(ot.restore("gs://bucket/copy", None)) == {"kernel", "step"}
     ot.convert("gs://bucket/copy", f"{URL}/1/default", overwrite=True)
     assert set(ot.restore(f"{URL}/1/default", None)) == {"kernel", "step"}
+
+
+def test_orbax_itself_writes_no_root_on_s3():
+    """Its arrays would go to a local path of that name; if this fails, `docs/stores.md` can promise more."""
+    info = ocp.type_handlers.ParamInfo(
+        name="w", parent_dir=epath.Path("s3://bucket/runs/a/1/default"), is_ocdbt_checkpoint=True
+    )
+    with pytest.raises(ValueError, match="should be absolute"):
+        ocp.type_handlers.get_json_tspec_write(
+            info, use_ocdbt=True, global_shape=(2,), local_shape=(2,), dtype=np.float32, process_index=0
+        )
+
+
+def test_a_local_root_begins_from_s3(tmp_path, monkeypatch):
+    source = bundle_of({"w": np.asarray(STATE["w"]), "step": np.int32(0)}).write(tmp_path)
+    with amazon_store() as store:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        store.upload(source.parent, "bundle")
+        url = f"s3://bucket/bundle/{source.name}"
+        with ocp.CheckpointManager(tmp_path / "root", item_handlers=ot.TrainStateHandler()) as one:
+            state, _, how = ot.restore_or_initialize(one, RENAMED, init_from=url, transforms=RENAME)
+            assert how == "initialized"
+            np.testing.assert_array_equal(state["kernel"], STATE["w"])
+            save(one, 1)
+            args = ot.args.TrainStateRestore(RENAMED, transforms=RENAME, source=url)
+            np.testing.assert_array_equal(one.restore(1, args=args)["kernel"], STATE["w"])

@@ -16,6 +16,7 @@ from orbax_t5x.operations.convert.work_directory import WorkDirectory
 from tests.support.amazon_store import amazon_store
 from tests.support.bundle_writer import bundle_of
 from tests.support.google_store import GoogleStore
+from tests.support.jax_job import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -233,3 +234,16 @@ def test_the_mark_names_what_is_replaced(bucket, source, other, monkeypatch):
     assert report.kept_bytes == report.bytes
     assert_holds("s3://bucket/c", ARRAYS)
     assert not {name for name in bucket.names() if "orbax-t5x" in name}
+
+
+def test_in_a_job_the_first_process_writes(google, source):
+    script = """
+        import orbax_t5x as ot
+        report = ot.convert(sys.argv[1], "gs://bucket/c", memory_limit_bytes=1 << 20)
+        try:
+            ot.convert(sys.argv[1], "gs://bucket/c")
+        except ot.errors.CheckpointIOError as error:
+            tell([report.leaves, report.destination, str(error).count("exists already")])
+    """
+    assert run_script(script, 2, source, devices=1) == [[[len(ARRAYS), "gs://bucket/c", 1]]] * 2
+    assert_holds("gs://bucket/c", ARRAYS)
