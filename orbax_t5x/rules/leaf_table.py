@@ -137,9 +137,12 @@ class LeafTable:
 
     def renames_below(self, names: Iterable[str], target: Iterable[str]) -> dict[str, str]:
         """Maps the names of the one model of this layout to those below the prefix that it has in the target."""
+        wanted = self.prefixes(target)
+        if len(wanted) != 1:
+            return {}
         names = list(names)
-        found, wanted = self.prefixes(names), self.prefixes(target)
-        if len(found) != 1 or len(wanted) != 1 or found == wanted:
+        found = self.prefixes(names)
+        if len(found) != 1 or found == wanted:
             return {}
         return {name: wanted[0] + name.removeprefix(found[0]) for name in self.model(names)}
 

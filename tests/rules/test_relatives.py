@@ -77,6 +77,28 @@ def test_a_tree_of_split_heads_with_one_bias_is_flaxformers():
         relative_matrix.compared(rules.infer(target, split), target, split)
 
 
+@pytest.mark.parametrize(
+    ("relative", "layout", "golden"),
+    [
+        ("language model", "Mesh TensorFlow", "tf_bundle/lm_transformer"),
+        (T5, "Mesh TensorFlow", "tf_bundle/t5_1_1_f32"),
+        (T5, "Hugging Face", "safetensors/t5_1_1"),
+        (T5, "Hugging Face Flax", "flax_msgpack/t5_1_1"),
+    ],
+)
+def test_the_names_are_those_of_files(relative, layout, golden):
+    with ot.open_checkpoint(GOLDENS / golden) as opened:
+        names = {name for name in opened.leaves if not re.search("_slot_|global_step", name)}
+    depths = {"encoder": 0, "decoder": 0}
+    for name in names:
+        if match := re.match(r"(encoder|decoder|transformer)[./]block[./_](\d+)", name):
+            tower = match[1].replace("transformer", "decoder")
+            depths[tower] = max(depths[tower], int(match[2]) + 1)
+    found = set(tree(relative, layout, "", trees.Sizes(**depths)))
+    # A model that is tied has no output projection in its file.
+    assert found - {"lm_head.weight"} <= names <= found
+
+
 # -- every relative in every layout, there and back
 
 

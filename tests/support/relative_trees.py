@@ -279,7 +279,7 @@ def _mesh_tf_language_model(plain):
     """Mesh TensorFlow's names of a decoder without an encoder."""
     short, found = {"query": "q", "key": "k", "value": "v", "out": "o"}, {}
     for name, value in plain.items():
-        new = name.removeprefix("decoder/").removeprefix("token_embedder/").replace("decoder_norm", "final_layer_norm")
+        new = name.removeprefix("decoder/").removeprefix("token_embedder/").replace("decoder_norm", "rms_norm")
         new = new.replace("logits_dense", "logits")
         new = new.replace("relpos_bias/rel_embedding", "block_000/layer_000/SelfAttention/relative_attention_bias")
         match = re.fullmatch(r"layers_(\d+)/(\w+)/(?:(\w+)/)?\w+", new)
