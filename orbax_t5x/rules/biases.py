@@ -1,4 +1,4 @@
-"""Where a tree has the relative biases of a tower: one for all layers, or one for each, under any program's names."""
+"""Finds the relative biases of a tower in a tree: one for all layers, or one for each, under any program's names."""
 
 from __future__ import annotations
 
