@@ -165,6 +165,9 @@ def _match_with(remedy: Remedy, matcher: Matcher, failure: MatchFailure) -> Matc
         names = frozenset(failure.bare_sources()[remedy.source])
         notes, state = Diagnostics(problems=list(failure.before)), failure.source
         transforms = (OneSource(remedy.source, remedy.transforms, names), *failure.transforms)
+    elif remedy.is_first:
+        notes, state = Diagnostics(problems=list(failure.before)), failure.source
+        transforms = (*remedy.transforms, *failure.transforms)
     state = run_on_leaves(transforms, state, matcher.target.original, is_resuming=False, diagnostics=notes)
     after = failure.match(state, notes)
     after.entries()
@@ -194,6 +197,8 @@ def _fix(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
         return Fix(remedy.advice)
     if not is_added:
         return Fix.setting("pass {} for Translate()", transforms=remedy.transforms)
+    if remedy.is_first:
+        return Fix.setting("pass {}", transforms=(*remedy.transforms, *failure.transforms))
     return _adding(remedy.transforms, failure)
 
 

@@ -89,13 +89,14 @@ class Remedy(NamedTuple):
     """Transforms that may fill most of the missing leaves, to run after those of the call; `reason` founds them.
 
     `advice` is the fix in words, where the names do not show that the transforms are right. With a `source` they run on
-    its leaves, before the transforms of the call.
+    its leaves, before the transforms of the call; with `is_first` on all leaves before these.
     """
 
     transforms: tuple[Transform, ...]
     reason: str
     advice: str | None = None
     source: str = ""
+    is_first: bool = False
 
 
 class Explanation(NamedTuple):

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
+from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.rules import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.rules.graph import pack_to_minimal
 from orbax_t5x.rules.layouts import layout_of
 from orbax_t5x.text.wording import counted
-from orbax_t5x.transforms import Rename, Translate
+from orbax_t5x.transforms import Rename, Transform, Translate
 
 _MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
 
@@ -28,6 +29,11 @@ class OtherPack(Hypothesis):
             yield remedy
         elif _is_untranslated(unmatched):
             yield Remedy((Translate(),), _MESH_TF)
+        # The rules of the call may be written for the names that a pack makes.
+        if unmatched.transforms and all(map(_is_rule, unmatched.transforms)):
+            first = pack_remedy(unmatched.source, unmatched.target.original)
+            if first is not None:
+                yield first._replace(is_first=True)
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
         if unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
@@ -35,6 +41,10 @@ class OtherPack(Hypothesis):
                 f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
             )
             yield Explanation(Problem("missing", None, message, Fix.adding(Translate())), ())
+
+
+def _is_rule(transform: Any) -> bool:
+    return isinstance(transform, Transform) and not isinstance(transform, OneSource)
 
 
 def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:

@@ -139,3 +139,21 @@ def test_a_forgotten_pack_is_one_problem_for_a_model_of_other_words(end):
     found = flatten(plan.execute())
     for name, value in plain.items():
         np.testing.assert_array_equal(found[name.replace("layers_", "layers/") + end], value)
+
+
+def test_a_pack_goes_before_rules_that_are_written_for_its_names():
+    target = parameters(HF_CONFIG)
+    name = "target/token_embedder/embedding"
+    target[name] = jax.ShapeDtypeStruct((target[name].shape[0] + 8, *target[name].shape[1:]), np.float32)
+    pad = ot.transforms.Pad(".*token_embedder/embedding", (target[name].shape[0], None))
+    (problem,) = problems_of(HF, unflatten(target), [pad])
+    assert problem.kind == "missing" and "a rule pack leads" in problem.message
+    rules = problem.fix.arguments["transforms"]
+    assert rules[-1] == pad and applied(problem.fix, [pad]) == list(rules)
+    plan = ot.plan_restore(HF, unflatten(target), rules)
+    assert {entry.action for entry in plan.entries} == {"read"} and not plan.unused
+
+
+def test_a_pack_that_functions_of_the_caller_may_need_follows_them():
+    (problem,) = problems_of(HF, unflatten(parameters(HF_CONFIG)), [lambda state, target: state])
+    assert str(problem.fix).startswith("pass transforms=[*transforms, ot.rules.hf_t5_to_t5x()")
