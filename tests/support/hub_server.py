@@ -14,7 +14,13 @@ B = np.arange(6, dtype=np.float32)
 
 
 class Hub(HttpStore):
-    """The part of the hub's API that `snapshot_download` uses; one commit."""
+    """The part of the hub's API that `snapshot_download` uses; one commit.
+
+    Attributes:
+      has_sizes: whether its list of files has their sizes.
+    """
+
+    has_sizes = False
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     revisions = ("main", "v1", "refs/pr/3", commit)
@@ -39,7 +45,9 @@ class Hub(HttpStore):
                 for name, data in self.files.items()
             ]
             return 200, json.dumps(files).encode(), {}
-        siblings = [{"rfilename": name} for name in self.files]
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+        if not self.has_sizes:
+            siblings = [{"rfilename": name} for name in self.files]
         described = {"id": "google/tiny", "modelId": "google/tiny", "sha": self.commit, "siblings": siblings}
         return 200, json.dumps(described).encode(), {}
 

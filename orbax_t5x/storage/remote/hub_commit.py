@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-import ssl
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
-from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.remote.hub import HubPath, hub_endpoint, require_network
-from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse
-from orbax_t5x.storage.remote.request_errors import remote_error
+from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer
 from orbax_t5x.storage.remote.transport import Response
 from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, read_answer
-from orbax_t5x.storage.remote.web_response import PassingError
 from orbax_t5x.storage.remote.web_server import WebRequest
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.strict_json import parse_object
@@ -47,7 +44,8 @@ def find_commit(wanted: HubPath) -> Commit:
 
     Raises:
       CheckpointError: the hub refused, or its answer is none.
-      Exception: there is no answer.
+      OSError: there is no answer.
+      ImportError: `huggingface_hub` is not installed.
     """
     require_network()
     path, limits = f"hf://{wanted.repository}", Limits()
@@ -58,16 +56,7 @@ def find_commit(wanted: HubPath) -> Commit:
     span = BoundedRange.whole(limits.json_bytes)
     request = WebRequest(lambda request: hub.send(url, span, _read_listing, request), clock, retries=0)
     try:
-        answer = request.result(clock.timeout)
-    except CheckpointError:
-        raise
-    except TimeoutError:
-        request.cancel()
-        raise CheckpointIOError(f"{_DOING}: {clock.timeout_text()}", path=path) from None
-    except ValueError as error:
-        if isinstance(error.__cause__, PassingError | ssl.SSLError):
-            raise
-        raise remote_error(error, _DOING, path=path) from None
+        answer = await_answer(request, clock, _DOING, path)
     finally:
         hub.close_idle()
     if answer is None:

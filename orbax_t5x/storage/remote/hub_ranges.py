@@ -11,10 +11,16 @@ import concurrent.futures
 import functools
 import urllib.parse
 
-from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointIOError, LimitExceededError
+from orbax_t5x.errors import (
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    LimitExceededError,
+    UnsupportedCheckpointError,
+)
 from orbax_t5x.storage.remote.hub import parse_hub_path
 from orbax_t5x.storage.remote.hub_commit import find_commit, known_commit
-from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, server_of
+from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer, server_of
 from orbax_t5x.storage.remote.transport import PendingResponse, Response
 from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, content_range, read_answer
 from orbax_t5x.storage.remote.web_response import PassingError
@@ -60,14 +66,22 @@ class HubFiles:
         return WebRequest(functools.partial(self._attempt, key, wanted), self._clock, is_awaited=is_awaited)
 
     def takes_ranges(self, key: str) -> bool:
-        """Reports whether the hub answers a request for one byte with that byte; blocks."""
-        request = self.read(key, BoundedRange.between(0, 1))
+        """Reports whether the hub answers a request for one byte with that byte, and not with the whole file; blocks.
+
+        Raises:
+          CheckpointError: it answers with neither.
+        """
+        wanted = BoundedRange.between(0, min(1, self._sizes[key] or 1))
+        path = f"hf://{self._repository}@{self._commit.revision}/{key}"
         try:
-            found = request.result(self._clock.timeout)
-        except (CheckpointError, ValueError, TimeoutError):
-            request.cancel()
+            answer = await_answer(self.read(key, wanted), self._clock, "reading it", path)
+        except (UnsupportedCheckpointError, ConnectionError):
             return False
-        return found is not None and len(found.data) == 1
+        finally:
+            self.close_idle()
+        if answer is None:
+            raise CheckpointNotFoundError("the hub lists the file, and does not have it", path=path)
+        return True
 
     def close_idle(self) -> None:
         """Implements `Transport.close_idle`."""
@@ -75,16 +89,21 @@ class HubFiles:
 
     def _attempt(self, key: str, wanted: BoundedRange, request: WebRequest) -> Response | None:
         """Sends a request, from where the file was last found."""
-        judge = functools.partial(self._read_answer, key)
-        url = self._locations.get(key) or self._url(key)
-        return self._requests.send(url, wanted, judge, request, see=functools.partial(self._compare, key))
+        found = self._locations.get(key)
+        judge, see = functools.partial(self._read_answer, key, found), functools.partial(self._compare, key)
+        return self._requests.send(found or self._url(key), wanted, judge, request, see=see)
 
     def _url(self, key: str) -> str:
         path = f"{self._repository}/resolve/{self._commit.revision}/{urllib.parse.quote(key)}"
         return f"{self._requests.endpoint}/{path}"
 
-    def _read_answer(self, key: str, answer: HubResponse) -> Response | None:
+    def _read_answer(self, key: str, found: str | None, answer: HubResponse) -> Response | None:
         """Compares a response with the commit and the request, and reads its body.
+
+        Args:
+          key: of the file.
+          found: URL at which it was found before, or None.
+          answer: of the hub, or of the server to which it sent on.
 
         Raises:
           CheckpointGoneError: it is of another file.
@@ -92,10 +111,13 @@ class HubFiles:
         """
         status = answer.response.status
         if status == 200:
+            if self._sizes[key] is not None and answer.response.headers.get("content-length") != str(self._sizes[key]):
+                raise CheckpointIOError("the answer to a range is neither that range nor the file")
             raise ValueError("UNKNOWN: the requested byte range was ignored by server")
-        if status in _REFUSED and self._locations.get(key) == answer.url:
-            # The URL's time is over; the hub is asked for a new one.
-            del self._locations[key]
+        if status in _REFUSED and answer.url == found:
+            # The URL's time is over; the hub is asked for a new one, unless another request did so already.
+            if self._locations.get(key) == found:
+                self._locations.pop(key, None)
             answer.response.body(PAGE_BYTES)
             raise PassingError(f"HTTP code {status}")
         if status != 206:

@@ -83,13 +83,22 @@ class _Stream:
 
     def read(self, size: int) -> bytes:
         """Reads some bytes; fewer where the server sends no more."""
+        parts = self._parts(size)
+        return b"".join(parts) if len(parts) > 1 else parts[0]
+
+    def read_to_end(self, most: int) -> bytes | None:
+        """Reads all that the server sends; None for more than `most` bytes."""
+        parts = self._parts(most + 1)
+        return None if sum(map(len, parts)) > most else b"".join(parts)
+
+    def _parts(self, size: int) -> list[bytes]:
         parts = [bytes(self._held[:size])]
         del self._held[:size]
         missing = size - len(parts[0])
         while missing and (data := self._receive(min(missing, _MOST_PIECE_BYTES))):
             parts.append(data)
             missing -= len(data)
-        return b"".join(parts) if len(parts) > 1 else parts[0]
+        return parts
 
 
 class WebResponse:
@@ -156,9 +165,7 @@ class WebResponse:
             if len(data) < self._length:
                 raise PassingError(f"the answer ended after {len(data)} of {self._length} bytes")
         else:
-            data = self._stream.read(most + 1)
-            if len(data) > most:
-                return None
+            data = self._stream.read_to_end(most)
         self._is_ended = data is not None
         return data
 

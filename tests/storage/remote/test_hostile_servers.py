@@ -7,14 +7,17 @@ connection, which the server sees.
 import itertools
 
 import flax.serialization
+import hypothesis
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 import tensorstore as ts
+from hypothesis import strategies as st
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, CheckpointIOError
+from orbax_t5x.storage.remote import hub_commit, hub_location
 from tests.support.bundle_writer import bundle_of
 from tests.support.hostile_answers import KINDS
 from tests.support.http_store import serving
@@ -86,8 +89,15 @@ PLACES = {
     "data": (None, lambda request: request.method == "GET"),
     "everything, once it is open": (None, lambda request: True),
 }
+# On the hub: which of its two servers answers so, and to what.
+HUB_PLACES = {
+    "list of files": ("hub", lambda request: request.name.startswith("api/")),
+    "redirects": ("hub", lambda request: "/resolve/" in request.name),
+    "stored bytes": ("storage", lambda request: True),
+}
 CASES = list(itertools.product(KINDS, FORMATS, PLACES))
-# Of what runs each time: 1 runs all 1,015. No number of formats or places divides it.
+# Of what runs each time: 1 runs all 1,015. No number of formats or places divides it. `test_any_hostile_answer` draws
+# from all of them, and more.
 _STRIDE = 29
 
 
@@ -101,37 +111,106 @@ def written(tmp_path_factory):
     return directories
 
 
-def outcome(store, kind, place):
-    """The value that is read from a server, or the typed error."""
+def fault_of(kind, is_picked, right=0):
+    """A fault that answers so what is picked, but for the first `right` of it."""
+    numbers = itertools.count()
+    return lambda request: kind if is_picked is not None and is_picked(request) and next(numbers) >= right else None
 
-    def answering(picked):
-        return lambda request: kind if picked is not None and picked(request) else None
 
-    before, later = PLACES[place]
-    store.fault = answering(before)
+def value_or_error(path, when_open=lambda: None):
+    """The value that is read from a path, or the typed error."""
     try:
-        with ot.open_checkpoint(f"{store.url}/model", limits=LIMITS) as checkpoint:
-            store.fault = answering(later or before)
+        with ot.open_checkpoint(path, limits=LIMITS) as checkpoint:
+            when_open()
             return checkpoint.leaves["good"].get()
     except CheckpointError as error:
         return error
 
 
-def check(directory, kind, format, place):
+def outcome(store, kind, place, right=0):
+    """The value that is read from a server that answers so, or the typed error."""
+    before, later = PLACES[place]
+
+    def change():
+        store.fault = fault_of(kind, later or before, right)
+
+    store.fault = fault_of(kind, before, right)
+    return value_or_error(f"{store.url}/model", change)
+
+
+def check(servers, path, expected, find):
+    """Checks that what is found is right or a typed error, in bounded memory, and that nothing goes on afterwards."""
+    found = []
+    peak = peak_of(lambda: found.append(find()))
+    assert peak < MOST_BYTES, peak
+    assert all(server.wait_until_closed(30) for server in servers), "the answer goes on after the error"
+    if isinstance(found[0], CheckpointError):
+        assert found[0].path is not None and found[0].path.startswith(path)
+        assert "odd-t0ken" not in str(found[0])
+    else:
+        np.testing.assert_array_equal(found[0], expected)
+
+
+def check_web(directory, kind, format, place, right=0):
     with serving(directory) as store:
-        found = []
-        peak = peak_of(lambda: found.append(outcome(store, kind, place)))
-        assert peak < MOST_BYTES, peak
-        assert store.wait_until_closed(30), "the answer goes on after the error"
-        if isinstance(found[0], CheckpointError):
-            assert found[0].path is not None and found[0].path.startswith(store.url)
-        else:
-            np.testing.assert_array_equal(found[0], GOOD if format == "T5X" else W)
+        expected = GOOD if format == "T5X" else W
+        check([store], store.url, expected, lambda: outcome(store, kind, place, right))
+
+
+def check_hub(hub, kind, place, is_open, right=0):
+    hub.fault = hub.storage.fault = lambda request: None
+    server, is_picked = HUB_PLACES[place]
+    hostile = hub if server == "hub" else hub.storage
+
+    def change():
+        hub.storage.signature += "x"  # so that the hub is asked again for where the bytes are
+        hostile.fault = fault_of(kind, is_picked, right)
+
+    if not is_open:
+        hostile.fault = fault_of(kind, is_picked, right)
+    path = "hf://google/tiny"
+    check([hub, hub.storage], path, W, lambda: value_or_error(path, change if is_open else lambda: None))
 
 
 @pytest.mark.parametrize(("kind", "format", "place"), CASES[::_STRIDE])
 def test_hostile_answers(written, kind, format, place):
-    check(written[format], kind, format, place)
+    check_web(written[format], kind, format, place)
+
+
+@pytest.fixture
+def hub(redirecting_hub, monkeypatch):
+    for module in (hub_commit, hub_location):
+        monkeypatch.setattr(module, "Limits", lambda: LIMITS)
+    redirecting_hub.has_sizes = True
+    redirecting_hub.files["model.safetensors"] = safetensors.numpy.save({"good": W})
+    return redirecting_hub
+
+
+def test_hostile_answers_on_the_hub(hub):
+    for number, kind in enumerate(sorted(KINDS)[::3]):
+        for place in list(HUB_PLACES)[number % 2 :: 2]:
+            check_hub(hub, kind, place, is_open=place != "list of files" and number % 2 == 0)
+
+
+@hypothesis.settings(
+    max_examples=hypothesis.settings.default.max_examples // 10,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    kind=st.sampled_from(sorted(KINDS)),
+    place=st.sampled_from(
+        [*itertools.product(FORMATS, PLACES), *[("hub", place) for place in HUB_PLACES for _ in range(3)]]
+    ),
+    right=st.integers(0, 6),
+    is_open=st.booleans(),
+)
+def test_any_hostile_answer(written, hub, kind, place, right, is_open):
+    """Any answer at any place, after some that were right."""
+    format, place = place
+    if format == "hub":
+        check_hub(hub, kind, place, is_open, right)
+    else:
+        check_web(written[format], kind, format, place, right)
 
 
 # What the bytes of an array are answered with, and how the error says it.

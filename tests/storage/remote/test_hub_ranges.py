@@ -1,6 +1,7 @@
 """Models of the hub read by byte range, on a stand-in that sends on to another server, as the hub does."""
 
 import json
+import threading
 
 import flax.serialization
 import jax
@@ -72,6 +73,22 @@ def test_a_url_whose_time_is_over_is_asked_for_again(hub):
         for signature in ("second", "third"):
             hub.storage.signature = signature
             np.testing.assert_array_equal(checkpoint.leaves["w"][5].get(), W[5])
+
+
+def test_two_requests_find_that_the_time_of_a_url_is_over(hub):
+    model(hub)
+    with ot.open_checkpoint("hf://google/tiny") as checkpoint:
+        np.testing.assert_array_equal(checkpoint.leaves["w"][5].get(), W[5])
+        hub.storage.signature = "second"
+        gate, waiting = threading.Barrier(2), [1, 2]
+
+        def together(request):
+            if waiting:
+                waiting.pop()
+                gate.wait(30)
+
+        hub.storage.fault = together
+        np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
 
 
 @pytest.mark.parametrize("change", [b"x", b"\0" * 24], ids=["another size", "other bytes"])
