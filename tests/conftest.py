@@ -17,7 +17,6 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import collections
 import gc
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,14 +95,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-_MODULES = itertools.count(1)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _modules_start_light() -> None:
-    """What modules before left is searched by no collection of garbage, and their compiled functions go by and by."""
-    if next(_MODULES) % 40 == 0:
-        jax.clear_caches()
+    """What modules before left, compiled functions above all, is searched by no collection of garbage."""
     gc.collect()
     gc.freeze()
 
