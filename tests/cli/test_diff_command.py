@@ -46,6 +46,7 @@ def test_exit_codes_and_json(tmp_path, capsys):
     assert [leaf["status"] for leaf in told["leaves"]].count("values") == 1
 
 
+@pytest.mark.slow
 def test_names_on_the_command_line(tmp_path, capsys):
     bundle = GOLDENS / "tf_bundle" / "t5_1_1_f32"
     ot.convert(bundle, tmp_path / "t5x", ot.transforms.Translate())

@@ -36,12 +36,14 @@ def restored(source):
         np.testing.assert_array_equal(got[name], array)
 
 
+@pytest.mark.slow
 def test_a_restore_from_a_file(path):
     restored(path)  # what is made once
     assert interrupted_everywhere(lambda: restored(path), ROOM + EXECUTOR) > 100
     restored(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BlockedLeaf, AwaitedLeaf])
 def test_a_restore_from_memory(kind):
     source = checkpoint(ARRAYS, kind)
@@ -102,6 +104,7 @@ def test_jobs_have_all_ended_when_the_interrupt_is_raised():
     run()
 
 
+@pytest.mark.slow
 def test_a_conversion_leaves_no_lock_and_no_directory(path, tmp_path):
     destination = tmp_path / "converted" / "model"
 

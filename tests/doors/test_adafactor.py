@@ -382,6 +382,7 @@ def test_wrong_arguments():
         Adafactor(0.1).create({"a": jnp.ones(3)}).apply_gradient({"b": jnp.ones(3)})
 
 
+@pytest.mark.slow
 def test_dict_gradients_for_frozen_parameters():
     frozen = Adafactor(0.1).create(freeze({"b": jnp.ones(3), "a": jnp.ones(2)}))
     plain = Adafactor(0.1).create({"b": jnp.ones(3), "a": jnp.ones(2)})

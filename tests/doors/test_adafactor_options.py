@@ -108,6 +108,7 @@ _CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _CASES)
 def test_every_option_equals_the_oracle(case):
     options = _CASES[case]
@@ -170,6 +171,7 @@ def test_matrices_step_as_in_optax(options):
             np.testing.assert_allclose(optimizer.target[name], params[name], rtol=2e-6, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_clipping_by_global_norm_comes_first():
     grads = _values(1)
     norm = np.sqrt(sum(np.sum(np.square(grad, dtype=np.float64)) for grad in grads.values()))
@@ -183,6 +185,7 @@ def test_clipping_by_global_norm_comes_first():
             np.testing.assert_allclose(clipped.target[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_scale_by_name():
     scaled = HParamMap([("tall|bias", True), ("", False)])
     params, grads = _values(0), _values(1)
@@ -197,6 +200,7 @@ def test_scale_by_name():
         assert not np.allclose(targets[True][name], targets[False][name])
 
 
+@pytest.mark.slow
 def test_nan_elements_keep_their_old_values():
     step = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads))
     params = {"tall": jnp.ones((9, 7)), "bias": jnp.ones(5)}

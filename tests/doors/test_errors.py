@@ -35,6 +35,7 @@ def kinds_in_code():
     return found
 
 
+@pytest.mark.slow
 def test_every_kind_is_used_and_every_used_kind_is_listed():
     assert kinds_in_code() == set(KINDS)
 

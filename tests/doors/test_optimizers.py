@@ -236,6 +236,7 @@ def _is_spec(node):
     return node is None or isinstance(node, P)
 
 
+@pytest.mark.slow
 def test_lookahead_parameters():
     definition = OptaxWrapper(optax.lookahead(optax.adam(0.1), 2, 0.5))
     params = optax.LookaheadParams.init_synced(small_params())

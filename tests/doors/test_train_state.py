@@ -267,6 +267,7 @@ def test_sown_tuples_have_names():
     assert_equal(in_container(state.restore_state(state.state_dict()), dict), state)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_dtype_promotion")
 def test_apply_gradient_keeps_replaces_or_empties_mutables():
     state = FlaxOptimTrainState.create(adamw(0.1), small_variables(**MUTABLES))
@@ -390,6 +391,7 @@ def two_towers_loss(params, x):
     return jnp.mean(jnp.square((hidden + params["decoder"]["bias"][None]) @ params["decoder"]["kernel"].T - x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.usefixtures("standard_dtype_promotion")
 def test_a_sharded_step_compiles_once_and_stays_on_the_devices(name):

@@ -29,6 +29,7 @@ def _numbers(rng, shape, dtype, bound):
     return rng.normal(size=shape).astype(dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.data())
 def test_average_is_numpys_in_float64_rounded_to_jaxs_common_dtype(data):

@@ -51,6 +51,7 @@ def test_scanned_and_unrolled_agree():
     assert np.std(expected) > 0.1
 
 
+@pytest.mark.slow
 def test_no_target_sees_a_later_one():
     model, variables = t5_model.init(T5Config(encoder_layers=1, decoder_layers=1))
     apply = jax.jit(lambda inputs, targets: model.apply({"params": variables["params"]}, inputs, targets))

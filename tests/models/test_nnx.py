@@ -34,6 +34,7 @@ class Wrapped(nnx.Module):
         self.backbone.lazy_init(ids, ids)
 
 
+@pytest.mark.slow
 def test_a_linen_model_inside_nnx_is_restored_in_one_call():
     ids = np.ones((1, 2), np.int32)
     config = config_of(BUNDLE)

@@ -118,6 +118,7 @@ def test_layout_is_that_of_a_checkpoint_which_t5x_wrote(goldens):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [dict, freeze], ids=["dict", "frozen"])
 @pytest.mark.parametrize("make", [_over_adafactor, _mixed])
 def test_each_part_steps_as_it_would_alone(make, wrap):
@@ -312,6 +313,7 @@ def test_a_traversal_that_picks_nothing():
     _assert_equal(optimizer.restore_state(optimizer.state_dict()), optimizer)
 
 
+@pytest.mark.slow
 def test_empty_nodes_of_the_parameters_stay():
     params = {**_tree(0), "empty": {}}
     for definition in (_over_adafactor(), _mixed()):

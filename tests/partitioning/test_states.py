@@ -72,6 +72,7 @@ def state_of(shape, axes, **collections):
     return InferenceState.create({**given, **collections})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("abstract", [False, True])
 def test_every_leaf_gets_a_sharding_that_jax_accepts(variables, name, abstract):
@@ -203,6 +204,7 @@ def boxed_state():
     return TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.adam(1e-3))
 
 
+@pytest.mark.slow
 def test_boxes_of_linen_are_split_as_flax_says():
     abstract = jax.eval_shape(boxed_state)
     sharded = with_shardings(abstract, mesh())
@@ -222,6 +224,7 @@ def test_boxes_of_linen_are_split_as_flax_says():
     assert variables["params"]["Dense_1"]["kernel"].value.sharding.spec == P("data", "model")
 
 
+@pytest.mark.slow
 def test_a_linen_state_restores_into_its_shardings_and_runs(tmp_path):
     """Saved by stock Orbax, restored here, trained there."""
     state = boxed_state()

@@ -40,6 +40,7 @@ def tree(kind, layout):
     return target_of(kind, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", CONFIGS)
 @pytest.mark.parametrize("kind", [*TREES, *T5X_OPTIMIZERS])
 def test_what_infer_finds_works_on_that_very_target(kind, layout):

@@ -102,6 +102,7 @@ def test_the_names_are_those_of_files(relative, layout, golden):
 # -- every relative in every layout, there and back
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_of_these_tests():
     found, page = relative_matrix.section("translations", relative_matrix.table())
     assert found == relative_matrix.table(), "write it by: python -m tests.support.relative_matrix"

@@ -129,6 +129,7 @@ def test_the_place_is_that_in_the_leaf_of_the_target(checkpoint, name, traced):
     np.testing.assert_array_equal(found, np.where(np.isnan(unknown), fresh, unknown))
 
 
+@pytest.mark.slow
 def test_hosts_and_other_dtypes(checkpoint):
     """A traced fallback has 32 bits; what stays on the host is converted there. Old rows are cast, new ones are not."""
     target = {"params": {"emb": np.zeros((NEW, WIDTH)), "bias": ...}}

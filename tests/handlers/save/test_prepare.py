@@ -118,6 +118,7 @@ def test_a_pack_and_its_inverse_are_applied_while_saving(tmp_path):
         np.testing.assert_array_equal(back[name], leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
 def test_no_stack_of_live_arrays_is_whole_on_the_host(tmp_path, kind):
     """NumPy tells tracemalloc of its buffers, which are all that is computed here."""

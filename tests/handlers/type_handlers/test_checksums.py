@@ -185,6 +185,7 @@ def same(found, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_no_flipped_bit_gives_another_value(tmp_path, options):
     """Damage is found, or it changed no value: 100 flips of each layout; a run of 10,000 found none either."""

@@ -125,6 +125,7 @@ def test_handlers_of_a_base_context_keep_what_is_theirs(tmp_path, name):
     assert not (tmp_path / "1" / theirs / "_CHECKSUMS.json").exists()
 
 
+@pytest.mark.slow
 def test_the_handler_in_a_registry_of_ones_own(tmp_path):
     registry = ocp.handlers.local_registry(include_global_registry=False)
     registry.add(ocp.handlers.PyTreeHandler).add(ot.v1.TrainStateHandler, checkpointable_name="state")

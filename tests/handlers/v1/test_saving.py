@@ -15,6 +15,7 @@ from tests.support.v1_trees import placed, plain_tree
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [training_state, inference_state])
 def test_t5x_states_are_written_by_their_state_dict(tmp_path, make):
     state = make()

@@ -31,6 +31,7 @@ from tests.support.saving import stock
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLES)
 def test_bundles_are_translated(tmp_path, name):
     """T5X's own importer says what the names and values are."""
@@ -53,6 +54,7 @@ def test_bundles_are_translated(tmp_path, name):
     assert record_of(tmp_path / "again") == record_of(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_safetensors_and_orbax_sources(tmp_path):
     ot.convert(GOLDENS / "safetensors" / "t5_1_1", tmp_path / "hf")
     with ot.open_checkpoint(GOLDENS / "safetensors" / "t5_1_1") as opened:

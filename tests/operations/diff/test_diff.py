@@ -105,6 +105,7 @@ def test_none_and_empty_containers_have_no_values(tmp_path):
     assert statuses(ot.diff(one, other)) == {"none": "only in b", "w": "equal"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5_1_1_f32", "t5_1_0_bf16", "t5_1_1_bf16_snappy"])
 def test_a_bundle_and_its_conversion(tmp_path, name):
     bundle = GOLDENS / "tf_bundle" / name
@@ -124,6 +125,7 @@ def test_auto_finds_the_way_to_the_other(tmp_path):
         ot.diff(GOLDENS / "flax_msgpack" / "t5_1_1", save(tmp_path / "other", {"w": np.ones(2)}), "auto")
 
 
+@pytest.mark.slow
 def test_every_format_against_an_orbax_copy(tmp_path):
     """What `convert` wrote is compared elsewhere with what other readers read."""
     sources = ["safetensors/t5_1_1", "flax_msgpack/t5_1_1", "tf_bundle/partitioned", "t5x_orbax/d8_adafactor"]
@@ -247,6 +249,7 @@ def test_states_are_no_checkpoints(tmp_path, wrong):
         ot.diff(save(tmp_path / "one", {"w": np.ones(3)}), wrong)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_t5x(tmp_path):
     """A native step beside its Orbax copy: chunks of gzip against chunks of zstd."""
     shutil.unpack_archive(GOLDENS / "t5x_native" / "d8_bf16.tar.gz", tmp_path / "t5x", filter="data")

@@ -97,6 +97,7 @@ def arrays(draw):
     return a.reshape(shape), b.reshape(shape)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(arrays(), st.sampled_from(_TOLERANCES), st.sampled_from([1, 3, 1 << 15]))
 def test_any_two_arrays(pair, tolerance, block):

@@ -58,6 +58,7 @@ def test_numbers_are_keys():
             parsed(pickle.dumps(keys, 2))
 
 
+@pytest.mark.slow
 def test_hostile_pickles(tmp_path, monkeypatch):
     """None is executed, none hangs, and what would call something is refused by its name."""
     monkeypatch.chdir(tmp_path)

@@ -143,6 +143,7 @@ def test_forms_that_are_refused(goldens, tmp_path):
         assert caught.value.leaf == "c"
 
 
+@pytest.mark.slow
 def test_names_of_hugging_face_go_through_the_same_rules(goldens, tmp_path):
     """A `.bin` becomes T5X's model as the safetensors of the same model do, by the pack and by "auto"."""
     bin_file, files = goldens / "torch" / "t5_1_1", goldens / "safetensors" / "t5_1_1"

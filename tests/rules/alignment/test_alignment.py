@@ -58,6 +58,7 @@ def assert_table(counts):
     assert whole["found"] >= 0.95 * whole.total() > 0
 
 
+@pytest.mark.slow
 def test_no_case_is_wrong_and_what_has_one_reading_is_found():
     assert_table(table(range(_CASES)))
 
@@ -217,6 +218,7 @@ def test_what_is_no_tree_is_refused():
     assert ot.rules.align({"a": np.ones(1)}, {}).is_complete
 
 
+@pytest.mark.slow
 def test_the_work_grows_with_the_number_of_leaves_alone():
     """Ten times as many leaves take at most eleven times as many calls of functions."""
     plain = t5_layouts.minimal()
