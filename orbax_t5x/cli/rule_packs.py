@@ -9,6 +9,7 @@ from typing import Any
 
 from orbax_t5x import rules
 from orbax_t5x.cli.arguments import UsageError
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.rules import RulePack
 
 AUTO = "auto"
@@ -40,9 +41,10 @@ def pack_argument(text: str) -> RulePack:
     pack = _called(text, function, given[0].split(",") if given and given[0] else [])
     if not is_inverse:
         return pack
-    if not pack.has_inverse:
-        raise UsageError(f"--rules {text}: {name} has no inverse")
-    return pack.inverse()
+    try:
+        return pack.inverse()
+    except RestorePlanError as error:
+        raise UsageError(f"--rules {text}: {error.problems[0].message}") from error
 
 
 def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> RulePack:

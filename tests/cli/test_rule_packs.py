@@ -53,7 +53,8 @@ def test_a_pack_by_name_is_the_pack(text, pack):
             "t5x_to_hf_t5:encoder_attention_type=global",
             "encoder_attention_type is one of ['local', 'transient-global']",
         ),
-        ("mesh_tf_to_t5x:inverse", "mesh_tf_to_t5x has no inverse"),
+        ("mesh_tf_to_t5x:inverse", "mesh_tf_to_t5x() has no inverse"),
+        ("scaled_fp8_to_float32:inverse", "has no inverse: to quantize is to choose a scale"),
         ("", "no such pack"),
     ],
 )
