@@ -42,7 +42,7 @@ OLD = {"old": np.arange(5, dtype=np.float32), "other": np.ones((300, 1024), np.f
 
 def arrays():
     rng = np.random.default_rng(0)
-    return {f"leaf_{index:02}": rng.standard_normal((64, 512), np.float32) for index in range(24)}
+    return {f"leaf_{index:02}": rng.standard_normal((64, 512), np.float32) for index in range(12)}
 
 
 # Imports once, then forks a conversion for each line; the child says when it begins.

@@ -77,6 +77,7 @@ class BucketDestination(Destination):
         self.name: str = f"{parsed.base}/{parsed.key}"
         self.target: Path = staging_directory(self.name)
         self._limit = MEMORY_LIMIT_BYTES
+        self._is_published = False
         self._bucket = ts.KvStore.open(kvstore_spec(parsed.base), context=ts.Context(REQUEST_SETTINGS)).result()
         self._key = parsed.key
         parent, slash, last = parsed.key.rpartition("/")
@@ -117,9 +118,12 @@ class BucketDestination(Destination):
                 path=self.name,
                 errno=errno.EBUSY,
             )
+        # What a killed upload left in the bucket is known by its mark alone.
+        is_resumed = found is not None and bool(found.names or found.replaced)
         try:
             yield
         finally:
+            work.is_kept |= is_resumed and not self._is_published
             if not work.is_kept:
                 with contextlib.suppress(CheckpointIOError):
                     self._delete([self._marker_key])
@@ -147,6 +151,7 @@ class BucketDestination(Destination):
             self._delete(self._object(name) for name in remove)
             self._send(send, files)
         work.is_kept = False
+        self._is_published = True
 
     # -- objects
 

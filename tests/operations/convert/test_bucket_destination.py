@@ -20,7 +20,7 @@ from tests.support.jax_job import run_script
 
 pytestmark = pytest.mark.slow
 
-ARRAYS = {f"leaf_{index}": np.random.default_rng(index).standard_normal((64, 128), np.float32) for index in range(8)}
+ARRAYS = {f"leaf_{index}": np.random.default_rng(index).standard_normal((64, 128), np.float32) for index in range(6)}
 OTHERS = {"other": np.arange(5, dtype=np.float32)}
 
 
@@ -100,7 +100,7 @@ def test_s3(bucket, source, other, tmp_path):
 
 
 def test_gcs(google, source, other, tmp_path):
-    replace_all("gs://bucket/models", source, other, [1 << 16, 1 << 17, None])
+    replace_all("gs://bucket/models", source, other, [1 << 16, None])
     assert all(name.startswith(("models/orbax/", "models/safetensors/")) for name in google.files)
     assert not os.listdir(tmp_path / "staging")
 
@@ -206,7 +206,7 @@ def test_an_upload_that_failed_goes_on(google, source, other, tmp_path):
             except CheckpointError:
                 found = None
             assert found in (None, set(OTHERS), set(ARRAYS))
-            allowed += 5
+            allowed += 8
         assert allowed > 10
         assert_holds(url, ARRAYS)
         assert all(name.startswith("c/") for name in google.files) and not os.listdir(tmp_path / "staging")
@@ -230,8 +230,15 @@ def test_the_mark_names_what_is_replaced(bucket, source, other, monkeypatch):
             ot.convert(source, "s3://bucket/c", overwrite=True)
     mark = json.loads(bucket.read(".c.orbax-t5x-convert"))
     assert [f"c/{name}" for name in mark["replaced"]] == old
-    report = ot.convert(source, "s3://bucket/c", overwrite=True)
-    assert report.kept_bytes == report.bytes
+
+    def fail(*progress):
+        raise RuntimeError("stopped")
+
+    # An error of the next one leaves the mark, without which nobody knows whose the objects are.
+    with pytest.raises(RuntimeError, match="stopped"):
+        ot.convert(other, "s3://bucket/c", overwrite=True, progress=fail)
+    assert json.loads(bucket.read(".c.orbax-t5x-convert")) == mark
+    ot.convert(source, "s3://bucket/c")
     assert_holds("s3://bucket/c", ARRAYS)
     assert not {name for name in bucket.names() if "orbax-t5x" in name}
 
