@@ -26,6 +26,8 @@ from orbax_t5x.text.wording import listed
 _FILE_SUFFIXES = (".index", ".json", ".msgpack", ".safetensors", ".bin", ".pt", ".pth", ".npz")
 # A model of the Hugging Face hub: an organisation and a name.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# A URL of which a slash was lost, by a shell's or a path's join.
+_CUT_URL = re.compile(r"(gs|s3|hf|https?):/([^/].*)")
 # Names of a directory that an error shows.
 _SHOWN_NAMES = 8
 # Names close to one that does not exist: more than three are no help, and looser ones are other files.
@@ -38,6 +40,8 @@ def missing(path: str, text: str) -> CheckpointError:
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
     if is_url(path):
         return _missing_remotely(path, message)
+    if cut := _CUT_URL.fullmatch(text):
+        return CheckpointNotFoundError(f"no such file or directory; of a URL, open '{cut[1]}://{cut[2]}'", path=path)
     directory = os.path.dirname(path)
     there = _existing(directory)
     if close := _close_names(there, path[len(there) :].strip(os.sep).split(os.sep)[0]):

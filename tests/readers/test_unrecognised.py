@@ -1,5 +1,7 @@
 """Paths that cannot be opened: errors name what was looked for and what is near."""
 
+from pathlib import Path
+
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -43,6 +45,14 @@ def test_a_directory_of_checkpoints_is_none_of_them(tmp_path):
 def test_a_name_of_the_hub():
     with pytest.raises(CheckpointNotFoundError, match="open 'hf://google/flan-t5-small'"):
         ot.open_checkpoint("google/flan-t5-small")
+
+
+@pytest.mark.parametrize("path", ["gs:/bucket/model", Path("https://host/model.npz"), "s3:/bucket//x"])
+def test_a_url_that_lost_a_slash(path):
+    """`pathlib.Path` makes one of two."""
+    url = str(path).replace(":/", "://", 1)
+    with pytest.raises(CheckpointNotFoundError, match=rf"of a URL, open '{url}'"):
+        ot.open_checkpoint(path)
 
 
 def test_a_digit_that_is_missing(tmp_path):
