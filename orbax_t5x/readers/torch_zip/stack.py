@@ -30,7 +30,8 @@ class PickleStack:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
-        self._objects = min(2 * limits.entries, _FREE_OBJECTS + file_bytes // _FILE_BYTES_PER_OBJECT)
+        self._most_objects = min(2 * limits.entries, _FREE_OBJECTS + file_bytes // _FILE_BYTES_PER_OBJECT)
+        self._objects = self._most_objects
         self._operations = min(2 * limits.entries, _FREE_OPERATIONS + file_bytes // _FILE_BYTES_PER_OPERATION)
 
     # -- errors
@@ -85,7 +86,7 @@ class PickleStack:
         """Pushes a new object."""
         self._objects -= 1
         if self._objects < 0:
-            raise self._too_many("objects", _FREE_OBJECTS)
+            raise self._too_many("objects", self._most_objects)
         self._stack.append(value)
 
     def pop(self) -> Any:
@@ -103,7 +104,7 @@ class PickleStack:
         """Marks the stack."""
         self._objects -= 1
         if self._objects < 0:
-            raise self._too_many("objects", _FREE_OBJECTS)
+            raise self._too_many("objects", self._most_objects)
         self._marks.append(len(self._stack))
 
     def pop_mark(self) -> list[Any]:
