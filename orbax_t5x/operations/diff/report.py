@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from orbax_t5x.operations.diff.values import LargestDifference
 from orbax_t5x.text.fold import fold
+from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_sections
 from orbax_t5x.text.table import TableRow, table_lines, terminal_width
 from orbax_t5x.text.wording import counted, leaves_text, plain, size_text
 
@@ -107,11 +108,21 @@ class DiffReport:
         lines = [f"a: {plain(self.a)}", f"b: {plain(self.b)}"]
         lines += [f"a is mapped by {plain(rule)}" for rule in self.rules]
         lines += [f"warning: {plain(warning)}" for warning in self.warnings]
+        for heading, rows in self._sections():
+            lines += ["", f"{heading}:", *table_lines(rows, width)]
+        return [*lines, "", self.summary()]
+
+    def _sections(self) -> Iterator[tuple[str, list[TableRow]]]:
         for status in _STATUSES[:-1]:
             some = [leaf for leaf in self.leaves if leaf.status == status]
             if some:
-                lines += ["", f"{_HEADINGS.get(status, status)}:", *table_lines(list(_rows(some)), width)]
-        return [*lines, "", self.summary()]
+                yield _HEADINGS.get(status, status), list(_rows(some))
+
+    def _repr_html_(self) -> str:
+        heads = [f"a: {self.a}", f"b: {self.b}", *(f"a is mapped by {rule}" for rule in self.rules)]
+        parts = [html_paragraph(self.summary(), bold=True), *map(html_paragraph, heads)]
+        parts += [html_list(self.warnings, "Warnings", is_open=True)] if self.warnings else []
+        return html_fragment([*parts, *html_sections(self._sections(), TableRow("leaf", "array", source="difference"))])
 
     def __str__(self) -> str:
         return "\n".join(self.lines(terminal_width()))

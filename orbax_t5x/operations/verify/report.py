@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from orbax_t5x.text.fold import fold
+from orbax_t5x.text.html import html_fragment, html_paragraph, html_sections
 from orbax_t5x.text.table import TableRow, table_lines, terminal_width
 from orbax_t5x.text.wording import array_text, leaves_text, plain, size_text
 
@@ -86,11 +87,19 @@ class VerifyReport:
     def lines(self, width: int) -> list[str]:
         """Formats the table, with the damaged leaves first; leaves whose names differ in one number share a line."""
         lines = [f"{plain(self.path)}: {self.format}"]
+        for heading, rows in self._sections():
+            lines += ["", f"{heading}:", *table_lines(rows, width)]
+        return [*lines, "", self.summary()]
+
+    def _sections(self) -> Iterator[tuple[str, list[TableRow]]]:
         for status in STATUSES:
             some = [leaf for leaf in self.leaves if leaf.status == status]
             if some:
-                lines += ["", f"{status}:", *table_lines(list(_rows(some)), width)]
-        return [*lines, "", self.summary()]
+                yield status, list(_rows(some))
+
+    def _repr_html_(self) -> str:
+        parts = [html_paragraph(self.summary(), bold=True), html_paragraph(f"{self.path}: {self.format}")]
+        return html_fragment([*parts, *html_sections(self._sections(), TableRow("leaf", "array", source="reason"))])
 
     def __str__(self) -> str:
         return "\n".join(self.lines(terminal_width()))
