@@ -18,6 +18,7 @@ PLAIN = t5.minimal(towers=("encoder",))
 TORCH = t5.hugging_face(PLAIN)
 TARGET = t5.below("target/", t5.scanned(PLAIN))
 SIZES = trees.Sizes(encoder=2)
+SMALL = trees.Sizes(encoder=1, decoder=1)
 VISION = ("encoder.embeddings.patch_projection.weight", "encoder.encoder.layer.0.attention.query.weight")
 
 
@@ -76,7 +77,7 @@ def test_what_a_file_has_beside_t5_is_named_and_left_out_on_request(model):
 @pytest.mark.parametrize("model", ["CALM, soft prompts", "dual encoder"])
 def test_what_a_target_has_beside_t5_comes_from_the_fallback(model):
     one = trees.by_name(model)
-    plain = trees.minimal(one, SIZES)
+    plain = trees.minimal(one, SMALL)
     beside = {f"target/{name}" for name, _ in one.beside}
     target = t5.below("target/", plain)
     # Hugging Face has no name for them; an encoder's embedding is the shared one there.
@@ -117,7 +118,10 @@ def test_a_target_with_copies_of_the_embedding_gets_them():
 
 
 def test_embeddings_of_two_towers_keep_their_towers_names():
-    model = t5.models()["separate embeddings"]
+    plain = trees.minimal(trees.by_name("T5.1.1, mT5, ByT5, Flan-T5, UL2"), SMALL)
+    model = {name: value for name, value in plain.items() if "embedder" not in name}
+    embedding = plain["token_embedder/embedding"]
+    model |= {f"{tower}/token_embedder/embedding": embedding + at for at, tower in enumerate(t5.DEPTHS)}
     theirs = t5.hugging_face(model)
     ours = t5.below("target/", model)
     for target in (zeros(theirs), None):
