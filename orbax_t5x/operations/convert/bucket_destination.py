@@ -45,8 +45,8 @@ _logger = logging.getLogger(__name__)
 
 # Uploads under way at a time.
 _UPLOADS_AT_ONCE = 32
-# A file is in memory twice while it is sent.
-_COPIES = 2
+# A file is in memory three times while TensorStore sends it.
+_COPIES = 3
 
 
 class _Marker(NamedTuple):
@@ -173,13 +173,13 @@ class BucketDestination(Destination):
         in_flight = 0
         try:
             for name in names:
-                data = files[name].read_bytes()
-                in_flight += _COPIES * len(data)
-                while pending and (in_flight > self._limit or len(pending) >= _UPLOADS_AT_ONCE):
-                    size, oldest = pending.popleft()
+                size = _COPIES * files[name].stat().st_size
+                while pending and (in_flight + size > self._limit or len(pending) >= _UPLOADS_AT_ONCE):
+                    sent, oldest = pending.popleft()
                     self._do("writing it", oldest)
-                    in_flight -= size
-                pending.append((_COPIES * len(data), self._bucket.write(self._object(name), data)))
+                    in_flight -= sent
+                in_flight += size
+                pending.append((size, self._bucket.write(self._object(name), files[name].read_bytes())))
             for _, future in pending:
                 self._do("writing it", future)
         finally:
