@@ -87,12 +87,14 @@ class FollowOptimizer(Transform):
         # A leaf that an earlier FollowOptimizer reset still counts as a slot: under its new name it is reset, too.
         lost = [name for name, fidelity in diagnostics.fidelity.items() if fidelity == "reset" and name not in state]
         slots, target_slots = names.slots({**dict.fromkeys(lost), **state}), names.slots(target)
+        inner_target = {name: value for name, value in target.items() if name not in target_slots}
+        if not slots:
+            return run_transforms((self.transform,), state, inner_target, is_resuming=False, diagnostics=diagnostics)
         symbols: dict[str, Any] = {}
         for name, value in state.items():
             if name not in slots:
                 symbol = symbol_for(name, value) if names.param(name) is not None else None
                 symbols[name] = value if symbol is None else symbol
-        inner_target = {name: value for name, value in target.items() if name not in target_slots}
         moved = run_transforms((self.transform,), symbols, inner_target, is_resuming=False, diagnostics=diagnostics)
         following = _OptimizerMover(self, names, state, slots, target, moved, diagnostics)
         result = {name: following.parameter(value) for name, value in moved.items()}
