@@ -1,7 +1,7 @@
 """Between the names that Wan's video models give their umT5 text encoder and Hugging Face's: the arrays are the same.
 
-Read in the model's source: an encoder alone, gated, with a relative bias in every block or, in its variant with shared
-positions, one for all.
+An encoder alone, gated, with a relative bias in every block or, in its variant with shared positions, one for all. The
+names are as we know them; neither a file nor the model's source was at hand to compare them with.
 """
 
 from __future__ import annotations
