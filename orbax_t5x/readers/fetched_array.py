@@ -6,12 +6,11 @@ read. Of a sharded array it opens one whose chunks are those inside the shards, 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,12 +105,11 @@ class FetchedArray:
             array = ts.open(spec, open=True, assume_metadata=True, read=True, context=context).result()
         self.array: ts.TensorStore = array
 
-    def read_chunk(self, requests: Sequence[Request], context: ReadContext) -> None:
-        """Fetches a chunk and reads boxes inside it; blocks.
+    def begin_chunk(self, requests: Sequence[Request], context: ReadContext) -> ChunkRead:
+        """Fetches a chunk, which blocks, and begins to read boxes inside it.
 
         Raises:
-          CheckpointError: it cannot be fetched.
-          Exception: what TensorStore raised, of a chunk that is not there, too.
+          CheckpointError: it cannot be fetched; one that is not there is for TensorStore to find.
         """
         index = tuple([low // size for (low, _), size in zip(requests[0].box, self.layout.chunk, strict=True)])
         most = _most_encoded(self.chunk_bytes)
@@ -120,26 +118,28 @@ class FetchedArray:
             data = self._values.read(self._prefix + key, BoundedRange.whole(most), context)
         else:
             data = self._read_inside(index, self._sharding, most, context)
-        with self._held(key, data):
+        self.hold(key, data)
+        try:
             writes = [ts.array(out, write=True, copy=False).write(self.array[box_slices(box)]) for box, out in requests]
-            for write in writes:
-                write.result()
+        except BaseException:
+            self.drop(key)
+            raise
+        return ChunkRead(self, key, writes)
 
-    @contextlib.contextmanager
-    def _held(self, key: str, data: bytes | None) -> Generator[None, None, None]:
-        """Holds a chunk in memory for reading `array`; several threads may hold the same one."""
+    def hold(self, key: str, data: bytes | None) -> None:
+        """Puts a chunk into memory for reading `array`; several threads may hold the same one. `drop` must follow."""
         with self._lock:
             self._users[key] += 1
             if data is not None:
                 self._memory[key] = data
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users[key] -= 1
-                if not self._users[key]:
-                    del self._users[key]
-                    del self._memory[key]
+
+    def drop(self, key: str) -> None:
+        """Removes a chunk that was held, unless another read still holds it."""
+        with self._lock:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                del self._memory[key]
 
     @property
     def names(self) -> Callable[[], Awaitable[list[str]]] | None:
@@ -215,6 +215,22 @@ class FetchedArray:
                 f"the index of the shard {key} is damaged", path=self._values.path, leaf=context.leaf
             )
         return np.frombuffer(numbers, "<u8").reshape(*sides, 2)
+
+
+class ChunkRead(NamedTuple):
+    """A chunk that was fetched, and is being decoded into buffers."""
+
+    array: FetchedArray
+    key: str
+    writes: list[ts.WriteFutures]
+
+    def end(self) -> None:
+        """Waits for the buffers; raises whatever TensorStore raises."""
+        try:
+            for write in self.writes:
+                write.result()
+        finally:
+            self.array.drop(self.key)
 
 
 class UnopenedArray(NamedTuple):

@@ -5,18 +5,27 @@ A task of the event loop for each of thousands of small chunks would cost more t
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from orbax_t5x.concurrency import Budget, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.readers.chunk_grid import requests_by_chunk
-from orbax_t5x.readers.fetched_array import FetchedArray
+from orbax_t5x.readers.fetched_array import ChunkRead, FetchedArray
 from orbax_t5x.storage.remote.transport import REQUESTS_AT_ONCE
 from orbax_t5x.storage.values import ReadContext, RequestGroup
 
+# Threads for one array where responses come at once: more would only compete for the interpreter.
+_THREADS_WHEN_NEAR = 4
+# Small chunks that a thread has decoded while it fetches others, beyond the memory that was taken.
+_PENDING_BYTES = 1 << 16
 
-async def read_fetched(array: FetchedArray, requests: Sequence[Request], leaf: str, decoding: Budget) -> None:
+
+async def read_fetched(
+    array: FetchedArray, requests: Sequence[Request], leaf: str, decoding: Budget, *, is_near: bool
+) -> None:
     """Reads boxes of an array, of which each thread has one chunk at a time.
 
     Args:
@@ -24,6 +33,7 @@ async def read_fetched(array: FetchedArray, requests: Sequence[Request], leaf: s
       requests: the boxes, and the buffers that get them.
       leaf: for errors.
       decoding: memory for chunks.
+      is_near: whether the server answers at once.
 
     Raises:
       CheckpointError: a chunk cannot be fetched.
@@ -32,7 +42,7 @@ async def read_fetched(array: FetchedArray, requests: Sequence[Request], leaf: s
     chunks = _Chunks(array, requests, leaf)
 
     async def threads() -> AsyncIterator[Coroutine[Any, Any, None]]:
-        for _ in range(min(chunks.count, REQUESTS_AT_ONCE)):
+        for _ in range(min(chunks.count, _THREADS_WHEN_NEAR if is_near else REQUESTS_AT_ONCE)):
             await decoding.take(array.chunk_bytes)
             yield _read_chunks(chunks, decoding, array.chunk_bytes)
 
@@ -56,6 +66,7 @@ class _Chunks:
     def __init__(self, array: FetchedArray, requests: Sequence[Request], leaf: str):
         self._array = array
         self._left = list(requests_by_chunk(requests, array.layout.chunk))[::-1]
+        self._most_pending = _PENDING_BYTES // max(1, array.chunk_bytes)
         self._under_way = RequestGroup()
         self._context = ReadContext(leaf, self._under_way)
 
@@ -66,12 +77,23 @@ class _Chunks:
 
     def read_all(self) -> None:
         """Takes and reads chunks until none is left."""
-        while self._left:
-            try:
-                requests = self._left.pop()
-            except IndexError:  # another thread took the last one
-                return
-            self._array.read_chunk(requests, self._context)
+        pending: deque[ChunkRead] = deque()
+        try:
+            while self._left:
+                try:
+                    requests = self._left.pop()
+                except IndexError:  # another thread took the last one
+                    break
+                pending.append(self._array.begin_chunk(requests, self._context))
+                # Those that wait were decoded meanwhile: waiting for one at once would change threads for each.
+                if len(pending) > self._most_pending:
+                    pending.popleft().end()
+            while pending:
+                pending.popleft().end()
+        finally:
+            for chunk in pending:
+                with contextlib.suppress(Exception):
+                    chunk.end()
 
     def stop(self) -> None:
         """Gives up the requests under way; nothing more is taken."""

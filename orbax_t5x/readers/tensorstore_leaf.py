@@ -253,7 +253,8 @@ class TensorStoreLeaf(Leaf):
             require_memory(int(_DECODING_COPIES * self._chunk_bytes), f"decoding a chunk of shape {chunks}")
         array = self._opened()
         if isinstance(array, FetchedArray):
-            await read_fetched(array, requests, self.name, decoding)
+            is_near = self._files.clock is not None and self._files.clock.is_near
+            await read_fetched(array, requests, self.name, decoding, is_near=is_near)
             return
         at_once = self._chunk_bytes * min(count_chunks([box for box, _ in requests], chunks), FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):

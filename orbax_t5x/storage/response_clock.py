@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import time
 
+# Longer than a server in the same building needs, and shorter than any other does.
+_NEAR_SECS = 0.002
+
 
 class ResponseClock:
     """Time of the last response of a remote store, which may be silent for `timeout` seconds."""
@@ -15,10 +18,18 @@ class ResponseClock:
     def __init__(self, timeout: float):
         self.timeout = timeout
         self._last = -float("inf")
+        self._quickest = float("inf")
 
-    def note(self) -> None:
-        """Records that a response came."""
+    def note(self, begun: float | None = None) -> None:
+        """Records that a response came, to a request that was begun then."""
         self._last = time.monotonic()
+        if begun is not None:
+            self._quickest = min(self._quickest, self._last - begun)
+
+    @property
+    def is_near(self) -> bool:
+        """True if some response came at once: requests then wait for processors, and not for the way."""
+        return self._quickest < _NEAR_SECS
 
     def seconds_left(self, begun: float) -> float:
         """Returns the seconds that a request begun then may still wait; zero or less: it is given up."""

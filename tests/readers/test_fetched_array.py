@@ -122,10 +122,11 @@ def test_reads_of_one_chunk_at_a_time(tmp_path):
         leaf = checkpoint.leaves["w"]
         (only,) = leaf.leaves()
         array = only._opened()
-        with array._held("0.0", (tmp_path / "item" / "w" / "0.0").read_bytes()):
-            np.testing.assert_array_equal(leaf[1:3].get(), W[1:3])
-            store.fault = lambda request: "403" if request.method == "GET" else None
-            with pytest.raises(CheckpointIOError):
-                ot.restore(checkpoint, {"w": np.zeros_like(W)})
-            np.testing.assert_array_equal(array.array[1:3].read().result(), W[1:3])
+        array.hold("0.0", (tmp_path / "item" / "w" / "0.0").read_bytes())
+        np.testing.assert_array_equal(leaf[1:3].get(), W[1:3])
+        store.fault = lambda request: "403" if request.method == "GET" else None
+        with pytest.raises(CheckpointIOError):
+            ot.restore(checkpoint, {"w": np.zeros_like(W)})
+        np.testing.assert_array_equal(array.array[1:3].read().result(), W[1:3])
+        array.drop("0.0")
         assert not array._users and not array._memory.list().result()

@@ -1,6 +1,7 @@
 """Chunks that threads take one after the other: within the memory for them, and none after a failure."""
 
 import asyncio
+import threading
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -36,7 +37,7 @@ def array(written):
 def read(array, boxes, budget):
     outs = [np.zeros([high - low for low, high in box], np.float32) for box in boxes]
     requests = [Request(box, out) for box, out in zip(boxes, outs, strict=True)]
-    asyncio.run(read_fetched(array, requests, "w", budget))
+    asyncio.run(read_fetched(array, requests, "w", budget, is_near=False))
     assert budget._used == 0
     return outs
 
@@ -50,6 +51,24 @@ def test_boxes_of_chunks_and_their_memory(array, limit):
     chunks = [request for request in store.log if request.name.startswith("item/w/") and request.range]
     assert len(chunks) == len({request.name for request in chunks}) == 41, "each chunk once, and the metadata"
     assert not fetched._users and not fetched._memory.list().result()
+
+
+@pytest.mark.parametrize("is_near", [False, True])
+def test_few_threads_read_from_a_server_that_answers_at_once(array, is_near):
+    store, fetched = array
+    out, threads, gate = np.zeros_like(W), set(), threading.Barrier(2 if is_near else 40)
+
+    def together(request):
+        threads.add(threading.current_thread())  # each connection has one of its own
+        if len(store.log) <= gate.parties:
+            gate.wait(30)
+
+    store.forget()
+    store.fault = together
+    requests = [Request(((0, 40), (0, 64)), out)]
+    asyncio.run(read_fetched(fetched, requests, "w", Budget(1 << 20), is_near=is_near))
+    np.testing.assert_array_equal(out, W)
+    assert len(threads) <= 4 if is_near else len(threads) == 40
 
 
 def test_nothing_is_requested_after_a_failure(array):
@@ -69,7 +88,9 @@ def test_a_read_that_is_cancelled_ends_its_requests(array):
 
     async def cancelled():
         budget = Budget(1 << 20)
-        reading = asyncio.ensure_future(read_fetched(fetched, [Request(((0, 40), (0, 64)), out)], "w", budget))
+        reading = asyncio.ensure_future(
+            read_fetched(fetched, [Request(((0, 40), (0, 64)), out)], "w", budget, is_near=False)
+        )
         await asyncio.sleep(0)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):

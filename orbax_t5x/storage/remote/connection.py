@@ -151,7 +151,7 @@ class Connection:
             except ValueError:
                 self.clock.note()
                 raise
-            self.clock.note()
+            self.clock.note(request.begun)
             return response
         request.future.cancel()
         self.close_idle()

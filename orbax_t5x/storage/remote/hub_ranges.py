@@ -128,10 +128,10 @@ class HubFiles:
             raise CheckpointIOError("the server's answer does not say how long the file is")
         if known is not None and size != known:
             raise CheckpointGoneError(f"changed after the checkpoint was opened: it has {size} bytes, and had {known}")
-        found = read_answer(answer.response, answer.wanted)
+        data = read_answer(answer.response, answer.wanted)
         self._sizes[key] = size
         self._locations[key] = answer.url
-        return None if found is None else Response(found.data, b"")
+        return None if data is None else Response(data.data, b"")
 
     def _compare(self, key: str, answer: HubResponse) -> None:
         """Compares what a server says about a file with what it and the hub said before.
