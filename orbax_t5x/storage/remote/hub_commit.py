@@ -13,7 +13,7 @@ from orbax_t5x.storage.remote.hub import HubPath, hub_endpoint, require_network
 from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer
 from orbax_t5x.storage.remote.transport import Response
 from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, read_answer
-from orbax_t5x.storage.remote.web_server import WebRequest
+from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.strict_json import parse_object
 from orbax_t5x.storage.values import BoundedRange

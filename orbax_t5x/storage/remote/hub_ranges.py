@@ -23,8 +23,8 @@ from orbax_t5x.storage.remote.hub_commit import find_commit, known_commit
 from orbax_t5x.storage.remote.hub_requests import HubRequests, HubResponse, await_answer, server_of
 from orbax_t5x.storage.remote.transport import PendingResponse, Response
 from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, content_range, read_answer
+from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.remote.web_response import PassingError
-from orbax_t5x.storage.remote.web_server import WebRequest
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import BoundedRange
 

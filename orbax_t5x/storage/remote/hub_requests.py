@@ -11,8 +11,9 @@ from orbax_t5x.storage.remote.hub import hub_endpoint, hub_token
 from orbax_t5x.storage.remote.request_errors import remote_error
 from orbax_t5x.storage.remote.transport import PendingResponse, Response
 from orbax_t5x.storage.remote.web_answer import PAGE_BYTES
+from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.remote.web_response import PassingError, WebResponse
-from orbax_t5x.storage.remote.web_server import WebRequest, WebServer
+from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.values import BoundedRange
 

@@ -1,0 +1,146 @@
+"""Requests to web servers: repeated while they may succeed, ended by a clock, and given up by other threads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from orbax_t5x.storage.remote.transport import (
+    FIRST_DELAY_SECS,
+    LONGEST_DELAY_SECS,
+    MAX_RETRIES,
+    REQUESTS_AT_ONCE,
+    Response,
+)
+from orbax_t5x.storage.remote.web_response import PassingError
+from orbax_t5x.storage.response_clock import ResponseClock
+
+
+class WebRequest:
+    """A request that is sent until it succeeds, fails for good, or has failed too often; implements `PendingResponse`.
+
+    It is sent by a thread of its own, or by the one that waits for it, which saves waking another.
+    """
+
+    def __init__(
+        self,
+        attempt: Callable[[WebRequest], Response | None],
+        clock: ResponseClock,
+        *,
+        retries: int = MAX_RETRIES,
+        is_awaited: bool = False,
+    ):
+        """Begins it.
+
+        Args:
+          attempt: sends it once.
+          clock: ends it.
+          retries: how often it is sent again.
+          is_awaited: whether it is sent by the thread that calls `result`.
+        """
+        self._attempt = attempt
+        self._clock = clock
+        self._retries = retries
+        self._is_awaited = is_awaited
+        self._begun = time.monotonic()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._future = None if is_awaited else _request_pool().submit(self._run)
+
+    def _run(self) -> Response | None:
+        delay, failures = FIRST_DELAY_SECS, 0
+        while True:
+            try:
+                return self._attempt(self)
+            except PassingError as error:
+                failures += not error.at_once
+                if self._clock.seconds_left(self._begun) <= 0:
+                    raise TimeoutError from error
+                if failures > self._retries or self._stopped.is_set():
+                    raise ValueError(f"UNAVAILABLE: {error}") from error
+                if not error.at_once:
+                    self._stopped.wait(min(delay * random.uniform(0.5, 1.0), self._clock.seconds_left(self._begun)))
+                    delay = min(2 * delay, LONGEST_DELAY_SECS)
+
+    def result(self, timeout: float | None = None) -> Response | None:
+        """Implements `PendingResponse.result`; one that the caller sends is ended by the clock."""
+        return self._run() if self._future is None else self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Implements `PendingResponse.done`."""
+        return self._future is None or self._future.done()
+
+    def cancel(self) -> None:
+        """Ends the request where it is: its connection is shut down."""
+        if self._future is not None:
+            self._future.cancel()
+        with self._lock:
+            self._stopped.set()
+            if self._socket is not None:
+                _shut_down(self._socket)
+
+    # -- for attempts
+
+    def seconds_left(self) -> float:
+        """Returns the seconds for which the server may still be silent.
+
+        Raises:
+          OSError: the request was given up.
+        """
+        if self._stopped.is_set():
+            raise OSError("given up")
+        return self._clock.seconds_left(self._begun)
+
+    def connect(self, connect: Callable[[], socket.socket]) -> socket.socket:
+        """Connects. The search for a name has no time limit: a thread that waits leaves it to another."""
+        if not self._is_awaited:
+            return connect()
+        connecting = _request_pool().submit(connect)
+        try:
+            return connecting.result(max(0, self.seconds_left()))
+        except BaseException:
+            connecting.add_done_callback(_close_late)
+            raise
+
+    def hold(self, used: socket.socket) -> None:
+        """Records the socket of an attempt, which `cancel` shuts down."""
+        with self._lock:
+            self._socket = used
+            if self._stopped.is_set():
+                _shut_down(used)
+
+    def release(self) -> None:
+        """Forgets the socket: the attempt has ended."""
+        with self._lock:
+            self._socket = None
+
+
+# By process: threads do not survive a fork.
+_POOLS: dict[int, concurrent.futures.ThreadPoolExecutor] = {}
+
+
+def _request_pool() -> concurrent.futures.ThreadPoolExecutor:
+    """Returns the threads of this process that send requests; nothing in them waits for another thread."""
+    process = os.getpid()
+    if process not in _POOLS:
+        made = concurrent.futures.ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="orbax_t5x-request")
+        _POOLS.setdefault(process, made)
+    return _POOLS[process]
+
+
+def _shut_down(used: socket.socket) -> None:
+    """Ends a connection under the thread that reads it."""
+    with contextlib.suppress(OSError):
+        used.shutdown(socket.SHUT_RDWR)
+
+
+def _close_late(connecting: concurrent.futures.Future[socket.socket]) -> None:
+    if connecting.exception() is None:
+        connecting.result().close()

@@ -1,0 +1,94 @@
+"""Requests that end: by an answer, by the clock, or because another thread gives them up."""
+
+import threading
+
+import pytest
+
+from orbax_t5x.storage.remote.web_server import WebServer
+from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.storage.values import NO_BYTES, BoundedRange
+from tests.support.http_store import serving
+
+DATA = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def store(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with serving() as running:
+        running.files["a b/%file"] = DATA
+        yield running
+
+
+def test_a_request_that_is_given_up_ends(store):
+    server = WebServer(store.url, ResponseClock(60))
+    arrived = threading.Event()
+
+    def fault(request):
+        arrived.set()
+        return "chunks without end" if request.range else None
+
+    store.fault = fault
+    request = server.read("a b/%file", BoundedRange.between(0, 1 << 40))
+    assert arrived.wait(30)
+    request.cancel()
+    assert store.wait_until_closed(30)
+    with pytest.raises((ValueError, OSError)):
+        request.result(30)
+
+
+def test_a_server_that_is_not_there():
+    with serving() as store:
+        url = store.url
+    request = WebServer(url, ResponseClock(60)).read("a", NO_BYTES)
+    with pytest.raises(TimeoutError):
+        request.result(0.05)
+    request.cancel()
+    with pytest.raises(ValueError, match=r"^UNAVAILABLE"):
+        request.result(30)
+
+
+def test_a_caller_that_waits_sends_its_request_itself(store):
+    server, threads = WebServer(store.url, ResponseClock(5)), []
+    exchange = server.exchange
+
+    def seen(*arguments):
+        threads.append(threading.current_thread())
+        return exchange(*arguments)
+
+    server.exchange = seen
+    for is_awaited in (True, False):
+        request = server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=is_awaited)
+        assert request.result(30).data == DATA[3:10]
+    assert (threads[0] is threading.current_thread(), threads[1] is threading.current_thread()) == (True, False)
+
+
+@pytest.mark.parametrize("fault", ["stall", "503", "reset"])
+def test_a_caller_that_waits_is_ended_by_the_clock(store, fault):
+    server = WebServer(store.url, ResponseClock(0.3))
+    store.fault = lambda request: fault
+    with pytest.raises(TimeoutError):
+        server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=True).result()
+
+
+def test_a_caller_that_waits_can_be_released_by_another_thread(store):
+    server, arrived = WebServer(store.url, ResponseClock(60)), threading.Event()
+
+    def fault(request):
+        arrived.set()
+        return "stall"
+
+    store.fault = fault
+    request = server.read("a b/%file", BoundedRange.between(3, 10), is_awaited=True)
+
+    def cancel():
+        assert arrived.wait(30)
+        request.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises((ValueError, OSError)):
+        request.result()
+    thread.join()
