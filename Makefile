@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The lowest versions that pyproject.toml allows, in an environment of their own.
 LOWEST := $(VENV)/lowest
-# Test processes: more than cores only makes them wait for one another.
-JOBS ?= 2
+# Test processes: one more than a machine of two cores has, because a third of a run is waiting for processes and stores.
+JOBS ?= 3
 # How long `make fuzz` looks for inputs that break a parser, and then for examples that break a property; it ends with
 # the round that began before that.
 SECONDS ?= 600
