@@ -4,12 +4,11 @@ prints its stacks."""
 import os
 import sys
 
+from tests.support.xla import xla_flags
+
 # Before JAX is imported anywhere: the device count is read once. Processes that tests start inherit all of it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Functions run a few times here: optimizing them takes longer than running them as they are.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

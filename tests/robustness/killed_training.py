@@ -29,8 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.xla import xla_flags
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = xla_flags(2)
 
 import jax
 import numpy as np

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.robustness import preempted_training
+from tests.support.xla import xla_flags
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ def run(source, root, result, kill_after=None):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUMPY_DTYPE_PROMOTION": "standard",  # Optax raises floats to the power of integer counts
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": xla_flags(2),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     if kill_after is not None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.xla import xla_flags
+
 REPOSITORY = Path(__file__).parents[2]
 # Guards against hangs only: a loaded machine takes minutes to start four processes.
 _TIMEOUT_SECS = 800
@@ -132,7 +134,7 @@ def run_script(
         lambda index, coordinator: (code, [index, count, coordinator, *arguments]),
         count,
         killed=killed,
-        environment={"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+        environment={"XLA_FLAGS": xla_flags(devices)},
     )
     lines = [[line.removeprefix(_TOLD) for line in output.splitlines() if line.startswith(_TOLD)] for output in outputs]
     return [[json.loads(line) for line in mine] for mine in lines]

@@ -14,11 +14,13 @@ import signal
 import sys
 import threading
 
+from tests.support.xla import xla_flags
+
 _DEVICES_EACH = 2
 _HANG_MS = 700_000
 if __name__ == "__main__":  # other modules of jobs, and so tests, import this one
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES_EACH}"
+    os.environ["XLA_FLAGS"] = xla_flags(_DEVICES_EACH)
 
 import jax
 import numpy as np
