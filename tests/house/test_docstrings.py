@@ -59,7 +59,11 @@ def docstrings(path: Path) -> Iterator[Docstring]:
 
 
 WITH_EXAMPLES = [
-    docstring for path in sorted(PACKAGE.rglob("*.py")) for docstring in docstrings(path) if ">>>" in docstring.text
+    docstring
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if ">>>" in path.read_text()
+    for docstring in docstrings(path)
+    if ">>>" in docstring.text
 ]
 
 

@@ -38,7 +38,7 @@ def init(config: T5Config = _DEFAULT, seed: int = 0):
     Values come from NumPy: compiling the initializers takes longer than most tests.
     """
     model = T5(config)
-    variables = _shapes(config)
+    variables = abstract(config)
     rng = np.random.default_rng(seed)
 
     def value(path, leaf):
@@ -50,7 +50,7 @@ def init(config: T5Config = _DEFAULT, seed: int = 0):
 
 
 @functools.cache
-def _shapes(config: T5Config):
+def abstract(config: T5Config):
     """The abstract variables; a trace of a model takes a second, and many tests begin with the same one."""
     ids = jnp.ones((1, 4), jnp.int32)
     return jax.eval_shape(T5(config).init, jax.random.key(0), ids, ids)

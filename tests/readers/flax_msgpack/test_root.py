@@ -5,7 +5,6 @@ import flax.serialization
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax.training import checkpoints
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
@@ -24,6 +23,8 @@ def flax_files():
 
 
 def save(root, step, prefix="checkpoint_"):
+    from flax.training import checkpoints  # imports TensorFlow
+
     checkpoints.save_checkpoint(root, {"w": np.full(3, step, np.float32)}, step, prefix, keep=99)
 
 
