@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from tests.support.xla import xla_flags
 
 REPOSITORY = Path(__file__).parents[2]
@@ -113,6 +115,8 @@ def _run(code: str, arguments: list[str], variables: Mapping[str, str], printed:
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     finally:
         atexit._run_exitfuncs()
+        # Python 3.13 forgets in a fork what JAX registered where it was imported.
+        jax.distributed.shutdown()
 
 
 def run_script(
