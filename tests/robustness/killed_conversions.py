@@ -11,17 +11,14 @@ killed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,6 +29,7 @@ import orbax_t5x as ot
 from orbax_t5x.lazy.read_stats import ReadStats
 from orbax_t5x.operations.convert.work_directory import work_directory_of
 from tests.support.bundle_writer import bundle_of
+from tests.support.kill_options import run_by_options
 
 # How long a conversion takes, before one has been seen: kills come before, in and after it.
 _SOME_SECS = 0.7
@@ -236,15 +234,5 @@ def run(directory, times, seed, *, formats=("orbax", "safetensors"), counts=(1, 
     return told
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--times", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with tempfile.TemporaryDirectory() as directory:
-        run(Path(directory), options.times, options.seed)
-
-
 if __name__ == "__main__":
-    main()
+    run_by_options(run, times=100)

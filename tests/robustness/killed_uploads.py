@@ -10,7 +10,6 @@ killed, and must end with equal bytes and no other object in the bucket.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -29,6 +28,7 @@ import safetensors.numpy
 import orbax_t5x as ot
 from tests.support.amazon_store import amazon_store
 from tests.support.bundle_writer import bundle_of
+from tests.support.kill_options import run_by_options
 
 URL = "s3://bucket/models/c"
 MARK = "models/.c.orbax-t5x-convert"
@@ -217,15 +217,5 @@ def run(directory, times, seed):
     return rounds
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--times", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with tempfile.TemporaryDirectory() as directory:
-        run(Path(directory), options.times, options.seed)
-
-
 if __name__ == "__main__":
-    main()
+    run_by_options(run, times=50)

@@ -37,7 +37,7 @@ from orbax_t5x.storage.durability import sync_path
 _logger = logging.getLogger(__name__)
 
 WORK_SUFFIX = ".orbax-t5x-convert"
-"""What the name of a work directory ends with."""
+"""Suffix of the names of work directories."""
 _REPLACED = "replaced"
 _OWNER = "owner"
 _FILES = re.compile(rf"journal\.\d+|{STOP_FILE}|{_OWNER}")

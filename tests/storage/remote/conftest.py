@@ -1,4 +1,4 @@
-"""The hub that sends on to another server, as the one that this process uses."""
+"""Hubs that send on to another server, and an environment without proxies."""
 
 import pytest
 
@@ -19,3 +19,11 @@ def redirecting_hub(tmp_path, monkeypatch):
     yield server
     server.close()
     storage.close()
+
+
+@pytest.fixture
+def no_proxies(monkeypatch):
+    """The environment names no proxies."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)

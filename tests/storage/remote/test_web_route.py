@@ -5,12 +5,7 @@ import pytest
 from orbax_t5x.storage.remote.web_route import find_route
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange
 
-
-@pytest.fixture(autouse=True)
-def no_proxies(monkeypatch):
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
+pytestmark = pytest.mark.usefixtures("no_proxies")
 
 
 def lines(url, wanted=NO_BYTES, headers=None):

@@ -14,10 +14,7 @@ DATA = bytes(range(256)) * 40
 
 
 @pytest.fixture
-def store(monkeypatch):
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
+def store(no_proxies):
     with serving() as running:
         running.files["a b/%file"] = DATA
         running.files["empty"] = b""
