@@ -41,7 +41,7 @@ def test_every_kind_is_used_and_every_used_kind_is_listed():
 
 
 def test_every_kind_is_documented():
-    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/problems.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/reference/problems.md").read_text(), re.MULTILINE)
     assert table == list(KINDS)
     listed = re.findall(r'^\* "(\w+)": ', Path(problem_module.__file__).read_text(), re.MULTILINE)
     assert listed == list(KINDS)

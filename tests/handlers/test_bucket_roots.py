@@ -114,7 +114,7 @@ def test_a_converted_checkpoint_replaces_none_of_the_directory_objects(google, t
 
 
 def test_orbax_itself_writes_no_root_on_s3():
-    """Its arrays would go to a local path of that name; if this fails, `docs/stores.md` can promise more."""
+    """Its arrays would go to a local path of that name; if this fails, `docs/guides/stores.md` can promise more."""
     info = ocp.type_handlers.ParamInfo(
         name="w", parent_dir=epath.Path("s3://bucket/runs/a/1/default"), is_ocdbt_checkpoint=True
     )

@@ -14,7 +14,7 @@ from orbax_t5x.cli.main import main, make_parser
 from tests.conftest import GOLDENS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "command-line.md"
+PAGE = ROOT / "docs" / "reference" / "command-line.md"
 BUNDLE = ROOT / "orbax_t5x" / "cli" / "demo_data"
 _BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

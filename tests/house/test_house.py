@@ -13,8 +13,8 @@ import orbax_t5x as ot
 
 PACKAGE = Path(ot.__file__).parent
 
-# A room imports from the floors above it in this list alone (docs/architecture.md has the picture). A module that
-# stands by itself in the package's root is a room, too.
+# A room imports from the floors above it in this list alone (docs/project/architecture.md has the picture). A module
+# that stands by itself in the package's root is a room, too.
 FLOORS = (
     ("text", "trees"),
     ("errors",),
@@ -151,7 +151,7 @@ def test_every_module_has_a_room():
 
 
 def test_the_page_on_the_architecture_draws_the_same_floors():
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    page = (PACKAGE.parent / "docs" / "project" / "architecture.md").read_text()
     floors: list[set[str]] = []
     for number, rooms in re.findall(r"^\| (\d*) ?\| (`[a-z_` ]+) \|", page, re.MULTILINE):
         if number:

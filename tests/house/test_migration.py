@@ -12,7 +12,7 @@ import pytest
 
 import orbax_t5x as ot
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from" / "t5x.md").read_text()
 MODULES = ["state_utils", "checkpoint_importer", "optimizers", "adafactor", "train_state"]
 
 

@@ -14,7 +14,7 @@ from orbax_t5x import rules
 from orbax_t5x.testing.transform_suite import as_numpy, run
 from tests.support import relative_trees as trees
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "relatives.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "relatives.md"
 _BEGIN, _END = "<!-- {}: made by the tests -->", "<!-- {}: end -->"
 _OTHER_PROGRAMS = frozenset(
     {"Hugging Face", "Hugging Face Flax", "Mesh TensorFlow", "Wan's text encoder", "Pix2Struct"}
