@@ -98,6 +98,7 @@ class Connection:
       base: its URL.
       clock: of its answers.
       ahead: bytes requested before they are needed, by all reads of files together.
+      is_bounded: see `Transport`.
       refused: responses that were taken for missing files, by key: refusals for want of credentials, and redirects.
     """
 
@@ -116,6 +117,7 @@ class Connection:
             # Web servers, which anyone may run, are read so that no response can hold more than was asked for.
             self._bucket = _open_bucket(url.base, self.clock) if url.can_list else None
             self._server: Transport = self._bucket or WebServer(url.base, self.clock)
+            self.is_bounded = self._server.is_bounded
         except ValueError as error:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import urllib.parse
+from typing import ClassVar
 
 from orbax_t5x.errors import (
     CheckpointGoneError,
@@ -33,6 +34,8 @@ _REFUSED = (400, 401, 403, 404, 410)
 
 class HubFiles:
     """The files of a commit; implements `ListedTransport`."""
+
+    is_bounded: ClassVar[bool] = True
 
     def __init__(self, base: str, clock: ResponseClock):
         """Holds `hf://org/name@commit`, and what ends requests."""
@@ -131,7 +134,7 @@ class HubFiles:
         data = read_answer(answer.response, answer.wanted)
         self._sizes[key] = size
         self._locations[key] = answer.url
-        return None if data is None else Response(data.data, b"")
+        return None if data is None else Response(data.data, b"", size)
 
     def _compare(self, key: str, answer: HubResponse) -> None:
         """Compares what a server says about a file with what it and the hub said before.

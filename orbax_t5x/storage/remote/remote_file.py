@@ -1,8 +1,9 @@
 """A file of a remote store: read by ranges, each response proven to be of the file that was found at opening.
 
-Reads that are announced are begun early, several at a time, so that their waits overlap. TensorStore exposes no
-sizes of remote files. Most formats record where a file must end, which two requests for single bytes
-prove; where one does not, the size is searched for with such requests, many at once.
+Reads that are announced are begun early, several at a time, so that their waits overlap. Web servers name the size of
+a file with each range of it. TensorStore exposes no sizes of the files in buckets: most formats record where a file
+must end, which two requests for single bytes prove; where one does not, the size is searched for with such requests,
+many at once.
 """
 
 from __future__ import annotations
@@ -93,6 +94,15 @@ class RemoteFile:
         return self._size
 
     def _find_size(self) -> int:
+        if self._connection.is_bounded:
+            first = self._answer_inside(BoundedRange.between(0, 1), None)
+            if first is None:
+                return 0
+            if self._size is not None:
+                return self._size
+        return self._search_size()
+
+    def _search_size(self) -> int:
         low, high = 0, None  # the file has at least `low` bytes, and no byte at `high`
         points = _SIZE_POINTS
         while points:
@@ -119,8 +129,8 @@ class RemoteFile:
         return start + len(rest.data)
 
     def require_size(self, size: int) -> bool:
-        """Reports whether the file has exactly this size, by two requests."""
-        if self._size is None:
+        """Reports whether the file has exactly this size."""
+        if self._size is None and not self._connection.is_bounded:
             last, beyond = self._connection.have_bytes(self._key, [max(0, size - 1), size])
             if (last or not size) and not beyond:
                 self._size = size
@@ -249,7 +259,7 @@ class RemoteFile:
           CheckpointError: the store failed, or the file ends before the requested bytes.
         """
         try:
-            return self._proven(self._connection.end(request, doing="reading it", leaf=leaf), leaf)
+            answer = self._proven(self._connection.end(request, doing="reading it", leaf=leaf), leaf)
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -257,6 +267,25 @@ class RemoteFile:
                 # Shorter than it was? Then it is another file, and not damage.
                 self._proven(self._connection.stat_again([self._key])[0], leaf)
             raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
+        self._note_size(answer.file_bytes, leaf)
+        return answer
+
+    def _note_size(self, size: int | None, leaf: str | None) -> None:
+        """Holds the size that a response names.
+
+        Raises:
+          CheckpointGoneError: an earlier one named another.
+        """
+        if size is None:
+            return
+        if self._size is None:
+            self._size = size
+        elif size != self._size:
+            raise CheckpointGoneError(
+                f"changed after the checkpoint was opened: it has {size} bytes, and had {self._size}",
+                path=self.path,
+                leaf=leaf,
+            )
 
     def _answer_inside(self, wanted: BoundedRange, leaf: str | None) -> Response | None:
         """Does `_answer`, but returns None where the file ends before the requested bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import tensorstore as ts
 
@@ -33,10 +33,17 @@ _NO_GENERATIONS = (b"\x10", b"\x00" + bytes(8), b"")
 
 
 class Response(NamedTuple):
-    """Bytes of a file, and the generation that they are of; that is empty where the server sends none."""
+    """Bytes of a file.
+
+    Attributes:
+      data: the bytes.
+      generation: of the file; empty where the server sends none.
+      file_bytes: size of the file; None where the response does not name it.
+    """
 
     data: bytes
     generation: bytes
+    file_bytes: int | None = None
 
 
 class PendingResponse(Protocol):
@@ -62,7 +69,13 @@ class PendingResponse(Protocol):
 
 
 class Transport(Protocol):
-    """The requests to one server or bucket."""
+    """The requests to one server or bucket.
+
+    Attributes:
+      is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
+    """
+
+    is_bounded: ClassVar[bool]
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         """Requests bytes of a file.
@@ -98,6 +111,8 @@ class Bucket:
     TensorStore keeps all of a response before it looks at it, so that the bound holds only for what an honest store
     sends.
     """
+
+    is_bounded: ClassVar[bool] = False
 
     def __init__(self, kvstore: ts.KvStore):
         """Holds a key-value store of TensorStore."""

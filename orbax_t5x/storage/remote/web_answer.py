@@ -42,18 +42,22 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
         raise CheckpointIOError(f"the server compresses its answer (Content-Encoding: {encoding[:40]!r})")
     if wanted.is_empty:
         return Response(b"", _generation(response))
-    size = None if status == 200 else _checked_size(response, wanted)
-    data = response.body(wanted.size if size is None else size)
-    if size is None:
+    if status == 200:
+        data = response.body(wanted.size)
         _check_whole(data, wanted)
-    elif data is None or len(data) != size:
-        raise CheckpointIOError(
-            f"the answer has {'more' if data is None else 'fewer'} bytes than the {size} of its Content-Range"
-        )
+        file_bytes = None if data is None else len(data)
+    else:
+        found = _checked_range(response, wanted)
+        size, file_bytes = found.stop - found.start, found.total
+        data = response.body(size)
+        if data is None or len(data) != size:
+            raise CheckpointIOError(
+                f"the answer has {'more' if data is None else 'fewer'} bytes than the {size} of its Content-Range"
+            )
     if wanted.stop is None and wanted.start >= 0 and (data is None or len(data) > wanted.most):
         raise LimitExceededError(f"more bytes than the {wanted.most} that are read")
     assert data is not None
-    return Response(data, _generation(response))
+    return Response(data, _generation(response), file_bytes)
 
 
 def refusal(status: int) -> None:
@@ -103,8 +107,8 @@ def content_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
     return found
 
 
-def _checked_size(response: WebResponse, wanted: BoundedRange) -> int:
-    """Returns the size of the range that a response announces, which is of what was asked for.
+def _checked_range(response: WebResponse, wanted: BoundedRange) -> ContentRange:
+    """Returns the range that a response announces, which is of what was asked for.
 
     Raises:
       CheckpointIOError: it is not.
@@ -120,7 +124,7 @@ def _checked_size(response: WebResponse, wanted: BoundedRange) -> int:
             raise CheckpointIOError(f"the answer has only {size} bytes of {range_header(wanted)}")
         if wanted.stop is not None:
             raise ValueError(f"OUT_OF_RANGE: the file ends at byte {found.stop}")
-    return size
+    return found
 
 
 def _another_range(response: WebResponse, wanted: BoundedRange) -> CheckpointIOError:

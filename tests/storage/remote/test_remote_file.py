@@ -10,7 +10,7 @@ import orbax_t5x as ot
 from orbax_t5x.readers.chunk_grid import chunk_boxes
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.locations import open_store
-from orbax_t5x.storage.remote import connection, remote_file
+from orbax_t5x.storage.remote import connection, remote_file, web_server
 from orbax_t5x.storage.remote.connection import remote_session
 from tests.support.http_store import serving
 
@@ -29,6 +29,12 @@ def file_of(store, data):
         return open_store(store.url).open_files().file("file")
 
 
+@pytest.fixture(params=[True, False], ids=["named by the server", "searched for, as in buckets"])
+def sizes_are_named(request, monkeypatch):
+    monkeypatch.setattr(web_server.WebServer, "is_bounded", request.param)
+
+
+@pytest.mark.usefixtures("sizes_are_named")
 @pytest.mark.parametrize("size", [0, 1, 100, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 1 << 18, 1 << 20, 3_333_333])
 def test_sizes_are_found(store, size):
     assert file_of(store, DATA[:size]).size == size
@@ -51,11 +57,29 @@ def test_a_server_that_has_bytes_at_every_offset_has_no_file(store):
         store.fault = lambda request: None
 
 
-def test_a_size_is_searched_for_with_single_bytes(store):
+def test_a_size_is_named_by_one_answer(store):
+    file = file_of(store, DATA)
+    store.forget()
+    assert file.size == len(DATA)
+    assert (len(store.log), store.bytes_sent) == (1, 1)
+
+
+def test_a_size_is_searched_for_with_single_bytes(store, monkeypatch):
+    monkeypatch.setattr(web_server.WebServer, "is_bounded", False)
     file = file_of(store, DATA)
     store.forget()
     assert file.size == len(DATA)
     assert store.bytes_sent < 1 << 17
+
+
+def test_another_size_is_another_file(store, monkeypatch):
+    """Where the server sends no ETag, the size of the file in each answer is compared."""
+    monkeypatch.setattr(store, "etag", lambda data: None)
+    file = file_of(store, DATA[:100_000])
+    assert file.size == 100_000
+    store.files["file"] = DATA[:200_000]
+    with pytest.raises(ot.errors.CheckpointGoneError, match="has 200000 bytes, and had 100000"):
+        file.read_into(0, [np.zeros(1000, np.uint8)])
 
 
 @given(st.data())

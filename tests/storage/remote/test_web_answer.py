@@ -37,12 +37,12 @@ def test_right_answers():
     for wanted in RANGES:
         start, stop, _ = slice(wanted.start, wanted.stop).indices(10)
         found = answer(f'206 OK\r\nETag: "x"\r\nContent-Range: bytes {start}-{stop - 1}/10', DATA[start:stop], wanted)
-        assert found == (DATA[start:stop], b'"x"')
-    assert answer("206 OK\r\nContent-Range: bytes 2-4/*\r\nETag: W/x", b"cde") == (b"cde", b"")
-    assert answer("200 OK", b"abc", BoundedRange.between(0, 3)) == (b"abc", b"")
-    assert answer("200 OK", b"abc", BoundedRange.whole(3)) == (b"abc", b"")
-    assert answer("200 OK", b"", NO_BYTES) == (b"", b"")
-    assert answer("416 No", b"", BoundedRange.whole(3)) == (b"", b"")
+        assert found == (DATA[start:stop], b'"x"', 10)
+    assert answer("206 OK\r\nContent-Range: bytes 2-4/*\r\nETag: W/x", b"cde") == (b"cde", b"", None)
+    assert answer("200 OK", b"abc", BoundedRange.between(0, 3)) == (b"abc", b"", 3)
+    assert answer("200 OK", b"abc", BoundedRange.whole(3)) == (b"abc", b"", 3)
+    assert answer("200 OK", b"", NO_BYTES) == (b"", b"", None)
+    assert answer("416 No", b"", BoundedRange.whole(3)) == (b"", b"", None)
     assert answer("404 No", b"page") is None
 
 
