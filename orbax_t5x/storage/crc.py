@@ -14,11 +14,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import google_crc32c
+import fastcrc
 import numpy as np
 
-# Its functions have no types.
-_library: Any = google_crc32c
 # Distances up to 2**48 bytes; a file that large does not exist, and the tables stay at 200 KB.
 _DISTANCE_BITS = 48
 # Below this many parts, plain integers beat NumPy's cost per call.
@@ -40,18 +38,15 @@ class Crc:
 
     Attributes:
       name: for messages.
+      extend: called with a crc and contiguous bytes or numbers that follow what it covers, returns the crc of both.
     """
 
     def __init__(self, name: str, polynomial: int, extend: Callable[[int, Any], int]):
         """Holds a checksum's polynomial, bits reflected, and the function that extends a crc by contiguous bytes."""
         self.name: str = name
         self._polynomial = polynomial
-        self._extend = extend
+        self.extend: Callable[[int, Any], int] = extend
         self._table_of = functools.lru_cache(maxsize=1 << 10)(self._make_table)
-
-    def extend(self, crc: int, data: np.ndarray | bytes) -> int:
-        """Extends a crc by `data` (contiguous)."""
-        return self._extend(crc, data)
 
     def move(self, crc: int, distance: int) -> int:
         """Returns the contribution of a checksum to that of a whole in which `distance` bytes follow it."""
@@ -126,7 +121,7 @@ class Crc:
         return self._move_many(places.ravel(), np.full(places.size, distance)).reshape(places.shape)
 
 
-CRC32C = Crc("crc32c", 0x82F63B78, _library.extend)
+CRC32C = Crc("crc32c", 0x82F63B78, lambda crc, data: fastcrc.crc32.iscsi(data, crc))
 """Castagnoli's, of TensorFlow bundles and of `_CHECKSUMS.json`."""
 CRC32 = Crc("crc32", 0xEDB88320, lambda crc, data: zlib.crc32(data, crc))
 """That of zip archives."""

@@ -1,6 +1,7 @@
 """Checksums of a whole from the checksums of its ranges, of both kinds."""
 
 import functools
+import itertools
 import zlib
 
 import google_crc32c
@@ -46,6 +47,16 @@ class TestChecksums:
             for low, high in sides
         ]
         assert ours.move(spread[0], 6) ^ spread[1] == value(data)
+
+    def test_any_length_and_alignment(self, kind: str) -> None:
+        ours, value = KINDS[kind]
+        data = np.random.default_rng(0).integers(0, 256, 70_000, np.uint8)
+        for start, length in itertools.product((0, 1, 7, 63), (0, 1, 15, 64, 255, 256, 257, 1024, 4095, 65_537)):
+            part = data[start : start + length]
+            assert ours.extend(0, part) == ours.extend(0, memoryview(part)) == value(part.tobytes())
+            assert ours.extend(value(b"before"), part) == value(b"before" + part.tobytes())
+        numbers = data.view(np.float32).reshape(7, -1)
+        assert ours.extend(0, numbers) == value(numbers.tobytes())
 
     def test_gigabytes_of_zeros(self, kind: str) -> None:
         ours, value = KINDS[kind]
