@@ -15,12 +15,14 @@ unexport PYTHONDONTWRITEBYTECODE
 comma := ,
 install = $(BIN)/python -m pip install --quiet uv && \
   { $(BIN)/uv pip install --quiet --python $(BIN)/python --editable "$(1)" || $(BIN)/python -m pip install --quiet --editable "$(1)"; }
+# Where `make docs` puts the site.
+SITE := build/docs
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: check lint test test-fast test-lowest fuzz demo bench clean
+.PHONY: check lint test docs test-fast test-lowest fuzz demo bench clean
 
 # The gate, locally and in CI.
-check: lint test
+check: lint docs test
 
 lint: $(VENV)/.lint-installed
 	$(BIN)/ruff check .
@@ -30,6 +32,12 @@ lint: $(VENV)/.lint-installed
 # The same examples in every run.
 test: $(VENV)/.tests-installed
 	$(PYTEST)
+
+# The documentation's site, without a network: any warning, broken link or anchor is an error. The tests run its examples.
+docs: $(VENV)/.docs-installed
+	rm -rf $(SITE)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir build/doctrees docs $(SITE)
+	$(BIN)/python docs/check_site.py $(SITE)
 
 # One case of each test that starts no process and takes no seconds: for whoever changes one thing, before the whole.
 test-fast: $(VENV)/.tests-installed
@@ -77,6 +85,10 @@ $(VENV)/.fuzz-installed: $(VENV)/.tests-installed
 $(VENV)/.lint-installed: $(VENV)/.tests-installed
 	$(call install,.[test$(comma)lint])
 	touch $@
+
+$(VENV)/.docs-installed: pyproject.toml | $(BIN)/python
+	$(call install,.[docs])
+	touch $@ $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

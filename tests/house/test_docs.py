@@ -1,4 +1,4 @@
-"""Every example in docs/ runs, page by page, in order; every page of the index exists and every page is in it."""
+"""Every example in docs/ runs, page by page, in order. `make docs` checks that every page is in the site."""
 
 import os
 import re
@@ -18,11 +18,6 @@ PAGES = sorted(
     if page != DOCS / "coming-from" / "t5x.md" and "```python" in page.read_text()
 )
 _EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def test_pages_and_index_agree():
-    named = {DOCS / path for path in re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text())}
-    assert named == set(DOCS.rglob("*.md")) - {DOCS / "index.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -1,0 +1,84 @@
+"""The site has an entry for every public name, its workflow files parse, and what checks a built site finds faults."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import orbax_t5x as ot
+
+ROOT = Path(__file__).parents[2]
+_MODULES = ("transforms", "rules", "errors", "args", "v1", "nnx")
+# T5X's modules, whose names are listed by `automodule`.
+_WHOLE = ("state_utils", "checkpoint_importer", "train_state", "optimizers", "adafactor")
+
+
+def test_every_public_name_has_one_entry():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    entries = re.findall(r"^\.\. auto(?:function|class|data|module):: orbax_t5x\.([\w.]+)$", pages, re.MULTILINE)
+    assert len(entries) == len(set(entries))
+    wanted = {name for name in ot.__all__ if name not in _MODULES}
+    for module in _MODULES:
+        public = getattr(getattr(ot, module), "__all__", None) or [
+            name for name in vars(getattr(ot, module)) if name.startswith("TrainState") or name.endswith("Error")
+        ]
+        wanted |= {f"{module}.{name}" for name in public}
+    wanted -= {"errors.RestorePlanError"}  # ot.RestorePlanError
+    assert wanted - set(entries) == set()
+    for module in _WHOLE:
+        assert re.search(rf"automodule:: orbax_t5x\.{module}\n   :members:\n   :undoc-members:", pages)
+
+
+@pytest.mark.parametrize("path", [ROOT / ".readthedocs.yaml", *(ROOT / ".github" / "workflows").glob("*.yml")], ids=str)
+def test_workflows_parse(path):
+    found = yaml.safe_load(path.read_text())
+    if path.parent == ROOT:
+        assert (ROOT / found["sphinx"]["configuration"]).exists() and found["sphinx"]["fail_on_warning"]
+        return
+    # YAML 1.1 reads `on` as true.
+    assert {"name", True, "jobs"} <= set(found) and "permissions" in found
+    makefile = (ROOT / "Makefile").read_text()
+    for job in found["jobs"].values():
+        for step in job["steps"]:
+            assert step.keys() & {"uses", "run"}
+            for target in re.findall(r"make ([\w-]+)", step.get("run", "")):
+                assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+PAGE = (
+    '<html lang="en"><head><title>x</title></head><body><section id="a"><h1>x</h1><h2>y</h2>{}</section></body></html>'
+)
+
+
+def test_faults_of_a_built_site_are_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from check_site import problems
+
+    (tmp_path / "_static").mkdir()
+    theme = 'html[data-theme="light"] .highlight'
+    style = f"{theme} {{{{ background: #ffffff }}}}\n{theme} .k {{{{ color: {{}} }}}}"
+    (tmp_path / "_static" / "pygments.css").write_text(style.format("#333333"))
+    (tmp_path / "other.html").write_text(PAGE.format(""))
+    for body, fault in [
+        ('<a href="other.html#a">x</a><a href="https://example.org">x</a>', ""),
+        ('<a href="none.html">x</a>', "a link to nothing"),
+        ('<a href="other.html#b">x</a>', "an anchor that is not there"),
+        ("<h4>x</h4>", "a heading of level 4 after one of level 2"),
+        ("<h1>x</h1>", "2 first headings"),
+        ('<img src="_static/pygments.css">', "a picture without a text"),
+        ('<img alt="x" src="none.svg">', "loaded, and not there"),
+        ('<script src="https://example.org/x.js"></script>', "loaded from elsewhere"),
+        ('<svg role="img"></svg>', "a drawing without a label"),
+    ]:
+        (tmp_path / "page.html").write_text(PAGE.format(body))
+        found = list(problems(tmp_path))
+        assert len(found) == bool(fault) and all(fault in problem for problem in found), (body, found)
+    (tmp_path / "page.html").write_text("<h1>x</h1>" + "x" * (4 << 20))
+    assert [problem.partition(": ")[2] for problem in problems(tmp_path)] == [
+        "4.0 MiB with all that it loads",
+        "no title",
+    ]
+    (tmp_path / "page.html").write_text(PAGE.format(""))
+    (tmp_path / "_static" / "pygments.css").write_text(style.format("#bbbbbb"))
+    assert list(problems(tmp_path)) == ["light .highlight .k: #bbbbbb on #ffffff"]
