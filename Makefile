@@ -19,7 +19,7 @@ install = $(BIN)/python -m pip install --quiet uv && \
 SITE := build/docs
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: check lint test docs test-fast test-lowest fuzz demo bench clean
+.PHONY: check lint test docs outputs test-fast test-lowest fuzz demo bench clean
 
 # The gate, locally and in CI.
 check: lint docs test
@@ -38,6 +38,10 @@ docs: $(VENV)/.docs-installed
 	rm -rf $(SITE)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir build/doctrees docs $(SITE)
 	$(BIN)/python docs/check_site.py $(SITE)
+
+# Writes the outputs that pages show, where they are no longer the real ones.
+outputs: $(VENV)/.tests-installed
+	WRITE_OUTPUTS=1 $(BIN)/python -m pytest -q tests/house/test_docs.py tests/house/test_docs_command_line.py
 
 # One case of each test that starts no process and takes no seconds: for whoever changes one thing, before the whole.
 test-fast: $(VENV)/.tests-installed

@@ -32,7 +32,7 @@ nb_execution_mode = "off"
 # Docstrings are Google's form, with Markdown's backticks (docs/_ext/docstrings.py).
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 napoleon_preprocess_types = False
 autodoc_member_order = "bysource"
@@ -46,6 +46,7 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "sphinx_book_theme"
 html_title = "orbax-t5x"
+html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "sbt-sidebar-nav.html"]}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
@@ -54,6 +55,7 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "home_page_in_toc": False,
+    "navbar_persistent": [],
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }

@@ -1,43 +1,46 @@
-"""Every example in docs/ runs, page by page, in order. `make docs` checks that every page is in the site."""
+"""Every example in docs/ runs, page by page, in order, and prints what the page shows. `make docs` builds the pages."""
 
+import contextlib
+import io
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import page_outputs
+
 DOCS = Path(__file__).parents[2] / "docs"
 # Pages that show how to extend the package are test files: their examples are run by pytest.
 GUIDES = sorted(DOCS.rglob("adding-a-*.md"))
-# The migration page has a test of its own, which gives it a model.
-PAGES = sorted(
-    page
-    for page in set(DOCS.rglob("*.md")) - set(GUIDES)
-    if page != DOCS / "coming-from" / "t5x.md" and "```python" in page.read_text()
-)
-_EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# The page on T5X's modules has a test of its own, which gives it a model; recipes are run as the files that they show.
+_ELSEWHERE = {DOCS / "coming-from" / "t5x.md", *GUIDES, *(DOCS / "examples").rglob("*.md")}
+PAGES = sorted(page for page in set(DOCS.rglob("*.md")) - _ELSEWHERE if "```python" in page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_examples_run(page, goldens, tmp_path):
-    text = page.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_examples_run(page, goldens, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(page_outputs.COLUMNS))
     names = {
         "bundle": goldens / "tf_bundle" / "t5_1_1_f32",
         "hugging_face": goldens / "safetensors" / "t5_1_1",
         "pytorch": goldens / "torch" / "t5_1_1",
         "directory": tmp_path / "steps",
     }
-    for block in _EXAMPLE.finditer(text):
-        line = text[: block.start()].count("\n") + 1
-        exec(compile("\n" * line + block[1], str(page), "exec"), names)
+    paths = {f"{names['bundle']}/": "", f"{goldens}/": "", f"{tmp_path}/": ""}
+    outputs = []
+    for block in page_outputs.blocks(page, "python"):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
+        outputs.append((block, page_outputs.cleaned(printed.getvalue(), paths)))
+    page_outputs.compare(page, outputs)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_guides_pass_their_own_tests(page, tmp_path):
     module = tmp_path / "test_guide.py"
-    module.write_text("".join(_EXAMPLE.findall(page.read_text())))
+    module.write_text("".join(block.code for block in page_outputs.blocks(page, "python")))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(module)],
         cwd=tmp_path,
@@ -46,3 +49,18 @@ def test_guides_pass_their_own_tests(page, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_other_outputs_are_found(tmp_path, monkeypatch):
+    monkeypatch.delenv("WRITE_OUTPUTS", raising=False)
+    page = tmp_path / "page.md"
+    text = "```python\nprint(1)\n```\n\n```output\n{}```\n\ntext\n\n```output\nalone\n```\n"
+    for shown, fits in [("1\n2\n3\n", True), ("1\n…\n", True), ("1\n…\n3\n", True), ("1\n", False), ("…\n4\n", False)]:
+        page.write_text(text.format(shown))
+        (block,) = page_outputs.blocks(page, "python")
+        assert (block.code, block.line, block.output) == ("print(1)\n", 1, shown)
+        with contextlib.nullcontext() if fits else pytest.raises(AssertionError, match="prints"):
+            page_outputs.compare(page, [(block, "1\n2\n3\n")])
+    monkeypatch.setenv("WRITE_OUTPUTS", "1")
+    page_outputs.compare(page, [(block, "1\n2\n3\n")])
+    assert page.read_text() == text.format("1\n2\n3\n")

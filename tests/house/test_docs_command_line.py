@@ -1,4 +1,4 @@
-"""Every command of the page on the command line, and of README.md, runs, in order, and does what stands beside it."""
+"""Every command of the page on the command line, and of README.md, runs, in order, and prints what the page shows."""
 
 import re
 import shlex
@@ -12,11 +12,11 @@ import safetensors.numpy
 import orbax_t5x as ot
 from orbax_t5x.cli.main import main, make_parser
 from tests.conftest import GOLDENS
+from tests.support import page_outputs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "command-line.md"
 BUNDLE = ROOT / "orbax_t5x" / "cli" / "demo_data"
-_BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -36,23 +36,29 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def commands(page):
-    for block in _BLOCK.findall(page.read_text()):
-        yield from (line for line in block.splitlines() if line.startswith("orbax-t5x "))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [PAGE, ROOT / "README.md"], ids=["docs", "readme"])
-def test_commands_run(directory, capsys, page):
-    found = list(commands(page))
-    assert found
-    for line in found:
-        program, *arguments = shlex.split(line, comments=True)
-        code = main(arguments)
-        said = capsys.readouterr()
-        told = re.search(r"# exit code (\d): (.*)", line)
-        assert program == "orbax-t5x" and code == (int(told[1]) if told else 0), (line, said.err)
-        assert told is None or told[2] in " ".join((said.out + said.err).split()), line
+def test_commands_run(directory, capsys, monkeypatch, page):
+    monkeypatch.setenv("COLUMNS", str(page_outputs.COLUMNS))
+    outputs = []
+    for block in page_outputs.blocks(page, "sh"):
+        printed = ""
+        for line in block.code.splitlines():
+            if line.startswith("orbax-t5x "):
+                printed += checked_output(line, capsys)
+        outputs.append((block, page_outputs.cleaned(printed, {f"{directory}/": ""})))
+    assert outputs
+    page_outputs.compare(page, outputs)
+
+
+def checked_output(line, capsys):
+    program, *arguments = shlex.split(line, comments=True)
+    code = main(arguments)
+    said = capsys.readouterr()
+    told = re.search(r"# exit code (\d): (.*)", line)
+    assert program == "orbax-t5x" and code == (int(told[1]) if told else 0), (line, said.err)
+    assert told is None or told[2] in " ".join((said.out + said.err).split()), line
+    return said.out + said.err
 
 
 def test_the_page_has_every_command_and_its_options():
