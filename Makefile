@@ -19,7 +19,7 @@ install = $(BIN)/python -m pip install --quiet uv && \
 SITE := build/docs
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: check lint test docs outputs test-fast test-lowest fuzz demo bench clean
+.PHONY: check lint test docs outputs test-fast test-lowest fuzz demo bench dist smoke clean
 
 # The gate, locally and in CI.
 check: lint docs test
@@ -61,6 +61,13 @@ fuzz: $(VENV)/.fuzz-installed
 demo: $(VENV)/.installed
 	$(BIN)/orbax-t5x demo
 
+# The files of a release, checked; `make smoke` does the whole job with the wheel in a new environment.
+dist: $(VENV)/.release-installed
+	.ci/dist $(abspath $(BIN)/python)
+
+smoke: dist
+	.ci/smoke dist/*.whl $(abspath $(BIN)/python)
+
 bench: $(VENV)/.tests-installed
 	$(BIN)/python -m benchmarks.run
 
@@ -94,5 +101,9 @@ $(VENV)/.docs-installed: pyproject.toml | $(BIN)/python
 	$(call install,.[docs])
 	touch $@ $(VENV)/.installed
 
+$(VENV)/.release-installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from orbax_t5x.restoring.plan_data import PlanEntry as PlanEntry
     from orbax_t5x.restoring.sources import Source as Source
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The public list: name -> module that has it; an empty text where the name is a module of the package. A test holds it
 # equal to the imports above.

@@ -28,14 +28,32 @@ def test_the_demo_does_not_write_where_something_is(tmp_path, capsys):
 
 
 @pytest.fixture
-def other_values(tmp_path, monkeypatch):
+def t5x_arrays(goldens):
+    """What T5X itself made of the demo's bundle."""
+    with np.load(goldens / "importer" / "t5_1_1_f32.npz") as values:
+        return dict(values)
+
+
+def test_the_demo_expects_what_t5x_made_of_the_same_bundle(goldens, t5x_arrays):
+    for path in (goldens / "tf_bundle" / "t5_1_1_f32").glob("model.ckpt*"):
+        assert (job._DATA / path.name).read_bytes() == path.read_bytes()
+    digests = job._digests(t5x_arrays)
+    lines = [f"{digests[name]} {name}\n" for name in sorted(digests)]
+    assert (job._DATA / "as_t5x_imports_it.txt").read_text() == "".join(lines)
+
+
+@pytest.fixture
+def other_values(tmp_path, monkeypatch, t5x_arrays):
     """The demo's data, with one bit of one expected value changed."""
     data = tmp_path / "data"
     shutil.copytree(Path(job.__file__).parents[1] / "demo_data", data)
-    with np.load(data / "as_t5x_imports_it.npz") as values:
-        changed = dict(values)
-    changed["target/encoder/encoder_norm/scale"].view(np.uint32)[3] ^= 1
-    np.savez(data / "as_t5x_imports_it.npz", **changed)
+    expected = data / "as_t5x_imports_it.txt"
+    digests = job._digests(t5x_arrays)
+    name = "target/encoder/encoder_norm/scale"
+    t5x_arrays[name].view(np.uint32)[3] ^= 1
+    changed = expected.read_text().replace(digests[name], job._digests(t5x_arrays)[name])
+    assert changed != expected.read_text()
+    expected.write_text(changed)
     monkeypatch.setattr(job, "_DATA", data)
 
 
