@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from tests.support.sparse_checkpoints import t5_xxl, write_bundle, write_t5x
 
@@ -17,27 +18,36 @@ _EMBED, _HEADS, _MLP, _VOCAB, _BUCKETS, _LAYERS = 768, 12 * 64, 2048, 32128, 32,
 _PREFIX = "model.ckpt-1000000"
 
 
-def mesh_tf_shapes(layers: int = _LAYERS) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Parameters of T5.1.1-base by their Mesh TensorFlow names."""
-    yield "shared/embedding", (_VOCAB, _EMBED)
-    yield "decoder/logits/kernel", (_EMBED, _VOCAB)
+def mesh_tf_shapes(
+    layers: int = _LAYERS, embed: int = _EMBED, vocabulary: int = _VOCAB
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Parameters of T5.1.1-base by their Mesh TensorFlow names, or of one of another width."""
+    heads, mlp = embed * _HEADS // _EMBED, embed * _MLP // _EMBED
+    yield "shared/embedding", (vocabulary, embed)
+    yield "decoder/logits/kernel", (embed, vocabulary)
     for tower, attentions in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
-        yield f"{tower}/rms_norm/scale", (_EMBED,)
+        yield f"{tower}/rms_norm/scale", (embed,)
         for block in range(layers):
             prefix = f"{tower}/block_{block:03d}"
             for index, attention in enumerate(attentions):
                 layer = f"{prefix}/layer_{index:03d}"
                 for kernel in "qkv":
-                    yield f"{layer}/{attention}/{kernel}", (_EMBED, _HEADS)
-                yield f"{layer}/{attention}/o", (_HEADS, _EMBED)
-                yield f"{layer}/rms_norm/scale", (_EMBED,)
+                    yield f"{layer}/{attention}/{kernel}", (embed, heads)
+                yield f"{layer}/{attention}/o", (heads, embed)
+                yield f"{layer}/rms_norm/scale", (embed,)
                 if attention == "SelfAttention" and not block:
                     yield f"{layer}/{attention}/relative_attention_bias", (12, _BUCKETS)
             layer = f"{prefix}/layer_{len(attentions):03d}"
-            yield f"{layer}/DenseReluDense/wi_0/kernel", (_EMBED, _MLP)
-            yield f"{layer}/DenseReluDense/wi_1/kernel", (_EMBED, _MLP)
-            yield f"{layer}/DenseReluDense/wo/kernel", (_MLP, _EMBED)
-            yield f"{layer}/rms_norm/scale", (_EMBED,)
+            yield f"{layer}/DenseReluDense/wi_0/kernel", (embed, mlp)
+            yield f"{layer}/DenseReluDense/wi_1/kernel", (embed, mlp)
+            yield f"{layer}/DenseReluDense/wo/kernel", (mlp, embed)
+            yield f"{layer}/rms_norm/scale", (embed,)
+
+
+def scaled_shapes(scale: float) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Parameters of T5.1.1-base and their slots in about `scale` of its bytes: all names, narrower matrices."""
+    width = max(1, round(_EMBED * scale**0.5 / 24)) * 24
+    return with_slots(mesh_tf_shapes(embed=width, vocabulary=_VOCAB * width // _EMBED))
 
 
 def with_slots(shapes: Iterator[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -72,6 +82,26 @@ def _write_bundle(prefix: str) -> None:
         prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=[tensors[name] for name in names]
     )
     (Path(prefix).parent / "checkpoint").write_text(f'model_checkpoint_path: "{_PREFIX}"\n')
+
+
+def plain_bundle(folder: Path, scale: float = 1) -> Path:
+    """A bundle of the shapes of `bundle`, or about `scale` of its bytes, without TensorFlow; returns its prefix."""
+    directory = folder / f"plain_bundle_{scale:g}"
+    prefix = directory / _PREFIX
+    if not prefix.with_name(_PREFIX + ".index").exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        arguments = ["write_plain_bundle", str(prefix), str(scale)]
+        subprocess.run([sys.executable, "-m", "benchmarks.jobs", *arguments], check=True)
+    return prefix
+
+
+def many_leaves(folder: Path, count: int) -> Path:
+    """A safetensors file of many small leaves in 100 families, as `plan_many` plans them."""
+    path = folder / f"{count}_leaves.safetensors"
+    if not path.exists():
+        array = np.zeros((8, 8), np.float32)
+        save_file({f"old_{index % 100}/layer_{index}/kernel": array for index in range(count)}, path)
+    return path
 
 
 def sparse(folder: Path) -> dict[str, Path]:

@@ -230,24 +230,22 @@ def _layer_groups(shapes):
     }
 
 
-def plan_many(clock, count):
-    """Plans a restore of `count` leaves through 100 rules; reads nothing."""
+def plan_many(clock, path):
+    """Plans a restore of all leaves of `data.many_leaves` through 100 rules; reads nothing."""
     import jax
     import numpy as np
 
     import orbax_t5x as ot
-    from tests.support.memory_checkpoint import checkpoint
 
-    count, array = int(count), np.zeros((8, 8), np.float32)
-    source = checkpoint({f"old_{index % 100}/layer_{index}/kernel": array for index in range(count)})
     sharding = shardings("rows")((8, 8))
     leaf = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)
-    target = nested({f"new_{index % 100}/layer_{index}/kernel": leaf for index in range(count)})
     rules = [ot.transforms.AssignmentMap([(rf"new_{rule}/(.*)", rf"old_{rule}/\1") for rule in range(100)])]
     plan_restore = ot.plan_restore
-    clock.start()
-    plan = plan_restore(source, target, rules)
-    clock.stop(entries=len(plan.entries), bytes_to_read=plan.bytes_to_read)
+    with ot.open_checkpoint(path) as source:
+        target = nested({name.replace("old", "new"): leaf for name in source.leaves})
+        clock.start()
+        plan = plan_restore(source, target, rules)
+        clock.stop(entries=len(plan.entries), bytes_to_read=plan.bytes_to_read)
 
 
 # Cases of `match_rules`: 10,000 names, and 100 rules of which the first, any one, or none matches.
@@ -308,6 +306,21 @@ def import_ours(clock):
 
 
 # -- making what is restored
+
+
+def write_plain_bundle(_, prefix, scale):
+    """The bundle of `data.plain_bundle`, without TensorFlow."""
+    from pathlib import Path
+
+    import numpy as np
+
+    from benchmarks.data import scaled_shapes
+    from tests.support.bundle_writer import bundle_of
+
+    random = np.random.default_rng(0)
+    arrays = {name: random.standard_normal(shape, np.float32) for name, shape in scaled_shapes(float(scale))}
+    note_shapes(prefix, arrays)
+    bundle_of(arrays).write(Path(prefix).parent, Path(prefix).name)
 
 
 def write_state(_, prefix, path):

@@ -3,24 +3,28 @@ memory.
 
 A job is a function in `benchmarks.jobs` that returns nothing; it calls `Clock.start()` when its imports are done. Times
 are given with and without imports, and beside wall time stands the processor time of the process, user and system,
-which other work on the machine changes less. A ratio is the median of the ratios of the rounds: in one round the ways
-run one after the other, so that both have met about the same load. Peak memory is the growth of the resident set over
-what stood before the job began (imports and devices included), read from the kernel's high-water mark, which is reset
-at that moment.
+which other work on the machine changes less, and its minor faults. Before each run memory is warmed: a virtual machine
+whose host takes idle memory back pays for cold memory, whichever job happens to be the first to use it. A ratio is the
+median of the ratios of the rounds: in one round the ways run one after the other, so that both have met about the same
+load. Peak memory is the growth of the resident set over what stood before the job began (imports and devices included),
+read from the kernel's high-water mark, which is reset at that moment.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _MIB = 1 << 20
+# More than any job takes at once.
+WARM_BYTES = 3 << 30
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
@@ -36,6 +40,14 @@ def reset_peak() -> None:
     """Resets the high-water mark of the resident set to what it is now."""
     with open("/proc/self/clear_refs", "w") as control:
         control.write("5")
+
+
+def warm_memory(size: int) -> None:
+    """Touches as much memory as a job may take, in bytes, and gives it back to the system."""
+    with mmap.mmap(-1, size) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for start in range(0, size, mmap.PAGESIZE):
+            memory[start] = 1
 
 
 def processor_seconds() -> float:
@@ -54,20 +66,24 @@ class Clock:
         """Imports are done and devices are there: the job itself begins."""
         reset_peak()
         self.before_bytes = resident_bytes()
-        self.processor_started = processor_seconds()
+        self.usage_started = resource.getrusage(resource.RUSAGE_SELF)
         self.started = time.perf_counter()
 
     def stop(self, **extra: float) -> None:
         """The job is done and its result is held."""
         stopped = time.perf_counter()
-        processor = processor_seconds()
+        usage, before = resource.getrusage(resource.RUSAGE_SELF), self.usage_started
+        user, system = usage.ru_utime - before.ru_utime, usage.ru_stime - before.ru_stime
         print(
             json.dumps(
                 {
                     "seconds": stopped - self.started,
                     "with_import_seconds": stopped - self.born,
-                    "processor_seconds": processor - self.processor_started,
-                    "with_import_processor_seconds": processor,
+                    "processor_seconds": user + system,
+                    "user_seconds": user,
+                    "system_seconds": system,
+                    "minor_faults": usage.ru_minflt - before.ru_minflt,
+                    "with_import_processor_seconds": usage.ru_utime + usage.ru_stime,
                     "peak_growth_bytes": resident_bytes("VmHWM") - self.before_bytes,
                     **extra,
                 }
@@ -84,13 +100,23 @@ _COMPARED = (
     ("with_import_processor_seconds", "CPU s with imports", ".2f", 1),
     ("peak_growth_bytes", "peak growth MiB", ",.0f", _MIB),
 )
+# What is printed beside it.
+_SHOWN = (("user_seconds", "user s", ".3g"), ("system_seconds", "system s", ".3g"), ("minor_faults", "faults", ",.0f"))
 
 Runs = dict[str, list[dict[str, float]]]
 
 
-def run_job(name: str, arguments: Sequence[str], module: str = "benchmarks.jobs") -> dict[str, float]:
-    """One run in a fresh process; its last line of output is the measurement."""
-    done = subprocess.run([sys.executable, "-m", module, name, *arguments], capture_output=True, text=True)
+def run_job(
+    name: str,
+    arguments: Sequence[str],
+    module: str = "benchmarks.jobs",
+    environment: Mapping[str, str] | None = None,
+    warm_bytes: int = WARM_BYTES,
+) -> dict[str, float]:
+    """One run in a fresh process, with warm memory; its last line of output is the measurement."""
+    warm_memory(warm_bytes)
+    command = [sys.executable, "-m", module, name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -119,6 +145,7 @@ def _print(title: str, measured: Runs) -> None:
     """Medians of each way, and medians of the ratios of the rounds."""
     ours = next(iter(measured.values()))
     headings = [cell for _, heading, *_ in _COMPARED for cell in (heading, "ours/it")]
+    headings += [heading for _, heading, _ in _SHOWN]
     print(f"\n## {title}\n\n| way | min–max s | {' | '.join(headings)} | other |")
     print("|---" * (len(headings) + 3) + "|")
     for label, runs in measured.items():
@@ -128,7 +155,8 @@ def _print(title: str, measured: Runs) -> None:
             cells.append(format(statistics.median(run[key] for run in runs) / unit, form))
             ratios = [mine[key] / max(its[key], 1e-9) for mine, its in zip(ours, runs, strict=True)]
             cells.append(f"{statistics.median(ratios):.2f}")
-        compared = {key for key, *_ in _COMPARED}
+        cells += [format(statistics.median(run[key] for run in runs), form) for key, _, form in _SHOWN]
+        compared = {key for key, *_ in (*_COMPARED, *_SHOWN)}
         others = [key for key in runs[0] if key not in compared]
         cells.append(", ".join(f"{key} {statistics.median(run[key] for run in runs):,.0f}" for key in others))
         print("| " + " | ".join(cells) + " |")

@@ -88,10 +88,11 @@ def stack(folder: Path, runs: int) -> None:
     )
 
 
-def planning(_: Path, runs: int) -> None:
+def planning(folder: Path, runs: int) -> None:
     """Planning is linear in leaves."""
     for count in (10_000, 100_000):
-        compare(f"planning {count:,} leaves with 100 rules", {"orbax_t5x": ("plan_many", (str(count),))}, runs)
+        path = str(data.many_leaves(folder, count))
+        compare(f"planning {count:,} leaves with 100 rules", {"orbax_t5x": ("plan_many", (path,))}, runs)
 
 
 def rules(_: Path, runs: int) -> None:

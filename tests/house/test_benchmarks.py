@@ -1,0 +1,29 @@
+"""The comparison of two checkouts, with tiny data."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import data
+from benchmarks.regress import compare, figures_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(processor_seconds: float) -> dict[str, float]:
+    rest = dict.fromkeys(("user_seconds", "system_seconds", "seconds", "minor_faults", "peak_growth_bytes"), 1.0)
+    return {"processor_seconds": processor_seconds, **rest}
+
+
+def test_ratios_are_those_of_the_rounds() -> None:
+    rows = figures_of([_run(1), _run(2), _run(4)], [_run(2), _run(2), _run(2)])
+    assert rows[0] == ["CPU s", "2.000", "2.000", "1.00", "0.75 to 1.50"]
+
+
+@pytest.mark.slow
+def test_a_job_runs_with_the_package_of_each_checkout(tmp_path: Path) -> None:
+    job = "format_jobs", "open_ours", [str(data.many_leaves(tmp_path, 20))]
+    rows = compare("opening", job, [ROOT, ROOT], 1, "0", warm_bytes=1)
+    assert len(rows) == 6 and all(row.startswith("| opening, huge pages off |") for row in rows)
+    with pytest.raises(RuntimeError, match="not that of"):
+        compare("opening", job, [tmp_path, ROOT], 1, "1", warm_bytes=1)
