@@ -6,8 +6,9 @@ way.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from orbax_t5x import on_demand
 
 # For type checkers; the alias makes a name public.
 if TYPE_CHECKING:
@@ -98,20 +99,7 @@ _PUBLIC: dict[str, str] = {
 if not TYPE_CHECKING:  # type checkers want a literal list
     __all__ = list(_PUBLIC)
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        module = _PUBLIC[name]
-    except KeyError:
-        raise AttributeError(f"module 'orbax_t5x' has no attribute {name!r}") from None
-    if not module:
-        return importlib.import_module(f"orbax_t5x.{name}")
-    if name in ("args", "v1"):
-        value = importlib.import_module(f"{module}.{name}")
-    else:
-        value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_demand.loader(__name__, _PUBLIC)
 
 
 def __dir__() -> list[str]:

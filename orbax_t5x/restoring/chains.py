@@ -11,20 +11,21 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from orbax_t5x import rules
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.rules.finding import FoundMapping, find_rules
-from orbax_t5x.transforms import Transform
 from orbax_t5x.transforms import __all__ as transform_names
-from orbax_t5x.transforms.base import AnyTransform
+from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.model_surgery import adopted
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
 from orbax_t5x.trees.narrow import is_sequence
+
+if TYPE_CHECKING:
+    from orbax_t5x.rules.finding import FoundMapping
 
 _PASS_RULES = Fix.in_program(
     "pass the rules: a pack of ot.rules, transforms of ot.transforms, or what a plan with a target has as found_rules"
@@ -34,10 +35,8 @@ _logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 Transforms = Sequence[Callable[..., Any]] | Callable[..., Any] | Literal["auto"]
-# The functions that make rule packs, by name.
-_PACKS: dict[str, Callable[..., Any]] = {
-    name: getattr(rules, name) for name in rules.__all__ if name not in ("Alignment", "RulePack", "align", "infer")
-}
+# The functions that make rule packs.
+_PACKS = frozenset(rules.__all__) - {"Alignment", "RulePack", "align", "infer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +131,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
     for transform in chain:
         if isinstance(transform, type) and issubclass(transform, Transform):
             raise TypeError(f"{transform.__name__} is a class; pass an instance of it: {transform.__name__}(…)")
-        pack = next((name for name, function in _PACKS.items() if transform is function), None)
-        if pack is not None:
+        if (pack := _pack_of(transform)) is not None:
             raise TypeError(f"{pack} is a function that makes a rule pack; pass what it makes: {_call_of(pack)}")
         if not callable(transform):
             raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
@@ -146,6 +144,12 @@ def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
         what = f"transforms={AUTO!r} finds rules between a checkpoint and a target, and a save has no target"
         raise RestorePlanError([Problem("rule", None, what, _PASS_RULES)])
     return chain_of(transforms, has_target=False)
+
+
+def _pack_of(something: object) -> str | None:
+    """Returns the name of the function that makes a rule pack; None where something is none."""
+    name = getattr(something, "__name__", None) if inspect.isfunction(something) else None
+    return name if name in _PACKS and something is getattr(rules, name) else None
 
 
 def _of_type(something: object) -> str:
@@ -167,7 +171,7 @@ def _instead_of(something: object) -> str:
 def _call_of(name: str) -> str | None:
     """Returns the call that makes the transform or the rule pack of this name; None where there is neither."""
     if name in _PACKS:
-        parameters = inspect.signature(_PACKS[name]).parameters.values()
+        parameters = inspect.signature(getattr(rules, name)).parameters.values()
         wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
         return f"ot.rules.{name}({', '.join(f'{parameter}=…' for parameter in wanted)})"
     return f"ot.transforms.{name}(…)" if name in transform_names else None
@@ -237,6 +241,8 @@ def _found(
 
 def _mapping(source: FlatState, target: Mapping[str, Any], fillable: Collection[str]) -> FoundMapping:
     """Finds rules for the whole target; where none cover it, for what the fallback does not fill."""
+    from orbax_t5x.rules.finding import find_rules  # noqa: PLC0415  (knows all packs)
+
     wanted = {name: leaf for name, leaf in target.items() if name not in fillable}
     if not wanted or len(wanted) == len(target):
         return find_rules(source, target)

@@ -16,6 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Leaf, View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
@@ -23,7 +24,6 @@ from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.stacked_names import stacked_part
 from orbax_t5x.restoring.target_leaf import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
-from orbax_t5x.transforms import FALLBACK, Cast, Pad, Slice
 from orbax_t5x.trees.dtypes import conversion, kind_of
 
 Origin = Literal["the checkpoint", "the state dict", "the fallback"]
@@ -147,7 +147,7 @@ class Fitting:
         elif is_lossy and leaf.is_param and kind_of(source) == kind_of(leaf.dtype) == "float":
             ways = [Fix.setting("pass {} for the model's parameters", dtype=leaf.dtype.name)]
         else:
-            ways = [] if is_lossy else [Fix.adding(Cast(re.escape(name), leaf.dtype))]
+            ways = [] if is_lossy else [Fix.adding(transforms.Cast(re.escape(name), leaf.dtype))]
         if is_lossy:  # one for all leaves: a model in another dtype is one decision
             ways.append(Fix.setting("pass {}", allow_lossy_cast=True))
         lost = "would lose values" if is_lossy else "is not done without being asked for"
@@ -250,12 +250,14 @@ def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], *, is
         return Fix.any_of(stored, _OTHER_DEPTH)
     if pairs and all(have <= want for have, want in pairs):
         grown = tuple(None if have == want else want for have, want in pairs)
-        filled = Fix.adding(Pad(pattern, grown, FALLBACK)).also_setting("give {} values for what is new", fallback=...)
+        filled = Fix.adding(transforms.Pad(pattern, grown, transforms.FALLBACK)).also_setting(
+            "give {} values for what is new", fallback=...
+        )
         # Keys of zeros are all the same key.
-        return Fix.any_of(stored, *([] if is_key else [Fix.adding(Pad(pattern, grown, 0))]), filled)
+        return Fix.any_of(stored, *([] if is_key else [Fix.adding(transforms.Pad(pattern, grown, 0))]), filled)
     if pairs and all(have >= want for have, want in pairs):
         index = tuple((None, None if have == want else want, None) for have, want in pairs)
-        return Fix.any_of(stored, Fix.adding(Slice(pattern, index)))
+        return Fix.any_of(stored, Fix.adding(transforms.Slice(pattern, index)))
     return Fix.any_of(stored, _UNKNOWN_DIMENSIONS)
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(ot.__file__).parent
 # A room imports from the floors above it in this list alone (docs/project/architecture.md has the picture). A module
 # that stands by itself in the package's root is a room, too.
 FLOORS = (
-    ("text", "trees"),
+    ("on_demand", "text", "trees"),
     ("errors",),
     ("concurrency", "storage", "optim", "provenance"),
     ("lazy", "multihost", "mesh_tf", "adafactor", "optimizers", "partitioning"),
@@ -31,11 +31,12 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What else may be imported where it is used, with the reason; all other imports stand at the top of their module.
 IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
-    ("orbax_t5x", "__getattr__"): "public names load on first use: importing the package costs nothing",
+    ("orbax_t5x.on_demand", "load"): "public names load on first use: importing the package costs nothing",
     ("orbax_t5x.cli.main", "main"): "a command loads what it needs: `--help` needs neither JAX nor Orbax",
     ("orbax_t5x.cli.main", "_fix_text"): "only a fix needs the transforms, which load JAX",
     ("orbax_t5x.storage.remote.hub", "_package"): "huggingface_hub is an optional package",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
+    ("orbax_t5x.restoring.chains", "_mapping"): "only rules that are sought need all packs",
     ("orbax_t5x.restoring.planner", "build_plan"): "only a plan that fails is explained: others load nothing of it",
 }
 

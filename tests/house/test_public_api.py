@@ -1,9 +1,11 @@
 """The public names, and what importing the package costs."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,16 +23,18 @@ PUBLIC = set(
 )
 
 
-def imported_for_type_checkers() -> dict[str, str]:
+def imported_for_type_checkers(package: ModuleType) -> dict[str, str]:
     """What the block under TYPE_CHECKING imports: name -> the module that has it, "" for a module of the package."""
-    body = ast.parse(Path(ot.__file__).read_text()).body
+    assert package.__file__
+    body = ast.parse(Path(package.__file__).read_text()).body
     (block,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     found = {}
     for node in block.body:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
-            assert alias.asname == alias.name  # otherwise type checkers take the name for private
-            found[alias.name] = "" if node.module == "orbax_t5x" else node.module
+            # Otherwise type checkers take the name for private.
+            assert alias.asname == alias.name or package is not ot
+            found[alias.name] = "" if node.module == package.__name__ else str(node.module)
     return found
 
 
@@ -44,7 +48,11 @@ def test_public_names():
 
 
 def test_type_checkers_see_the_same_names_from_the_same_modules():
-    assert imported_for_type_checkers() == ot._PUBLIC
+    for package in (ot, ot.transforms, ot.rules):
+        assert imported_for_type_checkers(package) == package._PUBLIC
+        assert set(package.__all__) == package._PUBLIC.keys()
+        for name, module in package._PUBLIC.items():
+            assert not module or getattr(package, name) is getattr(importlib.import_module(module), name)
 
 
 def test_dir_shows_public_names_alone():
@@ -104,13 +112,22 @@ print(sorted({{name.split('.')[0] for name in sys.modules}} & {{'tensorflow', 'f
     assert run_python(code).strip() == "[]"
 
 
-def test_restoring_in_one_process_needs_no_orbax(goldens):
-    """Importing it takes half a second, which a job that imports a bundle does not wait for."""
+def test_restoring_in_one_process_needs_no_orbax_and_loads_what_it_uses(goldens):
+    """Importing Orbax takes half a second, this package as a whole a third of one: a restore does not wait for it."""
     code = f"""
 import sys
 import orbax_t5x as ot
 prefix = {str(goldens / "tf_bundle" / "t5_1_1_f32")!r}
 assert ot.restore(prefix, None)
-print(sorted({{name.split('.')[0] for name in sys.modules}} & {{'tensorflow', 'orbax'}}))
+print(*sys.modules)
 """
-    assert run_python(code).strip() == "[]"
+    loaded = run_python(code).split()
+    assert {name.split(".")[0] for name in loaded} & {"tensorflow", "orbax", "optax", "flax"} == set()
+    ours = {name.removeprefix("orbax_t5x.") for name in loaded if name.startswith("orbax_t5x.")}
+    assert "readers.tf_bundle.open" in ours
+    others = {"safetensors", "flax_msgpack", "torch_zip", "npz", "gguf", "orbax", "t5x"}
+    assert ours & {f"readers.{name}.open" for name in others} == set(), "readers of other formats"
+    assert {name for name in ours if name.startswith(("rules.", "restoring.diagnose", "mesh_tf", "optim"))} == set()
+    steps = {f"transforms.{name}" for name in ("names", "arrays", "sizes", "layers", "translate", "follow.optimizer")}
+    assert ours & steps == set(), "transforms that were not given"
+    assert len(ours) < 200

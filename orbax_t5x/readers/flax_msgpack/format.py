@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, is_msgpack_map
-from orbax_t5x.readers.flax_msgpack.open import HUB_FILE, INDEX_FILE, INDEX_SUFFIX, open_flax_msgpack
+
+INDEX_SUFFIX = ".msgpack.index.json"
+# Hugging Face's names for a model in one file, and for the index of one in several.
+HUB_FILE = "flax_model.msgpack"
+INDEX_FILE = "flax_model.msgpack.index.json"
 
 
 def is_flax_msgpack(probe: PathProbe) -> bool:
@@ -14,4 +19,5 @@ def is_flax_msgpack(probe: PathProbe) -> bool:
     return is_msgpack_map(probe) or (probe.kind == "file" and probe.path.endswith(INDEX_SUFFIX))
 
 
-FORMAT = Format("flax_msgpack", "a Flax msgpack file", is_flax_msgpack, open_flax_msgpack)
+_open = on_demand.function("orbax_t5x.readers.flax_msgpack.open", "open_flax_msgpack")
+FORMAT = Format("flax_msgpack", "a Flax msgpack file", is_flax_msgpack, _open)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe
-from orbax_t5x.readers.gguf.header import MAGIC
-from orbax_t5x.readers.gguf.open import SUFFIX, open_gguf
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
 
 
 def is_gguf(probe: PathProbe) -> bool:
@@ -18,4 +20,5 @@ def has_gguf(probe: PathProbe) -> bool:
     return bool(probe.with_suffix(SUFFIX))
 
 
-FORMAT = Format("gguf", "a GGUF file", is_gguf, open_gguf, recognise_unmarked=has_gguf)
+_open = on_demand.function("orbax_t5x.readers.gguf.open", "open_gguf")
+FORMAT = Format("gguf", "a GGUF file", is_gguf, _open, recognise_unmarked=has_gguf)

@@ -19,11 +19,11 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
+from orbax_t5x.readers.gguf.format import MAGIC
 from orbax_t5x.readers.ranges.window_reader import WindowReader
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
 
-MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 # The most dimensions that GGML's tensors have.
 _MOST_DIMENSIONS = 4

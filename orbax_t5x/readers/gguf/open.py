@@ -22,6 +22,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.gguf.format import SUFFIX
 from orbax_t5x.readers.gguf.header import GgufHeader, TensorEntry, read_header
 from orbax_t5x.readers.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
@@ -31,7 +32,6 @@ from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
 
-SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<model>.*)-[0-9]{5}-of-(?P<parts>[0-9]{5})\.gguf", re.ASCII | re.DOTALL)
 _SINGLE = np.dtype(np.float32)
 # GGML's types by their codes: those that are read, then quantizations.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, first_zip_member
-from orbax_t5x.readers.npz.open import SUFFIX, open_npz
+
+SUFFIX = ".npz"
 
 
 def is_npz(probe: PathProbe) -> bool:
@@ -13,4 +15,5 @@ def is_npz(probe: PathProbe) -> bool:
     return first is not None and (first.endswith(b".npy") or probe.path.endswith(SUFFIX))
 
 
-FORMAT = Format("npz", "an .npz file", is_npz, open_npz)
+_open = on_demand.function("orbax_t5x.readers.npz.open", "open_npz")
+FORMAT = Format("npz", "an .npz file", is_npz, _open)

@@ -20,7 +20,6 @@ from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 
-SUFFIX = ".npz"
 _ARRAY_SUFFIX = ".npy"
 # Enough for a local header and an array's own, of nearly all members.
 _HEAD_BYTES = 2048

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, is_file, is_msgpack_map, is_t5x_state
-from orbax_t5x.readers.orbax.open import open_orbax
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, MSGPACK_FILE, STEP_METADATA_FILE, is_item, is_step_directory
 
 
@@ -19,6 +19,5 @@ def is_orbax(probe: PathProbe) -> bool:
     return is_step_directory(probe.path)
 
 
-FORMAT = Format(
-    "orbax", "an Orbax item or step (_METADATA, _CHECKPOINT_METADATA)", is_orbax, open_orbax, open_item=open_orbax
-)
+_open = on_demand.function("orbax_t5x.readers.orbax.open", "open_orbax")
+FORMAT = Format("orbax", "an Orbax item or step (_METADATA, _CHECKPOINT_METADATA)", is_orbax, _open, open_item=_open)

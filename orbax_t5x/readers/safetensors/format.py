@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe
-from orbax_t5x.readers.safetensors.header import LENGTH_BYTES
-from orbax_t5x.readers.safetensors.open import INDEX_FILE, INDEX_SUFFIX, SINGLE_FILE, SUFFIX, open_safetensors
+
+LENGTH_BYTES = 8
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def is_safetensors(probe: PathProbe) -> bool:
@@ -29,6 +34,5 @@ def _begins_with_header(probe: PathProbe) -> bool:
     )
 
 
-FORMAT = Format(
-    "safetensors", "safetensors files", is_safetensors, open_safetensors, recognise_unmarked=has_safetensors
-)
+_open = on_demand.function("orbax_t5x.readers.safetensors.open", "open_safetensors")
+FORMAT = Format("safetensors", "safetensors files", is_safetensors, _open, recognise_unmarked=has_safetensors)

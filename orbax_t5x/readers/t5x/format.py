@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, is_t5x_msgpack, is_t5x_state
 from orbax_t5x.readers.orbax.steps import MSGPACK_FILE
-from orbax_t5x.readers.t5x.open import open_t5x
 
 
 def is_t5x(probe: PathProbe) -> bool:
@@ -15,4 +15,5 @@ def is_t5x(probe: PathProbe) -> bool:
     return is_t5x_msgpack(probe)
 
 
-FORMAT = Format("t5x", "a T5X step (a msgpack file 'checkpoint')", is_t5x, open_t5x)
+_open = on_demand.function("orbax_t5x.readers.t5x.open", "open_t5x")
+FORMAT = Format("t5x", "a T5X step (a msgpack file 'checkpoint')", is_t5x, _open)

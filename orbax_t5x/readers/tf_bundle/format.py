@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, is_bundle_state, is_file, is_sstable
-from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
 
 _STATE_FILE = "checkpoint"
 # T5X keeps the iterator of each host's training data in a step.
@@ -41,10 +41,7 @@ def has_bundle(probe: PathProbe) -> bool:
     )
 
 
+_open = on_demand.function("orbax_t5x.readers.tf_bundle.open", "open_tf_bundle")
 FORMAT = Format(
-    "tf_bundle",
-    "a TensorFlow bundle (prefix.index, prefix.data-…)",
-    is_tf_bundle,
-    open_tf_bundle,
-    recognise_unmarked=has_bundle,
+    "tf_bundle", "a TensorFlow bundle (prefix.index, prefix.data-…)", is_tf_bundle, _open, recognise_unmarked=has_bundle
 )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from orbax_t5x import on_demand
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.probe import PathProbe, first_zip_member
-from orbax_t5x.readers.torch_zip.open import INDEX_FILE, INDEX_SUFFIX, OLD_MAGIC, SINGLE_FILE, SUFFIXES, open_torch
+
+SUFFIXES = (".bin", ".pt", ".pth")
+INDEX_SUFFIX = ".bin.index.json"
+# Hugging Face's names for a model in one file, and for the index of one in several.
+SINGLE_FILE = "pytorch_model.bin"
+INDEX_FILE = "pytorch_model.bin.index.json"
+# How a file of PyTorch before 1.6 begins: a pickle of its magic number.
+OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def is_torch(probe: PathProbe) -> bool:
@@ -24,4 +32,5 @@ def has_torch(probe: PathProbe) -> bool:
     return SINGLE_FILE in probe.names or INDEX_FILE in probe.names
 
 
-FORMAT = Format("torch", "PyTorch's files (.bin, .pt, .pth)", is_torch, open_torch, recognise_unmarked=has_torch)
+_open = on_demand.function("orbax_t5x.readers.torch_zip.open", "open_torch")
+FORMAT = Format("torch", "PyTorch's files (.bin, .pt, .pth)", is_torch, _open, recognise_unmarked=has_torch)

@@ -18,6 +18,7 @@ from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import named_by_caller
 from orbax_t5x.readers.hub_files import ModelFiles
 from orbax_t5x.readers.open_flag import OpenFlag
+from orbax_t5x.readers.torch_zip.format import INDEX_FILE, INDEX_SUFFIX, OLD_MAGIC, SINGLE_FILE
 from orbax_t5x.readers.torch_zip.leaves import LeafMaker
 from orbax_t5x.readers.torch_zip.opcodes import parse
 from orbax_t5x.readers.zip_members import Archive
@@ -25,13 +26,6 @@ from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Store, StoredFile
 
-SUFFIXES = (".bin", ".pt", ".pth")
-INDEX_SUFFIX = ".bin.index.json"
-# Hugging Face's names for a model in one file, and for the index of one in several.
-SINGLE_FILE = "pytorch_model.bin"
-INDEX_FILE = "pytorch_model.bin.index.json"
-# How a file of PyTorch before 1.6 begins: a pickle of its magic number.
-OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _PICKLE = "data.pkl"
 _STORAGES = "data/"
 _BYTE_ORDERS = {b"little": "little", b"big": "big"}

@@ -1,0 +1,46 @@
+"""Public names load their modules on first use, and only then."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from orbax_t5x import on_demand
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a module, and a name of it that the package hands on."""
+    folder = tmp_path / "of_two"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "first.py").write_text("value = object()\n\ndef join(*texts, by): return by.join(texts)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = __import__("of_two")
+    modules = {"value": "of_two.first", "first": "", "tool": "json"}
+    monkeypatch.setattr(package, "__getattr__", on_demand.loader("of_two", modules), raising=False)
+    yield package
+    for name in ("of_two", "of_two.first"):
+        sys.modules.pop(name, None)
+
+
+def test_a_name_loads_its_module_once(package):
+    assert "of_two.first" not in sys.modules
+    value = package.value
+    assert value is sys.modules["of_two.first"].value and vars(package)["value"] is value
+
+
+def test_modules_are_names_too(package):
+    assert isinstance(package.first, ModuleType) and isinstance(package.tool, ModuleType)
+
+
+def test_other_names_are_no_attributes(package):
+    with pytest.raises(AttributeError, match="module 'of_two' has no attribute 'third'"):
+        _ = package.third
+    assert not hasattr(package, "join")
+
+
+def test_a_function_loads_its_module_when_it_is_called(package):
+    join = on_demand.function("of_two.first", "join")
+    assert "of_two.first" not in sys.modules
+    assert join("a", "b", by="-") == "a-b"
