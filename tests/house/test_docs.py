@@ -28,13 +28,14 @@ def test_examples_run(page, goldens, tmp_path, monkeypatch):
         "pytorch": goldens / "torch" / "t5_1_1",
         "directory": tmp_path / "steps",
     }
-    paths = {f"{names['bundle']}/": "", f"{goldens}/": "", f"{tmp_path}/": ""}
+    paths = {f"{path}/": "" for path in (names["bundle"], goldens, tmp_path, DOCS.parent)}
     outputs = []
     for block in page_outputs.blocks(page, "python"):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
         outputs.append((block, page_outputs.cleaned(printed.getvalue(), paths)))
     page_outputs.compare(page, outputs)
+    page_outputs.compare_tables(page, names, paths)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 # An output's columns on a page: what a code block of the site shows without scrolling.
 COLUMNS = 88
@@ -37,10 +38,23 @@ def cleaned(output: str, paths: Mapping[str, str]) -> str:
     return "".join(line.rstrip() + "\n" for line in output.splitlines())
 
 
+def compare_tables(page: Path, names: Mapping[str, Any], paths: Mapping[str, str]) -> None:
+    """Asserts that a file `NAME.html` that the page includes is how the page's value of that name shows itself."""
+    for file in re.findall(r"^:file: (.*/\w+\.html)$", page.read_text(), re.MULTILINE):
+        path = (page.parent / file).resolve()
+        real = cleaned(names[path.stem]._repr_html_(), paths)
+        if os.environ.get("WRITE_OUTPUTS"):
+            path.write_text(real)
+        assert path.read_text() == real, f"{path} is another table by now: `make outputs` writes it"
+
+
 def is_shown(shown: str, real: str) -> bool:
-    """Tests whether the page shows the output; a line of an ellipsis stands for any lines."""
-    lines = (".*" if line.strip() == _LEFT_OUT else re.escape(line) for line in shown.splitlines())
-    return re.fullmatch("\n".join(lines), real.rstrip("\n"), re.DOTALL) is not None
+    """Tests whether the page shows the output, however its lines break; a line of an ellipsis stands for any lines."""
+    pattern = "".join(
+        r"(?:\S+\s)*?" if line.strip() == _LEFT_OUT else "".join(re.escape(word) + r"\s" for word in line.split())
+        for line in shown.splitlines()
+    )
+    return re.fullmatch(pattern, "".join(f"{word} " for word in real.split())) is not None
 
 
 def compare(page: Path, outputs: Iterable[tuple[Block, str]]) -> None:
