@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from orbax_t5x.lazy import View, as_view
+from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
+from orbax_t5x.lazy.node import leaf_node
 from orbax_t5x.storage.remote.hub import shared_path
 from orbax_t5x.text.fold import fold
 from orbax_t5x.text.html import html_fragment, html_paragraph, html_table
@@ -79,7 +80,9 @@ class Checkpoint:
         self.index_bytes = index_bytes
         self.sequences: frozenset[str] = frozenset(sequences)
         self._empties = dict(empties or {})
-        self._leaves: Mapping[str, View] = MappingProxyType({name: as_view(leaves[name]) for name in sorted(leaves)})
+        self._leaves: Mapping[str, View] = MappingProxyType(
+            {name: View(leaf_node(leaves[name])) for name in sorted(leaves)}
+        )
         self._closers: list[Callable[[], None]] = [] if close is None else [close]
 
     @property

@@ -116,6 +116,7 @@ class _Flattening:
     def __init__(self) -> None:
         self._leaves: dict[str, TargetLeaf] = {}
         self._original: dict[str, Any] = {}
+        self._described: dict[tuple[jax.ShapeDtypeStruct, bool, bool] | None, TargetLeaf] = {}
         self._problems: list[Problem] = []
         self._train_states: list[str] = []
         self._inference_states: list[str] = []
@@ -184,10 +185,16 @@ class _Flattening:
             fix = Fix.by_target("rename one of the target's keys")
             self._problems.append(Problem("duplicate", name, "two leaves of the target have this name", fix))
             return
-        described = describe_leaf(name, leaf, is_param=is_param, is_variable=is_variable)
+        # Descriptions do not depend on the name, and most leaves are like another one.
+        kind = (leaf, is_param, is_variable) if type(leaf) is jax.ShapeDtypeStruct else None
+        described = self._described.get(kind)
+        if described is None:
+            described = describe_leaf(name, leaf, is_param=is_param, is_variable=is_variable)
         if isinstance(described, Problem):
             self._problems.append(described)
             return
+        if kind is not None:
+            self._described[kind] = described
         self._leaves[name] = described
         self._original[name] = leaf
 

@@ -6,6 +6,7 @@ Every function takes both kinds. URLs are read through the connections of the se
 from __future__ import annotations
 
 import errno
+import functools
 import os
 from collections.abc import Iterable
 
@@ -38,6 +39,7 @@ def open_store(path: str) -> Store:
     return RemoteStore(path) if url_scheme(path) is not None else LocalStore(path)
 
 
+@functools.lru_cache(maxsize=1 << 10)  # each leaf asks for its file
 def is_url(path: str) -> bool:
     """Reports whether a path is a URL."""
     return url_scheme(path) is not None

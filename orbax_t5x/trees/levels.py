@@ -22,6 +22,9 @@ _SHOWN_LEVELS = 8
 _SHOWN_CHARACTERS = 200
 _LEAVES = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))
 
+# Those whose exact type shows it, as nearly always.
+_PLAIN_LEAVES = frozenset(_LEAVES[1:])
+
 
 def require_levels(tree: Any) -> None:
     """Raises an EndlessTreeError for a tree that contains itself or has `MOST_LEVELS` levels or more."""
@@ -29,6 +32,8 @@ def require_levels(tree: Any) -> None:
     above: list[tuple[Any, Any]] = []
     while pending:
         for name, node in pending[-1]:
+            if type(node) in _PLAIN_LEAVES:
+                continue
             below = _children(node)
             if below is not None:
                 above.append((name, node))

@@ -5,7 +5,7 @@ Dict keys, field names and sequence indices, as text, joined by '/'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 # The attribute that holds the key, in each kind of key of a JAX key path.
@@ -20,6 +20,9 @@ def key_text(key: Any) -> str:
     return str(key)
 
 
-def leaf_name(path: Iterable[Any]) -> str:
+def leaf_name(path: Sequence[Any]) -> str:
     """Returns the '/'-joined name of a leaf, from its JAX key path."""
-    return "/".join([key_text(key) for key in path])
+    try:
+        return "/".join([key.key for key in path])  # dicts with text as keys, as nearly all are
+    except (AttributeError, TypeError):
+        return "/".join([key_text(key) for key in path])

@@ -61,6 +61,8 @@ class BundleLeaves:
         self._limits = limits
         self._swap = (header.endianness == _BIG_ENDIAN) != (sys.byteorder == "big")
         self.shards: dict[int, StoredFile | CheckpointError] = {}
+        # Shapes and dtypes of entries, by the entry's dtype and shape; most are those of other entries.
+        self._proven: dict[tuple[int, tuple[int, ...] | None], tuple[tuple[int, ...], np.dtype]] = {}
         # How many slices each variable has, by name; filled from the keys, each of which names one variable.
         self._slice_counts: collections.Counter[bytes | None] = collections.Counter()
         # What comparing irregular slices with each other may still take, for all variables together.
@@ -115,7 +117,8 @@ class BundleLeaves:
             raise CorruptCheckpointError(f"the name {key[:80]!r} is not UTF-8", path=self._index_path) from None
         if "\0" in name:
             raise CorruptCheckpointError(f"the name {name[:80]!r} holds a NUL", path=self._index_path)
-        self._limits.require_name(name, self._index_path)
+        if len(key) > self._limits.name_bytes or key.count(b"/") >= self._limits.name_levels:
+            self._limits.require_name(name, self._index_path)
         return name
 
     def _corrupt(self, leaf: str, message: str) -> CorruptCheckpointError:
@@ -123,21 +126,25 @@ class BundleLeaves:
 
     def _parse(self, leaf: str, value: bytes) -> BundleEntry:
         try:
-            return parse_entry(value, self._limits.rank, self._slice_counts[leaf.encode()] + _SPARE_SLICES)
+            return parse_entry(value, self._limits.rank, self._slice_counts.get(leaf.encode(), 0) + _SPARE_SLICES)
         except BadMessage as problem:
             raise self._corrupt(leaf, f"its entry cannot be read: {problem}") from None
 
     def _leaf(self, name: str, value: bytes, slices: Mapping[bytes, bytes], unclaimed: set[bytes]) -> Leaf:
         entry = self._parse(name, value)
-        shape = self._shape(name, entry)
-        dtype, unknown = np.dtype(object), None
-        try:
-            dtype = dtype_of(entry.dtype, path=self._index_path, leaf=name)
-        except CheckpointError as error:
-            unknown = error
-        self._require_countable(name, shape, dtype)
-        if unknown is not None:
-            return _broken(name, unknown, shape, dtype)
+        kind = entry.dtype, entry.shape
+        if kind not in self._proven:
+            shape = self._shape(name, entry)
+            dtype, unknown = np.dtype(object), None
+            try:
+                dtype = dtype_of(entry.dtype, path=self._index_path, leaf=name)
+            except CheckpointError as error:
+                unknown = error
+            self._require_countable(name, shape, dtype)
+            if unknown is not None:
+                return _broken(name, unknown, shape, dtype)
+            self._proven[kind] = shape, dtype
+        shape, dtype = self._proven[kind]
         try:
             if entry.slices:
                 return self._sliced(name, entry, shape, dtype, slices, unclaimed)

@@ -8,6 +8,7 @@ is wrong is a `BadMessage`; the caller knows the file and the leaf.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from orbax_t5x.readers.tf_bundle.sstable import BadVarint, read_varint
@@ -74,7 +75,10 @@ def _scan(data: bytes, kind: str, wires: dict[int, int], repeated: int = 0) -> d
                     value, at = read_varint(data, at - 1, end)
             else:
                 if wire == _BYTES:
-                    size, at = read_varint(data, at, end)
+                    size = data[at]
+                    at += 1
+                    if size >= 0x80:
+                        size, at = read_varint(data, at - 1, end)
                 elif wire in _FIXED_BYTES:
                     size = _FIXED_BYTES[wire]
                 else:
@@ -133,6 +137,8 @@ def parse_header(data: bytes) -> BundleHeader:
     )
 
 
+# An index has many entries of few shapes.
+@functools.lru_cache(maxsize=1 << 10)
 def _parse_shape(data: bytes, max_rank: int) -> tuple[int, ...] | None:
     shape = _scan(data, "TensorShapeProto", _SHAPE, repeated=2)
     if shape.get(3):

@@ -209,9 +209,13 @@ class Table:
         try:
             while at < end:
                 start = at
-                shared, at = read_varint(block, at, end)
-                unshared, at = read_varint(block, at, end)
-                size, at = read_varint(block, at, end)
+                shared, unshared, size = block[at : at + 3]  # restart points follow, so there are three
+                if shared | unshared | size < 0x80 and at + 3 <= end:
+                    at += 3
+                else:
+                    shared, at = read_varint(block, at, end)
+                    unshared, at = read_varint(block, at, end)
+                    size, at = read_varint(block, at, end)
                 if start == restart:
                     if shared:
                         raise self._corrupt(f"an entry at a restart point of {where} continues another key")

@@ -113,14 +113,16 @@ class RuleTable:
         literal = self._literals.get(name)
         likely = self._always
         if self._by_part:
-            likely = likely.copy()
-            for part in set(name.split("/")):
-                likely += self._by_part.get(part, ())
-            likely.sort()
+            by_part = self._by_part
+            for part in name.split("/"):
+                if part in by_part:
+                    likely = likely + by_part[part]
+            if len(likely) > 1:
+                likely = sorted(likely)
         for index in likely:
             if literal is not None and index > literal:
                 break
-            match = self.regex(index).fullmatch(name)
+            match = _compiled(self.patterns[index]).fullmatch(name)
             if match is not None:
                 return index, match
         if literal is None:
