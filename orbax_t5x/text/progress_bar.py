@@ -1,7 +1,7 @@
-"""A progress bar on a terminal; nothing anywhere else.
+"""A progress bar on a terminal, and lines now and then in a pipe or a file.
 
-No thread draws it: it is redrawn when bytes arrive. It shows numbers and the verb, never a leaf's name, which could be
-wider than the terminal or hold control characters.
+No thread draws them: they are written when bytes arrive. They show numbers and the verb, never a leaf's name, which
+could be wider than the terminal or hold control characters.
 """
 
 from __future__ import annotations
@@ -20,40 +20,58 @@ OnProgress = Callable[[int, int, str], None]
 """`on_progress(done_bytes, total_bytes, leaf)`."""
 
 Progress = OnProgress | Literal["bar"]
-"""`progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar": a bar on a terminal."""
+"""`progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar": a bar on a terminal, lines elsewhere."""
 
 _INTERVAL_SECS = 0.1
+# A line in a log for each tenth, or where a tenth takes longer, every ten seconds; never two in a second.
+_LEAST_LINE_INTERVAL_SECS = 1.0
+_MOST_LINE_INTERVAL_SECS = 10.0
+_LINES = 10
+_LINE_COLUMNS = 80
 _MOST_BAR_COLUMNS = 24
 _LEAST_BAR_COLUMNS = 6
 _CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressBar:
-    """`progress(done_bytes, total_bytes, leaf)` as a line on a terminal; leaving its context removes the line."""
+    """`progress(done_bytes, total_bytes, leaf)` as a line on a terminal, which leaving its context removes.
+
+    Elsewhere it writes lines, and none for what takes less than a second.
+    """
 
     def __init__(self, verb: str, stream: TextIO | None = None):
         """Args: `verb`: what is going on, such as "restoring"; `stream`: standard error if None."""
         self._verb = verb
         self._stream = sys.stderr if stream is None else stream
-        self._is_shown = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._started = time.monotonic()
         self._drawn: float | None = None
+        self._lines = 0
 
     def __call__(self, done: int, total: int, leaf: str) -> None:
-        """Draws the line, if the last one is old enough or this is the end."""
+        """Draws the bar if the last one is old enough or this is the end; elsewhere writes a line when one is due."""
         now = time.monotonic()
-        is_early = self._drawn is not None and now - self._drawn < _INTERVAL_SECS
-        if not self._is_shown or (is_early and done < total):
-            return
-        self._drawn = now
         rate = size_text(round(done / max(now - self._started, 1e-3)))
-        self._write(_CLEAR_LINE + bar_line(self._verb, done, total, rate, _columns(self._stream)))
+        if not self._is_terminal:
+            if self._is_line_due(now, done, total):
+                self._write(bar_line(self._verb, done, total, rate, _LINE_COLUMNS) + "\n")
+        elif self._drawn is None or now - self._drawn >= _INTERVAL_SECS or done >= total:
+            self._drawn = now
+            self._write(_CLEAR_LINE + bar_line(self._verb, done, total, rate, _columns(self._stream)))
+
+    def _is_line_due(self, now: float, done: int, total: int) -> bool:
+        since = now - (self._started if self._drawn is None else self._drawn)
+        tenth = _LINES * done // total if total else _LINES
+        is_due = since >= _MOST_LINE_INTERVAL_SECS or (since >= _LEAST_LINE_INTERVAL_SECS and tenth > self._lines)
+        if is_due:
+            self._drawn, self._lines = now, tenth
+        return is_due
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._drawn is not None:
+        if self._drawn is not None and self._is_terminal:
             self._write(_CLEAR_LINE)
 
     def _write(self, text: str) -> None:

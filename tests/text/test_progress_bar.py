@@ -53,6 +53,20 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_nothing(monkeypatch):
     assert dumb.getvalue() == ""
 
 
+@pytest.mark.parametrize(("seconds", "lines"), [(0.9, 0), (11.0, 10), (40.0, 10), (400.0, 40)])
+def test_a_pipe_gets_a_line_for_each_tenth_or_every_ten_seconds(monkeypatch, seconds, lines):
+    now = 0.0
+    monkeypatch.setattr("orbax_t5x.text.progress_bar.time.monotonic", lambda: now)
+    pipe, steps = io.StringIO(), 4000
+    with ProgressBar("converting", pipe) as bar:
+        for step in range(steps + 1):
+            now = seconds * step / steps
+            bar(step << 20, steps << 20, "\x1b[2J")
+    written = pipe.getvalue().splitlines()
+    assert abs(len(written) - lines) <= 1 and "\x1b" not in pipe.getvalue() and "\r" not in pipe.getvalue()
+    assert all(line.startswith("converting ") and "of 3.91 GiB" in line for line in written)
+
+
 def test_a_bar_of_nothing_is_full():
     terminal = Terminal()
     with ProgressBar("converting", terminal) as bar:
