@@ -3,11 +3,11 @@ memory.
 
 A job is a function in `benchmarks.jobs` that returns nothing; it calls `Clock.start()` when its imports are done. Times
 are given with and without imports, and beside wall time stands the processor time of the process, user and system,
-which other work on the machine changes less, and its minor faults. Before each run memory is warmed: a virtual machine
-whose host takes idle memory back pays for cold memory, whichever job happens to be the first to use it. A ratio is the
-median of the ratios of the rounds: in one round the ways run one after the other, so that both have met about the same
-load. Peak memory is the growth of the resident set over what stood before the job began (imports and devices included),
-read from the kernel's high-water mark, which is reset at that moment.
+which other work on the machine changes less, and its minor faults. Memory is warmed before: a virtual machine whose
+host takes idle memory back pays for cold memory, whichever job happens to be the first to use it. A ratio is the median
+of the ratios of the rounds: in one round the ways run one after the other, so that both have met about the same load.
+Peak memory is the growth of the resident set over what stood before the job began (imports and devices included), read
+from the kernel's high-water mark, which is reset at that moment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 
 _MIB = 1 << 20
 # More than any job takes at once.
-WARM_BYTES = 3 << 30
+_WARM_BYTES = 3 << 30
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
@@ -42,11 +42,11 @@ def reset_peak() -> None:
         control.write("5")
 
 
-def warm_memory(size: int) -> None:
-    """Touches as much memory as a job may take, in bytes, and gives it back to the system."""
-    with mmap.mmap(-1, size) as memory:
+def warm_memory() -> None:
+    """Touches as much memory as a job may take, and gives it back to the system."""
+    with mmap.mmap(-1, _WARM_BYTES) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
-        for start in range(0, size, mmap.PAGESIZE):
+        for start in range(0, _WARM_BYTES, mmap.PAGESIZE):
             memory[start] = 1
 
 
@@ -107,14 +107,9 @@ Runs = dict[str, list[dict[str, float]]]
 
 
 def run_job(
-    name: str,
-    arguments: Sequence[str],
-    module: str = "benchmarks.jobs",
-    environment: Mapping[str, str] | None = None,
-    warm_bytes: int = WARM_BYTES,
+    name: str, arguments: Sequence[str], module: str = "benchmarks.jobs", environment: Mapping[str, str] | None = None
 ) -> dict[str, float]:
-    """One run in a fresh process, with warm memory; its last line of output is the measurement."""
-    warm_memory(warm_bytes)
+    """One run in a fresh process; its last line of output is the measurement."""
     command = [sys.executable, "-m", module, name, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -133,6 +128,7 @@ def compare(title: str, ways: dict[str, tuple[str, Sequence[str]]], runs: int, m
     """
     measured: Runs = {label: [] for label in ways}
     load = os.getloadavg()[0]
+    warm_memory()
     for round_number in range(runs + 1):
         for label, (job, arguments) in ways.items():
             figures = run_job(job, arguments, module)

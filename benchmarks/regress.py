@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import data
-from benchmarks.measure import WARM_BYTES, run_job
+from benchmarks.measure import run_job, warm_memory
 
 _FIGURES = (
     ("processor_seconds", "CPU s", ".3f", 1),
@@ -56,9 +56,7 @@ def _count(full: int, scale: float) -> int:
     return max(1, round(full * scale))
 
 
-def compare(
-    title: str, job: Job, checkouts: Sequence[Path], rounds: int, huge_pages: str, warm_bytes: int = WARM_BYTES
-) -> list[str]:
+def compare(title: str, job: Job, checkouts: Sequence[Path], rounds: int, huge_pages: str) -> list[str]:
     """Runs a job with both checkouts in alternating processes; returns the rows of its table.
 
     The first round, which warms the page cache, is left out where there are several.
@@ -69,7 +67,7 @@ def compare(
         for checkout, measured in zip(checkouts, runs, strict=True):
             module, name, arguments = job
             job_arguments = [module, name, *arguments]
-            measured.append(run_job(str(checkout), job_arguments, "benchmarks.regress_job", environment, warm_bytes))
+            measured.append(run_job(str(checkout), job_arguments, "benchmarks.regress_job", environment))
     kept = [measured[-rounds:] for measured in runs]
     label = f"{title}, huge pages {'on' if huge_pages == '1' else 'off'}"
     return [f"| {label} | {' | '.join(row)} |" for row in figures_of(*kept)]
@@ -104,6 +102,7 @@ def main() -> None:
         print(f"| {options.rounds} rounds | figure | old | new | ratio | quartiles |\n|---|---|---|---|---|---|")
         for name in options.jobs or _JOBS:
             job = _JOBS[name](folder, options.scale)
+            warm_memory()
             for huge_pages in _HUGE_PAGES[options.huge_pages]:
                 print("\n".join(compare(name, job, checkouts, options.rounds, huge_pages)), flush=True)
 

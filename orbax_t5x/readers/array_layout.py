@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import numpy as np
 import tensorstore as ts
@@ -32,3 +33,17 @@ class ArrayLayout:
 def _cell(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of a grid's cells; a dimension without a size of its own is not cut."""
     return tuple([max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True)])
+
+
+class HasLayout(Protocol):
+    """Array whose layout is known before it is opened."""
+
+    @property
+    def layout(self) -> ArrayLayout:
+        """The layout."""
+        ...
+
+
+def layout_of(array: ts.TensorStore | HasLayout) -> ArrayLayout:
+    """Returns the layout of an array, open or not."""
+    return ArrayLayout.of(array) if isinstance(array, ts.TensorStore) else array.layout

@@ -24,7 +24,7 @@ from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpoi
 from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
-from orbax_t5x.readers.array_layout import ArrayLayout
+from orbax_t5x.readers.array_layout import ArrayLayout, layout_of
 from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
@@ -77,6 +77,7 @@ class TensorStoreLeaf(Leaf):
         flag: OpenFlag,
         *,
         prng_impl: str | None = None,
+        layout: ArrayLayout | None = None,
         sums: BoxSums | CheckpointError | None = None,
         absent_is_fill: bool = False,
         files: Snapshot,
@@ -84,13 +85,14 @@ class TensorStoreLeaf(Leaf):
     ):
         """Makes the leaf of an array; called by readers.
 
-        The array is open for reading, or is opened on the first read. `sums` are the checksums that the checkpoint
-        keeps of it, or why they cannot be used; those of another shape or dtype cannot. With `absent_is_fill` a chunk
-        that is not stored holds the fill value. `files` are as they were before the array was opened.
+        The array is open for reading, or is opened on the first read; `layout` is its own, where known. `sums` are the
+        checksums that the checkpoint keeps of it, or why they cannot be used; those of another shape or dtype cannot.
+        With `absent_is_fill` a chunk that is not stored holds the fill value. `files` are as they were before the array
+        was opened.
         """
         self.name: str = name
         self.path: str = path
-        layout = ArrayLayout.of(array) if isinstance(array, ts.TensorStore) else array.layout
+        layout = layout or layout_of(array)
         chunk, shard = layout.chunk, layout.shard
         self.shape: tuple[int, ...] = layout.shape
         self.dtype: np.dtype = layout.dtype

@@ -23,7 +23,7 @@ def test_ratios_are_those_of_the_rounds() -> None:
 @pytest.mark.slow
 def test_a_job_runs_with_the_package_of_each_checkout(tmp_path: Path) -> None:
     job = "format_jobs", "open_ours", [str(data.many_leaves(tmp_path, 20))]
-    rows = compare("opening", job, [ROOT, ROOT], 1, "0", warm_bytes=1)
+    rows = compare("opening", job, [ROOT, ROOT], 1, "0")
     assert len(rows) == 6 and all(row.startswith("| opening, huge pages off |") for row in rows)
     with pytest.raises(RuntimeError, match="not that of"):
-        compare("opening", job, [tmp_path, ROOT], 1, "1", warm_bytes=1)
+        compare("opening", job, [tmp_path, ROOT], 1, "1")

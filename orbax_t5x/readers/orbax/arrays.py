@@ -24,7 +24,7 @@ from orbax_t5x.errors import (
     error_at,
 )
 from orbax_t5x.lazy.leaf import Leaf
-from orbax_t5x.readers.array_layout import ArrayLayout
+from orbax_t5x.readers.array_layout import layout_of
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.fetched_array import FetchedArray
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
@@ -143,7 +143,7 @@ class ItemArrays:
         except (ValueError, NotImplementedError) as error:
             return BrokenLeaf(named.name, self._typed(error, named))
         try:
-            layout = array.layout if isinstance(array, FetchedArray) else ArrayLayout.of(array)
+            layout = layout_of(array)
             limits.require_shape(layout.shape, layout.dtype)
         except CheckpointError as error:
             return BrokenLeaf(named.name, error_at(error, path=self.directory, leaf=named.name))
@@ -152,6 +152,7 @@ class ItemArrays:
             self.directory,
             array,
             flag,
+            layout=layout,
             prng_impl=self.prng_impls.get(named.node.param),
             sums=self.sums.of(named.node.param),
             absent_is_fill=self.absent_is_fill,

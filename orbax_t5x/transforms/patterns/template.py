@@ -35,7 +35,10 @@ def expand_match(match: re.Match[str], template: str) -> str:
     try:
         if parts is not None:
             return "".join(
-                [part if type(part) is str else match[part if type(part) is int else part[0]] or "" for part in parts]
+                [
+                    part if isinstance(part, str) else match[part if isinstance(part, int) else part[0]] or ""
+                    for part in parts
+                ]
             )
     except IndexError:
         pass  # the engine's own text has more detail
