@@ -6,7 +6,8 @@ more than was in memory.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from orbax_t5x.lazy import Leaf, ReadStats
 from orbax_t5x.operations.convert.journal import Journal, JournalEntry, SourceRange
 from orbax_t5x.operations.convert.output_format import BlockStore
 from orbax_t5x.operations.convert.partition import PlannedBlock
+from orbax_t5x.operations.convert.safetensors_layout import TensorInFile
 from orbax_t5x.readers.box_sums import array_crc
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.text.progress_bar import OnProgress
 
 STOP_FILE = "stop"
@@ -82,16 +85,26 @@ class BlockPipeline:
         with in_flight.admitted(size):
             view = block.array.view
             stats = self._stats.scoped()
-            out = await read_block(view, block.box, stats)
-            crc = await run_in_pool(reader_pool(), array_crc, out)
-            try:
-                await output.write(block.box, out)
+            with self._naming_failures(block):
+                crc = await _copied(block, output, stats)
+            if crc is None:
+                out = await read_block(view, block.box, stats)
+                crc = await run_in_pool(reader_pool(), array_crc, out)
+                with self._naming_failures(block):
+                    await output.write(block.box, out)
+            with self._naming_failures(block):
                 await self._journal.add(
                     JournalEntry(block.number, crc, self._read(view.leaves(), stats)), block.array, self._store.sync
                 )
-            except Exception as error:
-                raise_as_checkpoint_error(error, self._stop_file.parent, leaf=block.array.name)
-            in_flight.note_done(out.nbytes, block.array.name)
+            in_flight.note_done(block.nbytes, block.array.name)
+
+    @contextlib.contextmanager
+    def _naming_failures(self, block: PlannedBlock) -> Generator[None, None, None]:
+        """Raises a failure to write as the error that names the work directory and the leaf."""
+        try:
+            yield
+        except Exception as error:
+            raise_as_checkpoint_error(error, self._stop_file.parent, leaf=block.array.name)
 
     def _read(self, leaves: Sequence[Leaf], stats: ReadStats) -> tuple[SourceRange, ...]:
         return tuple(
@@ -102,3 +115,11 @@ class BlockPipeline:
                 for covered in stats.ranges(leaf)
             ]
         )
+
+
+async def _copied(block: PlannedBlock, output: BlockOutput, stats: ReadStats) -> int | None:
+    """Copies a block from file to file, and returns its checksum; None where the bytes are to be changed on the way."""
+    leaf = block.array.view.leaf
+    if not (isinstance(output, TensorInFile) and isinstance(leaf, ByteRangeLeaf)) or leaf.is_remote:
+        return None
+    return await output.copy(block.box, leaf, stats)

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
-from orbax_t5x.lazy import Box
+from orbax_t5x.lazy import Box, ReadStats
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.readers.ranges.byte_runs import union_runs
+from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.header import DTYPES, LENGTH_BYTES, METADATA_KEY
 
 # Transformers' own bound was 5 GB for years: hubs, and file systems with small limits, take files of this size.
@@ -150,6 +151,20 @@ class TensorInFile:
         try:
             for position, run in self._runs(box, stored):
                 _write_all(file, run, position)
+        finally:
+            os.close(file)
+
+    async def copy(self, box: Box, leaf: ByteRangeLeaf, stats: ReadStats) -> int | None:
+        """Writes one box as a leaf of the same shape and dtype stores it, and returns its crc32c.
+
+        None, and nothing is written, where the leaf stores it otherwise.
+        """
+        return await await_to_end(run_in_pool(reader_pool(), self._copy, box, leaf, stats))
+
+    def _copy(self, box: Box, leaf: ByteRangeLeaf, stats: ReadStats) -> int | None:
+        file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW)
+        try:
+            return leaf.copy_blocking(box, lambda start, data: _write_all(file, data.data, self._start + start), stats)
         finally:
             os.close(file)
 

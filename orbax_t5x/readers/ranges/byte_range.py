@@ -22,7 +22,7 @@ import numpy as np
 
 from orbax_t5x.concurrency import run_jobs
 from orbax_t5x.errors import CheckpointIOError
-from orbax_t5x.lazy.box import Box, box_size, union_size
+from orbax_t5x.lazy.box import Box, box_shape, box_size, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import Window, WindowGrid, byte_strides, locate_box, split_ends, union_runs
@@ -119,6 +119,10 @@ class StoredRange(abc.ABC):
     def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
         """Reads byte ranges of it only for their checksums; blocks."""
 
+    def as_in_memory(self, box: Box) -> tuple[int, int] | None:
+        """Returns the byte range of it that holds a box just as memory would; None where there is none."""
+        return None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ByteRange(StoredRange):
@@ -165,7 +169,17 @@ class ByteRange(StoredRange):
             return self._read_spans(spans, checksum, leaf)
         return self._read_windows(wanted, checksum, leaf)
 
-    def sum(self, ranges: Iterable[tuple[int, int]], *, leaf: str) -> ReadOutcome:
+    def as_in_memory(self, box: Box) -> tuple[int, int] | None:
+        strides = byte_strides(self.shape, self.dtype.itemsize)
+        placed = locate_box(box, box_shape(box), self.shape, strides)
+        if self.swap or not as_stored(self.dtype) or placed is None or not placed[1]:
+            return None
+        return placed[0], placed[0] + box_size(box) * self.dtype.itemsize
+
+    def sum(
+        self, ranges: Iterable[tuple[int, int]], *, leaf: str, sink: Callable[[int, np.ndarray], None] | None = None
+    ) -> ReadOutcome:
+        """Implements `StoredRange.sum`; `sink` is called with the bytes of each window, and the first one's number."""
         checksums = _ReadChecksums(self.kind, True)
         size = 0
         buffer = _staging()
@@ -178,6 +192,8 @@ class ByteRange(StoredRange):
             file.read_into(self.offset + low, [data], leaf=leaf)
             checksums.add(low, data)
             size += length
+            if sink is not None:
+                sink(low, data)
         return ReadOutcome(checksums.flush(), size, 0)
 
     # -- straight into the buffers

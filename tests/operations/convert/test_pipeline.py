@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import orbax_t5x as ot
-from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.handlers.type_handlers import stream
 from orbax_t5x.lazy import LazyThreadPoolArray
+from orbax_t5x.operations.convert import pipeline
+from orbax_t5x.operations.convert.journal import Journal
+from orbax_t5x.operations.convert.safetensors_layout import SINGLE_NAME as FILE
+from orbax_t5x.operations.convert.safetensors_layout import TensorInFile
+from orbax_t5x.readers.ranges import byte_range
+from tests.support.bundle_writer import bundle_of
 from tests.support.conversions import assert_equals, flat, names_in
 from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 from tests.support.saving import stock
@@ -70,3 +77,47 @@ def test_progress_counts_every_byte_and_may_stop_the_conversion(tmp_path):
     with pytest.raises(RuntimeError, match="enough"):
         ot.convert(source, tmp_path / "other", progress=enough)
     assert names_in(tmp_path) == ["out"]
+
+
+def test_bytes_that_stay_are_copied_as_they_would_be_read_and_written(tmp_path, monkeypatch):
+    """The same files and the same journals, from a source with checksums; several windows each."""
+    monkeypatch.setattr(byte_range, "_WINDOW_BYTES", 1024)
+    rng = np.random.default_rng(0)
+    leaves = {"a": rng.random((40, 33), np.float32), "b/c": rng.integers(0, 99, (7, 300)), "d": np.float32(3)}
+    leaves |= {"e": rng.random((3, 5)) > 0.5, "none": np.zeros((0, 3)), "turned": rng.random((20, 30))}
+    prefix = bundle_of(leaves).write(tmp_path)
+    turned = ot.transforms.Transpose("turned", (1, 0))
+    noted, copied = [], []
+    add, copy = Journal.add, TensorInFile.copy
+
+    async def noting_add(journal, entry, array, sync):
+        noted.append(entry)
+        await add(journal, entry, array, sync)
+
+    async def noting_copy(output, box, leaf, stats):
+        copied.append((leaf.name, await copy(output, box, leaf, stats)))
+        return copied[-1][1]
+
+    monkeypatch.setattr(Journal, "add", noting_add)
+    monkeypatch.setattr(TensorInFile, "copy", noting_copy)
+    ot.convert(prefix, tmp_path / "fast", turned, format="safetensors")
+    assert {name for name, crc in copied if crc is not None} == {"a", "b/c", "d"}
+    fast, noted = sorted(noted), []
+    monkeypatch.setattr(pipeline, "TensorInFile", type(None))
+    ot.convert(prefix, tmp_path / "slow", turned, format="safetensors")
+    slow = sorted(noted)
+    assert [entry[:2] for entry in fast] == [entry[:2] for entry in slow]
+    assert len(slow) == len(leaves) - 1, "an empty array has no block"
+    assert (tmp_path / "fast" / FILE).read_bytes() == (tmp_path / "slow" / FILE).read_bytes()
+    assert_equals(load_file(tmp_path / "fast" / FILE), {**leaves, "turned": leaves["turned"].T})
+
+
+def test_damage_is_found_in_what_is_copied(tmp_path):
+    prefix = bundle_of({"a": np.arange(1000.0)}).write(tmp_path)
+    (data,) = tmp_path.glob("*.data-*")
+    damaged = bytearray(data.read_bytes())
+    damaged[500] ^= 1
+    data.write_bytes(damaged)
+    with pytest.raises(CorruptCheckpointError, match="crc32c"):
+        ot.convert(prefix, tmp_path / "out", format="safetensors")
+    assert not (tmp_path / "out").exists()

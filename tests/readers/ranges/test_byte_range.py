@@ -15,6 +15,7 @@ from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.box import Box, box_shape, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ReadStats
+from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.readers.ranges import byte_range as _byte_range
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
@@ -69,6 +70,45 @@ def test_reads_equal_numpy(tmp_path_factory, case, dtype_name, kinds, swap, veri
         else:
             # Gaps that were read over count: their bytes have been seen.
             assert verified is (stats.bytes_read + stats.gap_bytes == wanted.size and not wanted.size == 0)
+
+
+@given(shapes_and_boxes(), st.sampled_from(sorted(DTYPES)), st.booleans(), st.sampled_from(["touched", "off"]))
+@settings(max_examples=max(10, settings.default.max_examples // 10))
+def test_copies_equal_reads(tmp_path_factory, case, dtype_name, swap, verify) -> None:
+    """What is passed on, its checksum, and what verifies the source; or nothing is."""
+    shape, boxes = case
+    array = random_bits(shape, np_dtype(dtype_name))
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        leaf = stored(tmp_path_factory.mktemp("leaf"), array, swap=swap)
+        for box in boxes:
+            copied = bytearray()
+            positions = []
+
+            def sink(start: int, data: np.ndarray, copied=copied, positions=positions) -> None:
+                positions.append(start - len(copied))
+                copied += data.tobytes()
+
+            stats, expected = ReadStats(verify), ReadStats(verify)
+            crc = leaf.copy_blocking(box, sink, stats)
+            if crc is None:
+                assert not copied and not stats.bytes_read
+                continue
+            out = np.empty(box_shape(box), array.dtype)
+            leaf.read_blocking([Request(box, out)], expected)
+            assert copied == out.tobytes() and crc == array_crc(out)
+            flat = np.arange(array.size).reshape(shape)[box_slices(box)]
+            assert not flat.size or set(positions) == {int(flat.flat[0]) * array.itemsize}
+            assert stats.bytes_read == expected.bytes_read
+            spans = [[(one.start, one.stop) for one in found.ranges(leaf)] for found in (stats, expected)]
+            assert spans[0] == [(low[0], high[1]) for low, high in zip(spans[1][:1], spans[1][-1:], strict=True)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_what_is_stored_as_in_memory_is_copied(tmp_path: Path, dtype: str) -> None:
+    leaf = stored(tmp_path, random_bits((4, 6), np_dtype(dtype)))
+    for box, is_copied in [(((0, 4), (0, 6)), True), (((1, 3), (0, 6)), True), (((1, 3), (0, 5)), False)]:
+        assert (leaf.copy_blocking(box, lambda start, data: None, ReadStats()) is not None) is is_copied
 
 
 @st.composite
