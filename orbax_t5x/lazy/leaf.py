@@ -117,6 +117,10 @@ class Leaf(abc.ABC):
         """
         return union_size(boxes) * self.dtype.itemsize
 
+    async def check_for_all(self, stats: ReadStats) -> None:
+        """Proves that the files are unchanged, where this process is the one of its job that does so for all."""
+        del stats  # most leaves prove it with each read
+
     async def verify_checksum(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool | None:
         """Compares checksums after the last read of this leaf.
 

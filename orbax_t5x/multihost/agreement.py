@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from orbax_t5x.errors import CheckpointIOError, Fix, Problem, RestorePlanError
+from orbax_t5x.multihost.catalogue import collective_call
 from orbax_t5x.multihost.collectives import error_as_bytes, exchange, received_error
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
@@ -51,7 +52,7 @@ class Agreement:
     def planning(self) -> Generator[None, None, None]:
         """Sends a failure of this process to the others, who wait at their next exchange."""
         try:
-            with sending_heartbeats():
+            with sending_heartbeats(), collective_call():
                 yield
         except BaseException as error:
             if not self._failure_is_known:

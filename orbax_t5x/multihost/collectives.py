@@ -7,41 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from jax.experimental import multihost_utils
 
 from orbax_t5x.concurrency import CallThread
-from orbax_t5x.errors import (
-    CheckpointError,
-    CheckpointGoneError,
-    CheckpointIOError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    Fix,
-    LeafMismatchError,
-    LimitExceededError,
-    UnsafeCheckpointError,
-    UnsupportedCheckpointError,
-)
+from orbax_t5x.errors import CheckpointError, CheckpointIOError
 from orbax_t5x.multihost.heartbeat import call_with_living_peers
 from orbax_t5x.multihost.rendezvous import rendezvous_before_collective
-
-# Errors that are raised with the same type on the other processes.
-_SENT_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointGoneError,
-        CheckpointIOError,
-        CheckpointNotFoundError,
-        CorruptCheckpointError,
-        LeafMismatchError,
-        LimitExceededError,
-        UnsafeCheckpointError,
-        UnsupportedCheckpointError,
-    )
-}
+from orbax_t5x.storage.error_data import error_as_data, error_from_data
 
 _LENGTH = np.dtype("<u8")
 
@@ -114,11 +89,7 @@ def raise_together(error: Exception | None, path: str | None) -> None:
 
 def error_as_bytes(error: BaseException) -> bytes:
     """Encodes an error to be sent to the other processes."""
-    if not isinstance(error, CheckpointError) or type(error).__name__ not in _SENT_KINDS:
-        return json.dumps(None).encode()
-    number = error.errno if isinstance(error, CheckpointIOError) else None
-    fixes = [] if error.fix is None else [_fix_as_data(way) for way in error.fix.ways]
-    return json.dumps([type(error).__name__, error.message, error.path, error.leaf, number, fixes]).encode()
+    return json.dumps(error_as_data(error)).encode()
 
 
 def received_error(failures: Sequence[int], payload: bytes, path: str | None, what: str = "reading") -> CheckpointError:
@@ -128,27 +99,7 @@ def received_error(failures: Sequence[int], payload: bytes, path: str | None, wh
         noun = "process" if len(failures) == 1 else "processes"
         text = f"{what} failed on {noun} {', '.join(map(str, failures))}; the error raised there has the reason"
         return CheckpointIOError(text, path=path)
-    name, message, where, leaf, number, fixes = known
-    message = f"{message} (on process {failures[0]})"
-    fix = Fix.any_of(*map(_fix_from_data, fixes)) if fixes else None
-    if _SENT_KINDS[name] is CheckpointIOError:
-        return CheckpointIOError(message, path=where, leaf=leaf, fix=fix, errno=number)
-    return _SENT_KINDS[name](message, path=where, leaf=leaf, fix=fix)
-
-
-def _fix_as_data(way: Fix) -> list[Any]:
-    """Returns a fix without alternatives for JSON: words, scope and keyword arguments, a value to choose as []."""
-    arguments = {name: [] if value is ... else [value] for name, value in way.arguments.items()}
-    if way.transforms or not all(isinstance(value, str | bool) for given in arguments.values() for value in given):
-        return [way.text, "program", {}]
-    return [way.words or way.text, way.scope, arguments]
-
-
-def _fix_from_data(data: Sequence[Any]) -> Fix:
-    words, scope, arguments = data
-    if not arguments:
-        return Fix(words, scope=scope)
-    return Fix.setting(words, **{name: value[0] if value else ... for name, value in arguments.items()})
+    return error_from_data(known, f" (on process {failures[0]})")
 
 
 def gather_texts(mine: Sequence[bytes], path: str | None) -> list[list[bytes]]:

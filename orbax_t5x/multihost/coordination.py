@@ -45,3 +45,13 @@ def service_process_count() -> int:
 def has_backend() -> bool:
     """Tests whether JAX has made its backend, for which it has waited for all processes."""
     return xla_bridge.backends_are_initialized()
+
+
+def waited_for_bytes(store: Any, key: str, timeout_secs: float) -> bytes | None:
+    """Returns the bytes of a key when they are set; None if the time has passed; errors as `waited_for_key`."""
+    try:
+        return store.blocking_key_value_get_bytes(key, math.ceil(1000 * timeout_secs))
+    except RuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise

@@ -8,6 +8,7 @@ from typing import Any
 
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy.read_stats import Verify
+from orbax_t5x.multihost.catalogue import collective_call, opened_once
 from orbax_t5x.multihost.heartbeat import announce_exit, sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.provenance.decision import Decision
@@ -129,7 +130,10 @@ def restore(
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
     rendezvous_before_backend()
-    with sending_heartbeats(), open_plan(source, target, transforms, options) as plan:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sending_heartbeats())
+        with collective_call():
+            plan = stack.enter_context(open_plan(source, target, transforms, options))
         return plan.run(reading)
 
 
@@ -174,7 +178,10 @@ def _plan(
         return with_history(recorded, checkpoints)
 
     # The only reads between opening the sources and reading arrays.
-    records = with_older_steps() if needs_history else recorded
+    records = recorded
+    if needs_history:
+        paths = [checkpoint.shared_path for checkpoint in checkpoints.values()]
+        records = opened_once(["history", *paths], ", ".join(paths), with_older_steps)
     # Before the plan: transforms that were applied already fail in ways that would only hide why.
     plan = build_plan(inputs, decided(caller.agree(records)), proposes=caller.proposes)
     if not needs_history:

@@ -238,6 +238,8 @@ class _Execution:
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
                 for task in done:
                     task.result()
+            if self._several:
+                await asyncio.gather(*[leaf.check_for_all(self._stats) for leaf in self._leaves_in_order()])
         except BaseException:
             self._stop.set()
             for task in tasks:

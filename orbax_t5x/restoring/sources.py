@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.readers import Checkpoint, Limits, open_checkpoint
+from orbax_t5x.readers import Checkpoint, Limits
+from orbax_t5x.readers.together import open_together
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -58,7 +59,7 @@ class Source:
             return self
         item = options.item if self.item is None else self.item
         limits = Limits() if options.limits is None else options.limits
-        checkpoint = open_checkpoint(self.path, format=self.format, item=item, limits=limits)
+        checkpoint = open_together(self.path, format=self.format, item=item, limits=limits)
         return dataclasses.replace(self, path=stack.enter_context(checkpoint))
 
 

@@ -109,9 +109,11 @@ class Snapshot(Protocol):
 
     Attributes:
       clock: of the remote store that holds them; None where they are local.
+      is_for_all: whether this process compares them for all processes of its job, also where it reads nothing of them.
     """
 
     clock: ResponseClock | None
+    is_for_all: bool
 
     def are_stored(self, names: Sequence[str]) -> list[bool]:
         """Reports for each name whether it is a file in the directory of the array; blocks."""

@@ -75,6 +75,8 @@ class TreeSnapshot(Snapshot):
     reads, is not noticed here. Kept is one digest, however many files there are.
     """
 
+    is_for_all = False
+
     def __init__(self, root: Root, names: Sequence[str], *, leaf: str | None = None):
         """Stats files and directories by names relative to the root ("": the root); errors as `check_tree`."""
         self.clock = None

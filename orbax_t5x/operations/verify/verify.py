@@ -18,8 +18,9 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
 from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.operations.verify.report import HOLDS, NOTHING, LeafVerification, Status, VerifyReport
-from orbax_t5x.readers import Limits, open_checkpoint
+from orbax_t5x.readers import Limits
 from orbax_t5x.readers.box_sums import row_boxes
+from orbax_t5x.readers.together import open_together
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 # Bytes read at a time of a leaf without a checksum, unless a row of chunks is larger.
@@ -57,7 +58,7 @@ def verify(
     check_progress(progress)
     stats = ReadStats("full")
     with (
-        open_checkpoint(path, item=item, limits=limits) as checkpoint,
+        open_together(path, item=item, limits=limits) as checkpoint,
         shown_progress(progress, "verifying") as on_progress,
     ):
         leaves = [leaf for view in checkpoint.leaves.values() for leaf in view.leaves()]

@@ -26,6 +26,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.remote import hub
 from orbax_t5x.storage.remote.hub_ranges import HubFiles
+from orbax_t5x.storage.remote.recorded import RecordedBucket, RecordedTransport
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, is_no_file, remote_error
 from orbax_t5x.storage.remote.transport import (
     REQUEST_SETTINGS,
@@ -38,6 +39,7 @@ from orbax_t5x.storage.remote.transport import (
 from orbax_t5x.storage.remote.urls import StoreUrl, kvstore_spec, parse_url
 from orbax_t5x.storage.remote.web_server import WebServer
 from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.storage.transcript import current_transcript
 from orbax_t5x.storage.values import NO_BYTES, BoundedRange, ReadContext
 
 _Result = TypeVar("_Result")
@@ -100,6 +102,7 @@ class Connection:
       ahead: bytes requested before they are needed, by all reads of files together.
       is_bounded: see `Transport`.
       refused: responses that were taken for missing files, by key: refusals for want of credentials, and redirects.
+      transcript: of the opening, where processes share it; else None.
     """
 
     def __init__(self, url: StoreUrl, timeout: float):
@@ -113,11 +116,17 @@ class Connection:
         self._listed: dict[str, frozenset[str]] = {}
         self._wholes: dict[str, Response] = {}
         self._small: set[str] = set()
+        self._at_end: list[Callable[[], None]] = []
+        self.transcript = current_transcript()
         try:
             # Web servers, which anyone may run, are read so that no response can hold more than was asked for.
             self._bucket = _open_bucket(url.base, self.clock) if url.can_list else None
             self._server: Transport = self._bucket or WebServer(url.base, self.clock)
             self.is_bounded = self._server.is_bounded
+            if self.transcript is not None and self._bucket is not None:
+                self._server = self._bucket = RecordedBucket(self._bucket, url.base, self.transcript)
+            elif self.transcript is not None:
+                self._server = RecordedTransport(self._server, url.base, self.transcript)
         except ValueError as error:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
 
@@ -316,8 +325,15 @@ class Connection:
         """Closes connections that no request uses."""
         self._server.close_idle()
 
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Adds what is called when the opening ends."""
+        self._at_end.append(function)
+
     def forget(self) -> None:
         """Clears the memory of an opening."""
+        for function in self._at_end:
+            function()
+        self._at_end.clear()
         self._stats, self._lists, self._listed, self._wholes, self.refused = {}, {}, {}, {}, {}
         self._small = set()
 

@@ -27,6 +27,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
 from orbax_t5x.storage.remote.transport import Response
+from orbax_t5x.storage.transcript import Viewpoint
 from orbax_t5x.storage.values import BoundedRange
 
 _Generational = TypeVar("_Generational", Response, FileStat)
@@ -74,6 +75,7 @@ class RemoteFile:
         self._state = state
         self._size: int | None = None
         self._content: bytes | None = None
+        self._reads_whole = False
         self._blocks: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self.name: str = name
@@ -151,6 +153,22 @@ class RemoteFile:
         self._content = answer.data
         self._size = len(answer.data)
 
+    @property
+    def _viewpoint(self) -> Viewpoint | None:
+        """Of bytes that another process has read for this one."""
+        transcript = self._connection.transcript
+        return None if transcript is None else transcript.viewpoint
+
+    def _drop(self) -> None:
+        """Forgets a small file that another process has read: it may hold arrays, which this one reads itself."""
+        self._content = None
+        self._reads_whole = True
+
+    def _read_whole(self) -> None:
+        with self._lock:
+            if self._content is None and self._size:
+                self._content = self._answer(self._begin(BoundedRange.between(0, self._size)), None).data
+
     def read(self, offset: int, size: int, *, leaf: str | None = None) -> bytearray:
         """Implements `StoredFile.read`."""
         self._state.require_open()
@@ -160,9 +178,11 @@ class RemoteFile:
                 path=self.path,
                 leaf=leaf,
             )
-        if self._content is None and 0 < size <= _BLOCK_BYTES:
+        if self._content is None and 0 < size <= _BLOCK_BYTES and not self._reads_whole:
             if (small := self._connection.whole_if_small(self._key)) is not None:
                 self._hold(self._proven(small, leaf))
+                if self._viewpoint is not None:
+                    self._connection.at_end(self._drop)
                 return self.read(offset, size, leaf=leaf)
             return self._read_by_blocks(offset, size, leaf)
         data = bytearray(size)
@@ -221,6 +241,8 @@ class RemoteFile:
 
     def begin_piece(self, start: int, stop: int) -> PendingRead | bytes:
         """Requests bytes, or takes them from the loaded content; `end_piece` returns them."""
+        if self._reads_whole:
+            self._read_whole()
         if self._content is not None:
             return self._content[start:stop]
         return self._begin(BoundedRange.between(start, stop))
@@ -239,7 +261,7 @@ class RemoteFile:
         Every answer was compared when it came; bytes from memory need a new stat.
         """
         self._state.require_open()
-        if self._content is not None:
+        if self._content is not None and self._viewpoint is None:
             self._proven(self._connection.stat_again([self._key])[0], leaf)
 
     def require_open(self) -> None:
@@ -266,6 +288,7 @@ class RemoteFile:
             if is_beyond_end(error):
                 # Shorter than it was? Then it is another file, and not damage.
                 self._proven(self._connection.stat_again([self._key])[0], leaf)
+                self._compare_sizes(leaf)
             raise remote_error(error, "reading it", path=self.path, leaf=leaf) from error
         self._note_size(answer.file_bytes, leaf)
         return answer
@@ -281,11 +304,26 @@ class RemoteFile:
         if self._size is None:
             self._size = size
         elif size != self._size:
+            if self._viewpoint is not None:
+                raise self._other_size(self._viewpoint, size, self._size, leaf)
             raise CheckpointGoneError(
                 f"changed after the checkpoint was opened: it has {size} bytes, and had {self._size}",
                 path=self.path,
                 leaf=leaf,
             )
+
+    def _compare_sizes(self, leaf: str | None) -> None:
+        """Compares the size with that which another process has found; for a server without ETags."""
+        viewpoint, there = self._viewpoint, self._size
+        if viewpoint is None or there is None:
+            return
+        here = RemoteFile(self._connection, self._key, self.name, self._generation, self._state).size
+        if here != there:
+            raise self._other_size(viewpoint, here, there, leaf)
+
+    def _other_size(self, viewpoint: Viewpoint, here: int, there: int, leaf: str | None) -> CheckpointGoneError:
+        message, fix = viewpoint.difference("its size in bytes", here, there)
+        return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
 
     def _answer_inside(self, wanted: BoundedRange, leaf: str | None) -> Response | None:
         """Does `_answer`, but returns None where the file ends before the requested bytes."""
@@ -301,13 +339,25 @@ class RemoteFile:
 
         A server without strong ETags sends no generation: nothing can be compared then.
         """
+        viewpoint = self._viewpoint
+        here, there = None if answer is None else answer.generation, self._generation
+        differs = answer is None or bool(here and there and here != there)
+        if viewpoint is not None and differs:
+            found = "missing" if here is None else _tag(here)
+            message, fix = viewpoint.difference("its ETag or generation", found, _tag(there) or "not known")
+            raise CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
         if answer is None:
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf)
-        if answer.generation and self._generation and answer.generation != self._generation:
+        if differs:
             raise CheckpointGoneError(
                 "changed after the checkpoint was opened: its ETag or generation is another", path=self.path, leaf=leaf
             )
         return answer
+
+
+def _tag(generation: bytes) -> str:
+    """Returns an ETag or a generation as text."""
+    return generation.strip(b"\0\1").decode("utf-8", "backslashreplace")
 
 
 def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -77,7 +77,8 @@ class RemoteStore(Store):
         return [stat is not None for stat in self._connection.stat([self.key(name) for name in names])]
 
     def kvstore(self, name: str) -> dict[str, Any] | Values:
-        if not self._connection.can_list:
+        # Where processes share an opening, our own requests can be shared, and TensorStore's cannot.
+        if not self._connection.can_list or self._connection.transcript is not None:
             return DirectoryValues(self._connection, self.key(name))
         spec = kvstore_spec(self._connection.base)
         return {**spec, "path": spec["path"] + self.key(name)}
@@ -131,6 +132,9 @@ class RemoteSnapshot(Snapshot):
         """
         self.clock = store.connection.clock
         self._connection = store.connection
+        transcript = self._connection.transcript
+        self._is_received = transcript is not None and transcript.is_received
+        self.is_for_all = transcript is not None and not transcript.is_received
         self._key = store.key(name, leaf=leaf)
         self._stat = self._connection.stat([self._key])[0]
         self._lock = threading.Lock()
@@ -147,6 +151,8 @@ class RemoteSnapshot(Snapshot):
         return checked is not None and checked() is execution
 
     def check_unchanged(self, execution: object, *, leaf: str | None = None) -> None:
+        if self._is_received:
+            return  # the process that opened the checkpoint compares it, once for all
         with self._lock:
             if self.was_checked(execution):
                 return

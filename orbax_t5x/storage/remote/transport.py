@@ -69,13 +69,12 @@ class PendingResponse(Protocol):
 
 
 class Transport(Protocol):
-    """The requests to one server or bucket.
+    """The requests to one server or bucket."""
 
-    Attributes:
-      is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
-    """
-
-    is_bounded: ClassVar[bool]
+    @property
+    def is_bounded(self) -> bool:
+        """True if a response can hold no more than was asked for, and names the size of its file."""
+        ...
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         """Requests bytes of a file.

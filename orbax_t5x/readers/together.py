@@ -1,0 +1,26 @@
+"""Opens a checkpoint that all processes of a job open, once for all of them."""
+
+from __future__ import annotations
+
+import os
+
+from orbax_t5x.multihost.catalogue import opened_once
+from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.formats import open_checkpoint
+from orbax_t5x.storage.limits import Limits
+from orbax_t5x.storage.paths import url_scheme
+
+
+def open_together(
+    path: str | os.PathLike[str], *, format: str | None = None, item: str | None = None, limits: Limits | None = None
+) -> Checkpoint:
+    """Opens a checkpoint as `open_checkpoint` does; of several processes of a job one reads the metadata for all.
+
+    Processes for which a relative path, or one with `~`, is another directory open it each for itself.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        return open_checkpoint(path, format=format, item=item, limits=limits)
+    shared = text if url_scheme(text) is not None else os.path.abspath(os.path.expanduser(text))
+    call = ["open", shared, str(format), str(item), repr(limits or Limits())]
+    return opened_once(call, text, lambda: open_checkpoint(text, format=format, item=item, limits=limits))

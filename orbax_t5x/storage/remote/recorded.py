@@ -1,0 +1,94 @@
+"""Requests of one opening: recorded, or answered from what another process was answered."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+from orbax_t5x.errors import CheckpointError
+from orbax_t5x.storage.remote.transport import ListedTransport, PendingResponse, Response, Transport
+from orbax_t5x.storage.transcript import Transcript, observed
+from orbax_t5x.storage.values import BoundedRange
+
+
+class RecordedTransport:
+    """Server whose answers are recorded, or come from a transcript; implements `Transport`."""
+
+    def __init__(self, server: Transport, base: str, transcript: Transcript):
+        """Wraps a server, whose URL is `base`."""
+        self._server = server
+        self._base = base
+        self._transcript = transcript
+
+    @property
+    def is_bounded(self) -> bool:
+        """Implements `Transport.is_bounded`."""
+        return self._server.is_bounded
+
+    def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
+        """Implements `Transport.read`."""
+        request = ("read", self._base, key, wanted.start, wanted.stop)
+        found = self._transcript.find(request)
+        if found is not None and len(found.data) <= wanted.most:
+            return _answered(found.value, found.data)
+        pending = self._server.read(key, wanted, is_awaited=is_awaited)
+        if self._transcript.is_received or self._transcript.is_closed:
+            return pending
+        return _Recorded(pending, request, self._transcript)
+
+    def close_idle(self) -> None:
+        """Implements `Transport.close_idle`."""
+        self._server.close_idle()
+
+
+class RecordedBucket(RecordedTransport):
+    """Bucket like `RecordedTransport`; implements `ListedTransport`."""
+
+    def __init__(self, bucket: ListedTransport, base: str, transcript: Transcript):
+        """Wraps a bucket, whose URL is `base`."""
+        super().__init__(bucket, base, transcript)
+        self._bucket = bucket
+
+    def names(self, prefix: str, timeout: float) -> list[str]:
+        """Implements `ListedTransport.names`."""
+        return observed(["names", self._base, prefix], lambda: self._bucket.names(prefix, timeout))
+
+
+class _Recorded:
+    """Request whose response is recorded; implements `PendingResponse`."""
+
+    def __init__(self, pending: PendingResponse, request: tuple[Any, ...], transcript: Transcript):
+        self._pending = pending
+        self._request = request
+        self._transcript = transcript
+
+    def result(self, timeout: float | None = None) -> Response | None:
+        try:
+            answer = self._pending.result(timeout)
+        except (TimeoutError, CheckpointError):
+            raise
+        except ValueError as error:
+            self._transcript.add(self._request, ["failed", str(error)])
+            raise
+        if answer is None:
+            self._transcript.add(self._request, ["none"])
+        else:
+            self._transcript.add(self._request, ["found", answer.generation.hex(), answer.file_bytes], answer.data)
+        return answer
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def cancel(self) -> object:
+        return self._pending.cancel()
+
+
+def _answered(value: list[Any], data: bytes) -> concurrent.futures.Future[Response | None]:
+    """Returns the response to a request that need not be sent."""
+    future: concurrent.futures.Future[Response | None] = concurrent.futures.Future()
+    kind = value[0]
+    if kind == "failed":
+        future.set_exception(ValueError(value[1]))
+    else:
+        future.set_result(Response(data, bytes.fromhex(value[1]), value[2]) if kind == "found" else None)
+    return future

@@ -1,0 +1,98 @@
+"""A checkpoint is opened once for all processes of a job, counted by the server; processes that see other files."""
+
+import collections
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+
+import orbax_t5x as ot
+from tests.support.http_store import serving
+from tests.support.jax_job import run_script
+
+pytestmark = pytest.mark.slow
+
+STATE = {f"layer_{number}": {"w": np.arange(64.0, dtype=np.float32) + number} for number in range(3)}
+# Larger than what is read whole at once.
+LARGE = {"x": np.arange(1 << 19, dtype=np.float32), "y": np.arange(1 << 9, dtype=np.float32)}
+# Plans, then a restore to a device of the last process, before which the files become others.
+SCRIPT = """
+    import urllib.request
+    import orbax_t5x as ot
+    from jax.experimental import multihost_utils
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    changing, *paths = sys.argv[1:]
+    for path in paths:
+        try:
+            tell(sorted(entry.name for entry in ot.plan_restore(path, None).entries))
+        except ot.errors.CheckpointError as error:
+            tell([type(error).__name__, str(error)])
+    for change in ("tag", "size"):
+        plan = ot.plan_restore(changing, {"x": jax.ShapeDtypeStruct((1 << 19,), np.float32, sharding=sharding)},
+                               strict=False)
+        multihost_utils.sync_global_devices(change)
+        if process == 0:
+            urllib.request.urlopen(f"{changing}?{change}=1").read()
+        multihost_utils.sync_global_devices(f"changed {change}")
+        try:
+            plan.execute()
+        except ot.errors.CheckpointError as error:
+            tell([type(error).__name__, str(error)])
+"""
+
+
+def counted(requests):
+    return collections.Counter((one.method, one.name, one.range) for one in requests)
+
+
+def write_all(root):
+    """Checkpoints whose metadata are in one file, in many, and in a database; returns their names."""
+    safetensors.numpy.save_file(LARGE, root / "large.safetensors")
+    safetensors.numpy.save_file(STATE["layer_0"], root / "small.safetensors")
+    np.savez(root / "arrays.npz", **LARGE)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(root / "database", STATE)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(root / "plain", ocp.args.PyTreeSave(STATE))
+    return ["large.safetensors", "small.safetensors", "arrays.npz", "database", "plain"]
+
+
+def become_others(store):
+    """Makes `changing/x.safetensors` another file, by its ETag or its size, when asked; returns what it was."""
+    data = safetensors.numpy.save(LARGE)
+    store.files["changing/x.safetensors"] = data
+    answer_to = store.answer_to
+
+    def answer(name, query):
+        if "tag" in query:
+            store.files[name], store.etag = data[:-1] + b"?", lambda data: '"other"'
+        if "size" in query:
+            store.files[name] = data[:-4096]
+        return answer_to(name, query)
+
+    store.answer_to = answer
+    return data
+
+
+def test_four_processes_ask_as_much_as_one_and_are_told_where_they_see_other_files(tmp_path):
+    names = write_all(tmp_path)
+    with serving(tmp_path) as store:
+        urls = [f"{store.url}/{name}" for name in names]
+        for url in urls:
+            ot.plan_restore(url, None)
+        with pytest.raises(ot.errors.UnsupportedCheckpointError) as missing:
+            ot.plan_restore(f"{store.url}/missing", None)
+        alone = counted(store.log)
+        store.forget()
+        data = become_others(store)
+        told = run_script(SCRIPT, 4, f"{store.url}/changing/x.safetensors", *urls, f"{store.url}/missing", devices=1)
+        assert counted(one for one in store.log if not one.name.startswith("changing")) == alone
+    assert all(one[: len(names) + 1] == told[0][: len(names) + 1] for one in told)
+    assert told[0][names.index("database")] == sorted(f"{name}/w" for name in STATE)
+    assert told[0][len(names)] == ["UnsupportedCheckpointError", str(missing.value)]
+    assert all({kind for kind, _ in one[-2:]} == {"CheckpointGoneError"} for one in told)
+    for tag, size in [[text for _, text in one[-2:]] for one in told]:
+        assert '"other" on process 3, and "' in tag and "on process 0, which opened the checkpoint" in tag
+        assert f"{len(data) - 4096} on process 3, and {len(data)} on process 0" in size
+        assert tag.startswith(f"{store.url}/changing/x.safetensors: leaf 'x'") and "Fix: give all processes" in tag

@@ -1,0 +1,50 @@
+"""Transcripts of openings: what was recorded is answered and raised again, from bytes that are checked."""
+
+import pytest
+
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError
+from orbax_t5x.storage import transcript
+from orbax_t5x.storage.transcript import Transcript, Viewpoint, observed, using
+
+HERE = Viewpoint(3, 0)
+
+
+def missing():
+    raise CheckpointNotFoundError("no such file", path="/a", leaf="w")
+
+
+def unasked():
+    raise AssertionError("the store was asked")
+
+
+def test_answers_are_given_again_without_the_store():
+    recorded = Transcript()
+    with using(recorded):
+        assert observed(["value", "a"], lambda: 7) == 7
+        assert observed(["bytes", "a"], lambda: b"\0x") == b"\0x"
+        with pytest.raises(CheckpointNotFoundError):
+            observed(["error"], missing)
+    assert observed(["value", "a"], lambda: 8) == 8, "outside of an opening the store is asked"
+    received = Transcript.decode(recorded.encode(), HERE)
+    with using(received):
+        assert observed(["value", "a"], unasked) == 7 and observed(["bytes", "a"], unasked) == b"\0x"
+        with pytest.raises(CheckpointNotFoundError, match="/a: leaf 'w': no such file"):
+            observed(["error"], unasked)
+        assert observed(["other"], lambda: 9) == 9
+    assert received.is_closed and received.find(("value", "a")) is None
+
+
+def test_too_much_is_not_shared(monkeypatch):
+    monkeypatch.setattr(transcript, "_MOST_BYTES", 10)
+    large = Transcript()
+    with using(large):
+        observed(["a"], lambda: bytes(11))
+    assert large.encode() is None
+
+
+def test_damaged_bytes_are_an_error():
+    whole = Transcript().encode()
+    assert Transcript.decode(whole, HERE).is_received
+    for damaged in (whole[:-1], b"", whole[:8] + b"{}", (9).to_bytes(8, "little") + b'[["a",1,9]]', whole[:8] + b"[1]"):
+        with pytest.raises(CheckpointIOError, match="process 0 sent"):
+            Transcript.decode(damaged, HERE)
