@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, Fix
 from orbax_t5x.storage.error_data import error_as_data, error_from_data
@@ -99,10 +99,10 @@ class Transcript:
         made = cls(viewpoint)
         try:
             stop = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
-            table = json.loads(whole[_LENGTH_BYTES:stop])
+            table: Any = json.loads(whole[_LENGTH_BYTES:stop])
             if not isinstance(table, list):
                 raise TypeError("no table of answers")
-            for request, value, size in table:
+            for request, value, size in cast("list[Any]", table):
                 start, stop = stop, stop + range(size + 1)[-1]
                 made._answers[tuple(request)] = Answer(value, whole[start:stop])
             if stop != len(whole):

@@ -69,12 +69,13 @@ class PendingResponse(Protocol):
 
 
 class Transport(Protocol):
-    """The requests to one server or bucket."""
+    """The requests to one server or bucket.
 
-    @property
-    def is_bounded(self) -> bool:
-        """True if a response can hold no more than was asked for, and names the size of its file."""
-        ...
+    Attributes:
+      is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
+    """
+
+    is_bounded: ClassVar[bool]
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         """Requests bytes of a file.
