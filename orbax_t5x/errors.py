@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
 from orbax_t5x.text.fix import Fix as Fix
-from orbax_t5x.text.html import html_fragment, html_list
+from orbax_t5x.text.html import html_fragment, html_paragraph
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.problem import Problem as Problem
 from orbax_t5x.text.problem import ProblemKind as ProblemKind
-from orbax_t5x.text.problem_lines import problem_lines
+from orbax_t5x.text.problem_lines import problem_lines, problems_html
 from orbax_t5x.text.wording import counted, ended, plain
 
 AnyPath = str | os.PathLike[str]
@@ -144,5 +144,6 @@ class RestorePlanError(CheckpointError, ValueError):
 
     def _repr_html_(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
-        items = ("\n" + "\n".join(problem_lines(self.problems))).split("\n  - ")[1:]
-        return html_fragment([html_list(map(masked, items), where + self._heading, is_open=True)])
+        return html_fragment(
+            [html_paragraph(where + self._heading, bold=True), problems_html(self.problems)], "problems"
+        )

@@ -10,10 +10,10 @@ from orbax_t5x.lazy import View
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.lazy.node import leaf_node
 from orbax_t5x.storage.remote.hub import shared_path
-from orbax_t5x.text.fold import fold
+from orbax_t5x.text.fold import TreeLeaf, empty_text, tree_rows
 from orbax_t5x.text.html import html_fragment, html_paragraph, html_table
 from orbax_t5x.text.table import TableRow
-from orbax_t5x.text.wording import array_bytes, array_text, leaves_text, size_text
+from orbax_t5x.text.wording import array_bytes, array_text, counted, leaves_text, size_text
 
 # Rows shown in a notebook; repeated layers are one.
 _SHOWN_ROWS = 200
@@ -129,19 +129,25 @@ class Checkpoint:
         self.close()
 
     def _repr_html_(self) -> str:
-        views = list(self._leaves.values())
-        arrays = [array_text(view.dtype, view.shape) for view in views]
-        folded = fold([(name,) for name in self._leaves], arrays)
-        rows: list[TableRow] = []
-        for row in folded[:_SHOWN_ROWS]:
-            size = sum(array_bytes(views[member].dtype, views[member].shape) for member in row.members)
-            rows.append(TableRow(row.label, arrays[row.members[0]], size=size_text(size)))
+        rows = checkpoint_rows(self)
         step = "" if self.step is None else f", step {self.step}"
-        parts = [html_paragraph(f"{self.path}: {self.format}{step}, {leaves_text(len(views))}", bold=True)]
-        parts.append(html_table(rows, TableRow("leaf", "array", size="bytes")))
-        if left := sum(len(row.members) for row in folded[_SHOWN_ROWS:]):
-            parts.append(html_paragraph(f"… and {leaves_text(left)} more: see `leaves`"))
-        return html_fragment(parts)
+        size = size_text(sum(array_bytes(view.dtype, view.shape) for view in self._leaves.values()))
+        title = f"{self.path}: {self.format}{step}, {leaves_text(len(self._leaves))}, {size}"
+        parts = [html_paragraph(title, bold=True)]
+        parts.append(html_table(rows[:_SHOWN_ROWS], TableRow("leaf", "array", size="bytes")))
+        if left := rows[_SHOWN_ROWS:]:
+            parts.append(html_paragraph(f"… and {counted(len(left), 'row')} more: see `leaves`"))
+        return html_fragment(parts, "checkpoint")
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {self.format}, {len(self._leaves)} leaves>"
+
+
+def checkpoint_rows(checkpoint: Checkpoint, *, folded: bool = True) -> list[TableRow]:
+    """Returns the rows of a checkpoint's tree, with repeated layers as one branch where `folded`."""
+    leaves = {
+        name: TreeLeaf(array_text(view.dtype, view.shape), array_bytes(view.dtype, view.shape))
+        for name, view in checkpoint.leaves.items()
+    }
+    leaves |= {name: TreeLeaf(empty_text(empty), 0) for name, empty in checkpoint.empties.items()}
+    return tree_rows(leaves, folded=folded)

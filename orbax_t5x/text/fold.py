@@ -5,13 +5,19 @@ everything that the caller calls alike is alike, and the other texts follow: wha
 order, so a row never claims an order that is not there: `{0…23}`, `{0…22:2}` (every second), `{23…0}`, `{1…3,0}`. What
 would need more than a few such runs stays unfolded. A second number folds too when it takes at least three values
 (experts in layers), so that `wi_0` and `wi_1` stay two rows. Linear in the number of rows.
+
+A tree is that of the folded names, in which a chain of single branches is one row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from orbax_t5x.text.table import INDENT, TableRow
+from orbax_t5x.text.wording import plain, size_text
 
 _NUMBER = re.compile(r"([0-9]+)")
 # More runs than this in one pair of braces are harder to read than the rows themselves.
@@ -159,3 +165,69 @@ def _rejoined(tokens: list[str]) -> list[str]:
         else:
             result[-1] += number + text
     return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TreeLeaf:
+    """Leaf of a tree: its array (or another text in its place) as text, and its bytes."""
+
+    array: str
+    size: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Branch:
+    """A part of a name; it may be a leaf and have parts below at once, as TensorFlow's names do."""
+
+    leaf: TreeLeaf | None = None
+    size: int = 0
+    parts: dict[str, _Branch] = dataclasses.field(default_factory=lambda: dict[str, "_Branch"]())
+
+    def add(self, names: Sequence[str], leaf: TreeLeaf) -> None:
+        """Puts a leaf below."""
+        branch = self
+        for name in names:
+            branch.size += leaf.size
+            branch = branch.parts.setdefault(name, _Branch())
+        branch.leaf = leaf
+
+    def rows(self) -> Iterator[TableRow]:
+        """Returns rows of names with their indent, of any depth."""
+        pending = [iter(self.parts.items())]
+        while pending:
+            for name, branch in pending[-1]:
+                while branch.leaf is None and len(branch.parts) == 1:
+                    ((below, branch),) = branch.parts.items()
+                    name = f"{name}/{below}"
+                label = INDENT * (len(pending) - 1) + plain(name)
+                if branch.leaf is not None:
+                    array = branch.leaf.array
+                    yield TableRow(label, array, size=size_text(branch.leaf.size) if "[" in array else "")
+                if branch.parts:
+                    yield TableRow(f"{label}/", size=size_text(branch.size) if branch.size else "")
+                    pending.append(iter(branch.parts.items()))
+                    break
+            else:
+                pending.pop()
+
+
+def tree_rows(leaves: Mapping[str, TreeLeaf], *, folded: bool = True) -> list[TableRow]:
+    """Returns the rows of a tree of leaves by '/'-joined name; not `folded`: a row for each leaf."""
+    root = _Branch()
+    if not folded:
+        for name, leaf in leaves.items():
+            root.add(name.split("/"), leaf)
+        return list(root.rows())
+    every = list(leaves.values())
+    for row in fold([(name,) for name in leaves], [leaf.array for leaf in every]):
+        first = every[row.members[0]]
+        size = sum(every[member].size for member in row.members)
+        root.add(row.texts[0].split("/"), TreeLeaf(first.array + times_text(len(row.members)), size))
+    return list(root.rows())
+
+
+def empty_text(value: Any) -> str:
+    """Returns the text for a node without leaves."""
+    if value is ...:
+        return "... (nothing was saved)"
+    return "None" if value is None else f"empty {type(value).__name__}"

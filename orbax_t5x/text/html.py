@@ -5,25 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from orbax_t5x.text.table import TableRow
+from orbax_t5x.text.table import INDENT, TableRow
 from orbax_t5x.text.wording import plain
 
-# Colours are those of the page, so that it can be dark; only weights and rules are ours. Names break after a '/'
-# or, where they must, anywhere, so that no column is outside the page.
+# Colours are those of the page, so that it can be dark; only weights, rules and tints are ours. Names break after a '/'
+# or, where they must, anywhere; on a narrow page the cells of a row stand below its name: nothing lies outside.
 _STYLE = """
-.orbax-t5x {font-size: 13px; line-height: 1.45; max-width: 100%; overflow-x: auto}
+.orbax-t5x {font-size: 13px; line-height: 1.45; max-width: 100%; overflow-wrap: anywhere}
 .orbax-t5x p {margin: 0 0 4px}
-.orbax-t5x table {border-collapse: collapse; margin: 8px 0}
+.orbax-t5x table {border-collapse: collapse; margin: 8px 0; max-width: 100%}
 .orbax-t5x th, .orbax-t5x td {text-align: left; vertical-align: top; padding: 2px 12px 2px 0;
   border-bottom: 1px solid color-mix(in srgb, currentColor 15%, transparent); background: none}
 .orbax-t5x th {font-size: 13px}
 .orbax-t5x td {font-family: ui-monospace, monospace; font-size: 12px; white-space: nowrap}
-.orbax-t5x td.name {white-space: normal; overflow-wrap: anywhere; min-width: 20em}
+.orbax-t5x td.name {white-space: normal; overflow-wrap: anywhere; min-width: 14em}
 .orbax-t5x .right {text-align: right}
-.orbax-t5x .how {opacity: .65}
+.orbax-t5x .how {opacity: .75}
 .orbax-t5x ul {margin: 2px 0 6px; padding-left: 20px; font-family: ui-monospace, monospace; font-size: 12px;
-  overflow-wrap: anywhere; white-space: pre-line}
+  white-space: pre-line}
+.orbax-t5x ol {margin: 4px 0; padding-left: 24px}
+.orbax-t5x li {margin-bottom: 4px}
+.orbax-t5x pre {margin: 2px 0 8px; padding: 6px 8px; font-size: 12px; white-space: pre-wrap; user-select: all;
+  background: color-mix(in srgb, currentColor 7%, transparent); color: inherit; border-radius: 4px}
+@media (max-width: 700px) {
+  .orbax-t5x td.name {min-width: 0}
+  .orbax-t5x td {white-space: normal}
+  .orbax-t5x .wide thead {position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden}
+  .orbax-t5x .wide, .orbax-t5x .wide tbody {display: block}
+  .orbax-t5x .wide tr {display: block; padding: 3px 0;
+    border-bottom: 1px solid color-mix(in srgb, currentColor 15%, transparent)}
+  .orbax-t5x .wide td {display: inline; border: 0}
+  .orbax-t5x .wide td.name {display: block}
+  .orbax-t5x .wide td:not(:first-child) {padding-left: 16px}
+}
 """
+_INDENT_EMS = 1.2
 
 
 def _escaped(text: str) -> str:
@@ -31,14 +47,26 @@ def _escaped(text: str) -> str:
     return escape("\n".join(map(plain, text.split("\n"))))
 
 
-def html_fragment(parts: Iterable[str]) -> str:
-    """Joins parts that are HTML already, with their style."""
-    return f'<div class="orbax-t5x"><style>{_STYLE}</style>{"".join(parts)}</div>'
+def html_fragment(parts: Iterable[str], label: str) -> str:
+    """Joins parts that are HTML already, with their style, as a region that readers of screens know as `label`."""
+    head = f'<div class="orbax-t5x" role="region" aria-label="{_escaped(label)}"><style>{_STYLE}</style>'
+    return f"{head}{''.join(parts)}</div>"
 
 
-def html_paragraph(text: str, *, bold: bool = False) -> str:
-    """Makes a paragraph of text."""
-    return f"<p><b>{_escaped(text)}</b></p>" if bold else f"<p>{_escaped(text)}</p>"
+def html_code(text: str) -> str:
+    """Makes a block of code, which one click selects."""
+    return f"<pre><code>{_escaped(text)}</code></pre>"
+
+
+def html_paragraph(text: str, *, bold: bool = False, before: str = "") -> str:
+    """Makes a paragraph of text, with bold text `before` it."""
+    begin = f"<b>{_escaped(before)}</b>" if before else ""
+    return f"<p><b>{_escaped(text)}</b></p>" if bold else f"<p>{begin}{_escaped(text)}</p>"
+
+
+def html_items(items: Iterable[str]) -> str:
+    """Makes a numbered list of what is HTML already."""
+    return f"<ol>{''.join(f'<li>{item}</li>' for item in items)}</ol>"
 
 
 def html_list(items: Iterable[str], title: str, *, is_open: bool = False) -> str:
@@ -58,9 +86,10 @@ def html_table(rows: Sequence[TableRow], heads: TableRow) -> str:
         return ""
     names = ["label", *(name for name in ("array", "placing", "size") if any(getattr(row, name) for row in rows))]
     names += ["source"] if any(row.origin for row in rows) else []
-    head = "".join(f"<th{_class_of(name)}>{_escaped(getattr(heads, name))}</th>" for name in names)
+    head = "".join(f'<th scope="col"{_class_of(name)}>{_escaped(getattr(heads, name))}</th>' for name in names)
     body = "".join(f"<tr>{''.join(_cell(row, name) for name in names)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    kind = ' class="wide"' if "source" in names else ""
+    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _class_of(column: str) -> str:
@@ -69,10 +98,15 @@ def _class_of(column: str) -> str:
 
 
 def _cell(row: TableRow, column: str) -> str:
-    text = _escaped(getattr(row, column))
+    text = _escaped(getattr(row, column).lstrip(" "))
     if column in ("label", "source"):
         text = text.replace("/", "/<wbr>")
     if column == "source":
         text = f'<span class="how">{text}</span>' if row.has_remark else text
         text += f' <span class="how">{_escaped(row.how)}</span>' if row.how else ""
-    return f"<td{_class_of(column)}>{text}</td>"
+    if not text and column != "label":
+        return "<td></td>"
+    label = getattr(row, column)
+    levels = (len(label) - len(label.lstrip(" "))) / len(INDENT) if column == "label" else 0
+    indent = f' style="padding-left: {levels * _INDENT_EMS:.1f}em"' if levels else ""
+    return f"<td{_class_of(column)}{indent}>{text}</td>"

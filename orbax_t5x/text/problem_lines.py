@@ -1,4 +1,4 @@
-"""Many problems as a few lines: those of one kind that differ only in a number or in the leaf are one entry.
+"""Many problems as a few lines or as HTML: those of one kind that differ only in a number or in the leaf are one entry.
 
 The lines are always fewer than `MOST_LINES`: every kind keeps its first entries, and a line counts the problems that
 are not shown. A long list inside a message, such as all names of a checkpoint, is cut.
@@ -7,10 +7,13 @@ are not shown. A long list inside a message, such as all names of a checkpoint, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
+from orbax_t5x.text.code import calls_code, code_of
 from orbax_t5x.text.fix import Fix
 from orbax_t5x.text.fold import Folded, fold
+from orbax_t5x.text.html import html_code, html_items, html_list, html_paragraph
+from orbax_t5x.text.masked import masked
 from orbax_t5x.text.problem import Problem
 from orbax_t5x.text.table import wrapped
 from orbax_t5x.text.wording import counted, ended, leaves_text, plain
@@ -20,12 +23,15 @@ MOST_LINES = 56
 _MOST_ENTRIES = 20
 # Messages of this length are read; longer ones are lists of names.
 _MOST_CHARACTERS = 600
+# A notebook scrolls.
+_MOST_HTML_ITEMS = 40
 
 
 @dataclasses.dataclass(slots=True)
-class _ProblemGroup:
-    """Problems of one kind with one message, with their `leaves` folded; the fix may be only the first's."""
+class ProblemGroup:
+    """Problems of one kind with one message, with their `leaves` folded; the fix may be only the `first` one's."""
 
+    first: Problem
     kind: str
     message: str
     fix: str
@@ -33,14 +39,23 @@ class _ProblemGroup:
     leaves: list[Folded]
     count: int
 
+    @property
+    def fix_heading(self) -> str:
+        """The words before the fix."""
+        return "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
+
+    def sentence(self, most_characters: int | None) -> str:
+        """Returns the message with the leaf, or how many there are, before it."""
+        labels = [plain(row.label) for row in self.leaves]
+        where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
+        return ended(where + _cut(self.message, most_characters))
+
     def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
         """Returns the message and the fix; the leaves below where there are several rows of them."""
         labels = [plain(row.label) for row in self.leaves]
-        where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
-        text = ended(f"[{self.kind}] {where}{_cut(self.message, most_characters)}")
+        text = f"[{self.kind}] {self.sentence(most_characters)}"
         if self.fix:
-            heading = "Fix, for the first" if self.fix_names_leaf and self.count > 1 else "Fix"
-            text += f"\n{heading}: {_cut(self.fix, most_characters)}"
+            text += f"\n{self.fix_heading}: {_cut(self.fix, most_characters)}"
         first, *others = map(plain, text.splitlines())
         lines = wrapped(first, width, "  - ", "    ")
         lines += [line for other in others for line in wrapped(other, width, "    ", "    ")]
@@ -59,8 +74,8 @@ def problem_lines(
     fix_text: Callable[[Fix], str] = str,
 ) -> list[str]:
     """Returns the lines for people, fewer than `MOST_LINES`; `all_in` has all of them, for what is not shown."""
-    entries_of: dict[str, list[_ProblemGroup]] = {}
-    for entry in _entries(problems, fix_text):
+    entries_of: dict[str, list[ProblemGroup]] = {}
+    for entry in problem_groups(problems, fix_text):
         entries_of.setdefault(entry.kind, []).append(entry)
     # The message of a single problem is shown whole: there is nothing that it could hide.
     most_characters = None if len(problems) == 1 else _MOST_CHARACTERS
@@ -77,11 +92,11 @@ def problem_lines(
     return [*lines[: MOST_LINES - 2], f"  … and more: see {all_in}"]
 
 
-def _entries(problems: Sequence[Problem], fix_text: Callable[[Fix], str]) -> Iterable[_ProblemGroup]:
+def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] = str) -> Collection[ProblemGroup]:
     """Groups problems whose messages differ only in where a leaf is from, and whose fixes only in its name."""
     texts = [(one.leaf or "", one.message.removesuffix(one.source), one.source) for one in problems]
     folded = fold(texts, [one.kind for one in problems])
-    entries: dict[Hashable, _ProblemGroup] = {}
+    entries: dict[Hashable, ProblemGroup] = {}
     for row in folded:
         first = problems[row.members[0]]
         fix = first.fix
@@ -91,7 +106,7 @@ def _entries(problems: Sequence[Problem], fix_text: Callable[[Fix], str]) -> Ite
         if entry is None:
             names_leaf = fix is not None and shared != fix.without(None)
             text = "" if fix is None else fix_text(fix)
-            entry = _ProblemGroup(first.kind, message + source, text, names_leaf, [], 0)
+            entry = ProblemGroup(first, first.kind, message + source, text, names_leaf, [], 0)
             entries[first.kind, message, shared] = entry
         elif entry.message != message + source:
             entry.message = message
@@ -104,3 +119,40 @@ def _entries(problems: Sequence[Problem], fix_text: Callable[[Fix], str]) -> Ite
 def _cut(text: str, most_characters: int | None) -> str:
     left = 0 if most_characters is None else len(text) - most_characters
     return text if left <= 0 else f"{text[:most_characters]}… ({left:,} characters more)"
+
+
+def problems_html(problems: Sequence[Problem]) -> str:
+    """Returns the list; a sentence counts the problems that are not shown."""
+    groups = list(problem_groups(problems))
+    most_characters = None if len(problems) == 1 else _MOST_CHARACTERS
+    shown = html_items("".join(_group_html(group, most_characters)) for group in groups[:_MOST_HTML_ITEMS])
+    left = sum(group.count for group in groups[_MOST_HTML_ITEMS:])
+    return shown + (html_paragraph(f"… and {counted(left, 'problem')} more: see `.problems`") if left else "")
+
+
+def _group_html(group: ProblemGroup, most_characters: int | None) -> Iterator[str]:
+    yield html_paragraph(masked(group.sentence(most_characters)), before=f"[{group.kind}] ")
+    if len(group.leaves) > 1:
+        yield html_list((masked(row.label) for row in group.leaves), leaves_text(group.count))
+    fix = group.first.fix
+    if fix is None:
+        return
+    codes = [code for code in map(_code_of, fix.ways) if code]
+    if len(codes) < len(fix.ways) or any(way.words or way.rule or way.removed for way in fix.ways):
+        yield html_paragraph(masked(f"{group.fix_heading}: {group.fix}"))
+    else:
+        yield html_paragraph(f"{group.fix_heading}: add to the call{', one of these' if len(codes) > 1 else ''}")
+    yield from (html_code(masked(code)) for code in codes)
+
+
+def _code_of(fix: Fix) -> str:
+    """Returns what to put into the call; empty for advice in words."""
+    lines: list[str] = []
+    if fix.transforms:
+        others = "*transforms, " if fix.to_others else ""
+        lines.append(f"transforms=[{others}{calls_code(fix.transforms)}],")
+    if fix.arguments:
+        lines += [f"{name}={'...' if value is ... else code_of(value)}," for name, value in fix.arguments.items()]
+    if fix.rule is not None:
+        lines.append(f"{fix.rule!r},")
+    return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""Tables of text for terminals: a row is a name, short cells in columns, and where it comes from. No name is ever cut.
+"""Tables of text for terminals: a row is a name, short cells in columns, and where it comes from. No name is ever cut;
+one that is longer than a line goes on below, after a '/'.
 
 A table has one line a row where nearly all rows fit; else the long texts of a row stand below its name. Whatever the
 width, the short cells stay in columns.
@@ -17,6 +18,8 @@ _LEAST_WIDTH = 40
 # With more rows broken than this share, a table of one line a row is harder to read than one with texts below names.
 _LEAST_ON_ONE_LINE = 0.75
 _GAP = "  "
+INDENT = "  "
+"""Text before the label of a row for each level of a tree."""
 
 
 def terminal_width() -> int:
@@ -107,7 +110,7 @@ def _stacked(rows: Sequence[TableRow], width: int) -> list[str]:
         if row.has_remark and len(remark) <= most:
             blocks.append([remark.replace("\xa0", " ")])
         else:
-            blocks.append([row.label, *_origin_lines(row, origin, width)])
+            blocks.append([*_name_lines(row.label, width), *_origin_lines(row, origin, width)])
     left = min(most, max(len(block[0]) for block in blocks))
     for row, block in zip(rows, blocks, strict=True):
         cells = columns.text(row)
@@ -119,6 +122,16 @@ def _stacked(rows: Sequence[TableRow], width: int) -> list[str]:
     return [line for block in blocks for line in block]
 
 
+def _name_lines(name: str, width: int, rest: str = INDENT) -> list[str]:
+    """Breaks a name that is longer than a line after a '/', where there is one; what is copied stays in order."""
+    lines: list[str] = []
+    while len(name) > width and (end := name.rfind("/", len(rest), width) + 1) > len(rest) + 1:
+        lines.append(name[:end])
+        name = rest + name[end:]
+    return [*lines, name]
+
+
 def _origin_lines(row: TableRow, origin: str, width: int) -> list[str]:
     first = "    · " if row.has_remark else "    ← "
-    return [line.replace("\xa0", " ") for line in wrapped(origin, width, first, "      ")] if origin else []
+    lines = wrapped(origin, width, first, "      ") if origin else []
+    return [line.replace("\xa0", " ") for whole in lines for line in _name_lines(whole, width, "      ")]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orbax_t5x.text.fold import fold, fold_names, runs
+from orbax_t5x.text.fold import TreeLeaf, empty_text, fold, fold_names, runs, tree_rows
 
 
 def expand(text):
@@ -103,3 +103,31 @@ def test_a_row_stands_for_exactly_its_members(names, random):
         assert expand(row.texts[0]) == [name for name, _ in members]
         if len(members) > 1 and row.texts[1].count("{") == 1:
             assert expand(row.texts[1]) == [other for _, other in members]
+
+
+def tree_of(leaves, **options):
+    return [(row.label, row.array, row.size) for row in tree_rows(leaves, **options)]
+
+
+def test_repeated_layers_are_a_branch_and_chains_a_row():
+    leaves = {f"a/b/layers_{i}/{name}": TreeLeaf("float32[2]", 8) for i in range(3) for name in ("wi", "wo")}
+    assert tree_of(leaves) == [
+        ("a/b/layers_{0…2}/", "", "48 B"),
+        ("  wi", "float32[2] ×3", "24 B"),
+        ("  wo", "float32[2] ×3", "24 B"),
+    ]
+    assert len(tree_of(leaves, folded=False)) == 1 + 3 + 6
+
+
+def test_a_name_may_be_a_leaf_and_a_branch():
+    leaves = {"a": TreeLeaf("int32[]", 4), "a/b": TreeLeaf("int32[]", 4), "c": TreeLeaf("None", 0)}
+    assert tree_of(leaves) == [("a", "int32[]", "4 B"), ("a/", "", "4 B"), ("  b", "int32[]", "4 B"), ("c", "None", "")]
+
+
+def test_nodes_without_leaves_have_words():
+    assert [empty_text(value) for value in (None, {}, [], ...)] == [
+        "None",
+        "empty dict",
+        "empty list",
+        "... (nothing was saved)",
+    ]

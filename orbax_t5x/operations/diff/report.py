@@ -122,7 +122,8 @@ class DiffReport:
         heads = [f"a: {self.a}", f"b: {self.b}", *(f"a is mapped by {rule}" for rule in self.rules)]
         parts = [html_paragraph(self.summary(), bold=True), *map(html_paragraph, heads)]
         parts += [html_list(self.warnings, "Warnings", is_open=True)] if self.warnings else []
-        return html_fragment([*parts, *html_sections(self._sections(), TableRow("leaf", "array", source="difference"))])
+        parts += html_sections(self._sections(), TableRow("leaf", "array", source="difference"))
+        return html_fragment(parts, "comparison")
 
     def __str__(self) -> str:
         return "\n".join(self.lines(terminal_width()))

@@ -99,7 +99,8 @@ class VerifyReport:
 
     def _repr_html_(self) -> str:
         parts = [html_paragraph(self.summary(), bold=True), html_paragraph(f"{self.path}: {self.format}")]
-        return html_fragment([*parts, *html_sections(self._sections(), TableRow("leaf", "array", source="reason"))])
+        parts += html_sections(self._sections(), TableRow("leaf", "array", source="reason"))
+        return html_fragment(parts, "verification")
 
     def __str__(self) -> str:
         return "\n".join(self.lines(terminal_width()))

@@ -42,4 +42,4 @@ def html(plan: PlanData) -> str:
     parts += [html_list(names, section) for section, names in name_sections(plan)]
     if done := outcome(plan):
         parts.append(html_paragraph(done))
-    return html_fragment(parts)
+    return html_fragment(parts, "restore plan")

@@ -48,7 +48,11 @@ def test_a_narrow_table_never_cuts_a_name(monkeypatch):
     source = checkpoint({long: np.zeros(4, np.float32)})
     plan = ot.plan_restore(source, None)
     monkeypatch.setenv("COLUMNS", "80")
-    assert long in str(plan).splitlines()
+    lines = str(plan).splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("target/"))
+    name = [line.strip().split("  ")[0] for line in lines[first : first + 3]]
+    assert "".join(name) == long and name[0].endswith("/") and name[1].endswith("/")
+    assert max(map(len, lines)) <= 80
 
 
 def test_long_tables_stop_and_say_where_the_rest_is():
