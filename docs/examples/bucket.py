@@ -1,0 +1,60 @@
+"""Restore from a bucket or a web server, and read only what is needed.
+
+A web server with ranges stands in for the bucket; put `s3://`, `gs://`, `https://` or `hf://org/model` in its place.
+The model is restored by ranges of its files: what no shard of this process needs is never sent.
+"""
+
+import http.server
+import importlib.resources
+import re
+import threading
+from pathlib import Path
+
+import orbax_t5x as ot
+
+model = Path(__file__).parents[2] / "tests/goldens/safetensors/t5_1_1"  # what the server serves
+
+
+class Ranges(http.server.BaseHTTPRequestHandler):
+    sent = 0
+
+    def do_HEAD(self):
+        path = model / self.path.lstrip("/")
+        self.send_response(200 if path.is_file() else 404)
+        self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
+        self.end_headers()
+
+    def do_GET(self):
+        path = model / self.path.lstrip("/")
+        if not path.is_file():
+            return self.send_error(404)
+        data = path.read_bytes()
+        first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
+        part = data[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+        Ranges.sent += len(part)
+
+    def log_message(self, *_):
+        pass
+
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+url = f"http://127.0.0.1:{server.server_port}"  # yours: "s3://bucket/model", "gs://…", "hf://google/t5-v1_1-small"
+
+with ot.open_checkpoint(url) as checkpoint:
+    print(f"{checkpoint.format}, {len(checkpoint.leaves)} leaves, none of them read so far")
+
+# A model that wants the first two layers of the encoder only.
+target = {name: leaf for name, leaf in checkpoint.tree().items() if name.startswith("encoder.block.")}
+before = Ranges.sent
+plan = ot.plan_restore(url, target, strict=False)
+state = plan.execute()
+print(f"{len(state)} leaves, {plan.bytes_to_read} bytes planned")
+everything = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+print(f"fewer bytes were sent than the files have: {Ranges.sent - before < everything}")
+server.shutdown()
