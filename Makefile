@@ -44,6 +44,7 @@ docs: $(VENV)/.docs-installed
 outputs: $(VENV)/.tests-installed
 	WRITE_OUTPUTS=1 $(BIN)/python -m pytest -q tests/house/test_docs.py tests/house/test_docs_command_line.py \
 	  tests/house/test_readme.py
+	$(BIN)/python docs/run_examples.py
 
 # One case of each test that starts no process and takes no seconds: for whoever changes one thing, before the whole.
 test-fast: $(VENV)/.tests-installed

@@ -20,7 +20,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parent / "examples"
 _CELL = re.compile(r"^# %%(?P<text> \[markdown\])?\n", re.MULTILINE)
-_OUTPUT = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_OUTPUT = re.compile(r"^```output\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INSTALL = "# On a machine of your own: once, in its environment.\n%pip install --quiet orbax-t5x"
 _ELSEWHERE = "https://colab.research.google.com/github/orbax-t5x/orbax-t5x/blob/main/docs/examples/notebooks"
 _BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
@@ -96,7 +96,7 @@ def shown(recipe: Path) -> str:
 
 def page(recipe: Path, outputs: list[str]) -> str:
     """Returns the page of a recipe with other outputs."""
-    return _OUTPUT.sub(lambda _: f"```text\n{''.join(outputs)}```", recipe.with_suffix(".md").read_text(), count=1)
+    return _OUTPUT.sub(lambda _: f"```output\n{''.join(outputs)}```", recipe.with_suffix(".md").read_text(), count=1)
 
 
 def notebook_path(recipe: Path) -> Path:

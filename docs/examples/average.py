@@ -22,7 +22,7 @@ root = Path(tempfile.mkdtemp())
 model = ot.restore(bundle, None, [ot.transforms.Translate(), keep])
 for step, change in ((1, 0.5), (2, -0.25)):
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(root / f"{step}", jax.tree.map(lambda leaf: leaf + np.float32(change), model))
+        checkpointer.save(root / f"{step}", jax.tree.map(lambda leaf, by=change: leaf + np.float32(by), model))
 
 sources = {
     "first": ot.Source(bundle, [ot.transforms.Translate(), keep]),  # a source may have transforms of its own

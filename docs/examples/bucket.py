@@ -5,7 +5,6 @@ The model is restored by ranges of its files: what no shard of this process need
 """
 
 import http.server
-import importlib.resources
 import re
 import threading
 from pathlib import Path
@@ -30,6 +29,8 @@ class Ranges(http.server.BaseHTTPRequestHandler):
             return self.send_error(404)
         data = path.read_bytes()
         first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
+        if first >= len(data):
+            return self.send_error(416)
         part = data[first : last + 1]
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")

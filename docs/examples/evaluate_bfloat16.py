@@ -21,7 +21,7 @@ target = {"params": jax.eval_shape(model.init, jax.random.key(0), ids, ids)["par
 logits = {}
 print(f"the checkpoint: {ot.plan_restore(bundle, None).bytes_to_read} bytes with the optimizer's state")
 for dtype in ("float32", "bfloat16"):
-    plan = ot.plan_restore(bundle, target, "auto", strict=False, dtype=dtype)
+    plan = ot.plan_restore(bundle, target, "auto", dtype=dtype)
     params = plan.execute()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     print(f"{dtype}: {plan.bytes_to_read} bytes read, {size} held")

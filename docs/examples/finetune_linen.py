@@ -91,6 +91,5 @@ if __name__ == "__main__":
     child.join()
     print(f"the process ended with signal {-child.exitcode}; its steps: {ocp.utils.checkpoint_steps(root)}")
     state, loss = train(root, 8)
-    print(
-        f"loss {loss:.3f}; query kernels are {state.params['encoder']['layers_0']['attention']['query']['kernel'].sharding.spec}"
-    )
+    kernel = state.params["encoder"]["layers_0"]["attention"]["query"]["kernel"]
+    print(f"loss {loss:.3f}; query kernels are {kernel.sharding.spec}")

@@ -10,7 +10,6 @@ import importlib.resources
 import tempfile
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -45,7 +44,8 @@ ids = jnp.array([[17, 4, 92, 1]])
 print("decoded:", decode_greedily(model, ids, 6).tolist())
 
 # %% [markdown]
-# Back: save the state (after training, say), find the rules that lead to the names of the model at the beginning, and convert.
+# Back: save the state (after training, say), find the rules that lead to the names of the model at the beginning,
+# and convert.
 
 # %%
 with ocp.StandardCheckpointer() as checkpointer:

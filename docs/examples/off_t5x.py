@@ -29,8 +29,9 @@ ids = jnp.ones((2, 4), jnp.int32)
 optimizer = adafactor.Adafactor(1e-3, logical_factor_rules=adafactor.standard_logical_factor_rules())
 
 
-def norm_of_the_encoder(state_dict, target_state_dict, *, is_resuming=False):  # a function that T5X's job had
-    rules = [(r"(.*)/decoder/decoder_norm/(.*)", r"\1/encoder/encoder_norm/\2")]
+def swapped_norms(state_dict, target_state_dict, *, is_resuming=False):  # a function that T5X's job had
+    encoder, decoder = r"(.*)/encoder/encoder_norm/(.*)", r"(.*)/decoder/decoder_norm/(.*)"
+    rules = [(encoder, r"\1/decoder/decoder_norm/\2"), (decoder, r"\1/encoder/encoder_norm/\2")]
     return state_utils.apply_assignment_map(state_dict, target_state_dict, rules, is_resuming=is_resuming)
 
 
@@ -47,11 +48,12 @@ def train_step(state, batch):
 abstract = jax.eval_shape(
     lambda: train_state.FlaxOptimTrainState.create(optimizer, model.init(jax.random.key(0), ids, ids))
 )
-# Was: Checkpointer(...).restore(path, state_transformation_fns=[norm_of_the_encoder]).
-state = ot.restore(checkpoint, abstract, [norm_of_the_encoder], strict=False)
+# Was: Checkpointer(...).restore(path, state_transformation_fns=[swapped_norms]).
+state = ot.restore(checkpoint, abstract, [swapped_norms])
 print(f"continues at step {state.step} with {len(jax.tree.leaves(state.param_states))} leaves of Adafactor's")
-norms = [state.params[tower][f"{tower}_norm"]["scale"] for tower in ("encoder", "decoder")]
-print("the function was applied:", np.array_equal(*norms))
+with ot.open_checkpoint(checkpoint) as stored:
+    norm = stored.leaves["target/decoder/decoder_norm/scale"].get()
+print("the function was applied:", np.array_equal(state.params["encoder"]["encoder_norm"]["scale"], norm))
 state, loss = train_step(state, ids)
 print(f"step {state.step}, the loss is finite: {bool(jnp.isfinite(loss))}")
 

@@ -22,7 +22,7 @@ logits = {}
 for scan_layers in (False, True):
     model = T5(dataclasses.replace(config, scan_layers=scan_layers))
     target = {"params": jax.eval_shape(model.init, jax.random.key(0), ids, ids)["params"]}
-    plan = ot.plan_restore(bundle, target, "auto", strict=False)  # the optimizer of the bundle is left over
+    plan = ot.plan_restore(bundle, target, "auto")
     params = plan.execute()
     print(f"scan_layers={scan_layers}: {len(plan.entries)} leaves, {plan.bytes_to_read} bytes to read")
     logits[scan_layers] = jax.jit(model.apply)(params, ids, ids)
