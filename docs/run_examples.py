@@ -23,7 +23,8 @@ _CELL = re.compile(r"^# %%(?P<text> \[markdown\])?\n", re.MULTILINE)
 _OUTPUT = re.compile(r"^```output\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INSTALL = "# On a machine of your own: once, in its environment.\n%pip install --quiet orbax-t5x"
 _ELSEWHERE = "https://colab.research.google.com/github/orbax-t5x/orbax-t5x/blob/main/docs/examples/notebooks"
-_BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+# Drawn here: a page of the site loads nothing from elsewhere.
+_BADGE = "[![Open in Colab](open-in-colab.svg)]"
 
 
 @dataclasses.dataclass(frozen=True)
