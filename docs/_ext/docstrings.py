@@ -41,7 +41,13 @@ def convert(app, what, name, obj, options, lines: list[str]) -> None:
         lines[:] = [*lines[: lines.index("")], "", f"Its arguments are those of ``{obj.__module__.split('.')[0]}``'s."]
 
 
+def readable(app, what, name, obj, options, signature: str | None, returns: str | None):
+    """Returns the signature with functions that are defaults by their names, without which Sphinx cannot read it."""
+    return re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", signature or "") or None, returns
+
+
 def setup(app) -> dict[str, bool]:
     # Before napoleon, which turns sections into fields.
     app.connect("autodoc-process-docstring", convert, priority=100)
+    app.connect("autodoc-process-signature", readable)
     return {"parallel_read_safe": True}
