@@ -12,6 +12,7 @@ import tensorstore as ts
 
 from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.storage.remote.transport import REQUEST_SETTINGS
+from orbax_t5x.storage.transcript import observed
 
 # Reads of one file each; more threads than this do not read faster, and each holds a decoded chunk.
 FILE_IO_CONCURRENCY = 16
@@ -67,7 +68,11 @@ def _database(directory: Mapping[str, Any]) -> dict[str, Any]:
 def check_database(directory: Mapping[str, Any], path: str, context: ts.Context) -> None:
     """Reads the manifest and the root node of an OCDBT database, which every array of it needs."""
     spec = {**_database(directory), "path": ""}
-    try:
-        ts.KvStore.open(spec, context=context).result().read("/").result()
-    except (ValueError, NotImplementedError) as error:
-        raise typed_error(error, path=path, leaf=None, doing="opening its OCDBT database") from error
+
+    def read() -> None:
+        try:
+            ts.KvStore.open(spec, context=context).result().read("/").result()
+        except (ValueError, NotImplementedError) as error:
+            raise typed_error(error, path=path, leaf=None, doing="opening its OCDBT database") from error
+
+    observed(["database", path], read)

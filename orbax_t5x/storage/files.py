@@ -22,6 +22,7 @@ from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CheckpointN
 from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import FileIdentity, Root, io_error
 from orbax_t5x.storage.store import OpenFiles
+from orbax_t5x.storage.transcript import Viewpoint, current_transcript, observed
 
 # Enough for any real bundle's shards, far below the usual limit of 1,024 descriptors and workable below one of 256.
 _MAX_OPEN_FILES = 64
@@ -38,11 +39,14 @@ class File:
       size: in bytes, when the checkpoint was opened.
     """
 
-    __slots__ = ("_files", "_identity", "name", "path", "size")
+    __slots__ = ("_files", "_identity", "_viewpoint", "name", "path", "size")
 
     def __init__(self, files: FileSet, name: str, found: os.stat_result):
         self._files = files
         self._identity = FileIdentity.of(found)
+        transcript = current_transcript()
+        # Of a file that another process has measured, until this one has opened it.
+        self._viewpoint: Viewpoint | None = None if transcript is None else transcript.viewpoint
         self.name: str = name
         self.path: str = files.root.join(name)
         self.size: int = found.st_size
@@ -80,6 +84,9 @@ class File:
 
         It costs one `fstat`. A file that is the same then was the same before.
         """
+        observed(["unchanged", self.path, leaf], lambda: self._check_unchanged(leaf))
+
+    def _check_unchanged(self, leaf: str | None) -> None:
         fd = self._files.acquire(self, leaf)
         try:
             if FileIdentity.of(os.fstat(fd)) != self._identity:
@@ -121,6 +128,10 @@ class File:
             raise CorruptCheckpointError(
                 f"bytes {offset} to {offset + size} requested of a file of {self.size} bytes", path=self.path, leaf=leaf
             )
+        request = ["bytes", self.path, offset, size]
+        return observed(request, lambda: self._read(offset, size, leaf), unpack=bytearray)
+
+    def _read(self, offset: int, size: int, leaf: str | None) -> bytearray:
         data = bytearray(size)
         if size:
             self.read_into(offset, [np.frombuffer(data, np.uint8)], leaf=leaf)
@@ -135,11 +146,32 @@ class File:
         try:
             opened, found = self._files.root.open(self.name, leaf=leaf)
         except CheckpointNotFoundError as error:
+            if self._viewpoint is not None:
+                raise self._difference(self._viewpoint, "missing", leaf) from error
             raise CheckpointGoneError("vanished after the checkpoint was opened", path=self.path, leaf=leaf) from error
+        if self._viewpoint is not None:
+            self._compare(self._viewpoint, FileIdentity.of(found), leaf)
         if FileIdentity.of(found) != self._identity:
             opened.close()
             raise CheckpointGoneError("was replaced after the checkpoint was opened", path=self.path, leaf=leaf)
         return opened
+
+    def _compare(self, viewpoint: Viewpoint, own: FileIdentity, leaf: str | None) -> None:
+        """Compares the file with what another process has measured, and keeps this process's measurement.
+
+        Each host may have the files on a disk of its own, where inodes and modification times are others.
+        """
+        there = self._identity
+        if own.size != there.size:
+            raise self._difference(viewpoint, own.size, leaf)
+        if own.inode == there.inode and own.modified_ns != there.modified_ns:
+            raise CheckpointGoneError("changed after the checkpoint was opened", path=self.path, leaf=leaf)
+        self._identity = own
+        self._viewpoint = None
+
+    def _difference(self, viewpoint: Viewpoint, here: object, leaf: str | None) -> CheckpointGoneError:
+        message, fix = viewpoint.difference("its size in bytes", here, self._identity.size)
+        return CheckpointGoneError(message, path=self.path, leaf=leaf, fix=fix)
 
 
 def _after(buffers: Sequence[np.ndarray], done: int) -> list[np.ndarray]:

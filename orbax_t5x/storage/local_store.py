@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.paths import FILE_FLAGS, Root
 from orbax_t5x.storage.store import ArrayDirectory, Store
 from orbax_t5x.storage.strict_json import read_small
+from orbax_t5x.storage.transcript import observed
 from orbax_t5x.storage.tree_checks import TreeSnapshot
 
 
@@ -46,12 +47,25 @@ class LocalStore(Root, Store):
         return [self.has_file(name) for name in names]
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        return {"driver": "file", "path": self.locate(name) if name else self.path}
+        return _file_kvstore(self.locate(name) if name else self.path)
 
     def array_files(self, directory: str, metadata: str, *, leaf: str | None = None) -> TreeSnapshot:
         return TreeSnapshot(self, [directory], leaf=leaf)
 
     def array_directory(self, directory: str, metadata: str, *, limit: int, leaf: str | None = None) -> ArrayDirectory:
+        def received(data: list[Any]) -> ArrayDirectory:
+            path, device, inode, text = data
+            files = self.array_files(directory, metadata, leaf=leaf)
+            return ArrayDirectory(path, (device, inode), _file_kvstore(path), text.encode("latin-1"), files)
+
+        return observed(
+            ["array", self.path, directory, metadata, limit, leaf],
+            lambda: self._array_directory(directory, metadata, limit, leaf),
+            lambda found: [found.path, *_numbers(found), found.metadata.decode("latin-1")],
+            received,
+        )
+
+    def _array_directory(self, directory: str, metadata: str, limit: int, leaf: str | None) -> ArrayDirectory:
         with self._walk(directory, leaf) as (fd, last, path):
             found = os.fstat(fd) if last is None else os.stat(last, dir_fd=fd, follow_symlinks=False)
             files = self.array_files(directory, metadata, leaf=leaf)
@@ -59,8 +73,16 @@ class LocalStore(Root, Store):
         if data is None:
             # A link, or something that is wrong: the walk down the whole name follows it, or raises the error.
             data = read_small(self, f"{directory}/{metadata}", limit=limit, leaf=leaf, bound="Limits.json_bytes")
-        kvstore = {"driver": "file", "path": path}
-        return ArrayDirectory(path, (found.st_dev, found.st_ino), kvstore, data, files)
+        return ArrayDirectory(path, (found.st_dev, found.st_ino), _file_kvstore(path), data, files)
+
+
+def _numbers(found: ArrayDirectory) -> list[int]:
+    """Returns device and inode."""
+    return list(cast("tuple[int, int]", found.identity))
+
+
+def _file_kvstore(path: str) -> dict[str, Any]:
+    return {"driver": "file", "path": path}
 
 
 def _read_plain(directory: int, name: str, limit: int) -> bytes | None:

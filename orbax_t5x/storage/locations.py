@@ -17,6 +17,7 @@ from orbax_t5x.storage.remote.connection import RemoteLocation, connect
 from orbax_t5x.storage.remote.remote_store import RemoteStore
 from orbax_t5x.storage.remote.request_errors import is_denied, remote_error
 from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.transcript import observed
 
 # Files that make a directory a checkpoint. A web server does not list its directories, and listing a bucket
 # lists every chunk of every array, so these are statted first, all in one batch.
@@ -60,13 +61,17 @@ def resolved(path: str) -> str:
 
 def is_link(path: str) -> bool:
     """Reports whether a path is a symlink; a URL is none."""
-    return url_scheme(path) is None and os.path.islink(path)
+    return url_scheme(path) is None and observed(["is link", path], lambda: os.path.islink(path))
 
 
 def exists(path: str) -> bool:
     """Reports whether a path exists, a dangling symlink too; of a URL, whether it is a file."""
     if url_scheme(path) is not None:
         return is_remote_file(path)
+    return observed(["exists", path], lambda: _exists_here(path))
+
+
+def _exists_here(path: str) -> bool:
     try:
         os.lstat(path)
         return True
@@ -82,6 +87,10 @@ def names(directory: str) -> list[str]:
     """Lists the names in a directory, sorted; of a remote one see `remote_names`."""
     if url_scheme(directory) is not None:
         return sorted(remote_names(directory))
+    return observed(["names", directory], lambda: _names_here(directory))
+
+
+def _names_here(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except OSError as error:
@@ -90,7 +99,9 @@ def names(directory: str) -> list[str]:
 
 def is_file(path: str) -> bool:
     """Reports whether a path that the caller gave is a file, or a link to one; nothing is opened."""
-    return is_remote_file(path) if url_scheme(path) is not None else os.path.isfile(path)
+    if url_scheme(path) is not None:
+        return is_remote_file(path)
+    return observed(["is file", path], lambda: os.path.isfile(path))
 
 
 def end_of_file(directory: str, name: str, size: int) -> bytes:
@@ -101,6 +112,10 @@ def end_of_file(directory: str, name: str, size: int) -> bytes:
         if data is None:
             raise CheckpointNotFoundError("no such file", path=store.join(name))
         return data
+    return observed(["end", directory, name, size], lambda: _end_of_file_here(directory, name, size))
+
+
+def _end_of_file_here(directory: str, name: str, size: int) -> bytes:
     root = LocalStore(directory)
     opened, found = root.open(name)
     try:
@@ -113,7 +128,9 @@ def end_of_file(directory: str, name: str, size: int) -> bytes:
 
 def is_directory(path: str) -> bool:
     """Reports whether a path is a directory, or a link to one; of a URL, whether files are below it."""
-    return remote_kind(path) == "directory" if url_scheme(path) is not None else os.path.isdir(path)
+    if url_scheme(path) is not None:
+        return remote_kind(path) == "directory"
+    return observed(["is directory", path], lambda: os.path.isdir(path))
 
 
 def is_remote_file(url: str) -> bool:

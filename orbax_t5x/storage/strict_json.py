@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 from orbax_t5x.errors import CheckpointIOError, CorruptCheckpointError, LimitExceededError
 from orbax_t5x.storage.paths import Root, io_error
 from orbax_t5x.storage.store import Store
+from orbax_t5x.storage.transcript import observed
 
 _READ_CHUNK_BYTES = 1 << 24
 # What Python makes of one such character, at most: an object, what its first pair adds, a list, a pair, an element.
@@ -30,6 +31,10 @@ def read_small(
     """Reads all bytes of a file inside the root, at most `limit`; `bound` is the name of that limit in errors."""
     if not isinstance(root, Root):
         return root.read_whole(name, limit=limit, leaf=leaf)
+    return observed(["small", root.path, name, limit, leaf], lambda: _read_small(root, name, limit, leaf, bound))
+
+
+def _read_small(root: Root, name: str, limit: int, leaf: str | None, bound: str) -> bytes:
     opened, found = root.open(name, leaf=leaf)
     path = root.join(name)
     try:

@@ -13,10 +13,12 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CorruptCheckpointError
 from orbax_t5x.storage.paths import Root, io_error
 from orbax_t5x.storage.store import Snapshot
+from orbax_t5x.storage.transcript import current_transcript, observed
 
 
 def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEntry[str]]:
@@ -32,8 +34,12 @@ def list_directory(path: str, *, leaf: str | None = None) -> dict[str, os.DirEnt
 
 def check_tree(root: Root, name: str, *, leaf: str | None = None) -> None:
     """Checks everything under a directory inside the root, at any depth: plain files, and links that stay inside."""
-    for _ in _plain_files(root, name, leaf):
-        pass
+
+    def check() -> None:
+        for _ in _plain_files(root, name, leaf):
+            pass
+
+    observed(["tree is plain", root.path, name, leaf], check)
 
 
 def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
@@ -67,6 +73,21 @@ def _plain_files(root: Root, name: str, leaf: str | None) -> Iterator[tuple[str,
         yield directory, files
 
 
+class _Seen(NamedTuple):
+    """Files under some names.
+
+    Attributes:
+      digest: of all that is known of them.
+      files, nbytes: how many there are, and how many bytes.
+      sizes: digest of their names and sizes; these three only where processes share an opening.
+    """
+
+    digest: str
+    files: int
+    nbytes: int
+    sizes: str
+
+
 class TreeSnapshot(Snapshot):
     """The files under some names of a checkpoint, proven plain, and recognised when they are about to be read.
 
@@ -84,7 +105,10 @@ class TreeSnapshot(Snapshot):
         self._names = tuple(names)
         self._lock = threading.Lock()
         self._checked_in: weakref.ref[object] | None = None
-        self._digest = self._look(leaf)
+        transcript = current_transcript()
+        self._viewpoint = None if transcript is None else transcript.viewpoint
+        request = ["tree", root.path, leaf, *names]
+        self._seen = observed(request, lambda: self._look(leaf), list, _Seen._make)
 
     def are_stored(self, names: Sequence[str]) -> list[bool]:
         directory = self._root.join(self._names[0]) if self._names[0] else self._root.path
@@ -99,18 +123,35 @@ class TreeSnapshot(Snapshot):
         with self._lock:
             if self.was_checked(execution):
                 return
-            if self._look(leaf) != self._digest:
-                path = self._root.join(self._names[0]) if self._names[0] else self._root.path
+            path = self._root.join(self._names[0]) if self._names[0] else self._root.path
+            found, seen = self._look(leaf), self._seen
+            if self._viewpoint is not None:
+                # Inodes and modification times of another process may be of another disk.
+                if found[1:] != seen[1:]:
+                    here, there = (f"{one.files} files of {one.nbytes} bytes" for one in (found, seen))
+                    message, fix = self._viewpoint.difference("what is stored there", here, there)
+                    raise CheckpointGoneError(message, path=path, leaf=leaf, fix=fix)
+                self._seen, self._viewpoint = found, None
+            elif found.digest != seen.digest:
                 raise CheckpointGoneError("changed after the checkpoint was opened", path=path, leaf=leaf)
             self._checked_in = weakref.ref(execution)
 
-    def _look(self, leaf: str | None) -> bytes:
-        """Stats every file once; returns a digest of their names and identities."""
-        digest = hashlib.blake2b(digest_size=16)
+    def _look(self, leaf: str | None) -> _Seen:
+        """Stats every file once."""
+        digest, sizes = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        files = nbytes = 0
+        is_shared = self._viewpoint is not None or current_transcript() is not None
         for name in self._names:
             try:
                 for found in self._identities(name, leaf):
                     digest.update(repr(found).encode("utf-8", "surrogateescape"))
+                    if not is_shared:
+                        continue
+                    directory, described = found
+                    plain = repr((directory, [one[:2] for one in described]))
+                    sizes.update(plain.encode("utf-8", "surrogateescape"))
+                    files += len(described)
+                    nbytes += sum([one[1] for one in described])
             except OSError as error:
                 if isinstance(error, (CheckpointGoneError, CheckpointIOError)):
                     raise
@@ -118,7 +159,7 @@ class TreeSnapshot(Snapshot):
                 if isinstance(error, FileNotFoundError):
                     raise CheckpointGoneError("a file vanished", path=path, leaf=leaf) from error
                 raise io_error(error, "reading its status", path=path, leaf=leaf) from error
-        return digest.digest()
+        return _Seen(digest.hexdigest(), files, nbytes, sizes.hexdigest())
 
     def _identities(self, name: str, leaf: str | None) -> Iterator[tuple[str, list[tuple[str, int, int, int]]]]:
         """Yields (directory, (name, size, modification time, inode) of each file) for all directories of a name."""

@@ -18,21 +18,34 @@ STATE = {f"layer_{number}": {"w": np.arange(64.0, dtype=np.float32) + number} fo
 LARGE = {"x": np.arange(1 << 19, dtype=np.float32), "y": np.arange(1 << 9, dtype=np.float32)}
 # Plans, then a restore to a device of the last process, before which the files become others.
 SCRIPT = """
-    import urllib.request
+    import os, urllib.request
     import orbax_t5x as ot
     from jax.experimental import multihost_utils
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
-    changing, *paths = sys.argv[1:]
+    folder, changing, *paths = sys.argv[1:]
+    opened = []
+    events = ("open", "os.scandir", "os.listdir")
+    sys.addaudithook(lambda event, given: opened.append(given[0]) if event in events else None)
     for path in paths:
         try:
             tell(sorted(entry.name for entry in ot.plan_restore(path, None).entries))
         except ot.errors.CheckpointError as error:
             tell([type(error).__name__, str(error)])
-    for change in ("tag", "size"):
+    names = ("large.safetensors", "database", "plain")
+    for name in names:
+        del opened[:]
+        plan = ot.plan_restore(f"{folder}/{name}", None)
+        tell(sum(str(path).startswith(folder) for path in opened))
+        tell(sorted(plan.execute()))
+    for change in ("tag", "size", "local"):
+        if change == "local":
+            changing = f"{folder}/large.safetensors"
         plan = ot.plan_restore(changing, {"x": jax.ShapeDtypeStruct((1 << 19,), np.float32, sharding=sharding)},
                                strict=False)
         multihost_utils.sync_global_devices(change)
-        if process == 0:
+        if process == 0 and change == "local":
+            os.truncate(changing, os.path.getsize(changing) - 4096)
+        elif process == 0:
             urllib.request.urlopen(f"{changing}?{change}=1").read()
         multihost_utils.sync_global_devices(f"changed {change}")
         try:
@@ -86,13 +99,20 @@ def test_four_processes_ask_as_much_as_one_and_are_told_where_they_see_other_fil
         alone = counted(store.log)
         store.forget()
         data = become_others(store)
-        told = run_script(SCRIPT, 4, f"{store.url}/changing/x.safetensors", *urls, f"{store.url}/missing", devices=1)
+        told = run_script(
+            SCRIPT, 4, tmp_path, f"{store.url}/changing/x.safetensors", *urls, f"{store.url}/missing", devices=1
+        )
         assert counted(one for one in store.log if not one.name.startswith("changing")) == alone
     assert all(one[: len(names) + 1] == told[0][: len(names) + 1] for one in told)
     assert told[0][names.index("database")] == sorted(f"{name}/w" for name in STATE)
     assert told[0][len(names)] == ["UnsupportedCheckpointError", str(missing.value)]
-    assert all({kind for kind, _ in one[-2:]} == {"CheckpointGoneError"} for one in told)
-    for tag, size in [[text for _, text in one[-2:]] for one in told]:
+    # Locally the opener opens files, and the others none; each then reads for itself.
+    local = [one[len(names) + 1 : -3] for one in told]
+    assert all(count > 0 for count in local[0][::2]) and all(one[::2] == [0, 0, 0] for one in local[1:])
+    assert all(one[1::2] == [["x", "y"], sorted(STATE), sorted(STATE)] for one in local)
+    assert all({kind for kind, _ in one[-3:]} == {"CheckpointGoneError"} for one in told)
+    for tag, size, here in [[text for _, text in one[-3:]] for one in told]:
         assert '"other" on process 3, and "' in tag and "on process 0, which opened the checkpoint" in tag
-        assert f"{len(data) - 4096} on process 3, and {len(data)} on process 0" in size
+        sizes = f"{len(data) - 4096} on process 3, and {len(data)} on process 0"
+        assert sizes in size and sizes in here and here.startswith(f"{tmp_path}/large.safetensors: leaf 'x'")
         assert tag.startswith(f"{store.url}/changing/x.safetensors: leaf 'x'") and "Fix: give all processes" in tag

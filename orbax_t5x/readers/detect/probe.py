@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import stat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orbax_t5x.errors import (
     CheckpointError,
@@ -24,6 +24,7 @@ from orbax_t5x.readers.detect.remote_probe import head_and_tail, kind_and_names
 from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.locations import absolute, exists, is_url, remote_subdirectories
 from orbax_t5x.storage.paths import Root, io_error
+from orbax_t5x.storage.transcript import observed
 
 # Enough for every magic number, and for the first keys of a msgpack map.
 _HEAD_BYTES = 256
@@ -62,6 +63,10 @@ class PathProbe:
         path = os.path.join(self.path, name)
         if is_url(path):
             return _probe_remote_file(path)
+        return observed(["probe", self.path, name], lambda: self._inside_here(name), _as_data, _from_data)
+
+    def _inside_here(self, name: str) -> PathProbe:
+        path = os.path.join(self.path, name)
         try:
             opened, found = Root(self.path).open(name)
         except CheckpointIOError:
@@ -87,6 +92,11 @@ def is_file(directory: str, name: str) -> bool:
     path = os.path.join(directory, name)
     if is_url(path):
         return exists(path)
+    return observed(["is plain file", directory, name], lambda: _is_file_here(directory, name))
+
+
+def _is_file_here(directory: str, name: str) -> bool:
+    path = os.path.join(directory, name)
     try:
         mode = os.lstat(path).st_mode
         if not stat.S_ISLNK(mode):
@@ -114,6 +124,11 @@ def subdirectories(directory: str) -> Subdirectories:
     """Lists a directory; links in it are followed as far as they stay inside."""
     if is_url(directory):
         return Subdirectories(remote_subdirectories(directory), [])
+    request = ["subdirectories", directory]
+    return observed(request, lambda: _subdirectories_here(directory), list, Subdirectories._make)
+
+
+def _subdirectories_here(directory: str) -> Subdirectories:
     found = Subdirectories([], [])
     links: list[str] = []
     try:
@@ -143,6 +158,20 @@ def probe_path(path: str) -> PathProbe:
     """Probes a path; what the operating system or the store refuses to report is a CheckpointIOError."""
     if is_url(path):
         return _probe_url(path)
+    return observed(["probe", path], lambda: _probe_here(path), _as_data, _from_data)
+
+
+def _as_data(probe: PathProbe) -> list[Any]:
+    head, tail = (part.decode("latin-1") for part in (probe.head, probe.tail))
+    return [probe.path, probe.kind, head, tail, probe.size, sorted(probe.names)]
+
+
+def _from_data(data: list[Any]) -> PathProbe:
+    path, kind, head, tail, size, names = data
+    return PathProbe(path, kind, head.encode("latin-1"), tail.encode("latin-1"), size, frozenset(names))
+
+
+def _probe_here(path: str) -> PathProbe:
     try:
         path = os.path.abspath(path)
         mode = os.stat(path).st_mode

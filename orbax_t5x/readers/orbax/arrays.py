@@ -37,6 +37,7 @@ from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
 from orbax_t5x.readers.tensorstore_specs import array_spec
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Snapshot, Store
+from orbax_t5x.storage.transcript import current_transcript
 from orbax_t5x.storage.values import Values
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
@@ -109,7 +110,7 @@ class ItemArrays:
             spec = array_spec(
                 directory, key, ocdbt=self.database is not None, zarr3=zarr3, absent_is_fill=self.absent_is_fill
             )
-            return files, ts.open(spec, open=True, read=True, context=context)
+            return files, _begin_opening(spec, context)
         except CheckpointError as error:
             return error
         except ValueError as error:
@@ -138,6 +139,8 @@ class ItemArrays:
         files, opening = begun
         try:
             array = opening.result()
+            if isinstance(array, ts.TensorStore):
+                _record(array)
         except CheckpointError as error:
             return BrokenLeaf(named.name, error)
         except (ValueError, NotImplementedError) as error:
@@ -159,3 +162,26 @@ class ItemArrays:
             files=files,
             limits=limits,
         )
+
+
+def _begin_opening(spec: dict[str, Any], context: ts.Context) -> ts.Future[ts.TensorStore]:
+    """Begins to open an array; where another process has opened it, from the metadata that it found."""
+    transcript = current_transcript()
+    known = None if transcript is None else transcript.find(_request(spec["kvstore"]))
+    if known is None:
+        return ts.open(spec, open=True, read=True, context=context)
+    return ts.open({**spec, "metadata": known.value}, open=True, assume_metadata=True, read=True, context=context)
+
+
+def _record(array: ts.TensorStore) -> None:
+    """Records the metadata of an array for the other processes."""
+    transcript = current_transcript()
+    if transcript is not None and not transcript.is_received:
+        spec = array.spec().to_json()
+        transcript.add(_request(spec["kvstore"]), spec["metadata"])
+
+
+def _request(kvstore: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names an array by its file or its place in a database."""
+    base = kvstore.get("base", {})
+    return ("metadata", str(base["path"] if base else "").rstrip("/"), str(kvstore["path"]).rstrip("/"))

@@ -7,7 +7,7 @@ the files that Orbax may have written are statted: web servers list nothing, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
@@ -15,6 +15,7 @@ from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, inside
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
 from orbax_t5x.storage.local_store import LocalStore
 from orbax_t5x.storage.store import Snapshot, Store
+from orbax_t5x.storage.transcript import observed
 from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
 
 # Files of an OCDBT database: its manifest, its tables, and those of single processes.
@@ -38,6 +39,20 @@ def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
     """Finds the files of an item, a directory relative to the store ("": its root)."""
     if not isinstance(store, LocalStore):
         return _find_remote(store, item)
+    request = ["item files", directory, item]
+    return observed(request, lambda: _find_local(store, item, directory), _as_data, _from_data)
+
+
+def _as_data(found: ItemFiles) -> list[Any]:
+    return list(found._replace(plain_directories=sorted(found.plain_directories)))  # pyright: ignore[reportArgumentType]
+
+
+def _from_data(data: list[Any]) -> ItemFiles:
+    found = ItemFiles(*data)
+    return found._replace(plain_directories=frozenset(found.plain_directories))
+
+
+def _find_local(store: LocalStore, item: str, directory: str) -> ItemFiles:
     entries = list_directory(directory)
     metadatas: list[str] = []
     if ARRAY_METADATAS in entries:

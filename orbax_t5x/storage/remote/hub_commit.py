@@ -16,6 +16,7 @@ from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, read_answer
 from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.response_clock import ResponseClock
 from orbax_t5x.storage.strict_json import parse_object
+from orbax_t5x.storage.transcript import observed
 from orbax_t5x.storage.values import BoundedRange
 
 _COMMIT = re.compile(r"[0-9A-Za-z]{1,64}", re.ASCII)
@@ -54,16 +55,21 @@ def find_commit(wanted: HubPath) -> Commit:
     revision = f"/revision/{urllib.parse.quote(wanted.revision, safe='')}" if wanted.revision else ""
     url = f"{hub.endpoint}/api/models/{wanted.repository}{revision}?blobs=true"
     span = BoundedRange.whole(limits.json_bytes)
-    request = WebRequest(lambda request: hub.send(url, span, _read_listing, request), clock, retries=0)
-    try:
-        answer = await_answer(request, clock, _DOING, path)
-    finally:
-        hub.close_idle()
-    if answer is None:
+
+    def ask() -> bytes | None:
+        request = WebRequest(lambda request: hub.send(url, span, _read_listing, request), clock, retries=0)
+        try:
+            answer = await_answer(request, clock, _DOING, path)
+        finally:
+            hub.close_idle()
+        return None if answer is None else answer.data
+
+    data = observed(["commit", url], ask)
+    if data is None:
         raise CheckpointNotFoundError(
             "not on the hub: it has no such repository or revision, or not for this token", path=path
         )
-    commit = _parse(answer.data, path)
+    commit = _parse(data, path)
     if len(_COMMITS) >= _MOST_COMMITS:
         _COMMITS.clear()
     return _COMMITS.setdefault((hub.endpoint, f"{path}@{commit.revision}"), commit)

@@ -27,6 +27,7 @@ from orbax_t5x.storage.remote.web_answer import PAGE_BYTES, content_range, read_
 from orbax_t5x.storage.remote.web_request import WebRequest
 from orbax_t5x.storage.remote.web_response import PassingError
 from orbax_t5x.storage.response_clock import ResponseClock
+from orbax_t5x.storage.transcript import observed
 from orbax_t5x.storage.values import BoundedRange
 
 _REFUSED = (400, 401, 403, 404, 410)
@@ -74,8 +75,11 @@ class HubFiles:
         Raises:
           CheckpointError: it answers with neither.
         """
-        wanted = BoundedRange.between(0, min(1, self._sizes[key] or 1))
         path = f"hf://{self._repository}@{self._commit.revision}/{key}"
+        return observed(["takes ranges", path], lambda: self._takes_ranges(key, path))
+
+    def _takes_ranges(self, key: str, path: str) -> bool:
+        wanted = BoundedRange.between(0, min(1, self._sizes[key] or 1))
         try:
             answer = await_answer(self.read(key, wanted), self._clock, "reading it", path)
         except (UnsupportedCheckpointError, ConnectionError):
