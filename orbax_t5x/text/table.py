@@ -28,7 +28,7 @@ def terminal_width() -> int:
 
 
 def wrapped(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
-    """Breaks text into lines of `width`, at spaces only: readers copy paths and names.
+    """Breaks text into lines of `width`, at spaces: readers copy paths and names.
 
     `first` and `rest` are what the first line and the others begin with.
     """
@@ -110,7 +110,7 @@ def _stacked(rows: Sequence[TableRow], width: int) -> list[str]:
         if row.has_remark and len(remark) <= most:
             blocks.append([remark.replace("\xa0", " ")])
         else:
-            blocks.append([*_name_lines(row.label, width), *_origin_lines(row, origin, width)])
+            blocks.append([*name_lines(row.label, width), *_origin_lines(row, origin, width)])
     left = min(most, max(len(block[0]) for block in blocks))
     for row, block in zip(rows, blocks, strict=True):
         cells = columns.text(row)
@@ -122,7 +122,7 @@ def _stacked(rows: Sequence[TableRow], width: int) -> list[str]:
     return [line for block in blocks for line in block]
 
 
-def _name_lines(name: str, width: int, rest: str = INDENT) -> list[str]:
+def name_lines(name: str, width: int, rest: str = INDENT) -> list[str]:
     """Breaks a name that is longer than a line after a '/', where there is one; what is copied stays in order."""
     lines: list[str] = []
     while len(name) > width and (end := name.rfind("/", len(rest), width) + 1) > len(rest) + 1:
@@ -134,4 +134,4 @@ def _name_lines(name: str, width: int, rest: str = INDENT) -> list[str]:
 def _origin_lines(row: TableRow, origin: str, width: int) -> list[str]:
     first = "    · " if row.has_remark else "    ← "
     lines = wrapped(origin, width, first, "      ") if origin else []
-    return [line.replace("\xa0", " ") for whole in lines for line in _name_lines(whole, width, "      ")]
+    return [line.replace("\xa0", " ") for whole in lines for line in name_lines(whole, width, "      ")]

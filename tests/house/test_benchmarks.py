@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import data
+from benchmarks import data, silent
 from benchmarks.regress import compare, figures_of
 
 ROOT = Path(__file__).parents[2]
@@ -27,3 +27,10 @@ def test_a_job_runs_with_the_package_of_each_checkout(tmp_path: Path) -> None:
     assert len(rows) == 6 and all(row.startswith("| opening, huge pages off |") for row in rows)
     with pytest.raises(RuntimeError, match="not that of"):
         compare("opening", job, [tmp_path, ROOT], 1, "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", silent.CASES, ids=lambda case: case.title.split()[1])
+def test_others_are_silently_wrong_where_the_page_says_so(case: silent.Case) -> None:
+    theirs, ours, is_as_said = silent.outcome(case)
+    assert is_as_said, (theirs, ours)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.restoring.show.rows import HEADS, heading, name_sections, outcome, plan_rows, without_common_sharding
 from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_table
-from orbax_t5x.text.table import table_lines, terminal_width, wrapped
+from orbax_t5x.text.table import name_lines, table_lines, terminal_width, wrapped
 from orbax_t5x.text.wording import plain
 
 
@@ -19,7 +19,8 @@ def table(plan: PlanData) -> str:
     lines += ["", *table_lines(rows, width, HEADS)]
     lines += [left_out] if left_out else []
     for section, names in name_sections(plan):
-        lines += ["", *wrapped(f"{section}:", width, rest="  "), *(f"  {name}" for name in names)]
+        lines += ["", *wrapped(f"{section}:", width, rest="  ")]
+        lines += [line for name in names for line in name_lines(f"  {name}", width, "      ")]
     if plan.warnings:
         lines += ["", "Warnings:"]
         lines += [line for text in plan.warnings for line in wrapped(plain(text), width, "  - ", "    ")]

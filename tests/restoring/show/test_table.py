@@ -55,6 +55,14 @@ def test_a_narrow_table_never_cuts_a_name(monkeypatch):
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_plan_of_a_whole_model_fits_the_terminal(monkeypatch, goldens, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    plan = ot.plan_restore(goldens / "tf_bundle" / "t5_1_1_f32", None, ot.transforms.Translate())
+    plan.checkpoints[""].path = "model.ckpt"  # a path is never broken
+    assert max(map(len, str(plan).splitlines())) <= width
+
+
 def test_long_tables_stop_and_say_where_the_rest_is():
     words = ["".join(letters) for letters in itertools.product("abcdefgh", repeat=3)]
     plan = ot.plan_restore(checkpoint({f"{word}/w": np.zeros(1, np.float32) for word in words}), None)
