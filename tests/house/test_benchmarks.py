@@ -1,10 +1,11 @@
 """The comparison of two checkouts, with tiny data."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import data, silent
+from benchmarks import accelerator, data, silent
 from benchmarks.regress import compare, figures_of
 
 ROOT = Path(__file__).parents[2]
@@ -34,3 +35,13 @@ def test_a_job_runs_with_the_package_of_each_checkout(tmp_path: Path) -> None:
 def test_others_are_silently_wrong_where_the_page_says_so(case: silent.Case) -> None:
     theirs, ours, is_as_said = silent.outcome(case)
     assert is_as_said, (theirs, ours)
+
+
+@pytest.mark.slow
+def test_the_accelerator_benchmark_answers_on_any_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert accelerator.main(["--mebibytes", "1", "--rounds", "1", "--folder", str(tmp_path)]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["MiB"] > 0.5 and figures["device"].startswith("8 x cpu")
+    assert figures["meshes"] and all(figures["meshes"].values()) and figures["pinned_host"] == {"pinned_host": True}
+    assert figures["restores"]["orbax / device_put"] > 0 and figures["stalls"]["stall, ours / stock"] > 0
+    assert not list(tmp_path.iterdir())
