@@ -58,6 +58,8 @@ class ZarrArrays:
         self._context = make_context()
         self._leaf_of: dict[Hashable, str] = {}
         self._accepted: set[Hashable] = set()
+        # Layers are alike: thousands of arrays have a few metadata.
+        self._parsed: dict[bytes, ZarrMetadata] = {}
         self.index_bytes: int = 0
 
     def read_ahead(self, nodes: Sequence[dict[str, Node]]) -> None:
@@ -107,7 +109,9 @@ class ZarrArrays:
         """Reads `.zarray` and compares it with the spec."""
         self.index_bytes += len(found.metadata)
         file = self._root.join(f"{spec.directory}/{METADATA_FILE}")
-        metadata = parse_zarr_metadata(found.metadata, file, name, self._limits)
+        metadata = self._parsed.get(found.metadata)
+        if metadata is None:
+            metadata = self._parsed[found.metadata] = parse_zarr_metadata(found.metadata, file, name, self._limits)
         if spec.shape not in (None, metadata.shape):
             raise LeafMismatchError(
                 f"the msgpack file has the shape {list(spec.shape or ())}, {METADATA_FILE} has {list(metadata.shape)}",
@@ -145,10 +149,8 @@ class ZarrArrays:
 
         What it may refuse is found now, and a checkpoint of many arrays opens without opening each.
         """
-        unopened = UnopenedArray(
-            metadata.layout(as_bfloat16=as_bfloat16), partial(self._open_array, name, found, metadata, as_bfloat16)
-        )
-        kind = metadata.kind
+        layout, kind = metadata.bfloat16_layout if as_bfloat16 else metadata.layout, metadata.kind
+        unopened = UnopenedArray(layout, partial(self._open_array, name, found, metadata, as_bfloat16))
         if kind in self._accepted:
             return unopened
         array = unopened.open()

@@ -8,6 +8,7 @@ error out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -78,12 +79,17 @@ class ZarrMetadata:
             "dimension_separator": self.separator,
         }
 
-    def layout(self, *, as_bfloat16: bool) -> ArrayLayout:
-        """Returns the layout of the array."""
-        dtype = _DTYPES[_BFLOAT16] if as_bfloat16 else self.dtype
-        return ArrayLayout(self.shape, dtype, self.chunks, self.chunks)
+    @functools.cached_property
+    def layout(self) -> ArrayLayout:
+        """The layout of the array."""
+        return ArrayLayout(self.shape, self.dtype, self.chunks, self.chunks)
 
-    @property
+    @functools.cached_property
+    def bfloat16_layout(self) -> ArrayLayout:
+        """The layout of the array whose elements are read as bfloat16."""
+        return dataclasses.replace(self.layout, dtype=_DTYPES[_BFLOAT16])
+
+    @functools.cached_property
     def kind(self) -> Hashable | None:
         """Key that is equal for arrays that differ only in sizes, all or none of which TensorStore accepts.
 

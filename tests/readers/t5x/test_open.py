@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import flax.serialization
 import hypothesis.extra.numpy as hnp
@@ -67,7 +68,7 @@ def test_the_layout_is_what_tensorstore_says(data, dtype, shape):
     metadata = parse_zarr_metadata(document.encode(), "file", "leaf", ot.Limits())
     spec = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata.spec(as_bfloat16=as_bfloat16)}
     opened = ts.open(spec, open=True, assume_metadata=True).result()
-    layout = metadata.layout(as_bfloat16=as_bfloat16)
+    layout = metadata.bfloat16_layout if as_bfloat16 else metadata.layout
     assert layout == ArrayLayout.of(opened)
     assert layout.dtype == (ml_dtypes.bfloat16 if as_bfloat16 else dtype)
 
@@ -85,6 +86,24 @@ def test_arrays_alike_but_for_their_sizes_are_opened_when_they_are_read(tmp_path
             for name, value in values.items():
                 np.testing.assert_array_equal(checkpoint.leaves[name][1:].get(), value[1:])
     assert len(openings) == len(values)
+
+
+def test_metadata_of_the_same_bytes_are_parsed_once_and_damage_is_each_leafs_own(tmp_path, monkeypatch):
+    parsed = []
+
+    def counting(data, path, leaf, limits):
+        parsed.append(leaf)
+        return parse_zarr_metadata(data, path, leaf, limits)
+
+    monkeypatch.setattr(arrays, "parse_zarr_metadata", counting)
+    good, other, bad = zarray((4, 3), (2, 3)), zarray((4, 5), (2, 5)), zarray((4, 3), (2, 0))
+    documents = {"a": good, "b": bad, "c": good, "d": bad, "e": other, "f": good}
+    with ot.open_checkpoint(step_of(tmp_path, documents)) as checkpoint:
+        shapes = {name: checkpoint.leaves[name].shape for name in "acef"}
+        assert shapes == {"a": (4, 3), "c": (4, 3), "e": (4, 5), "f": (4, 3)}
+        errors = [checkpoint.leaves[name].leaves()[0].error for name in "bd"]
+    assert [(error.leaf, Path(error.path).parent.name) for error in errors] == [("b", "b"), ("d", "d")]
+    assert parsed == ["a", "b", "d", "e"]
 
 
 @pytest.mark.parametrize(
