@@ -18,10 +18,11 @@ from pathlib import Path
 from benchmarks import data
 from benchmarks.measure import run_job, warm_memory
 
-_FIGURES = (
+FIGURES = (
     ("processor_seconds", "CPU s", ".3f", 1),
     ("user_seconds", "user s", ".3f", 1),
     ("system_seconds", "system s", ".3f", 1),
+    ("with_import_processor_seconds", "CPU s with imports", ".3f", 1),
     ("seconds", "wall s", ".3f", 1),
     ("minor_faults", "minor faults", ",.0f", 1),
     ("peak_growth_bytes", "peak growth MiB", ",.0f", 1 << 20),
@@ -76,7 +77,7 @@ def compare(title: str, job: Job, checkouts: Sequence[Path], rounds: int, huge_p
 def figures_of(old: Sequence[dict[str, float]], new: Sequence[dict[str, float]]) -> list[list[str]]:
     """Returns for each figure its heading, both medians, and the median and the quartiles of the ratios."""
     rows: list[list[str]] = []
-    for key, heading, form, unit in _FIGURES:
+    for key, heading, form, unit in FIGURES:
         ratios = [after[key] / max(before[key], 1e-9) for before, after in zip(old, new, strict=True)]
         low, middle, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
         medians = [format(statistics.median(run[key] for run in runs) / unit, form) for runs in (old, new)]

@@ -10,7 +10,11 @@ from benchmarks.measure import Clock
 
 
 def run_with(checkout: str, module: str, name: str, *arguments: str) -> None:
-    """Runs a job of these benchmarks with the package of a checkout, which is imported first."""
+    """Runs a job of these benchmarks with the package of a checkout, which is imported first.
+
+    The job's first argument is the checkpoint. It is opened before: a checkout may import a format when it opens one.
+    """
+    clock, function = Clock(), getattr(importlib.import_module(f"benchmarks.{module}"), name)
     sys.path.insert(0, checkout)
     import orbax_t5x
 
@@ -18,7 +22,9 @@ def run_with(checkout: str, module: str, name: str, *arguments: str) -> None:
     if not found.is_relative_to(Path(checkout).resolve()):
         raise RuntimeError(f"the package is {found}, not that of {checkout}")
     sys.path.remove(checkout)
-    getattr(importlib.import_module(f"benchmarks.{module}"), name)(Clock(), *arguments)
+    with orbax_t5x.open_checkpoint(arguments[0]):
+        pass
+    function(clock, *arguments)
 
 
 if __name__ == "__main__":
