@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
 
@@ -103,7 +103,7 @@ class TrainStateRestore(ocp.args.CheckpointArgs):
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
     progress: Progress | None = ReadOptions.progress
     limits: Limits | None = PlanOptions.limits
-    broadcast: bool = ReadOptions.broadcast
+    broadcast: BroadcastMode = ReadOptions.broadcast
     fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for
 
     def given(self) -> list[str]:

@@ -16,7 +16,7 @@ from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, decide_resuming, recorded_lineages, with_history
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
@@ -79,7 +79,7 @@ def restore(
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
     progress: Progress | None = ReadOptions.progress,
     limits: Limits | None = PlanOptions.limits,
-    broadcast: bool = ReadOptions.broadcast,
+    broadcast: BroadcastMode = ReadOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
 ) -> Any:
     """Restores a checkpoint of any format into a target, each process reading only what its own shards need.
@@ -107,8 +107,9 @@ def restore(
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.
       limits: what a file's headers may claim.
-      broadcast: with several processes, each stored byte is read by one of them and sent to those that need it; every
-        process passes the same. With one process nothing changes.
+      broadcast: with several processes, True: each stored byte is read by one of them and sent to those that need it;
+        False: each reads what it needs; "auto": the plan decides for each leaf, by requests and bytes and the store.
+        Every process passes the same. With one process nothing changes.
       fallback_for: regexes; the fallback fills only target leaves whose whole name one of them matches. None: it fills
         all that are missing, with a warning where model parameters are, and a problem where nothing is restored.
 

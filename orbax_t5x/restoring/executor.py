@@ -38,9 +38,10 @@ from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_bo
 from orbax_t5x.multihost.collectives import raise_together
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
-from orbax_t5x.restoring.broadcast.needs import compare_plans, gather_needs
+from orbax_t5x.restoring.broadcast.needs import compare_plans, gather_needs, is_text
 from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
 from orbax_t5x.restoring.broadcast.send import Broadcast
+from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
 from orbax_t5x.restoring.execute.buffers import check_value, layout_of, make_value
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard
@@ -48,7 +49,7 @@ from orbax_t5x.restoring.execute.reading import Reader
 from orbax_t5x.restoring.execute.shared_checksums import gather_checksums
 from orbax_t5x.restoring.execute.stages import Piece
 from orbax_t5x.restoring.fallback import ComputedLeaf
-from orbax_t5x.restoring.options import ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
 from orbax_t5x.restoring.target_leaf import is_key_dtype
 from orbax_t5x.storage.memory import naming_memory_errors
@@ -107,7 +108,7 @@ class _Execution:
         self._pending: collections.Counter[Leaf] = collections.Counter()
         self._verified: dict[Leaf, bool | None] = {}
         self._several = jax.process_count() > 1
-        self._is_broadcast = options.broadcast and self._several
+        self._mode: BroadcastMode = options.broadcast if self._several else False
         self._stop = threading.Event()
         self._reader = Reader(self._stats, self._stop)
         self._path = ", ".join(checkpoint.path for checkpoint in plan.checkpoints.values()) or None
@@ -115,13 +116,16 @@ class _Execution:
 
     def run(self) -> tuple[dict[str, Any], RestoreReport]:
         started = time.monotonic()
+        stores: Stores | None = None
         entries = [entry for entry in self._plan.entries if entry.view is not None]
         if self._several:
-            compare_plans(self._plan, self._is_broadcast, self._path)
+            stores = compare_plans(self._plan, self._mode, self._path)
         self._reader.in_memory = self._computed_leaves(entries)
         broadcast: Broadcast | None = None
-        if self._is_broadcast:
-            broadcast, entries = self._broadcast(entries)
+        if self._mode == "auto" and stores is not None and max(stores) is not StoreKind.LOCAL:
+            broadcast, entries = self._broadcast(entries, stores)
+        elif self._mode and self._mode != "auto":
+            broadcast, entries = self._broadcast(entries, None)
         groups = group_entries(entries, self._limit)
         for group in groups:
             self._pending.update(group.leaves.keys())
@@ -137,12 +141,18 @@ class _Execution:
 
     # -- reading
 
-    def _broadcast(self, entries: Sequence[PlanEntry]) -> tuple[Broadcast, list[PlanEntry]]:
-        """Prepares the broadcast of what several processes need; returns also the entries that are read without it."""
-        texts = [entry for entry in entries if _is_text(entry)]
-        arrays = [entry for entry in entries if not _is_text(entry)]
+    def _broadcast(self, entries: Sequence[PlanEntry], stores: Stores | None) -> tuple[Broadcast, list[PlanEntry]]:
+        """Prepares the broadcast of what several processes need; returns also the entries that are read without it.
+
+        With `stores`, only what they make worth sending is sent; strings of a local disk are read by each.
+        """
+        texts = [entry for entry in entries if is_text(entry) and (stores is None or stores.of(entry.leaves))]
+        arrays = [entry for entry in entries if not is_text(entry)]
+        local_texts = [entry for entry in entries if is_text(entry) and entry not in texts]
         processes = jax.process_count()
-        schedule = schedule_broadcast(gather_needs(arrays, self._path), processes, self._limit)
+        schedule = schedule_broadcast(gather_needs(arrays, self._path), processes, self._limit, stores)
+        if stores is not None:
+            self._plan.decisions = schedule.decisions
         broadcast = Broadcast(
             schedule,
             texts,
@@ -153,7 +163,7 @@ class _Execution:
             limit=self._limit,
             path=self._path,
         )
-        return broadcast, list(schedule.unshared)
+        return broadcast, [*local_texts, *schedule.unshared]
 
     def _read(self, groups: list[Group], broadcast: Broadcast | None) -> None:
         error: BaseException | None = None
@@ -374,8 +384,3 @@ def _as_shard(piece: Piece, out: np.ndarray) -> Shard:
     """Joins a piece with its slice of the shard's buffer."""
     whole = layout_of(piece.entry).read_boxes[piece.box_index]
     return Shard(piece.view, piece.box, out if piece.box == whole else out[slices_within(piece.box, whole)])
-
-
-def _is_text(entry: PlanEntry) -> bool:
-    assert entry.view is not None
-    return entry.view.dtype.hasobject

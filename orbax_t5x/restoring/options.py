@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -26,6 +26,10 @@ MEMORY_LIMIT_BYTES = 256 << 20
 several shards need are decoded twice."""
 
 
+BroadcastMode = Literal["auto"] | bool
+"""Which way leaves come to several processes that need them: read by each, or by one that sends them."""
+
+
 def memory_limit(memory_limit_bytes: int | None) -> int:
     """Returns the limit that is given, or the default."""
     return MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
@@ -37,6 +41,10 @@ def check_dtype(dtype: Any) -> None:
         np.dtype(dtype)
     except TypeError as error:
         raise TypeError(f"dtype={dtype!r}: {error}") from None
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,25 +112,27 @@ class ReadOptions(_FromKeywords):
         Chunks that are decoded meanwhile have as much memory of their own.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
         terminal, and nothing without one.
-      broadcast: with several processes, each stored byte is read by one of them and sent to those that need it; every
+      broadcast: with several processes, True: each stored byte is read by one of them and sent to those that need it.
+        False: each reads what it needs. "auto": one of both for each leaf, by requests and bytes and the store. Every
         process passes the same. With one process nothing changes.
 
     Raises:
-      ValueError: an unknown `verify` or `progress`, or a limit below one byte.
-      TypeError: the limit is no number, or `broadcast` neither True nor False.
+      ValueError: an unknown `verify`, `progress` or `broadcast`, or a limit below one byte.
+      TypeError: the limit is no number.
     """
 
     verify: Verify = "touched"
     memory_limit_bytes: int | None = None
     progress: Progress | None = None
-    broadcast: bool = False
+    broadcast: BroadcastMode = "auto"
 
     def __post_init__(self) -> None:
         if self.verify not in ("touched", "full", "off"):
             raise ValueError(f"verify must be 'touched', 'full' or 'off', not {self.verify!r}")
         check_memory_limit(self.memory_limit_bytes)
         check_progress(self.progress)
-        check_flag("broadcast", self.broadcast)
+        if not isinstance(self.broadcast, bool | np.bool_) and not _is_auto(self.broadcast):
+            raise ValueError(f"broadcast must be 'auto', True or False, not {self.broadcast!r}")
 
     def within(self, limit: int | None) -> Self:
         """Returns the options with `memory_limit_bytes` at most `limit`, and `limit` itself where it is not given."""

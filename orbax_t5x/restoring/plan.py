@@ -8,7 +8,7 @@ from typing import Any
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy import Verify
 from orbax_t5x.restoring.executor import execute_plan
-from orbax_t5x.restoring.options import ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.restoring.show.as_data import to_json
 from orbax_t5x.restoring.show.compare import diff
@@ -47,7 +47,7 @@ class RestorePlan(PlanData):
         verify: Verify = ReadOptions.verify,
         memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
         progress: Progress | None = ReadOptions.progress,
-        broadcast: bool = ReadOptions.broadcast,
+        broadcast: BroadcastMode = ReadOptions.broadcast,
     ) -> Any:
         """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
         return self.run(ReadOptions(verify, memory_limit_bytes, progress, broadcast))

@@ -142,7 +142,7 @@ class RestoreReport:
       without_checksum: leaves whose format keeps no checksum of data.
       from_fallback: leaves of the target that came from the fallback.
       seconds: wall time.
-      bytes_received: with `broadcast=True`, bytes of array data that other processes read and sent to this one. With
+      bytes_received: bytes of array data that other processes read and sent to this one. With
         what it read itself and sent to others, `bytes_read` differs from the plan's `bytes_to_read` then.
     """
 
@@ -208,6 +208,8 @@ class PlanData:
       is_fill_expected: whether the caller named the leaves that the fallback may fill (`fallback_for`).
       found_rules: the transforms that `"auto"` found; `print(plan)` shows them as code to paste.
       report: after an execution, what was read and checked.
+      decisions: after an execution by several processes with `broadcast="auto"`, what was decided, by name; before it
+        `broadcast.preview` decides by the shardings.
     """
 
     def __init__(
@@ -235,6 +237,7 @@ class PlanData:
         self.is_fill_expected = is_fill_expected
         self.found_rules: tuple[AnyTransform, ...] = tuple(found_rules)
         self.report: RestoreReport | None = None
+        self.decisions: Mapping[str, Any] | None = None
 
     def defer_provenance(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Takes the provenance from a function, which is called where it is first used."""

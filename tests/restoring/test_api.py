@@ -73,7 +73,7 @@ def ways_to_restore(path, **keywords):
     return ways
 
 
-@pytest.mark.parametrize("keyword", ["is_resuming", "strict", "allow_lossy_cast", "broadcast"])
+@pytest.mark.parametrize("keyword", ["is_resuming", "strict", "allow_lossy_cast"])
 @pytest.mark.parametrize("value", ["no", "False", 0, 1, ()])
 def test_a_flag_is_true_or_false(path, keyword, value):
     for restore in ways_to_restore(path, **{keyword: value}):
@@ -81,6 +81,18 @@ def test_a_flag_is_true_or_false(path, keyword, value):
             restore()
     for restore in ways_to_restore(path, **{keyword: np.True_}):
         restore()
+
+
+@pytest.mark.parametrize("value", ["no", "True", 0, 1, None, ()])
+def test_broadcast_is_one_of_three(path, value):
+    for restore in ways_to_restore(path, broadcast=value):
+        with pytest.raises(
+            ValueError, match=rf"broadcast must be 'auto', True or False, not {re.escape(repr(value))}$"
+        ):
+            restore()
+    for given in ("auto", True, False, np.True_):
+        for restore in ways_to_restore(path, broadcast=given):
+            restore()
 
 
 def test_flags_of_a_conversion_and_of_a_call_by_hand(path, tmp_path):

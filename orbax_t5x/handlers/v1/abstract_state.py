@@ -12,7 +12,7 @@ import orbax.checkpoint.experimental.v1 as v1
 from orbax_t5x.lazy.read_stats import Verify
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.restoring.targets import require_finite
 from orbax_t5x.text.progress_bar import Progress
@@ -59,7 +59,7 @@ class AbstractTrainState:
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
     progress: Progress | None = ReadOptions.progress
     limits: Limits | None = PlanOptions.limits
-    broadcast: bool = ReadOptions.broadcast
+    broadcast: BroadcastMode = ReadOptions.broadcast
     fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for
 
     def __post_init__(self) -> None:

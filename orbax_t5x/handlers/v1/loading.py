@@ -22,7 +22,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms import Transform
@@ -84,7 +84,7 @@ def load_and_transform(
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
     progress: Progress | None = ReadOptions.progress,
     limits: Limits | None = PlanOptions.limits,
-    broadcast: bool = ReadOptions.broadcast,
+    broadcast: BroadcastMode = ReadOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
 ) -> Any:
     """Loads a checkpoint of any format into a target, transformed on the way: `orbax_t5x.restore` among v1's functions.

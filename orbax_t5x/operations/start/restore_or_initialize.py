@@ -44,7 +44,7 @@ from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.fallback import abstract_tree
 from orbax_t5x.restoring.lineage import Caller, Records
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.run_steps import run_of
@@ -96,7 +96,7 @@ def restore_or_initialize(
     memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
     progress: Progress | None = ReadOptions.progress,
     limits: Limits | None = PlanOptions.limits,
-    broadcast: bool = ReadOptions.broadcast,
+    broadcast: BroadcastMode = ReadOptions.broadcast,
     fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
 ) -> TrainingStart:
     """Starts a training job: from its own newest step, else from a checkpoint to begin with, else from scratch.

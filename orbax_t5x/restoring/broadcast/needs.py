@@ -11,13 +11,16 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.multihost.collectives import gather, gather_bytes
-from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, boxes_by_leaf
+from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
+from orbax_t5x.restoring.options import BroadcastMode
+from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, box_of_index, boxes_by_leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,19 +52,31 @@ class EntryNeeds:
         return boxes_by_leaf((self.view, box) for box in self.boxes)
 
 
-def compare_plans(plan: PlanData, broadcast: bool, path: str | None) -> None:
-    """Compares what the processes are about to execute; every process must call it."""
+def is_text(entry: PlanEntry) -> bool:
+    """Reports whether an entry that is read is one of strings."""
+    assert entry.view is not None
+    return entry.view.dtype.hasobject
+
+
+def compare_plans(plan: PlanData, broadcast: BroadcastMode, path: str | None) -> Stores:
+    """Compares what the processes are about to execute; every process must call it.
+
+    Returns:
+      The stores on which all agree: of differing views of one, the one farthest away.
+    """
     compared = [
-        broadcast,
+        broadcast if broadcast == "auto" else bool(broadcast),
         [checkpoint.shared_path for checkpoint in plan.checkpoints.values()],
         [(entry.name, entry.sources, entry.shape, str(entry.dtype), entry.action) for entry in plan.entries],
     ]
     digest = hashlib.sha256(json.dumps(compared).encode()).digest()
-    rows = gather(np.frombuffer(digest, np.uint8), path)
-    if (rows != rows[0]).any():
+    stores = Stores.of_plan(plan)
+    rows = gather(np.frombuffer(digest + bytes(stores), np.uint8), path)
+    if (rows[:, : len(digest)] != rows[0, : len(digest)]).any():
         message = "the processes of this restore have different plans: other steps, sources, targets or broadcast="
         fix = "call restore with the same arguments on every process"
         raise RestorePlanError([Problem("target", None, message, Fix(fix))], path=path)
+    return Stores(*(StoreKind(int(kind)) for kind in rows[:, len(digest) :].max(axis=0)))
 
 
 def gather_needs(entries: Sequence[PlanEntry], path: str | None) -> list[EntryNeeds]:
@@ -69,6 +84,24 @@ def gather_needs(entries: Sequence[PlanEntry], path: str | None) -> list[EntryNe
     sent = gather_bytes(json.dumps([entry.boxes() for entry in entries]).encode(), None, path)
     by_process: list[list[Sequence[Sequence[Sequence[int]]]]] = [json.loads(text) for text in sent]
     return [_needs_of(entry, boxes) for entry, *boxes in zip(entries, *by_process, strict=True)]
+
+
+def needs_of_shardings(entries: Sequence[PlanEntry], processes: int) -> list[EntryNeeds]:
+    """Returns what all processes need of the entries where their targets are placed like this process's."""
+    return [_needs_of(entry, _boxes_by_process(entry, processes)) for entry in entries]
+
+
+def _boxes_by_process(entry: PlanEntry, processes: int) -> list[list[Box]]:
+    """Returns the boxes of each process; without a sharding each has the whole array."""
+    if entry.leaf is None or entry.leaf.sharding is None:
+        return [list(entry.boxes())] * processes
+    untyped: Any = entry.leaf.sharding
+    found: list[list[Box]] = [[] for _ in range(processes)]
+    for device, index in untyped.devices_indices_map(entry.leaf.shape).items():
+        box = box_of_index(index or (), entry.leaf.shape)
+        if box not in found[device.process_index]:
+            found[device.process_index].append(box)
+    return found
 
 
 def _needs_of(entry: PlanEntry, by_process: Sequence[Sequence[Sequence[Sequence[int]]]]) -> EntryNeeds:

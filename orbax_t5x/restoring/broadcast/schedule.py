@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 from orbax_t5x.lazy import Box, Leaf
 from orbax_t5x.lazy.box import bounding_box, box_size, union_size
+from orbax_t5x.restoring.broadcast.decision import ReadDecision, decide_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds
+from orbax_t5x.restoring.broadcast.stores import Stores
 from orbax_t5x.restoring.execute.groups import clusters_of
 from orbax_t5x.restoring.execute.stages import Piece, cut_clean, pieces_stored_bytes, stored_bytes, to_chunks
 from orbax_t5x.restoring.plan_data import PlanEntry
@@ -81,23 +83,37 @@ class BroadcastRound:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Schedule of a broadcast; `unshared` is what each process reads for itself, because no other needs it."""
+    """Schedule of a broadcast; `unshared` is what each process reads for itself.
+
+    `decisions` are those about each entry, by name, where it was decided.
+    """
 
     unshared: tuple[PlanEntry, ...]
     needs: Mapping[PlanEntry, EntryNeeds]
     chunks: tuple[BroadcastChunk, ...]
     rounds: tuple[BroadcastRound, ...]
+    decisions: Mapping[str, ReadDecision]
 
 
-def schedule_broadcast(needs: Sequence[EntryNeeds], processes: int, limit: int) -> Schedule:
-    """Schedules what all processes need, in plan order, with `limit` bytes in flight in each."""
+def schedule_broadcast(
+    needs: Sequence[EntryNeeds], processes: int, limit: int, stores: Stores | None = None
+) -> Schedule:
+    """Schedules what all processes need, in plan order, with `limit` bytes in flight in each.
+
+    With `stores`, only what costs less when it is read once and sent than when each process reads it for itself.
+    """
     unshared: list[PlanEntry] = []
     sent: list[EntryNeeds] = []
     chunks: list[BroadcastChunk] = []
     load = [0] * processes
+    decisions: dict[str, ReadDecision] = {}
     chunk_bytes = min(_CHUNK_BYTES, _buffer_limit(limit, processes))
     for cluster in clusters_of(needs, _with_neighbours):
         divided = None if _is_unshared(cluster) else _divide(cluster, chunk_bytes)
+        if stores is not None:
+            decision = decide_cluster(cluster, divided, stores)
+            decisions.update((one.entry.name, decision) for one in cluster)
+            divided = divided if decision.is_broadcast else None
         if divided is None:
             unshared += [one.entry for one in cluster]
             continue
@@ -109,7 +125,8 @@ def schedule_broadcast(needs: Sequence[EntryNeeds], processes: int, limit: int) 
             size = sum(_host_bytes(whole) for whole, _ in reads)
             chunks.append(BroadcastChunk(owner, members, tuple(pieces), reads, size))
     by_entry = {one.entry: one for one in sent}
-    return Schedule(tuple(unshared), by_entry, tuple(chunks), tuple(_rounds(chunks, by_entry, limit)))
+    rounds = tuple(_rounds(chunks, by_entry, limit))
+    return Schedule(tuple(unshared), by_entry, tuple(chunks), rounds, decisions)
 
 
 def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]:
@@ -121,6 +138,16 @@ def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]
 
 
 # -- chunks
+
+
+def decide_cluster(
+    cluster: Sequence[EntryNeeds],
+    divided: Sequence[tuple[list[Piece], tuple[int, ...], tuple[int, ...]]] | None,
+    stores: Stores,
+) -> ReadDecision:
+    """Decides about entries that share stored bytes."""
+    chunks = None if divided is None else [(pieces, members) for pieces, _, members in divided]
+    return decide_reads(cluster, chunks, stores.of(leaf for one in cluster for leaf in one.leaves))
 
 
 def _is_unshared(cluster: Sequence[EntryNeeds]) -> bool:

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from orbax_t5x.restoring.broadcast.preview import decisions_of
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.show.broadcasts import broadcast_totals, decision_data
 from orbax_t5x.restoring.show.entries import entry_how
 from orbax_t5x.restoring.show.filled import parameter_counts
 from orbax_t5x.text.code import code_of
@@ -15,12 +17,15 @@ from orbax_t5x.trees.narrow import is_tuple
 
 def to_json(plan: PlanData) -> dict[str, Any]:
     """Returns the plan as data that `json.dumps` takes; bytes are those of this process."""
+    decisions = decisions_of(plan)
     return {
         "sources": {
             name: {"path": checkpoint.path, "format": checkpoint.format, "step": checkpoint.step}
             for name, checkpoint in plan.checkpoints.items()
         },
-        "entries": [_entry_json(entry) for entry in plan.entries],
+        "entries": [
+            {**_entry_json(entry), "broadcast": decision_data(decisions.get(entry.name))} for entry in plan.entries
+        ],
         "model_parameters": parameter_counts(plan)._asdict(),
         "filled": list(plan.filled),
         "unused": list(plan.unused),
@@ -29,6 +34,7 @@ def to_json(plan: PlanData) -> dict[str, Any]:
         "found_rules": [code_of(one) for one in plan.found_rules],
         "provenance": [dict(record) for record in plan.provenance],
         "bytes_to_read": plan.bytes_to_read,
+        "broadcast": broadcast_totals(decisions),
     }
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from orbax_t5x.lazy import Box
+from orbax_t5x.restoring.broadcast.preview import decisions_of
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
+from orbax_t5x.restoring.show.broadcasts import decision_text
 from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads, entry_sharding
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
 from orbax_t5x.transforms.patterns.closest import closest_names
@@ -71,7 +73,9 @@ def _explain_entry(entry: PlanEntry, plan: PlanData) -> list[str]:
     if entry_sharding(entry):
         mesh = f" over {mesh_text(entry.sharding)}" if mesh_text(entry.sharding) else ""
         lines.append(_line("sharding", entry_sharding(entry) + mesh))
-    return [*lines, *_read_lines(entry)]
+    decision = decisions_of(plan).get(entry.name)
+    decided = [] if decision is None else [_line("broadcast", decision_text(decision))]
+    return [*lines, *_read_lines(entry), *decided]
 
 
 def _dtype_lines(entry: PlanEntry, dtypes: Iterable[np.dtype]) -> list[str]:

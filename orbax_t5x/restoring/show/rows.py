@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from orbax_t5x.restoring.broadcast.preview import decisions_of
 from orbax_t5x.restoring.plan_data import PlanData
+from orbax_t5x.restoring.show.broadcasts import broadcast_text
 from orbax_t5x.restoring.show.entries import ACTION_WORDS, entry_array, entry_how, entry_sharding, entry_source
 from orbax_t5x.restoring.show.filled import filled_patterns, filled_text
 from orbax_t5x.text.code import code_of
@@ -84,6 +86,7 @@ def _reads_text(plan: PlanData) -> str:
     # Where two leaves want one source in other cuts, parts of it are read twice, and this says nothing worth comparing.
     reads += f" of the {size_text(whole)} that these leaves take." if plan.bytes_to_read < whole else "."
     meshes = dict.fromkeys(text for text in (mesh_text(entry.sharding) for entry in plan.entries) if text)
+    reads += f" {broadcast}" if (broadcast := broadcast_text(decisions_of(plan))) else ""
     return reads + (f" Mesh: {'; '.join(meshes)}." if meshes else "")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import os
 from pathlib import Path
 
 import jax
@@ -85,6 +86,37 @@ def restored(source, target, transforms=(), **keywords):
         "from files": file_bytes() - before,
     }
     return state, told
+
+
+def each_way(folder):
+    """Each store by each way of reading: what was decided before, and what was read and received."""
+    arrays = dict(np.load(Path(folder) / "arrays.npz"))
+    told = {}
+    for name in ("safetensors", "orbax"):
+        source = (Path(folder) / f"{name}.path").read_text()
+        with ot.open_checkpoint(source) as opened:
+            leaf = opened.leaves["layers/large"]
+        expected = {"layers/large": arrays["layers.large"]}
+        for store in ("local", "shared", "bucket"):
+            os.environ["ORBAX_T5X_STORE"] = store
+            for placing in ("replicated", "all rows", "columns"):
+                target = {"layers": {"large": placed(leaf.shape, leaf.dtype, placing)}}
+                for way in ("auto", True, False):
+                    plan = ot.plan_restore(source, target, strict=False)
+                    before = plan.to_json()["broadcast"]
+                    check_equal(plan.execute(broadcast=way), expected)
+                    after = plan.to_json()["broadcast"]
+                    report = plan.report
+                    told[f"{name}, {store}, {placing}, {way}"] = {
+                        "decided": before,
+                        "is the same after": before == after,
+                        "text": "read once and sent" in str(plan),
+                        "explained": "read once and sent" in plan.explain("layers/large"),
+                        "read": report.bytes_read + report.gap_bytes,
+                        "received": report.bytes_received,
+                    }
+    del os.environ["ORBAX_T5X_STORE"]
+    return told
 
 
 def every_placing(folder):

@@ -85,6 +85,31 @@ def test_every_placing_has_the_stored_bits_and_each_byte_is_read_by_one(checkpoi
         assert len({one["verified"] for one in told}) == 1, case
 
 
+def test_auto_reads_once_where_the_store_is_far_and_bytes_are_shared(checkpoints):
+    """Values are those of both other ways (the job compares them); so is what is read, as the plan said before."""
+    results = run_job(4, "broadcast_jobs:each_way", checkpoints)
+    stored = _ROWS * _COLUMNS * 4
+    for case in results[0]:
+        name, store, placing, way = case.split(", ")
+        told = [result[case] for result in results]
+        assert len({str(one["decided"]) for one in told}) == 1, case  # the same on all processes
+        assert told[0]["is the same after"], case
+        if way != "auto":
+            continue
+        is_sent = store != "local" and placing != "all rows"
+        as_chosen = [result[f"{name}, {store}, {placing}, {is_sent}"] for result in results]
+        if name == "orbax" and placing != "replicated":
+            continue  # chunks are neither rows nor columns: what is read depends on the owners
+        assert told[0]["decided"]["leaves_sent"] == is_sent, case
+        assert told[0]["text"] == told[0]["explained"] == is_sent, case
+        assert [one["received"] > 0 for one in told] == [is_sent] * 4, case
+        assert sum(one["read"] for one in told) == sum(one["read"] for one in as_chosen), case
+        if name == "safetensors":
+            assert told[0]["decided"]["bytes"] == sum(one["read"] for one in told), case
+        if placing != "columns":  # each process by itself reads over the small gaps between columns
+            assert sum(one["read"] for one in told) == stored * (4 if placing == "replicated" and not is_sent else 1)
+
+
 def test_one_process_that_fails_is_the_same_error_on_all(checkpoints, tmp_path):
     """What one process cannot read nobody has, and nobody waits for it; afterwards all restore together."""
     for name in ("bundle", "orbax"):

@@ -25,7 +25,9 @@ def test_json_says_everything(t5_plan):
             "mesh": {"data": 2, "model": 4},
         },
         "bytes": 512,
+        "broadcast": None,
     }
+    assert said["broadcast"] is None  # with one process nothing is sent
     assert entries["kept"]["dtype"] is None and entries["kept"]["action"] == "keep"
     assert said["unused"] == ["left/over"] and said["dropped"] == ["gone"]
     assert said["sources"] == {"": {"path": "/memory", "format": "orbax", "step": None}}

@@ -1,0 +1,73 @@
+"""Requests and bytes of both ways, against counts by hand; and what is decided by them."""
+
+import numpy as np
+import pytest
+
+from orbax_t5x.lazy import as_view
+from orbax_t5x.restoring.broadcast.decision import ReadCounts, leaf_reads
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds
+from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
+from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
+from orbax_t5x.restoring.plan_data import PlanEntry
+from tests.support.memory_checkpoint import AwaitedLeaf
+
+ROWS, COLUMNS = 512, 4096
+NBYTES = ROWS * COLUMNS * 4
+WHOLE = ((0, ROWS), (0, COLUMNS))
+
+
+def decided(needers, store, chunks=None):
+    """The decision about one array, given the processes that need each box."""
+    leaf = AwaitedLeaf("w", np.broadcast_to(np.float32(0), (ROWS, COLUMNS)), chunks)
+    view = as_view(leaf)
+    entry = PlanEntry("w", ("w",), view.shape, view.dtype, None, "read", view=view, leaves=view.leaves())
+    needs = [EntryNeeds(entry, tuple(needers), tuple(needers.values()))]
+    schedule = schedule_broadcast(needs, 4, 1 << 28, Stores(store, store))
+    assert schedule.unshared == (() if schedule.decisions["w"].is_broadcast else (entry,))
+    return schedule.decisions["w"]
+
+
+@pytest.mark.parametrize("store", StoreKind)
+def test_replicas_are_read_once_but_from_local_disks(store):
+    decision = decided({WHOLE: (0, 1, 2, 3)}, store)
+    assert decision.own == (4, 4 * NBYTES)
+    assert decision.once.nbytes == NBYTES
+    assert decision.bytes_sent == 3 * NBYTES
+    assert decision.is_broadcast == (store is not StoreKind.LOCAL)
+
+
+@pytest.mark.parametrize("store", StoreKind)
+def test_rows_of_their_own_are_read_by_each(store):
+    rows = {((128 * i, 128 * (i + 1)), (0, COLUMNS)): (i,) for i in range(4)}
+    decision = decided(rows, store)
+    assert decision.own == (4, NBYTES) and not decision.is_broadcast
+
+
+@pytest.mark.parametrize("store", StoreKind)
+def test_columns_of_byte_ranges_are_requests_without_end(store):
+    """A row of a column shard is 4 KiB, with the others' shards between."""
+    columns = {((0, ROWS), (1024 * i, 1024 * (i + 1))): (i,) for i in range(4)}
+    decision = decided(columns, store)
+    assert decision.own == (4 * ROWS, NBYTES)
+    assert decision.once.requests < 20 and decision.once.nbytes == NBYTES
+    assert decision.is_broadcast == (store is not StoreKind.LOCAL)
+
+
+@pytest.mark.parametrize("store", StoreKind)
+def test_chunks_that_every_process_needs_are_read_once(store):
+    columns = {((0, ROWS), (1024 * i, 1024 * (i + 1))): (i,) for i in range(4)}
+    decision = decided(columns, store, chunks=(64, COLUMNS))
+    assert decision.own == (4 * ROWS // 64, 4 * NBYTES)
+    assert decision.once == (ROWS // 64, NBYTES)
+    assert decision.is_broadcast == (store is not StoreKind.LOCAL)
+
+
+def test_counts_of_a_leaf():
+    leaf = AwaitedLeaf("w", np.zeros((8, 4096), np.float32))
+    assert leaf_reads(leaf, [((0, 8), (0, 4096))]) == ReadCounts(1, 8 * 16384)
+    assert leaf_reads(leaf, [((2, 5), (0, 4096))]) == ReadCounts(1, 3 * 16384)
+    assert leaf_reads(leaf, [((0, 8), (0, 8))]) == ReadCounts(8, 8 * 32)
+    assert leaf_reads(leaf, [((0, 0), (0, 8))]) == ReadCounts(0, 0)
+    # Gaps below 4 KiB are read over.
+    narrow = AwaitedLeaf("w", np.zeros((8, 64), np.float32))
+    assert leaf_reads(narrow, [((0, 8), (0, 32))]) == ReadCounts(1, 7 * 256 + 128)
