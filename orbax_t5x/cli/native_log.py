@@ -29,27 +29,42 @@ def without_native_log() -> Iterator[None]:
     if os.environ.get(_ASKED_FOR):
         yield
         return
-    sys.stderr.flush()
-    kept = os.dup(_STDERR)
+    if sys.stderr is not None:  # None where the program was started with standard error closed
+        sys.stderr.flush()
+    try:
+        kept = os.dup(_STDERR)
+    except OSError:
+        yield
+        return
     reading, writing = os.pipe()
     os.dup2(writing, _STDERR)
     os.close(writing)
-    filtering = threading.Thread(target=_filter, args=(reading, kept), daemon=True)
-    filtering.start()
+    # A process that was started within the block may hold the pipe for longer: the end is a mark, and not its closing.
+    end, ended = b"%s\n" % os.urandom(16).hex().encode(), threading.Event()
+    threading.Thread(target=_filter, args=(reading, os.dup(kept), end, ended), daemon=True).start()
     try:
         with _python_writes_to(kept):
             yield
     finally:
-        os.dup2(kept, _STDERR)  # closes the pipe's last end: the thread reads what is left, and stops
-        filtering.join()
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, end)
+            ended.wait()
+        os.dup2(kept, _STDERR)
         os.close(kept)
 
 
-def _filter(reading: int, kept: int) -> None:
-    with open(reading, "rb") as lines:
-        for line in lines:
-            if not _LOG_LINE.match(line):
-                os.write(kept, line)
+def _filter(reading: int, kept: int, end: bytes, ended: threading.Event) -> None:
+    """Passes lines on until no process holds the pipe; reports when those before `end` are written."""
+    with open(reading, "rb") as lines, open(kept, "wb", buffering=0) as passed:
+        try:
+            for line in lines:
+                before = line.removesuffix(end)
+                if not _LOG_LINE.match(before):
+                    passed.write(before)
+                if before != line:
+                    ended.set()
+        finally:
+            ended.set()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import os
+import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -47,6 +49,28 @@ def test_pythons_own_stream_comes_back(capfd, monkeypatch):
         print("half a line", end="\r", file=sys.stderr, flush=True)
     assert sys.stderr is own
     assert capfd.readouterr().err.endswith("half a line\r")
+
+
+def test_a_child_that_outlives_the_block_keeps_nothing_waiting_and_can_still_write(capfd):
+    with without_native_log():
+        os.write(2, b"half a line")
+        child = subprocess.Popen(["sh", "-c", "read line; echo late >&2"], stdin=subprocess.PIPE)
+    assert capfd.readouterr().err == "half a line"
+    child.communicate(b"go\n", timeout=60)
+    threads = [one for one in threading.enumerate() if one.name.endswith("(_filter)")]
+    for thread in threads:
+        thread.join(timeout=60)
+    assert child.returncode == 0 and capfd.readouterr().err == "late\n"
+
+
+def test_a_closed_standard_error_is_left_alone():
+    code = (
+        "from orbax_t5x.cli.native_log import without_native_log\nwith without_native_log(): print('within')\n"
+        "print('after')"
+    )
+    shell = 'exec "$0" -c "$1" 2>&-'
+    done = subprocess.run(["sh", "-c", shell, sys.executable, code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["within", "after"])
 
 
 @pytest.mark.parametrize(("path", "is_filtered"), [("s3://bucket/x", True), ("/local/x", False)])
