@@ -23,6 +23,9 @@ def key_text(key: Any) -> str:
 def leaf_name(path: Sequence[Any]) -> str:
     """Returns the '/'-joined name of a leaf, from its JAX key path."""
     try:
-        return "/".join([key.key for key in path])  # dicts with text as keys, as nearly all are
-    except (AttributeError, TypeError):
-        return "/".join([key_text(key) for key in path])
+        keys = [key.key for key in path]
+    except AttributeError:
+        keys = []
+    if keys and set(map(type, keys)) == {str}:  # dicts with text as keys, as nearly all are
+        return "/".join(keys)
+    return "/".join([key_text(key) for key in path])

@@ -1,15 +1,19 @@
 """Names of leaves of any tree: those of Flax's state dicts, and those that states give themselves."""
 
 import collections
+import enum
 
 import flax.serialization
 import flax.traverse_util
+import jax
 import numpy as np
 from flax import nnx
 
 from orbax_t5x.train_state import InferenceState
 from orbax_t5x.trees.named_leaves import named_leaves, names_itself
+from orbax_t5x.trees.pytree_names import leaf_name
 
+Key = enum.Enum("Key", {"A": "a"}, type=str)
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
@@ -17,6 +21,13 @@ def test_plain_trees_have_flaxs_names():
     tree = {"a": [1.0, {"b": 2.0}], "pair": Pair(3.0, (4.0,)), 5: 6.0}
     state_dict = flax.serialization.to_state_dict(tree)
     assert named_leaves(tree) == flax.traverse_util.flatten_dict(state_dict, sep="/")
+
+
+def test_key_paths_have_flaxs_names_also_with_keys_that_are_a_kind_of_text():
+    tree = {Key.A: {"x": 7.0, "y": [8.0]}}
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    flat = flax.traverse_util.flatten_dict(flax.serialization.to_state_dict(tree), sep="/")
+    assert [leaf_name(path) for path in paths] == list(flat)
 
 
 def test_states_name_their_own_leaves_anywhere():
