@@ -92,3 +92,7 @@ _PUBLIC = {
 
 if not TYPE_CHECKING:  # a misspelled name is an error to type checkers
     __getattr__ = on_demand.loader(__name__, _PUBLIC)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

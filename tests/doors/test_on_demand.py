@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from orbax_t5x import on_demand
+from orbax_t5x import on_demand, rules, transforms
 
 
 @pytest.fixture
@@ -44,3 +44,10 @@ def test_a_function_loads_its_module_when_it_is_called(package):
     join = on_demand.function("of_two.first", "join")
     assert "of_two.first" not in sys.modules
     assert join("a", "b", by="-") == "a-b"
+
+
+@pytest.mark.parametrize("package", [rules, transforms])
+def test_packages_list_names_that_are_not_loaded_yet(package, monkeypatch):
+    for name in package.__all__:
+        monkeypatch.delitem(vars(package), name, raising=False)
+    assert set(package.__all__) <= set(dir(package))
