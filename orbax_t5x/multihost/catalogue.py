@@ -193,7 +193,8 @@ def _begun(store: Any, name: str, path: str, abandoned: threading.Event) -> int 
         if new:
             with _lock:
                 _openings[name] = new[0] + 1
-            return new[0]
+            # The newest: what was stored may have changed between calls that only the opener has made.
+            return new[-1]
         if time.monotonic() - begin > _BEGIN_SECS:
             _logger.warning(
                 "%s: process %d has not begun to open it within %g s; this process opens it for itself",

@@ -1,6 +1,9 @@
 """A checkpoint is opened once for all processes of a job, counted by the server; processes that see other files."""
 
 import collections
+import threading
+import time
+import types
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -8,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
+from orbax_t5x.multihost import catalogue
 from tests.support.http_store import serving
 from tests.support.jax_job import run_script
 
@@ -116,3 +120,11 @@ def test_four_processes_ask_as_much_as_one_and_are_told_where_they_see_other_fil
         sizes = f"{len(data) - 4096} on process 3, and {len(data)} on process 0"
         assert sizes in size and sizes in here and here.startswith(f"{tmp_path}/large.safetensors: leaf 'x'")
         assert tag.startswith(f"{store.url}/changing/x.safetensors: leaf 'x'") and "Fix: give all processes" in tag
+
+
+def test_after_calls_that_only_the_opener_has_made_the_newest_is_taken():
+    now = time.time()
+    begun = [(f"{number}", str(now - age)) for number, age in enumerate([3600.0, 20.0, 10.0])]
+    store = types.SimpleNamespace(key_value_dir_get=lambda folder: [(folder + key, text) for key, text in begun])
+    taken = [catalogue._begun(store, "of the newest", "path", threading.Event()) for _ in range(2)]
+    assert taken == [2, 2]  # as many calls as the opener has made wait for none of them
