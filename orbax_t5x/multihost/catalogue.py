@@ -5,9 +5,9 @@ The opener, process 0 of the coordination service, runs the readers, records wha
 limit of a message. It waits for no one. The others run the same readers over these answers. What fails in the opener is
 raised by all, with the same type and text.
 
-In a collective call all processes make the same openings in the same order, and the others wait for the opener for as
-long as the heartbeats go on. Elsewhere (`plan_restore`, `verify`, `diff`) a process may be the only one that calls: it
-waits some seconds for the opener to begin the same call, and then opens for itself.
+The others wait for the opener to begin the same opening, and then for its end as long as the heartbeats go on. Where it
+does not begin, because it opens something else, has failed before or is late, a process opens for itself. Outside of
+collective calls (`plan_restore`, `verify`, `diff`) a process may be the only one that calls, and waits less.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ _OPENER = 0
 # A message of gRPC has 4 MiB by default.
 _PIECE_BYTES = 1 << 20
 _REPORT_SECS = 10.0  # between two log lines
-# How long a process that may be the only caller waits for the opener to begin, and how old that beginning may be.
+# How long a process waits for the opener to begin: in collective calls, and where it may be the only caller; there, how
+# old that beginning may be.
+_COLLECTIVE_BEGIN_SECS = 60.0
 _BEGIN_SECS = 20.0
 _RECENT_SECS = 60.0
 # Openings that are kept for slow processes; of older ones only a mark is left.
@@ -133,10 +135,10 @@ class _Publication:
         try:
             with using(transcript):
                 result = function()
+            whole = transcript.encode()
         except BaseException as error:
             self._publish_head({"error": error_as_data(error)})
             raise
-        whole = transcript.encode()
         if whole is None:
             _logger.warning("the metadata are too many to be sent to the other processes; each reads them for itself")
             self._publish_head({"alone": True})
@@ -170,7 +172,7 @@ def _received(store: Any, name: str, path: str, is_collective: bool) -> Transcri
     abandoned = threading.Event()
 
     def receive() -> Transcript | None:
-        number = _next(name) if is_collective else _begun(store, name, path, abandoned)
+        number = _begun(store, name, path, is_collective, abandoned)
         if number is None:
             return None
         head = _wait_for(store, f"{_KEYS}{name}/{number}/head", path, abandoned)
@@ -184,21 +186,23 @@ def _received(store: Any, name: str, path: str, is_collective: bool) -> Transcri
         abandoned.set()
 
 
-def _begun(store: Any, name: str, path: str, abandoned: threading.Event) -> int | None:
+def _begun(store: Any, name: str, path: str, is_collective: bool, abandoned: threading.Event) -> int | None:
     """Waits for the opener to begin a call that this process has not received; returns its number, None in vain."""
-    begin, earliest = time.monotonic(), time.time() - _RECENT_SECS
+    begin, earliest = time.monotonic(), 0.0 if is_collective else time.time() - _RECENT_SECS
+    most = _COLLECTIVE_BEGIN_SECS if is_collective else _BEGIN_SECS
     while not abandoned.is_set():
         known = [(int(key.rpartition("/")[2]), text) for key, text in store.key_value_dir_get(f"{_BEGUN}{name}/")]
         new = sorted(number for number, text in known if float(text) >= earliest and number >= _openings[name])
         if new:
             with _lock:
-                _openings[name] = new[0] + 1
+                # All make the same collective calls; of others the opener's are as many as this process makes.
+                _openings[name] = (new[-1] if is_collective else new[0]) + 1
             # The newest: what was stored may have changed between calls that only the opener has made.
             return new[-1]
-        if time.monotonic() - begin > _BEGIN_SECS:
+        if time.monotonic() - begin > most:
             _logger.warning(
                 "%s: process %d has not begun to open it within %g s; this process opens it for itself",
-                *(path, _OPENER, _BEGIN_SECS),
+                *(path, _OPENER, most),
             )
             return None
         time.sleep(POLL_SECS)

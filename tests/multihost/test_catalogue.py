@@ -126,5 +126,5 @@ def test_after_calls_that_only_the_opener_has_made_the_newest_is_taken():
     now = time.time()
     begun = [(f"{number}", str(now - age)) for number, age in enumerate([3600.0, 20.0, 10.0])]
     store = types.SimpleNamespace(key_value_dir_get=lambda folder: [(folder + key, text) for key, text in begun])
-    taken = [catalogue._begun(store, "of the newest", "path", threading.Event()) for _ in range(2)]
+    taken = [catalogue._begun(store, "of the newest", "path", False, threading.Event()) for _ in range(2)]
     assert taken == [2, 2]  # as many calls as the opener has made wait for none of them
