@@ -56,7 +56,7 @@ class ReadDecision(NamedTuple):
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether one process reads and sends."""
+        """True where one process reads and sends."""
         if self.once is None or self.store is StoreKind.LOCAL:
             return False
         request = _REQUEST_BYTES[self.store]
