@@ -102,7 +102,7 @@ def test_auto_reads_once_where_the_store_is_far_and_bytes_are_shared(checkpoints
             continue  # chunks are neither rows nor columns: what is read depends on the owners
         assert told[0]["decided"]["leaves_sent"] == is_sent, case
         assert told[0]["text"] == told[0]["explained"] == is_sent, case
-        assert [one["received"] > 0 for one in told] == [is_sent] * 4, case
+        assert any(one["received"] for one in told) == is_sent, case
         assert sum(one["read"] for one in told) == sum(one["read"] for one in as_chosen), case
         if name == "safetensors":
             assert told[0]["decided"]["bytes"] == sum(one["read"] for one in told), case
