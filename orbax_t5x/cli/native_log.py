@@ -17,6 +17,8 @@ from collections.abc import Iterator
 _ASKED_FOR = "TENSORSTORE_VERBOSE_LOGGING"
 _LOG_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ [^\]\n]+\] ")
 _STDERR = 2
+# Waited for processes that were started within the block and still hold its standard error.
+_CHILDREN_SECS = 1.0
 
 
 @contextlib.contextmanager
@@ -41,7 +43,8 @@ def without_native_log() -> Iterator[None]:
     os.close(writing)
     # A process that was started within the block may hold the pipe for longer: the end is a mark, and not its closing.
     end, ended = b"%s\n" % os.urandom(16).hex().encode(), threading.Event()
-    threading.Thread(target=_filter, args=(reading, os.dup(kept), end, ended), daemon=True).start()
+    filtering = threading.Thread(target=_filter, args=(reading, os.dup(kept), end, ended), daemon=True)
+    filtering.start()
     try:
         with _python_writes_to(kept):
             yield
@@ -51,6 +54,7 @@ def without_native_log() -> Iterator[None]:
             ended.wait()
         os.dup2(kept, _STDERR)
         os.close(kept)
+        filtering.join(_CHILDREN_SECS)
 
 
 def _filter(reading: int, kept: int, end: bytes, ended: threading.Event) -> None:

@@ -24,7 +24,7 @@ def _written(capfd):
     with without_native_log():
         for line in [*_LOGGED, *_OTHER, *_LOGGED]:
             os.write(2, line.encode() + b"\n")
-        print("of Python", file=sys.stderr)
+        sys.stderr.write("of Python\n")  # at once: the filter writes meanwhile
     os.write(2, b"after\n")
     return capfd.readouterr().err.splitlines()
 
