@@ -46,7 +46,7 @@ def part(start: int, stop: int) -> ChecksummedRange:
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_byte_range, "_WINDOW_BYTES", 64)
+    monkeypatch.setattr(_byte_range, "WINDOW_BYTES", 64)
     monkeypatch.setattr(_byte_range, "_JOB_BYTES", 150)
     monkeypatch.setattr(_byte_range, "MAX_GAP_BYTES", 16)
 

@@ -33,7 +33,7 @@ from orbax_t5x.storage.crc import CRC32C, Crc
 # Contract: byte-range formats may read over gaps below this.
 MAX_GAP_BYTES = 4096
 # One read and its checksum. Larger falls out of a core's cache between the two, smaller pays for more system calls.
-_WINDOW_BYTES = 1 << 20
+WINDOW_BYTES = 1 << 20
 # What one thread takes at a time of a large array.
 _JOB_BYTES = 16 << 20
 
@@ -45,8 +45,8 @@ _thread = threading.local()
 def _staging() -> np.ndarray:
     """Returns this thread's staging buffer; a fresh one would cost a page fault per 4 KiB of every window."""
     buffer = getattr(_thread, "buffer", None)
-    if buffer is None or buffer.size < _WINDOW_BYTES:
-        buffer = _thread.buffer = np.zeros(_WINDOW_BYTES, np.uint8)
+    if buffer is None or buffer.size < WINDOW_BYTES:
+        buffer = _thread.buffer = np.zeros(WINDOW_BYTES, np.uint8)
     return buffer
 
 
@@ -184,7 +184,7 @@ class ByteRange(StoredRange):
         size = 0
         buffer = _staging()
         windows = [
-            (low, min(_WINDOW_BYTES, stop - low)) for start, stop in ranges for low in range(start, stop, _WINDOW_BYTES)
+            (low, min(WINDOW_BYTES, stop - low)) for start, stop in ranges for low in range(start, stop, WINDOW_BYTES)
         ]
         file = self.file.ahead((self.offset + low, length) for low, length in windows)
         for low, length in windows:
@@ -230,7 +230,7 @@ class ByteRange(StoredRange):
         join = wanted == sum(run.length * run.times for run in runs)
         if checksum and not join:
             runs = split_ends(runs, union_runs(self.shape, itemsize, boxes, 0)[0])
-        grid = WindowGrid(self.shape, itemsize, _WINDOW_BYTES)
+        grid = WindowGrid(self.shape, itemsize, WINDOW_BYTES)
         elements = Elements(self.dtype, self.swap, self.file.path, leaf)
         scatter = Scatter(self.shape, grid.depth, requests, elements)
         jobs = _grouped(grid.windows(runs), lambda window: sum(stop - start for start, stop in window.ranges))
@@ -289,21 +289,21 @@ def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
     wanted: list[tuple[int, np.ndarray]] = []
     first = at = 0  # of the batch: its first byte, the byte behind it
     for start, stop, out in spans:
-        if buffers and (start - at >= MAX_GAP_BYTES or at - first >= _WINDOW_BYTES):
+        if buffers and (start - at >= MAX_GAP_BYTES or at - first >= WINDOW_BYTES):
             yield _Batch(first, at - first, buffers, wanted)
             buffers, wanted = [], []
         if not buffers:
             first = at = start
         elif start > at:
             buffers.append(np.empty(start - at, np.uint8))
-        if stop - start > _WINDOW_BYTES:
+        if stop - start > WINDOW_BYTES:
             # Summed window by window, each while it is in the cache.
             data = out.reshape(-1).view(np.uint8)
-            while stop - start > _WINDOW_BYTES:
-                buffers.append(data[:_WINDOW_BYTES])
-                wanted.append((start, data[:_WINDOW_BYTES]))
-                start += _WINDOW_BYTES
-                data = data[_WINDOW_BYTES:]
+            while stop - start > WINDOW_BYTES:
+                buffers.append(data[:WINDOW_BYTES])
+                wanted.append((start, data[:WINDOW_BYTES]))
+                start += WINDOW_BYTES
+                data = data[WINDOW_BYTES:]
                 yield _Batch(first, start - first, buffers, wanted)
                 buffers, wanted, first = [], [], start
             out = data

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import box_size
-from orbax_t5x.readers.ranges.byte_range import MAX_GAP_BYTES
+from orbax_t5x.readers.ranges.byte_range import MAX_GAP_BYTES, WINDOW_BYTES
 from orbax_t5x.readers.ranges.byte_runs import union_runs
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds
-from orbax_t5x.restoring.broadcast.stores import StoreKind
+from orbax_t5x.restoring.broadcast.stores import StoreKind, is_in_bucket
 from orbax_t5x.restoring.execute.stages import Piece, stored_bytes
 from orbax_t5x.restoring.plan_data import boxes_by_leaf
 
@@ -115,4 +115,7 @@ def leaf_reads(leaf: Leaf, boxes: Sequence[Box]) -> ReadCounts:
         nbytes = stored_bytes(leaf, boxes)
         return ReadCounts(-(-nbytes // max(1, math.prod(leaf.chunks) * leaf.dtype.itemsize)), nbytes)
     runs, _ = union_runs(leaf.shape, leaf.dtype.itemsize, boxes, MAX_GAP_BYTES)
-    return ReadCounts(sum(run.times for run in runs), sum(run.length * run.times for run in runs))
+    # A server is asked for a window at a time.
+    window = WINDOW_BYTES if is_in_bucket(leaf.path) else max(run.length for run in runs)
+    requests = sum(-(-run.length // window) * run.times for run in runs)
+    return ReadCounts(requests, sum(run.length * run.times for run in runs))

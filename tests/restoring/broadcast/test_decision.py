@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
+import orbax_t5x as ot
 from orbax_t5x.lazy import as_view
 from orbax_t5x.restoring.broadcast.decision import ReadCounts, leaf_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds
 from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
 from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
 from orbax_t5x.restoring.plan_data import PlanEntry
+from tests.support.http_store import serving
 from tests.support.memory_checkpoint import AwaitedLeaf
 
 ROWS, COLUMNS = 512, 4096
@@ -71,3 +74,16 @@ def test_counts_of_a_leaf():
     # Gaps below 4 KiB are read over.
     narrow = AwaitedLeaf("w", np.zeros((8, 64), np.float32))
     assert leaf_reads(narrow, [((0, 8), (0, 32))]) == ReadCounts(1, 7 * 256 + 128)
+
+
+@pytest.mark.parametrize("box", [((0, 896), (0, 1024)), ((100, 700), (0, 1024)), ((10, 20), (0, 2)), ((3, 3), (0, 2))])
+def test_counts_of_a_remote_leaf_are_what_the_server_counts(tmp_path, box):
+    """The whole array of 3.5 MiB, rows of it, columns that are far from each other, and nothing."""
+    array = np.arange(896 * 1024, dtype=np.float32).reshape(896, 1024)
+    safetensors.numpy.save_file({"w": array}, tmp_path / "m.safetensors")
+    with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/m.safetensors") as checkpoint:
+        leaf = checkpoint.leaves["w"]
+        store.forget()
+        found = as_view(leaf)[tuple(slice(*one) for one in box)].get()
+        np.testing.assert_array_equal(found, array[tuple(slice(*one) for one in box)])
+        assert leaf_reads(as_view(leaf).leaves()[0], [box]) == ReadCounts(len(store.log), store.bytes_sent)
