@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
         target = mapping.target()
         try:
             chain = mapping.transforms(source, target)
-            plan = stack.enter_context(open_plan(source, target, chain, plan_options(options), Caller("convert")))
+            plan = open_plan(source, target, chain, plan_options(options), stack, Caller("convert"))
             plan.found_rules = tuple(chain) if mapping.is_auto else ()
         except RestorePlanError as error:
             if not options.json:

@@ -225,8 +225,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             with agreement.planning():
                 reading = ReadOptions.of(args).within(self._restore_limit)
                 source = directory if own else args.source
-                opened = open_plan(source, handled.target, args.transforms, PlanOptions.of(args), caller)
-                plan = stack.enter_context(opened)
+                plan = open_plan(source, handled.target, args.transforms, PlanOptions.of(args), stack, caller)
                 handled.check_plan(plan, directory)
                 values = handled.restore(self._orbax, directory)
                 agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.multihost.catalogue import collective_call, opened_once
+from orbax_t5x.multihost.catalogue import collective_call
 from orbax_t5x.multihost.heartbeat import announce_exit, sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
-from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, decide_resuming, recorded_lineages, with_history
+from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
 from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
-from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain
+from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms.patterns.table import Pattern
 
@@ -58,7 +58,7 @@ def plan_restore(
     """
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     with contextlib.ExitStack() as stack:
-        plan = _plan(source, target, transforms, options, stack)
+        plan = open_plan(source, target, transforms, options, stack)
         stack.pop_all()
     return plan
 
@@ -134,27 +134,11 @@ def restore(
     with contextlib.ExitStack() as stack:
         stack.enter_context(sending_heartbeats())
         with collective_call():
-            plan = stack.enter_context(open_plan(source, target, transforms, options))
+            plan = open_plan(source, target, transforms, options, stack)
         return plan.run(reading)
 
 
 def open_plan(
-    source: AnySource, target: Any, transforms: Transforms, options: PlanOptions, caller: Caller = ANY_RESTORE
-) -> contextlib.AbstractContextManager[RestorePlan]:
-    """Makes the plan of a restore at once; the end of the context closes the checkpoints that were opened for it."""
-    # Outside a generator, which would turn a StopIteration of a caller's transform into a RuntimeError.
-    with contextlib.ExitStack() as stack:
-        plan = _plan(source, target, transforms, options, stack, caller)
-        return _closing(stack.pop_all(), plan)
-
-
-@contextlib.contextmanager
-def _closing(opened: contextlib.ExitStack, plan: RestorePlan) -> Generator[RestorePlan, None, None]:
-    with opened:
-        yield plan
-
-
-def _plan(
     source: AnySource,
     target: Any,
     transforms: Transforms,
@@ -162,29 +146,31 @@ def _plan(
     stack: contextlib.ExitStack,
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
+    """Makes the plan of a restore; the stack closes the checkpoints that are opened for it."""
     announce_exit()
     chain = chain_of(transforms)
-    sources = open_sources(source, options, stack)
-    checkpoints = checkpoints_of(sources)
-    chain = (*own_chain(sources), *chain)
-    inputs = plan_inputs(checkpoints, target, chain, options)
+    return plan_of(open_sources(source, options, stack), target, chain, options, caller)
+
+
+def plan_of(
+    sources: OpenSources,
+    target: Any,
+    transforms: Sequence[Callable[..., Any]],
+    options: PlanOptions,
+    caller: Caller = ANY_RESTORE,
+) -> RestorePlan:
+    """Makes the plan of a restore from open sources."""
+    inputs = plan_inputs(sources, target, transforms, options)
+    history = SourceHistory(sources)
     needs_history = bool(inputs.transforms) or caller.keeps_lineage
 
     def decided(records: Records) -> Decision:
-        return decide_resuming(records, checkpoints, inputs.transforms, options, caller.kind)
-
-    recorded = recorded_lineages(checkpoints)
-
-    def with_older_steps() -> Records:
-        return with_history(recorded, checkpoints)
+        return history.decide(records, inputs.transforms, options, caller.kind)
 
     # The only reads between opening the sources and reading arrays.
-    records = recorded
-    if needs_history:
-        paths = [checkpoint.shared_path for checkpoint in checkpoints.values()]
-        records = opened_once(["history", *paths], ", ".join(paths), with_older_steps)
+    records = history.with_older_steps_once() if needs_history else history.recorded
     # Before the plan: transforms that were applied already fail in ways that would only hide why.
     plan = build_plan(inputs, decided(caller.agree(records)), proposes=caller.proposes)
     if not needs_history:
-        plan.defer_provenance(lambda: decided(with_older_steps()).lineage)
+        plan.defer_provenance(lambda: decided(history.with_older_steps()).lineage)
     return plan

@@ -21,7 +21,7 @@ from orbax_t5x.restoring.matching import Matcher
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
-from orbax_t5x.restoring.sources import source_leaves, without_saved_whole_prefix
+from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
 from orbax_t5x.restoring.targets import Target, flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
@@ -30,14 +30,13 @@ from orbax_t5x.trees.flat import parents, prefixed
 
 @dataclasses.dataclass(frozen=True)
 class PlanInputs:
-    """Inputs of a plan: open checkpoints, a flattened target, and the transforms between them.
+    """Inputs of a plan: open sources, a flattened target, and the transforms between them.
 
-    `stored` has the leaves by their names in the checkpoints, `source` by those that transforms get. `transforms` are
+    `stored` has the leaves by their names in the sources, `source` by those that transforms get. `transforms` are
     the `given` ones with the rules that `"auto"` found.
     """
 
-    checkpoints: Mapping[str, Checkpoint]
-    path: str | None
+    sources: OpenSources
     target: Target
     stored: dict[str, Any]
     source: dict[str, Any]
@@ -48,20 +47,23 @@ class PlanInputs:
 
 
 def plan_inputs(
-    checkpoints: Mapping[str, Checkpoint], target: Any, transforms: Sequence[Callable[..., Any]], options: PlanOptions
+    sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: PlanOptions
 ) -> PlanInputs:
-    """Flattens the target, names the leaves of the checkpoints, and finds the rules of `"auto"`."""
-    path = ", ".join(checkpoint.path for checkpoint in checkpoints.values()) or None
+    """Flattens the target, names the leaves of the sources, and finds the rules of `"auto"`.
+
+    The `transforms` are those of the restore: the sources' own are before them.
+    """
+    given = (*sources.chain, *transforms)
     flattened = flatten_target(target)
     diagnostics = Diagnostics(allows_unmapped=not options.strict)
-    stored = source = source_leaves(checkpoints, diagnostics)
+    stored = source = sources.leaves(diagnostics)
     for name in (*flattened.train_states, *flattened.inference_states):
         source = without_saved_whole_prefix(source, f"{name}/" if name else "")
     diagnostics.problems.extend(flattened.problems)
     patterns = [] if options.fallback is None else list(options.fallback_for or ())
     fillable = {name for name in flattened.original if any(re.fullmatch(one, name) for one in patterns)}
-    written = written_out(transforms, source, flattened.original, path, fillable=fillable)
-    return PlanInputs(checkpoints, path, flattened, stored, source, transforms, written, options, diagnostics)
+    written = written_out(given, source, flattened.original, sources.path, fillable=fillable)
+    return PlanInputs(sources, flattened, stored, source, given, written, options, diagnostics)
 
 
 def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True) -> RestorePlan:
@@ -69,7 +71,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
 
     `proposes` is whether transforms that would help are looked for where leaves are missing.
     """
-    checkpoints, flattened, options = inputs.checkpoints, inputs.target, inputs.options
+    checkpoints, flattened, options = inputs.sources.checkpoints, inputs.target, inputs.options
     stored, source, transforms, diagnostics = inputs.stored, inputs.source, inputs.transforms, inputs.diagnostics
     if decision.warning:
         diagnostics.warnings.append(decision.warning)
@@ -100,7 +102,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
             takes_rules,
             tuple(filter(None, checkpoints)),
         )
-        raise diagnostics.error(explain(failure), path=inputs.path)
+        raise diagnostics.error(explain(failure), path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)
@@ -129,7 +131,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
         from orbax_t5x.restoring.diagnose.partial_rules import partial_rules  # noqa: PLC0415  (a fallback fills more)
 
         if problems := partial_rules(plan, found):
-            raise diagnostics.error(problems, path=inputs.path)
+            raise diagnostics.error(problems, path=inputs.sources.path)
     return plan
 
 

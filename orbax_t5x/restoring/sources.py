@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
-from orbax_t5x.readers import Checkpoint, Limits
+from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.together import open_together
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
 from orbax_t5x.restoring.options import PlanOptions
@@ -53,55 +53,93 @@ class Source:
     def __post_init__(self) -> None:
         chain_of(self.transforms)
 
-    def opened(self, options: PlanOptions, stack: contextlib.ExitStack) -> Source:
-        """Returns the same with an open checkpoint; the stack closes it if it was opened here."""
-        if isinstance(self.path, Checkpoint):
-            return self
-        item = options.item if self.item is None else self.item
-        limits = Limits() if options.limits is None else options.limits
-        checkpoint = open_together(self.path, format=self.format, item=item, limits=limits)
-        return dataclasses.replace(self, path=stack.enter_context(checkpoint))
-
 
 OneOrPath = Path | Checkpoint | Source
 AnySource = OneOrPath | Mapping[str, OneOrPath]
 
 
-def open_sources(source: AnySource, options: PlanOptions, stack: contextlib.ExitStack) -> dict[str, Source]:
-    """Opens the sources; returns them by name, a single one under "".
+@dataclasses.dataclass(frozen=True)
+class OpenSources:
+    """Open sources of a restore.
+
+    Attributes:
+      checkpoints: by the name of their source; a single one has the name "".
+      chain: the sources' own transforms, as they begin the chain of the restore.
+    """
+
+    checkpoints: Mapping[str, Checkpoint]
+    chain: tuple[Callable[..., Any], ...] = ()
+
+    @property
+    def path(self) -> str | None:
+        """The paths of the checkpoints, for errors."""
+        return ", ".join(checkpoint.path for checkpoint in self.checkpoints.values()) or None
+
+    @property
+    def single(self) -> Checkpoint | None:
+        """The checkpoint, where there is only one."""
+        return next(iter(self.checkpoints.values())) if len(self.checkpoints) == 1 else None
+
+    def leaves(self, diagnostics: Diagnostics) -> dict[str, Any]:
+        """Returns all leaves by name, and None where a checkpoint has None; those of a named source with a prefix."""
+        if "" in self.checkpoints:
+            return _leaves_of(self.checkpoints[""])
+        leaves: dict[str, Any] = {}
+        prefix_of: dict[str, str] = {}
+        for prefix, checkpoint in self.checkpoints.items():
+            for short, value in _leaves_of(checkpoint).items():
+                name = prefixed(prefix, short)
+                if name in leaves:
+                    diagnostics.problem(
+                        "duplicate",
+                        name,
+                        f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name",
+                        Fix("give one of the sources another name"),
+                    )
+                leaves[name] = value
+                prefix_of[name] = prefix
+        return leaves
+
+
+def open_sources(source: AnySource, options: PlanOptions, stack: contextlib.ExitStack) -> OpenSources:
+    """Opens the sources of a restore.
 
     Args:
       source: as `orbax_t5x.restore` takes it.
       options: `item` and `limits` are for sources without their own.
       stack: closes those that were opened here.
     """
-    if not isinstance(source, Mapping):
-        return {"": _as_source(source).opened(options, stack)}
-    if not source:
+    sources = _by_name(source)
+    if not sources:
         raise ValueError("no source was given: the mapping is empty")
-    for name in source:
+    for name in source if isinstance(source, Mapping) else ():
         if not isinstance(name, str) or not name:
             raise ValueError(f"a source's name is text that is not empty, not {name!r}: leaf names start with it")
-    return {name: _as_source(one).opened(options, stack) for name, one in source.items()}
+    checkpoints = {name: _opened(one, options, stack) for name, one in sources.items()}
+    return OpenSources(checkpoints, _own_chain(sources, checkpoints))
 
 
-def _as_source(one: OneOrPath) -> Source:
-    return one if isinstance(one, Source) else Source(one)
+def _by_name(source: AnySource) -> dict[str, Source]:
+    several = source if isinstance(source, Mapping) else {"": source}
+    return {name: one if isinstance(one, Source) else Source(one) for name, one in several.items()}
 
 
-def checkpoints_of(sources: Mapping[str, Source]) -> dict[str, Checkpoint]:
-    """Returns the open checkpoints by name."""
-    return {name: source.path for name, source in sources.items() if isinstance(source.path, Checkpoint)}
+def _opened(source: Source, options: PlanOptions, stack: contextlib.ExitStack) -> Checkpoint:
+    if isinstance(source.path, Checkpoint):
+        return source.path
+    item = options.item if source.item is None else source.item
+    return stack.enter_context(open_together(source.path, format=source.format, item=item, limits=options.limits))
 
 
-def own_chain(sources: Mapping[str, Source]) -> tuple[Callable[..., Any], ...]:
-    """Returns the sources' own transforms as they begin the chain of the restore."""
+def _own_chain(sources: Mapping[str, Source], checkpoints: Mapping[str, Checkpoint]) -> tuple[Callable[..., Any], ...]:
+    """Returns the sources' own transforms; of a named source each sees its leaves, where it is open."""
     chain: list[Callable[..., Any]] = []
-    for name, checkpoint in checkpoints_of(sources).items():
-        steps = chain_of(sources[name].transforms)
+    for name, source in sources.items():
+        steps = chain_of(source.transforms)
         if steps and name:
-            names = frozenset((*checkpoint.leaves, *checkpoint.empties))
-            chain.append(OneSource(name, steps, names))
+            checkpoint = checkpoints.get(name)
+            names = () if checkpoint is None else (*checkpoint.leaves, *checkpoint.empties)
+            chain.append(OneSource(name, steps, frozenset(names)))
         else:
             chain.extend(steps)
     return tuple(chain)
@@ -116,38 +154,14 @@ def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Ca
       source: as `orbax_t5x.restore` takes it, or None.
       transforms: of the restore.
     """
-    chain: list[Callable[..., Any]] = []
-    for name, one in source.items() if isinstance(source, Mapping) else [("", source)]:
-        steps = chain_of(one.transforms) if isinstance(one, Source) else ()
-        chain.extend([OneSource(name, steps)] if steps and name else steps)
-    chain.extend(chain_of(transforms))
+    own = () if source is None else _own_chain(_by_name(source), {})
+    chain = (*own, *chain_of(transforms))
     is_known = all(
         not isinstance(step, FoundRules)
         for transform in chain
         for step in (transform.steps if isinstance(transform, OneSource) else (transform,))
     )
-    return tuple(chain) if is_known else ()
-
-
-def source_leaves(checkpoints: Mapping[str, Checkpoint], diagnostics: Diagnostics) -> dict[str, Any]:
-    """Returns all leaves by name, and None where a checkpoint has None; several sources are told apart by a prefix."""
-    if len(checkpoints) == 1 and "" in checkpoints:
-        return _leaves_of(checkpoints[""])
-    source: dict[str, Any] = {}
-    prefix_of: dict[str, str] = {}
-    for prefix, checkpoint in checkpoints.items():
-        for short, value in _leaves_of(checkpoint).items():
-            name = prefixed(prefix, short)
-            if name in source:
-                diagnostics.problem(
-                    "duplicate",
-                    name,
-                    f"the sources {prefix_of[name]!r} and {prefix!r} both have a leaf of this name",
-                    Fix("give one of the sources another name"),
-                )
-            source[name] = value
-            prefix_of[name] = prefix
-    return source
+    return chain if is_known else ()
 
 
 def _leaves_of(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
 from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
-from orbax_t5x.restoring.lineage import decide_resuming, recorded_lineages, with_history
+from orbax_t5x.restoring.lineage import SourceHistory
 from orbax_t5x.restoring.options import PlanOptions
-from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources, own_chain, source_leaves
+from orbax_t5x.restoring.sources import AnySource, open_sources
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
@@ -44,15 +44,13 @@ def open_transformed(
     """
     chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
-    checkpoints = checkpoints_of(sources)
-    path = ", ".join(checkpoint.path for checkpoint in checkpoints.values())
+    path = sources.path or ""
     diagnostics = Diagnostics(allows_unmapped=not options.strict)
-    stored = source_leaves(checkpoints, diagnostics)
-    applied = written_out((*own_chain(sources), *chain), stored, target, path)
-    records = recorded_lineages(checkpoints)
-    if applied:
-        records = with_history(records, checkpoints)
-    decision = decide_resuming(records, checkpoints, applied, options, "convert")
+    stored = sources.leaves(diagnostics)
+    applied = written_out((*sources.chain, *chain), stored, target, path)
+    history = SourceHistory(sources)
+    records = history.with_older_steps() if applied else history.recorded
+    decision = history.decide(records, applied, options, "convert")
     resuming = decision.is_resuming
     state = run_on_leaves(applied, stored, target, is_resuming=resuming, diagnostics=diagnostics)
     views = _views(state, diagnostics)

@@ -10,9 +10,14 @@ from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.provenance.records import UNRECORDED, to_metadata
 from orbax_t5x.restoring import lineage
 from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.sources import OpenSources
 from tests.support.memory_checkpoint import checkpoint
 
 RENAME = ot.transforms.Rename((("a", "b"),))
+
+
+def history(checkpoints):
+    return lineage.SourceHistory(OpenSources(checkpoints))
 
 
 def recorded(*transforms):
@@ -23,29 +28,28 @@ def recorded(*transforms):
 
 def test_a_single_item_and_several_are_read_by_name():
     one = checkpoint({"a": [1.0]}, metadata={"items": {"state": recorded(RENAME)}, **recorded(RENAME)})
-    (entry,) = lineage.recorded_lineages({"": one})[""]
+    (entry,) = history({"": one}).recorded[""]
     assert "Rename" in str(entry["transforms"] if "transforms" in entry else entry)
     several = checkpoint({"a": [1.0]}, metadata={"items": {"x": recorded(RENAME), "y": {}}})
-    found = lineage.recorded_lineages({"": several})
+    found = history({"": several}).recorded
     assert found["x"] == (entry,) and found["y"] is None
-    assert lineage.recorded_lineages({"x": one, "y": one}) == {"": None}
+    assert history({"x": one, "y": one}).recorded == {"": None}
 
 
 def test_history_is_read_only_where_a_record_is_missing(monkeypatch):
+    one = checkpoint({"a": [1.0]}, metadata={"items": {"x": {}, "y": recorded(RENAME)}})
     asked = []
     monkeypatch.setattr(lineage, "has_older_record", lambda path: asked.append(path) or True)
-    one = checkpoint({"a": [1.0]})
-    known = (dict(UNRECORDED),)
-    records = lineage.with_history({"x": None, "y": known}, {"": one})
-    assert asked == ["/memory/x"] and records == {"x": (UNRECORDED,), "y": known}
+    records = history({"": one}).with_older_steps()
+    assert asked == ["/memory/x"] and records == {"x": (UNRECORDED,), "y": history({"": one}).recorded["y"]}
     asked.clear()
-    assert lineage.with_history({"": None}, {"a": one, "b": one}) == {"": None}
-    assert lineage.with_history({"": None}, {"": checkpoint({}, format="t5x")}) == {"": None}
+    assert history({"a": one, "b": one}).with_older_steps() == {"": None}
+    assert history({"": checkpoint({}, format="t5x")}).with_older_steps() == {"": None}
     assert asked == []
 
 
 def decide(records, kind="restore", **options):
-    return lineage.decide_resuming(records, {"": checkpoint({"a": [1.0]})}, [RENAME], PlanOptions(**options), kind)
+    return history({"": checkpoint({"a": [1.0]})}).decide(records, [RENAME], PlanOptions(**options), kind)
 
 
 def test_only_the_caller_can_decide_over_what_is_unrecorded():

@@ -48,8 +48,8 @@ def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.C
         with agreement.planning():
             reading = ReadOptions.of(abstract).within(context.memory.read_concurrent_bytes)
             source = directory if abstract.source is None else abstract.source
-            opened = open_plan(source, abstract.target, abstract.transforms, PlanOptions.of(abstract), caller)
-            plan = stack.enter_context(opened)
+            options = PlanOptions.of(abstract)
+            plan = open_plan(source, abstract.target, abstract.transforms, options, stack, caller)
             agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
         restored = plan.run(reading)
     if own:
@@ -134,7 +134,8 @@ def load_and_transform(
     transforms = () if isinstance(transforms, _NotGiven) else transforms
     options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
     reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
-    with open_plan(path, plain_target(target), transforms, options) as plan:
+    with contextlib.ExitStack() as stack:
+        plan = open_plan(path, plain_target(target), transforms, options, stack)
         return plan.run(reading.within(active_context().memory.read_concurrent_bytes))
 
 

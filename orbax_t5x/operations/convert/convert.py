@@ -23,6 +23,7 @@ from orbax_t5x.concurrency import guarded, is_meant
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
+from orbax_t5x.multihost.heartbeat import announce_exit
 from orbax_t5x.operations.convert.bucket_destination import BucketDestination
 from orbax_t5x.operations.convert.destination import Destination, LocalDestination
 from orbax_t5x.operations.convert.hub_destination import HubDestination
@@ -31,12 +32,12 @@ from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.readers import Checkpoint, Limits
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.restoring.api import open_plan
-from orbax_t5x.restoring.chains import Transforms
+from orbax_t5x.restoring.api import plan_of
+from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import Caller
 from orbax_t5x.restoring.options import PlanOptions, ReadOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
-from orbax_t5x.restoring.sources import AnySource, checkpoints_of, open_sources
+from orbax_t5x.restoring.sources import AnySource, open_sources
 from orbax_t5x.storage.limits import check_memory_limit
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.text.progress_bar import Progress, shown_progress
@@ -219,13 +220,13 @@ def _plan(
     stack: contextlib.ExitStack,
 ) -> RestorePlan:
     """Plans a restore of everything in the source; the stack closes what was opened here."""
+    announce_exit()
+    chain = chain_of(transforms)
     sources = open_sources(source, options, stack)
     if on_unsupported == "skip":
-        opened = checkpoints_of(sources)
-        sources = {
-            name: dataclasses.replace(one, path=_with_placeholders(opened[name])) for name, one in sources.items()
-        }
-    return stack.enter_context(open_plan(sources.get("", sources), target, transforms, options, caller))
+        replaced = {name: _with_placeholders(checkpoint) for name, checkpoint in sources.checkpoints.items()}
+        sources = dataclasses.replace(sources, checkpoints=replaced)
+    return plan_of(sources, target, chain, options, caller)
 
 
 def _with_placeholders(checkpoint: Checkpoint) -> Checkpoint:

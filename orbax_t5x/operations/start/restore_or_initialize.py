@@ -48,7 +48,7 @@ from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.run_steps import run_of
-from orbax_t5x.restoring.sources import AnySource, unopened_chain
+from orbax_t5x.restoring.sources import AnySource, OpenSources, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import ended
 from orbax_t5x.transforms.patterns.table import Pattern
@@ -299,7 +299,8 @@ class _JobStart:
         together = Agreement(_PRIMARY, self._root)
         with together.planning():
             try:
-                plan = build_plan(plan_inputs({}, target, (), options), Decision(False, ()), proposes=False)
+                inputs = plan_inputs(OpenSources({}), target, (), options)
+                plan = build_plan(inputs, Decision(False, ()), proposes=False)
             except RestorePlanError as error:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
@@ -323,8 +324,8 @@ class _JobStart:
 
         with contextlib.ExitStack() as stack:
             with together.planning():
-                opened = open_plan(source, self._target, transforms, options, Caller(kind, agree, keeps_lineage=True))
-                plan = stack.enter_context(opened)
+                caller = Caller(kind, agree, keeps_lineage=True)
+                plan = open_plan(source, self._target, transforms, options, stack, caller)
                 together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
             return _RestoreResult(plan.run(self._reading), plan, records)
 
