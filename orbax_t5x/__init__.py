@@ -55,7 +55,7 @@ __version__ = "0.2.0"
 
 # The public list: name -> module that has it; an empty text where the name is a module of the package. A test holds it
 # equal to the imports above.
-_PUBLIC: dict[str, str] = {
+MODULE_OF = {
     "Checkpoint": "orbax_t5x.readers",
     "LazyArray": "orbax_t5x.lazy",
     "LazyAwaitableArray": "orbax_t5x.lazy",
@@ -96,11 +96,5 @@ _PUBLIC: dict[str, str] = {
     "with_shardings": "orbax_t5x.partitioning",
 }
 
-if not TYPE_CHECKING:  # type checkers want a literal list
-    __all__ = list(_PUBLIC)
-
-__getattr__ = on_demand.loader(__name__, _PUBLIC)
-
-
-def __dir__() -> list[str]:
-    return sorted([*_PUBLIC, "__all__", "__doc__", "__file__", "__name__", "__version__"])
+if not TYPE_CHECKING:  # a misspelled name is an error to type checkers
+    __all__, __getattr__, __dir__ = on_demand.public(__name__, MODULE_OF)

@@ -7,9 +7,17 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# What `dir()` shows of a package beside its public names.
+_SHOWN = ("__all__", "__doc__", "__file__", "__name__", "__version__")
 
-def loader(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package whose public names have these modules; "" for a module of the package."""
+
+def public(package: str, modules: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns the `__all__`, `__getattr__` and `__dir__` of a package.
+
+    Args:
+      package: its name.
+      modules: of each public name the module that has it; "" for a module of the package.
+    """
 
     def load(name: str) -> Any:
         if name not in modules:
@@ -20,7 +28,10 @@ def loader(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return load
+    def names() -> list[str]:
+        return sorted([*modules, *(name for name in _SHOWN if name in vars(sys.modules[package]))])
+
+    return list(modules), load, names
 
 
 def function(module: str, name: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ _CONSTANTS = {"true": True, "false": False, "none": None}
 
 def pack_names() -> list[str]:
     """Lists the packs that can be given by name."""
-    return sorted(set(rules.__all__) - _NO_PACKS)
+    return sorted(rules.MODULE_OF.keys() - _NO_PACKS)
 
 
 def pack_argument(text: str) -> RulePack:

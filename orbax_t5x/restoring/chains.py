@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orbax_t5x import rules
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.transforms import __all__ as transform_names
+from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.model_surgery import adopted
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 AUTO = "auto"
 Transforms = Sequence[Callable[..., Any]] | Callable[..., Any] | Literal["auto"]
 # The functions that make rule packs.
-_PACKS = frozenset(rules.__all__) - {"Alignment", "RulePack", "align", "infer"}
+_PACKS = rules.MODULE_OF.keys() - {"Alignment", "RulePack", "align", "infer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _call_of(name: str) -> str | None:
         parameters = inspect.signature(getattr(rules, name)).parameters.values()
         wanted = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
         return f"ot.rules.{name}({', '.join(f'{parameter}=…' for parameter in wanted)})"
-    return f"ot.transforms.{name}(…)" if name in transform_names else None
+    return f"ot.transforms.{name}(…)" if name in public_transforms else None
 
 
 def rules_found(given: Sequence[AnyTransform], written: Sequence[AnyTransform]) -> tuple[AnyTransform, ...]:

@@ -15,45 +15,29 @@ from typing import TYPE_CHECKING
 
 from orbax_t5x import on_demand
 
+# For type checkers; the alias makes a name public.
 if TYPE_CHECKING:
-    from orbax_t5x.rules.alignment.alignment import Alignment, align
-    from orbax_t5x.rules.fused import t5_fused_to_unscanned
-    from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
-    from orbax_t5x.rules.hugging_face import hf_t5_to_t5x, t5x_to_hf_t5
-    from orbax_t5x.rules.hugging_face_flax import hf_flax_t5_to_t5x
-    from orbax_t5x.rules.inference import infer
-    from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
-    from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x
-    from orbax_t5x.rules.pack import RulePack
-    from orbax_t5x.rules.peft import peft_lora
-    from orbax_t5x.rules.pix2struct import pix2struct_decoder_to_hf_t5
-    from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32
-    from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
-    from orbax_t5x.rules.wan import wan_t5_to_hf_t5
+    from orbax_t5x.rules.alignment.alignment import Alignment as Alignment
+    from orbax_t5x.rules.alignment.alignment import align as align
+    from orbax_t5x.rules.fused import t5_fused_to_unscanned as t5_fused_to_unscanned
+    from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5 as gguf_t5_to_hf_t5
+    from orbax_t5x.rules.hugging_face import hf_t5_to_t5x as hf_t5_to_t5x
+    from orbax_t5x.rules.hugging_face import t5x_to_hf_t5 as t5x_to_hf_t5
+    from orbax_t5x.rules.hugging_face_flax import hf_flax_t5_to_t5x as hf_flax_t5_to_t5x
+    from orbax_t5x.rules.inference import infer as infer
+    from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext as t5x_decoder_to_maxtext
+    from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x as mesh_tf_to_t5x
+    from orbax_t5x.rules.pack import RulePack as RulePack
+    from orbax_t5x.rules.peft import peft_lora as peft_lora
+    from orbax_t5x.rules.pix2struct import pix2struct_decoder_to_hf_t5 as pix2struct_decoder_to_hf_t5
+    from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32 as scaled_fp8_to_float32
+    from orbax_t5x.rules.t5x import t5_minimal_to_scanned as t5_minimal_to_scanned
+    from orbax_t5x.rules.t5x import t5_minimal_to_unscanned as t5_minimal_to_unscanned
+    from orbax_t5x.rules.t5x import t5_unscanned_to_scanned as t5_unscanned_to_scanned
+    from orbax_t5x.rules.wan import wan_t5_to_hf_t5 as wan_t5_to_hf_t5
 
-__all__ = [
-    "Alignment",
-    "RulePack",
-    "align",
-    "gguf_t5_to_hf_t5",
-    "hf_flax_t5_to_t5x",
-    "hf_t5_to_t5x",
-    "infer",
-    "mesh_tf_to_t5x",
-    "peft_lora",
-    "pix2struct_decoder_to_hf_t5",
-    "scaled_fp8_to_float32",
-    "t5_fused_to_unscanned",
-    "t5_minimal_to_scanned",
-    "t5_minimal_to_unscanned",
-    "t5_unscanned_to_scanned",
-    "t5x_decoder_to_maxtext",
-    "t5x_to_hf_t5",
-    "wan_t5_to_hf_t5",
-]
-
-# Name -> module that has it.
-_PUBLIC = {
+# The public list: name -> module that has it. A test holds it equal to the imports above.
+MODULE_OF = {
     "Alignment": "orbax_t5x.rules.alignment.alignment",
     "RulePack": "orbax_t5x.rules.pack",
     "align": "orbax_t5x.rules.alignment.alignment",
@@ -75,8 +59,4 @@ _PUBLIC = {
 }
 
 if not TYPE_CHECKING:  # a misspelled name is an error to type checkers
-    __getattr__ = on_demand.loader(__name__, _PUBLIC)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __all__, __getattr__, __dir__ = on_demand.public(__name__, MODULE_OF)

@@ -12,55 +12,38 @@ from typing import TYPE_CHECKING
 
 from orbax_t5x import on_demand
 
+# For type checkers; the alias makes a name public.
 if TYPE_CHECKING:
-    from orbax_t5x.transforms.arrays import Cast, Repeat, Reshape, Transpose
-    from orbax_t5x.transforms.assignment_map import AssignmentMap
-    from orbax_t5x.transforms.base import Transform
-    from orbax_t5x.transforms.chain import Chain
-    from orbax_t5x.transforms.dequantize import Dequantize
-    from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots
-    from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
-    from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
-    from orbax_t5x.transforms.low_rank import AddLowRank
-    from orbax_t5x.transforms.names import Drop, Intersect, Keep, Merge, Rename
-    from orbax_t5x.transforms.repeat_layers import RepeatLayers
-    from orbax_t5x.transforms.sizes import FALLBACK, Pad, Slice
-    from orbax_t5x.transforms.sources import Average, Overlay
-    from orbax_t5x.transforms.split_concat import Concat, Split
-    from orbax_t5x.transforms.translate import Translate
+    from orbax_t5x.transforms.arrays import Cast as Cast
+    from orbax_t5x.transforms.arrays import Repeat as Repeat
+    from orbax_t5x.transforms.arrays import Reshape as Reshape
+    from orbax_t5x.transforms.arrays import Transpose as Transpose
+    from orbax_t5x.transforms.assignment_map import AssignmentMap as AssignmentMap
+    from orbax_t5x.transforms.base import Transform as Transform
+    from orbax_t5x.transforms.chain import Chain as Chain
+    from orbax_t5x.transforms.dequantize import Dequantize as Dequantize
+    from orbax_t5x.transforms.follow.adafactor_slots import AdafactorSlots as AdafactorSlots
+    from orbax_t5x.transforms.follow.optimizer import FollowOptimizer as FollowOptimizer
+    from orbax_t5x.transforms.layers import StackLayers as StackLayers
+    from orbax_t5x.transforms.layers import UnstackLayers as UnstackLayers
+    from orbax_t5x.transforms.low_rank import AddLowRank as AddLowRank
+    from orbax_t5x.transforms.names import Drop as Drop
+    from orbax_t5x.transforms.names import Intersect as Intersect
+    from orbax_t5x.transforms.names import Keep as Keep
+    from orbax_t5x.transforms.names import Merge as Merge
+    from orbax_t5x.transforms.names import Rename as Rename
+    from orbax_t5x.transforms.repeat_layers import RepeatLayers as RepeatLayers
+    from orbax_t5x.transforms.sizes import FALLBACK as FALLBACK
+    from orbax_t5x.transforms.sizes import Pad as Pad
+    from orbax_t5x.transforms.sizes import Slice as Slice
+    from orbax_t5x.transforms.sources import Average as Average
+    from orbax_t5x.transforms.sources import Overlay as Overlay
+    from orbax_t5x.transforms.split_concat import Concat as Concat
+    from orbax_t5x.transforms.split_concat import Split as Split
+    from orbax_t5x.transforms.translate import Translate as Translate
 
-__all__ = [
-    "FALLBACK",
-    "AdafactorSlots",
-    "AddLowRank",
-    "AssignmentMap",
-    "Average",
-    "Cast",
-    "Chain",
-    "Concat",
-    "Dequantize",
-    "Drop",
-    "FollowOptimizer",
-    "Intersect",
-    "Keep",
-    "Merge",
-    "Overlay",
-    "Pad",
-    "Rename",
-    "Repeat",
-    "RepeatLayers",
-    "Reshape",
-    "Slice",
-    "Split",
-    "StackLayers",
-    "Transform",
-    "Translate",
-    "Transpose",
-    "UnstackLayers",
-]
-
-# Name -> module that has it.
-_PUBLIC = {
+# The public list: name -> module that has it. A test holds it equal to the imports above.
+MODULE_OF = {
     "FALLBACK": "orbax_t5x.transforms.sizes",
     "AdafactorSlots": "orbax_t5x.transforms.follow.adafactor_slots",
     "AddLowRank": "orbax_t5x.transforms.low_rank",
@@ -91,8 +74,4 @@ _PUBLIC = {
 }
 
 if not TYPE_CHECKING:  # a misspelled name is an error to type checkers
-    __getattr__ = on_demand.loader(__name__, _PUBLIC)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __all__, __getattr__, __dir__ = on_demand.public(__name__, MODULE_OF)

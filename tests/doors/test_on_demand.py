@@ -18,7 +18,8 @@ def package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     package = __import__("of_two")
     modules = {"value": "of_two.first", "first": "", "tool": "json"}
-    monkeypatch.setattr(package, "__getattr__", on_demand.loader("of_two", modules), raising=False)
+    for name, value in zip(("__all__", "__getattr__", "__dir__"), on_demand.public("of_two", modules), strict=True):
+        monkeypatch.setattr(package, name, value, raising=False)
     yield package
     for name in ("of_two", "of_two.first"):
         sys.modules.pop(name, None)
@@ -50,4 +51,4 @@ def test_a_function_loads_its_module_when_it_is_called(package):
 def test_packages_list_names_that_are_not_loaded_yet(package, monkeypatch):
     for name in package.__all__:
         monkeypatch.delitem(vars(package), name, raising=False)
-    assert set(package.__all__) <= set(dir(package))
+    assert set(dir(package)) == {*package.__all__, "__all__", "__doc__", "__file__", "__name__"}
