@@ -120,7 +120,9 @@ class OptaxWrapper(OptimizerDef):
         self._update = optax.with_extra_args_support(optax_optimizer).update
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.optax_optimizer == other.optax_optimizer  # pyright: ignore
+        if not isinstance(other, OptaxWrapper) or type(self) is not type(other):
+            return False
+        return self.optax_optimizer == other.optax_optimizer
 
     def __hash__(self) -> int:
         try:

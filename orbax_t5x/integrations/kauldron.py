@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from orbax_t5x.transforms.patterns.table import Pattern
 InitTransform: Any = object
 # Kauldron is an optional package. Without it the class has no base; Kauldron calls the methods by name.
 with contextlib.suppress(ImportError):
-    from kauldron.checkpoints.partial_loader import InitTransform  # pyright: ignore[reportMissingImports]
+    InitTransform = importlib.import_module("kauldron.checkpoints.partial_loader").InitTransform
 
 _State = TypeVar("_State")
 

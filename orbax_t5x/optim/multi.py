@@ -42,11 +42,7 @@ class MultiOptimizer(OptimizerDef):
         self.traversals: tuple[traverse_util.Traversal, ...] = tuple(traversal for traversal, _ in pairs)
         self.sub_optimizers: tuple[OptimizerDef, ...] = tuple(optimizer for _, optimizer in pairs)
         super().__init__([optimizer.hyper_params for optimizer in self.sub_optimizers])
-
-    @property
-    def keeps_param_tree(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True if `param_states` is a tree like the parameters, as it is if every sub-optimizer's is."""
-        return all(getattr(optimizer, "keeps_param_tree", True) for optimizer in self.sub_optimizers)
+        self.keeps_param_tree = all(getattr(optimizer, "keeps_param_tree", True) for optimizer in self.sub_optimizers)
 
     @property
     def needs_param_axes(self) -> bool:

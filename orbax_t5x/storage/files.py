@@ -15,6 +15,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -114,9 +115,10 @@ class File:
                 buffers = _after(buffers, got)
         return offset
 
-    def _preadv(self, fd: int, offset: int, buffers: Sequence[np.ndarray], leaf: str | None) -> int:
+    def _preadv(self, fd: int, offset: int, buffers: Sequence[Any], leaf: str | None) -> int:
+        # Any: to type checkers arrays are buffers from Python 3.12 on.
         try:
-            return os.preadv(fd, buffers, offset)  # pyright: ignore[reportArgumentType]
+            return os.preadv(fd, buffers, offset)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 raise CheckpointGoneError("vanished while it was read", path=self.path, leaf=leaf) from error

@@ -44,7 +44,7 @@ def find_item_files(store: Store, item: str, directory: str) -> ItemFiles:
 
 
 def _as_data(found: ItemFiles) -> list[Any]:
-    return list(found._replace(plain_directories=sorted(found.plain_directories)))  # pyright: ignore[reportArgumentType]
+    return list({**found._asdict(), "plain_directories": sorted(found.plain_directories)}.values())
 
 
 def _from_data(data: list[Any]) -> ItemFiles:

@@ -134,8 +134,8 @@ def _explicit_transfer() -> contextlib.AbstractContextManager[Any]:
 
     `make_array_from_callback` counts as implicit, unlike `device_put`; "disallow" means implicit transfers alone.
     """
-    guard: str | None = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
-    if guard == "disallow":
+    config: Any = jax.config  # its attributes are defined as JAX is imported
+    if config.jax_transfer_guard_host_to_device == "disallow":
         return jax.transfer_guard_host_to_device("allow")
     return contextlib.nullcontext()
 

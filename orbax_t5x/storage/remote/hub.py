@@ -8,6 +8,7 @@ such a path is opened. `HF_ENDPOINT` names another hub.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import urllib.parse
@@ -71,11 +72,9 @@ def parse_hub_path(path: str) -> HubPath:
 
 def _package() -> Any:
     """Imports `huggingface_hub`, as Any: its own annotations hold types that no checker can resolve."""
-    import huggingface_hub  # noqa: PLC0415  (an extra)
-    import huggingface_hub.constants  # noqa: PLC0415  # pyright: ignore[reportUnusedImport]
-    import huggingface_hub.errors  # noqa: PLC0415  # pyright: ignore[reportUnusedImport]
-
-    return huggingface_hub
+    for module in ("huggingface_hub.constants", "huggingface_hub.errors"):
+        importlib.import_module(module)
+    return importlib.import_module("huggingface_hub")
 
 
 def require_network() -> None:
