@@ -37,7 +37,7 @@ from orbax_t5x.multihost.coordination import (
 )
 from orbax_t5x.multihost.heartbeat import POLL_SECS, sending_heartbeats, wait_with_living_peers
 from orbax_t5x.storage.error_data import error_as_data, error_from_data
-from orbax_t5x.storage.transcript import MOST_BYTES, Transcript, Viewpoint, current_transcript, using
+from orbax_t5x.storage.transcript import MOST_TRANSCRIPT_BYTES, Transcript, Viewpoint, current_transcript, using
 
 _Result = TypeVar("_Result")
 
@@ -232,7 +232,7 @@ def _parsed(store: Any, key: str, head: dict[str, Any], path: str) -> Transcript
     packed = b"".join(piece or b"" for piece in pieces)
     unpacking = zlib.decompressobj()
     if hashlib.sha256(packed).hexdigest() == head["sha256"]:
-        whole = unpacking.decompress(packed, MOST_BYTES)
+        whole = unpacking.decompress(packed, MOST_TRANSCRIPT_BYTES + 1)  # one more, so that its end is seen
         if unpacking.eof:
             return Transcript.decode(whole, Viewpoint(service_process_id(), _OPENER))
     raise CheckpointIOError(f"what process {_OPENER} sent of the checkpoint is damaged", path=path)

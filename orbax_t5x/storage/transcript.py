@@ -17,8 +17,8 @@ from orbax_t5x.errors import CheckpointError, CheckpointIOError, Fix
 from orbax_t5x.storage.error_data import error_as_data, error_from_data
 
 _Result = TypeVar("_Result")
-# Above this nothing is shared: each process then opens for itself.
-_MOST_BYTES = 256 << 20
+MOST_TRANSCRIPT_BYTES = 256 << 20
+"""The most bytes that `Transcript.encode` returns; of more nothing is shared, and each process opens for itself."""
 _LENGTH_BYTES = 8
 # Kinds of answers.
 _ERROR, _BYTES, _VALUE = "error", "bytes", "value"
@@ -75,19 +75,19 @@ class Transcript:
 
     def add(self, request: tuple[Any, ...], value: Any, data: bytes = b"") -> None:
         """Records the answer to a request."""
-        if not self.is_received and not self.is_closed and self._nbytes <= _MOST_BYTES:
+        if not self.is_received and not self.is_closed and self._nbytes <= MOST_TRANSCRIPT_BYTES:
             self._answers[request] = Answer(value, data)
             self._nbytes += len(data)
 
     def encode(self) -> bytes | None:
         """Returns all answers as bytes; None where they are too many to be shared."""
-        if self._nbytes > _MOST_BYTES:
+        if self._nbytes > MOST_TRANSCRIPT_BYTES:
             return None
         table = [[request, answer.value, len(answer.data)] for request, answer in self._answers.items()]
         head = json.dumps(table).encode()
         data = b"".join(answer.data for answer in self._answers.values())
         whole = len(head).to_bytes(_LENGTH_BYTES, "little") + head + data
-        return whole if len(whole) <= _MOST_BYTES else None
+        return whole if len(whole) <= MOST_TRANSCRIPT_BYTES else None
 
     @classmethod
     def decode(cls, whole: bytes, viewpoint: Viewpoint) -> Transcript:
@@ -111,9 +111,6 @@ class Transcript:
             raise CheckpointIOError(f"what process {viewpoint.opener} sent of the checkpoint is damaged") from error
         return made
 
-
-MOST_BYTES = _MOST_BYTES + _LENGTH_BYTES
-"""The most bytes that `Transcript.encode` returns."""
 
 _CURRENT: ContextVar[Transcript | None] = ContextVar("orbax_t5x_transcript", default=None)
 
@@ -153,7 +150,8 @@ def observed(
       unpack: the inverse.
 
     Raises:
-      CheckpointError: what `ask` raises, or has raised there.
+      CheckpointError: what `ask` raises, or has raised there. After an error that cannot be sent (`error_as_data`) each
+        process asks the store.
     """
     transcript = _CURRENT.get()
     if transcript is None:
@@ -167,7 +165,8 @@ def observed(
     try:
         result = ask()
     except CheckpointError as error:
-        transcript.add(key, [_ERROR, error_as_data(error)])
+        if (data := error_as_data(error)) is not None:
+            transcript.add(key, [_ERROR, data])
         raise
     packed = pack(result)
     if isinstance(packed, bytes | bytearray):

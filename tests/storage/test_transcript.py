@@ -2,7 +2,7 @@
 
 import pytest
 
-from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError
+from orbax_t5x.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError
 from orbax_t5x.storage import transcript
 from orbax_t5x.storage.transcript import Transcript, Viewpoint, observed, using
 
@@ -11,6 +11,10 @@ HERE = Viewpoint(3, 0)
 
 def missing():
     raise CheckpointNotFoundError("no such file", path="/a", leaf="w")
+
+
+def refused():
+    raise CheckpointError("an error that stays on its process")
 
 
 def unasked():
@@ -24,18 +28,20 @@ def test_answers_are_given_again_without_the_store():
         assert observed(["bytes", "a"], lambda: b"\0x") == b"\0x"
         with pytest.raises(CheckpointNotFoundError):
             observed(["error"], missing)
+        with pytest.raises(CheckpointError, match="stays on its process"):
+            observed(["refused"], refused)
     assert observed(["value", "a"], lambda: 8) == 8, "outside of an opening the store is asked"
     received = Transcript.decode(recorded.encode(), HERE)
     with using(received):
         assert observed(["value", "a"], unasked) == 7 and observed(["bytes", "a"], unasked) == b"\0x"
         with pytest.raises(CheckpointNotFoundError, match="/a: leaf 'w': no such file"):
             observed(["error"], unasked)
-        assert observed(["other"], lambda: 9) == 9
+        assert observed(["other"], lambda: 9) == 9 and observed(["refused"], lambda: 10) == 10
     assert received.is_closed and received.find(("value", "a")) is None
 
 
 def test_too_much_is_not_shared(monkeypatch):
-    monkeypatch.setattr(transcript, "_MOST_BYTES", 10)
+    monkeypatch.setattr(transcript, "MOST_TRANSCRIPT_BYTES", 10)
     large = Transcript()
     with using(large):
         observed(["a"], lambda: bytes(11))
