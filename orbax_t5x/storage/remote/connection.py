@@ -122,11 +122,11 @@ class Connection:
             # Web servers, which anyone may run, are read so that no response can hold more than was asked for.
             self._bucket = _open_bucket(url.base, self.clock) if url.can_list else None
             self._server: Transport = self._bucket or WebServer(url.base, self.clock)
-            self.is_bounded = self._server.is_bounded
             if self.transcript is not None and self._bucket is not None:
                 self._server = self._bucket = RecordedBucket(self._bucket, url.base, self.transcript)
             elif self.transcript is not None:
                 self._server = RecordedTransport(self._server, url.base, self.transcript)
+            self.is_bounded = self._server.is_bounded
         except ValueError as error:
             raise UnsupportedCheckpointError(f"the URL cannot be used: {error}", path=url.base) from error
 

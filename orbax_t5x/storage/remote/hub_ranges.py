@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import urllib.parse
-from typing import ClassVar
 
 from orbax_t5x.errors import (
     CheckpointGoneError,
@@ -36,7 +35,7 @@ _REFUSED = (400, 401, 403, 404, 410)
 class HubFiles:
     """The files of a commit; implements `ListedTransport`."""
 
-    is_bounded: ClassVar[bool] = True
+    is_bounded: bool = True
 
     def __init__(self, base: str, clock: ResponseClock):
         """Holds `hf://org/name@commit`, and what ends requests."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import Any, ClassVar
+from typing import Any
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.remote.transport import ListedTransport, PendingResponse, Response, Transport
@@ -14,10 +14,9 @@ from orbax_t5x.storage.values import BoundedRange
 class RecordedTransport:
     """Server whose answers are recorded, or come from a transcript; implements `Transport`."""
 
-    is_bounded: ClassVar[bool] = False  # for callers that have no `Connection`, which knows the server's own
-
     def __init__(self, server: Transport, base: str, transcript: Transcript):
         """Wraps a server, whose URL is `base`."""
+        self.is_bounded = server.is_bounded
         self._server = server
         self._base = base
         self._transcript = transcript

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import tensorstore as ts
 
@@ -75,7 +75,7 @@ class Transport(Protocol):
       is_bounded: whether a response can hold no more than was asked for, and names the size of its file.
     """
 
-    is_bounded: ClassVar[bool]
+    is_bounded: bool
 
     def read(self, key: str, wanted: BoundedRange, *, is_awaited: bool = False) -> PendingResponse:
         """Requests bytes of a file.
@@ -112,7 +112,7 @@ class Bucket:
     sends.
     """
 
-    is_bounded: ClassVar[bool] = False
+    is_bounded: bool = False
 
     def __init__(self, kvstore: ts.KvStore):
         """Holds a key-value store of TensorStore."""

@@ -20,7 +20,7 @@ import threading
 import urllib.parse
 import weakref
 from collections.abc import Callable, Mapping
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.storage.remote.web_answer import read_answer
@@ -41,7 +41,7 @@ _RESET = struct.pack("ii", 1, 0)
 class WebServer:
     """One web server; implements `Transport`."""
 
-    is_bounded: ClassVar[bool] = True
+    is_bounded: bool = True
 
     def __init__(self, base: str, clock: ResponseClock):
         """Makes no request.

@@ -45,6 +45,7 @@ def test_responses_are_given_again():
     server, recorded = Server(), Transcript()
     with using(recorded):
         bucket = RecordedBucket(server, BASE, recorded)
+        assert bucket.is_bounded is server.is_bounded
         read_all(bucket)
         assert bucket.names("d/", 1.0) == ["d/a"]
     asked = server.asked.copy()
