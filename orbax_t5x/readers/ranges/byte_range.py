@@ -284,34 +284,59 @@ def _disjoint(spans: list[_Span]) -> bool:
 
 
 def _batches(spans: Sequence[_Span]) -> Iterator[_Batch]:
-    """Yields reads of about a window each; gaps that are read over fill a scrap buffer."""
+    """Yields reads of a window each; gaps that are read over fill a scrap buffer."""
     buffers: list[np.ndarray] = []
     wanted: list[tuple[int, np.ndarray]] = []
-    first = at = 0  # of the batch: its first byte, the byte behind it
-    for start, stop, out in spans:
-        if buffers and (start - at >= MAX_GAP_BYTES or at - first >= WINDOW_BYTES):
-            yield _Batch(first, at - first, buffers, wanted)
-            buffers, wanted = [], []
-        if not buffers:
+    first, at = 0, -MAX_GAP_BYTES  # of the batch: its first byte, the byte behind it
+    for start, _, out in spans:
+        if start - at >= MAX_GAP_BYTES:
+            if buffers:
+                yield _Batch(first, at - first, buffers, wanted)
+                buffers, wanted = [], []
             first = at = start
-        elif start > at:
-            buffers.append(np.empty(start - at, np.uint8))
-        if stop - start > WINDOW_BYTES:
-            # Summed window by window, each while it is in the cache.
-            data = out.reshape(-1).view(np.uint8)
-            while stop - start > WINDOW_BYTES:
-                buffers.append(data[:WINDOW_BYTES])
-                wanted.append((start, data[:WINDOW_BYTES]))
-                start += WINDOW_BYTES
-                data = data[WINDOW_BYTES:]
-                yield _Batch(first, start - first, buffers, wanted)
-                buffers, wanted, first = [], [], start
-            out = data
-        buffers.append(out)
-        wanted.append((start, out))
-        at = stop
+        # Summed window by window, each while it is in the cache.
+        gap = np.empty(start - at, np.uint8)
+        for data in (gap, out.reshape(-1).view(np.uint8)):
+            while data.size:
+                taken, data = np.split(data, [first + WINDOW_BYTES - at])
+                buffers.append(taken)
+                if at >= start:
+                    wanted.append((at, taken))
+                at += taken.size
+                if at - first == WINDOW_BYTES:
+                    yield _Batch(first, at - first, buffers, wanted)
+                    buffers, wanted, first = [], [], at
     if buffers:
         yield _Batch(first, at - first, buffers, wanted)
+
+
+def count_reads(shape: tuple[int, ...], dtype: np.dtype, boxes: Sequence[Box], *, is_summed: bool) -> tuple[int, int]:
+    """Counts the reads of a file, and their bytes, that reading boxes of a `ByteRange` together takes.
+
+    `is_summed` is True where checksums of what is read are computed.
+    """
+    boxes = [box for box in boxes if box_size(box)]
+    if not boxes:
+        return 0, 0
+    runs, wanted = union_runs(shape, dtype.itemsize, boxes, MAX_GAP_BYTES)
+    nbytes = sum(run.length * run.times for run in runs)
+    if as_stored(dtype) and _are_byte_ranges(shape, dtype.itemsize, boxes):
+        return sum(-(-run.length // WINDOW_BYTES) * run.times for run in runs), nbytes
+    if is_summed and wanted != nbytes:
+        runs = split_ends(runs, union_runs(shape, dtype.itemsize, boxes, 0)[0])
+    return WindowGrid(shape, dtype.itemsize, WINDOW_BYTES).count(runs), nbytes
+
+
+def _are_byte_ranges(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> bool:
+    """Tests whether each box is one byte range, and no two of them share a byte."""
+    strides = byte_strides(shape, itemsize)
+    spans: list[tuple[int, int]] = []
+    for box in boxes:
+        placed = locate_box(box, box_shape(box), shape, strides)
+        if placed is None or not placed[1]:
+            return False
+        spans.append((placed[0], placed[0] + box_size(box) * itemsize))
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(spans)))
 
 
 def _grouped(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:

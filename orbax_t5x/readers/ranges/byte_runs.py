@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from orbax_t5x.lazy.box import Box, box_size
 
 
@@ -209,6 +211,20 @@ class WindowGrid:
             flat, index = divmod(flat, size)
             outer.append(index)
         return Window(tuple(reversed(outer)), low, high, start + low * self.block, start + high * self.block, [])
+
+    def count(self, runs: Iterable[Run]) -> int:
+        """Counts the byte ranges in all the windows that hold the runs."""
+        window_bytes, outer_bytes = self._step * self.block, self._size * self.block
+        windows = -(-self._size // self._step)
+
+        def number_of(byte: np.ndarray) -> np.ndarray:
+            return byte // outer_bytes * windows + byte % outer_bytes // window_bytes
+
+        total = 0
+        for start, length, stride, times in runs:
+            first = start + stride * np.arange(times, dtype=np.int64)
+            total += times + int((number_of(first + length - 1) - number_of(first)).sum())
+        return total
 
     def windows(self, runs: Iterable[Run]) -> Iterator[Window]:
         """Yields the windows that hold the runs, in file order, each once, with the byte ranges of the runs in it."""

@@ -7,16 +7,15 @@ All processes count the same, from what all of them need. Pure geometry: nothing
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.lazy.box import box_size
-from orbax_t5x.readers.ranges.byte_range import MAX_GAP_BYTES, WINDOW_BYTES
-from orbax_t5x.readers.ranges.byte_runs import union_runs
+from orbax_t5x.readers.chunk_grid import count_chunks
+from orbax_t5x.readers.ranges.byte_range import count_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds
-from orbax_t5x.restoring.broadcast.stores import StoreKind, is_in_bucket
+from orbax_t5x.restoring.broadcast.stores import StoreKind
 from orbax_t5x.restoring.execute.stages import Piece, stored_bytes
 from orbax_t5x.restoring.plan_data import boxes_by_leaf
 
@@ -64,18 +63,24 @@ class ReadDecision(NamedTuple):
         return once + self.bytes_sent * _SENT_BYTE[self.store] < own
 
 
-def decide_reads(
-    cluster: Sequence[EntryNeeds], chunks: Iterable[tuple[Sequence[Piece], Sequence[int]]] | None, store: StoreKind
-) -> ReadDecision:
-    """Decides about entries that share stored bytes; `chunks` are the pieces and members of each, None without any."""
+class SharedReads(NamedTuple):
+    """Reads of one chunk of a broadcast: what becomes of it, the pieces that are read, and who needs some of it."""
+
+    pieces: Sequence[Piece]
+    reads: Sequence[Piece]
+    members: Sequence[int]
+
+
+def decide_reads(cluster: Sequence[EntryNeeds], chunks: Iterable[SharedReads] | None, store: StoreKind) -> ReadDecision:
+    """Decides about entries that share stored bytes; without `chunks` nothing can be sent."""
     own = _own_reads(cluster)
     if chunks is None:
         return ReadDecision(store, own, None)
     needers = {id(one.entry): one.needers for one in cluster}
     once = ReadCounts(0, 0)
     sent = 0
-    for pieces, members in chunks:
-        once = once.plus(_reads_of((piece.view, piece.box) for piece in pieces))
+    for pieces, reads, members in chunks:
+        once = once.plus(_reads_of((piece.view, piece.box) for piece in reads))
         for piece in pieces:
             # The owner is any of the members: on average it needs of a piece what the others do.
             received = box_size(piece.box) * piece.view.dtype.itemsize * len(needers[id(piece.entry)][piece.box_index])
@@ -109,13 +114,9 @@ def _reads_of(items: Iterable[tuple[View, Box]]) -> ReadCounts:
 
 def leaf_reads(leaf: Leaf, boxes: Sequence[Box]) -> ReadCounts:
     """Counts requests and bytes for boxes of a leaf: stored chunks, or byte ranges with the small gaps between them."""
-    if not any(map(box_size, boxes)):
+    boxes = [box for box in boxes if box_size(box)]
+    if not boxes:
         return ReadCounts(0, 0)
     if leaf.chunks is not None:
-        nbytes = stored_bytes(leaf, boxes)
-        return ReadCounts(-(-nbytes // max(1, math.prod(leaf.chunks) * leaf.dtype.itemsize)), nbytes)
-    runs, _ = union_runs(leaf.shape, leaf.dtype.itemsize, boxes, MAX_GAP_BYTES)
-    # A server is asked for a window at a time.
-    window = WINDOW_BYTES if is_in_bucket(leaf.path) else max(run.length for run in runs)
-    requests = sum(-(-run.length // window) * run.times for run in runs)
-    return ReadCounts(requests, sum(run.length * run.times for run in runs))
+        return ReadCounts(count_chunks(boxes, leaf.chunks), stored_bytes(leaf, boxes))
+    return ReadCounts(*count_reads(leaf.shape, leaf.dtype, boxes, is_summed=leaf.checksums is not None))

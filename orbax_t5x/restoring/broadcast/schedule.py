@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from orbax_t5x.lazy import Box, Leaf
 from orbax_t5x.lazy.box import bounding_box, box_size, union_size
-from orbax_t5x.restoring.broadcast.decision import ReadDecision, decide_reads
+from orbax_t5x.restoring.broadcast.decision import ReadDecision, SharedReads, decide_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds
 from orbax_t5x.restoring.broadcast.stores import Stores
 from orbax_t5x.restoring.execute.groups import clusters_of
@@ -118,12 +118,11 @@ def schedule_broadcast(
             unshared += [one.entry for one in cluster]
             continue
         sent += cluster
-        for pieces, candidates, members in divided:
-            owner = min(candidates, key=lambda process: (load[process], process))
-            load[owner] += sum(map(_piece_bytes, pieces))
-            reads = tuple(_joined_pieces(pieces))
-            size = sum(_host_bytes(whole) for whole, _ in reads)
-            chunks.append(BroadcastChunk(owner, members, tuple(pieces), reads, size))
+        for one in divided:
+            owner = min(one.candidates, key=lambda process: (load[process], process))
+            load[owner] += sum(map(_piece_bytes, one.pieces))
+            size = sum(_host_bytes(whole) for whole, _ in one.reads)
+            chunks.append(BroadcastChunk(owner, one.members, one.pieces, one.reads, size))
     by_entry = {one.entry: one for one in sent}
     rounds = tuple(_rounds(chunks, by_entry, limit))
     return Schedule(tuple(unshared), by_entry, tuple(chunks), rounds, decisions)
@@ -141,12 +140,12 @@ def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]
 
 
 def decide_cluster(
-    cluster: Sequence[EntryNeeds],
-    divided: Sequence[tuple[list[Piece], tuple[int, ...], tuple[int, ...]]] | None,
-    stores: Stores,
+    cluster: Sequence[EntryNeeds], divided: Sequence[_DividedChunk] | None, stores: Stores
 ) -> ReadDecision:
     """Decides about entries that share stored bytes."""
-    chunks = None if divided is None else [(pieces, members) for pieces, _, members in divided]
+    chunks = None
+    if divided is not None:
+        chunks = [SharedReads(one.pieces, [whole for whole, _ in one.reads], one.members) for one in divided]
     return decide_reads(cluster, chunks, stores.of(leaf for one in cluster for leaf in one.leaves))
 
 
@@ -173,19 +172,24 @@ def _is_unshared(cluster: Sequence[EntryNeeds]) -> bool:
     return separate == sum(_with_neighbours(leaf, boxes) for leaf, boxes in together.items())
 
 
-def _divide(
-    cluster: Sequence[EntryNeeds], chunk_bytes: int
-) -> list[tuple[list[Piece], tuple[int, ...], tuple[int, ...]]] | None:
-    """Divides a cluster into chunks: the pieces, the processes that can read them, and those that need some of them.
+class _DividedChunk(NamedTuple):
+    """Chunk without an owner: `candidates` are the processes that can read it; see `BroadcastChunk` for the others."""
 
-    None where no process can read one of them.
+    pieces: tuple[Piece, ...]
+    candidates: tuple[int, ...]
+    members: tuple[int, ...]
+    reads: tuple[tuple[Piece, tuple[int, ...]], ...]
+
+
+def _divide(cluster: Sequence[EntryNeeds], chunk_bytes: int) -> list[_DividedChunk] | None:
+    """Divides a cluster into chunks; None where no process can read one of them.
 
     Values in memory are those of one process, and may be sharded: what is made with them is read by a process that
     needs all of it.
     """
     needers = {id(one.entry): one.needers for one in cluster}
     has_values = any(leaf.is_value for one in cluster for leaf in one.leaves)
-    divided: list[tuple[list[Piece], tuple[int, ...], tuple[int, ...]]] = []
+    divided: list[_DividedChunk] = []
     pieces = [
         Piece(one.entry, box_index, box) for one in cluster for box_index, box in enumerate(one.boxes) if box_size(box)
     ]
@@ -195,7 +199,7 @@ def _divide(
         candidates = tuple(sorted(set(members).intersection(*sets))) if has_values else members
         if not candidates:
             return None
-        divided.append((some, candidates, members))
+        divided.append(_DividedChunk(tuple(some), candidates, members, tuple(_joined_pieces(some))))
     return divided
 
 

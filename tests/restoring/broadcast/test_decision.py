@@ -6,6 +6,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.lazy import as_view
+from orbax_t5x.readers.ranges.byte_range import WINDOW_BYTES
 from orbax_t5x.restoring.broadcast.decision import ReadCounts, leaf_reads
 from orbax_t5x.restoring.broadcast.needs import EntryNeeds
 from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
@@ -16,6 +17,7 @@ from tests.support.memory_checkpoint import AwaitedLeaf
 
 ROWS, COLUMNS = 512, 4096
 NBYTES = ROWS * COLUMNS * 4
+WINDOWS = NBYTES // WINDOW_BYTES
 WHOLE = ((0, ROWS), (0, COLUMNS))
 
 
@@ -33,8 +35,8 @@ def decided(needers, store, chunks=None):
 @pytest.mark.parametrize("store", StoreKind)
 def test_replicas_are_read_once_but_from_local_disks(store):
     decision = decided({WHOLE: (0, 1, 2, 3)}, store)
-    assert decision.own == (4, 4 * NBYTES)
-    assert decision.once.nbytes == NBYTES
+    assert decision.own == (4 * WINDOWS, 4 * NBYTES)
+    assert decision.once == (WINDOWS, NBYTES)
     assert decision.bytes_sent == 3 * NBYTES
     assert decision.is_broadcast == (store is not StoreKind.LOCAL)
 
@@ -43,7 +45,7 @@ def test_replicas_are_read_once_but_from_local_disks(store):
 def test_rows_of_their_own_are_read_by_each(store):
     rows = {((128 * i, 128 * (i + 1)), (0, COLUMNS)): (i,) for i in range(4)}
     decision = decided(rows, store)
-    assert decision.own == (4, NBYTES) and not decision.is_broadcast
+    assert decision.own == (WINDOWS, NBYTES) and not decision.is_broadcast
 
 
 @pytest.mark.parametrize("store", StoreKind)
@@ -74,11 +76,17 @@ def test_counts_of_a_leaf():
     # Gaps below 4 KiB are read over.
     narrow = AwaitedLeaf("w", np.zeros((8, 64), np.float32))
     assert leaf_reads(narrow, [((0, 8), (0, 32))]) == ReadCounts(1, 7 * 256 + 128)
+    # Chunks at the edges are smaller, and are chunks.
+    chunked = AwaitedLeaf("w", np.zeros((10, 10), np.float32), (4, 4))
+    assert leaf_reads(chunked, [((0, 10), (0, 10))]) == ReadCounts(9, 400)
 
 
-@pytest.mark.parametrize("box", [((0, 896), (0, 1024)), ((100, 700), (0, 1024)), ((10, 20), (0, 2)), ((3, 3), (0, 2))])
+BOXES = [((0, 896), (0, 1024)), ((100, 700), (0, 1024)), ((10, 20), (0, 2)), ((0, 896), (0, 600)), ((3, 3), (0, 2))]
+
+
+@pytest.mark.parametrize("box", BOXES)
 def test_counts_of_a_remote_leaf_are_what_the_server_counts(tmp_path, box):
-    """The whole array of 3.5 MiB, rows of it, columns that are far from each other, and nothing."""
+    """The whole array of 3.5 MiB, rows of it, columns far from each other and near, and nothing."""
     array = np.arange(896 * 1024, dtype=np.float32).reshape(896, 1024)
     safetensors.numpy.save_file({"w": array}, tmp_path / "m.safetensors")
     with serving(tmp_path) as store, ot.open_checkpoint(f"{store.url}/m.safetensors") as checkpoint:
