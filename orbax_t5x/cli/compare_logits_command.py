@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from orbax_t5x.cli.output import emit, emit_json
+from orbax_t5x.cli.output import emit_report
 from orbax_t5x.operations.compare_logits import compare_logits
 from orbax_t5x.readers import open_checkpoint
 
@@ -30,8 +30,5 @@ def run(options: argparse.Namespace) -> int:
             atol=options.atol,
             rtol=options.rtol,
         )
-    if options.json:
-        emit_json(report.to_json())
-    else:
-        emit(str(report))
+    emit_report(report, json=options.json)
     return _EQUAL if report.is_close else _DIFFERENT

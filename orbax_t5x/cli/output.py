@@ -28,6 +28,14 @@ def emit_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=_as_json))
 
 
+def emit_report(report: Any, *, json: bool) -> None:
+    """Prints a report as text, or what its `to_json` returns."""
+    if json:
+        emit_json(report.to_json())
+    else:
+        emit(str(report))
+
+
 def _as_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("latin-1")

@@ -18,11 +18,8 @@ from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 
-from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.readers import Limits
-from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import ReadOptions, RestoreKeywords
 from orbax_t5x.text.progress_bar import Progress
-from orbax_t5x.transforms.patterns.table import Pattern
 
 
 class _Missing(enum.Enum):
@@ -77,7 +74,7 @@ class TrainStateSave(ocp.args.CheckpointArgs):
 
 
 @dataclasses.dataclass(eq=False)
-class TrainStateRestore(ocp.args.CheckpointArgs):
+class TrainStateRestore(RestoreKeywords, ocp.args.CheckpointArgs):
     """The arguments of a restore: the keywords of `orbax_t5x.restore`.
 
     Without a target, stock Orbax restores; `target=None`, given, is everything as NumPy.
@@ -93,18 +90,6 @@ class TrainStateRestore(ocp.args.CheckpointArgs):
     transforms: Any = ()
     _: dataclasses.KW_ONLY
     source: Any = None
-    item: str | None = PlanOptions.item
-    fallback: Any = dataclasses.field(default=PlanOptions.fallback, repr=False)
-    is_resuming: bool | None = PlanOptions.is_resuming
-    strict: bool = PlanOptions.strict
-    dtype: Any = PlanOptions.dtype
-    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast
-    verify: Verify = ReadOptions.verify
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
-    progress: Progress | None = ReadOptions.progress
-    limits: Limits | None = PlanOptions.limits
-    broadcast: BroadcastMode = ReadOptions.broadcast
-    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for
 
     def given(self) -> list[str]:
         """Returns the names of the keywords that are not at their defaults."""

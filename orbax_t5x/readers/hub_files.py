@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import abc
 import functools
+import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -25,6 +27,8 @@ from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
 
 _CONFIG = "config.json"
+# How the Hugging Face trainer names its steps.
+_STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
 LFS_POINTER = b"version https://git-lfs"
 """The first bytes of a file that Git LFS has not fetched."""
 
@@ -38,6 +42,12 @@ def read_config(root: Store, limits: Limits) -> Mapping[str, Any]:
         return {"config": None}
     except CheckpointError as error:
         return {"config": None, "config_error": str(error)}
+
+
+def trainer_step(directory: str) -> int | None:
+    """Parses the step in the name that the Hugging Face trainer gives a directory; None for another name."""
+    match = _STEP_NAME.fullmatch(os.path.basename(directory))
+    return int(match["step"]) if match else None
 
 
 def refuse_lfs_pointer(first: bytes, path: str) -> None:

@@ -145,3 +145,21 @@ class ReadOptions(_FromKeywords):
     def limit(self) -> int:
         """`memory_limit_bytes`, or the default."""
         return memory_limit(self.memory_limit_bytes)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class RestoreKeywords:
+    """All of these keywords as fields, for the classes that hold the arguments of a restore."""
+
+    item: str | None = PlanOptions.item
+    fallback: Any = dataclasses.field(default=PlanOptions.fallback, repr=False)
+    is_resuming: bool | None = PlanOptions.is_resuming
+    strict: bool = PlanOptions.strict
+    dtype: Any = PlanOptions.dtype
+    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast
+    verify: Verify = ReadOptions.verify
+    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
+    progress: Progress | None = ReadOptions.progress
+    limits: Limits | None = PlanOptions.limits
+    broadcast: BroadcastMode = ReadOptions.broadcast
+    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for

@@ -248,13 +248,8 @@ class PrefixAsTarget(Transform):
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         prefix = target_prefix(target, self.default)
         regex = compile_pattern(self.pattern, "rules")
-        result = NewState(diagnostics)
-        for name, value in state.items():
-            if prefix and regex.fullmatch(name):
-                result.put(prefix + name, value, name, f"below {prefix!r}")
-            else:
-                result.put(name, value, name)
-        return result.finish()
+        moved = {name: prefix + name for name in state if prefix and regex.fullmatch(name)}
+        return renamed(state, moved, f"below {prefix!r}", diagnostics)
 
 
 def target_prefix(names: FlatState, default: str) -> str:

@@ -40,6 +40,12 @@ def open_store(path: str) -> Store:
     return RemoteStore(path) if url_scheme(path) is not None else LocalStore(path)
 
 
+def open_directory_of(path: str) -> tuple[Store, str]:
+    """Opens the directory of a file that the caller named, and returns its name; the caller's symlink is followed."""
+    directory, name = os.path.split(resolved(path) if is_link(path) else path)
+    return open_store(directory), name
+
+
 @functools.lru_cache(maxsize=1 << 10)  # each leaf asks for its file
 def is_url(path: str) -> bool:
     """Reports whether a path is a URL."""

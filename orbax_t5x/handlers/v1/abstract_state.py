@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import orbax.checkpoint.experimental.v1 as v1
 
-from orbax_t5x.lazy.read_stats import Verify
-from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
-from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import PlanOptions, ReadOptions, RestoreKeywords
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.restoring.targets import require_finite
-from orbax_t5x.text.progress_bar import Progress
-from orbax_t5x.transforms.patterns.table import Pattern
 
 _WHERE = "loaded inside `with ot.v1.context():`"
 # Orbax names the key in its error where the state is loaded without our handler.
@@ -25,7 +21,7 @@ _KEY = jax.tree_util.DictKey(f"AbstractTrainState is {_WHERE}")
 
 # Not compared by value: the target may hold arrays.
 @dataclasses.dataclass(eq=False, repr=False)
-class AbstractTrainState:
+class AbstractTrainState(RestoreKeywords):
     """Target with the keywords of `orbax_t5x.restore`, for `ocp.load` of Orbax v1.
 
     A pytree with the target as its only child. It is loaded inside `with ot.v1.context():`, and the result has the
@@ -49,18 +45,6 @@ class AbstractTrainState:
     transforms: Transforms = ()
     _: dataclasses.KW_ONLY
     source: AnySource | None = None
-    item: str | None = PlanOptions.item
-    fallback: Any = PlanOptions.fallback
-    is_resuming: bool | None = PlanOptions.is_resuming
-    strict: bool = PlanOptions.strict
-    dtype: Any = PlanOptions.dtype
-    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast
-    verify: Verify = ReadOptions.verify
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
-    progress: Progress | None = ReadOptions.progress
-    limits: Limits | None = PlanOptions.limits
-    broadcast: BroadcastMode = ReadOptions.broadcast
-    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for
 
     def __post_init__(self) -> None:
         self.target = plain_target(self.target)

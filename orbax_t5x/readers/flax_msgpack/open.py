@@ -50,12 +50,6 @@ def open_state_file(root: Store, name: str, limits: Limits, files: OpenFiles | N
     return StateFile(file, files, tree, bytes_read)
 
 
-def named_by_caller(path: str) -> tuple[Store, str]:
-    """Opens the directory of a file that the caller named, and returns its name; the caller's symlink is followed."""
-    directory, name = os.path.split(locations.resolved(path) if locations.is_link(path) else path)
-    return locations.open_store(directory), name
-
-
 def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a file, the index of several, a directory with Hugging Face's names for these, or the newest of a root."""
     path = locations.absolute(os.fspath(path))
@@ -65,7 +59,7 @@ def open_flax_msgpack(path: str | os.PathLike[str], *, limits: Limits) -> Checkp
         directory, name = os.path.split(path)
         if name.endswith(INDEX_SUFFIX):
             return _open_model(path, directory, name, step, limits)
-        store, file = named_by_caller(path)
+        store, file = locations.open_directory_of(path)
         opened = _FlaxFiles(store, limits)
         opened.add_file(file)
         if name == HUB_FILE:

@@ -51,11 +51,11 @@ def open_gguf(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a file, or a directory that holds one, or the parts of one."""
     path = locations.absolute(os.fspath(path))
     if locations.is_directory(path):
-        directory, names = path, _files_in(path)
+        store, names = locations.open_store(path), _files_in(path)
     else:
-        directory, name = os.path.split(locations.resolved(path) if locations.is_link(path) else path)
+        store, name = locations.open_directory_of(path)
         names = [name]
-    opened = _GgufFiles(locations.open_store(directory), limits)
+    opened = _GgufFiles(store, limits)
     for name in names:
         opened.add_file(name)
     return opened.checkpoint(path, None)

@@ -12,7 +12,6 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Unsupporte
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.flax_msgpack.open import named_by_caller
 from orbax_t5x.readers.npz.deflated import DeflatedLeaf, decompress_head
 from orbax_t5x.readers.npz.header import LONGEST_FIXED_BYTES, header_bytes, parse_header
 from orbax_t5x.readers.zip_leaf import ZipLeaf
@@ -33,7 +32,7 @@ _METHODS = (STORED, DEFLATED)
 def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a file."""
     path = locations.absolute(os.fspath(path))
-    store, name = named_by_caller(path)
+    store, name = locations.open_directory_of(path)
     files = store.open_files()
     archive = Archive(files.file(name), limits)
     heads = archive.read_heads(_HEAD_BYTES)

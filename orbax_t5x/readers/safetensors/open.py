@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
+from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer, trainer_step
 from orbax_t5x.readers.ranges.byte_range import ByteRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.format import INDEX_FILE, INDEX_SUFFIX, LENGTH_BYTES, SINGLE_FILE, SUFFIX
@@ -25,8 +25,6 @@ from orbax_t5x.storage.store import Store, StoredFile
 
 # One of the files of a model: its number and how many there are.
 _SHARD = re.compile(r"(.*)-[0-9]{5,}-of-([0-9]{5,})\.safetensors", re.ASCII | re.DOTALL)
-# How the Hugging Face trainer names its steps.
-_STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
 
 
 def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
@@ -43,8 +41,7 @@ def open_safetensors(path: str | os.PathLike[str], *, limits: Limits) -> Checkpo
     else:
         opened.add_user_file(path)
     opened.add_config(store)
-    match = _STEP_NAME.fullmatch(os.path.basename(directory))
-    return opened.checkpoint(path, int(match["step"]) if match else None)
+    return opened.checkpoint(path, trainer_step(directory))
 
 
 class _SafetensorsFiles(ModelFiles):
@@ -77,10 +74,11 @@ class _SafetensorsFiles(ModelFiles):
 
     def add_user_file(self, path: str) -> None:
         """Adds a file that the caller named; the caller's symlink is followed."""
-        name = os.path.basename(path)
         if locations.is_link(path):
-            directory, name = os.path.split(locations.resolved(path))
-            self._files = locations.open_store(directory).open_files()
+            store, name = locations.open_directory_of(path)
+            self._files = store.open_files()
+        else:
+            name = os.path.basename(path)
         self.add_file(name)
 
     def add_file(self, name: str) -> None:

@@ -16,7 +16,7 @@ from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Un
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
-from orbax_t5x.readers.flax_msgpack.open import StateFile, named_by_caller, open_state_file
+from orbax_t5x.readers.flax_msgpack.open import StateFile, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.open_flag import OpenFlag, close_all
 from orbax_t5x.readers.orbax.aggregate import is_early_item
@@ -35,7 +35,7 @@ def open_t5x(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     """Opens a local root (its newest step), a step, its `checkpoint` file, or a single-file checkpoint."""
     path = locations.absolute(os.fspath(path))
     if not locations.is_directory(path):
-        root, name = named_by_caller(path)
+        root, name = locations.open_directory_of(path)
         own = os.path.basename(path)
         step = step_of_name(os.path.basename(os.path.dirname(path)) if own == MSGPACK_FILE else own)
         return _open(path, root, name, step, limits)

@@ -7,7 +7,6 @@ data, without PyTorch and without calling anything; the crc32 of each member is 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +14,7 @@ from typing import Any
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
-from orbax_t5x.readers.flax_msgpack.open import named_by_caller
-from orbax_t5x.readers.hub_files import ModelFiles
+from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.torch_zip.format import INDEX_FILE, INDEX_SUFFIX, OLD_MAGIC, SINGLE_FILE
 from orbax_t5x.readers.torch_zip.leaves import LeafMaker
@@ -29,8 +27,6 @@ from orbax_t5x.storage.store import Store, StoredFile
 _PICKLE = "data.pkl"
 _STORAGES = "data/"
 _BYTE_ORDERS = {b"little": "little", b"big": "big"}
-# How the Hugging Face trainer names its steps.
-_STEP_NAME = re.compile(r"checkpoint[-_](?P<step>[0-9]{1,18})", re.ASCII)
 
 
 def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
@@ -45,15 +41,14 @@ def open_torch(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     if is_directory or name.endswith(INDEX_SUFFIX):
         store = locations.open_store(directory)
     else:
-        store, name = named_by_caller(path)
+        store, name = locations.open_directory_of(path)
     opened = _TorchFiles(store, limits)
     if name.endswith(INDEX_SUFFIX):
         opened.add_index(name)
     else:
         opened.add_file(name)
     opened.add_config(locations.open_store(directory))
-    match = _STEP_NAME.fullmatch(os.path.basename(directory))
-    return opened.checkpoint(path, int(match["step"]) if match else None)
+    return opened.checkpoint(path, trainer_step(directory))
 
 
 class _TorchFiles(ModelFiles):
