@@ -56,6 +56,14 @@ SCRIPT = """
             plan.execute()
         except ot.errors.CheckpointError as error:
             tell([type(error).__name__, str(error)])
+    plan = ot.plan_restore(f"{folder}/small.safetensors", None)
+    os.environ.update({"ORBAX_T5X_STORE": "near"} if process == 1 else {})
+    try:
+        plan.execute()
+    except ot.errors.CheckpointError as error:
+        tell([type(error).__name__, str(error)])
+    plan.execute(broadcast=True)
+    tell("w" in str(ot.plan_restore(f"{folder}/small.safetensors", None)))
 """
 
 
@@ -110,6 +118,10 @@ def test_four_processes_ask_as_much_as_one_and_are_told_where_they_see_other_fil
     assert all(one[: len(names) + 1] == told[0][: len(names) + 1] for one in told)
     assert told[0][names.index("database")] == sorted(f"{name}/w" for name in STATE)
     assert told[0][len(names)] == ["UnsupportedCheckpointError", str(missing.value)]
+    told, wrong = [one[:-2] for one in told], [one[-2:] for one in told]
+    message = "ORBAX_T5X_STORE is 'near' on process 1, and can be 'local', 'shared' or 'bucket' only."
+    assert all(kind == "RestorePlanError" and message in text for (kind, text), _ in wrong)
+    assert all(is_shown for _, is_shown in wrong), "a plan is shown, and executed where the variable decides nothing"
     # Locally the opener opens files, and the others none; each then reads for itself.
     local = [one[len(names) + 1 : -3] for one in told]
     assert all(count > 0 for count in local[0][::2]) and all(one[::2] == [0, 0, 0] for one in local[1:])

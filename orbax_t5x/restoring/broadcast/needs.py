@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import Box, Leaf, View
 from orbax_t5x.multihost.collectives import gather, gather_bytes
-from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
+from orbax_t5x.restoring.broadcast.stores import STORE_VARIABLE, StoreKind, Stores, unknown_store
 from orbax_t5x.restoring.options import BroadcastMode
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, box_of_index, boxes_by_leaf
 
@@ -62,7 +63,10 @@ def compare_plans(plan: PlanData, broadcast: BroadcastMode, path: str | None) ->
     """Compares what the processes are about to execute; every process must call it.
 
     Returns:
-      The stores on which all agree: of differing views of one, the one farthest away.
+      The stores on which all agree, if `broadcast` is "auto": of differing views of one, the one farthest away.
+
+    Raises:
+      RestorePlanError: on all processes: their plans differ, or `ORBAX_T5X_STORE` has a wrong value on one of them.
     """
     compared = [
         broadcast if broadcast == "auto" else bool(broadcast),
@@ -70,13 +74,20 @@ def compare_plans(plan: PlanData, broadcast: BroadcastMode, path: str | None) ->
         [(entry.name, entry.sources, entry.shape, str(entry.dtype), entry.action) for entry in plan.entries],
     ]
     digest = hashlib.sha256(json.dumps(compared).encode()).digest()
-    stores = Stores.of_plan(plan)
-    rows = gather(np.frombuffer(digest + bytes(stores), np.uint8), path)
+    stores, is_wrong = Stores(StoreKind.LOCAL, StoreKind.LOCAL), False
+    try:
+        stores = Stores.of_plan(plan) if broadcast == "auto" else stores
+    except RestorePlanError:  # the others wait for this process
+        is_wrong = True
+    rows = gather(np.frombuffer(digest + bytes([*stores, is_wrong]), np.uint8), path)
     if (rows[:, : len(digest)] != rows[0, : len(digest)]).any():
         message = "the processes of this restore have different plans: other steps, sources, targets or broadcast="
         fix = "call restore with the same arguments on every process"
         raise RestorePlanError([Problem("target", None, message, Fix(fix))], path=path)
-    return Stores(*(StoreKind(int(kind)) for kind in rows[:, len(digest) :].max(axis=0)))
+    for process in np.flatnonzero(rows[:, -1])[:1].tolist():
+        values = gather_bytes(os.fsencode(os.environ.get(STORE_VARIABLE, "")), None, path)
+        raise unknown_store(os.fsdecode(values[process]), process, path)
+    return Stores(*(StoreKind(int(kind)) for kind in rows[:, len(digest) : -1].max(axis=0)))
 
 
 def gather_needs(entries: Sequence[PlanEntry], path: str | None) -> list[EntryNeeds]:

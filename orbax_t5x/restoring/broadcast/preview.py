@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.multihost.coordination import has_backend
 from orbax_t5x.restoring.broadcast.decision import ReadDecision
 from orbax_t5x.restoring.broadcast.needs import is_text, needs_of_shardings
@@ -26,5 +27,9 @@ def decisions_of(plan: PlanData) -> Mapping[str, ReadDecision]:
             return {}
         arrays = [entry for entry in plan.entries if entry.view is not None and not is_text(entry)]
         needs = needs_of_shardings(arrays, processes)
-        plan.decisions = schedule_broadcast(needs, processes, MEMORY_LIMIT_BYTES, Stores.of_plan(plan)).decisions
+        try:
+            stores = Stores.of_plan(plan)
+        except RestorePlanError:  # which an execution raises that has to decide
+            return {}
+        plan.decisions = schedule_broadcast(needs, processes, MEMORY_LIMIT_BYTES, stores).decisions
     return plan.decisions

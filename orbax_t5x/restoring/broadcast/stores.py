@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import Leaf
 from orbax_t5x.restoring.plan_data import PlanData
 from orbax_t5x.storage.paths import url_scheme
@@ -47,17 +48,25 @@ def store_of(path: str) -> StoreKind:
     """Returns the store of a path or URL, as far as this process knows.
 
     Raises:
-      ValueError: `ORBAX_T5X_STORE` is none of the names.
+      RestorePlanError: `ORBAX_T5X_STORE` is none of the names.
     """
     given = os.environ.get(STORE_VARIABLE)
     if given:
         named = {store.label: store for store in StoreKind}
         if given not in named:
-            raise ValueError(f"{STORE_VARIABLE} must be 'local', 'shared' or 'bucket', not {given!r}")
+            raise unknown_store(given)
         return named[given]
     return (
         StoreKind.BUCKET if is_in_bucket(path) else _store_of_type(_file_system_type(os.path.realpath(path), _mounts()))
     )
+
+
+def unknown_store(given: str, process: int | None = None, path: str | None = None) -> RestorePlanError:
+    """Returns the error of a value of `ORBAX_T5X_STORE`, on this process or another, that is none of the names."""
+    where = "" if process is None else f" on process {process}"
+    message = f"{STORE_VARIABLE} is {given!r}{where}, and can be 'local', 'shared' or 'bucket' only"
+    fix = Fix(f"set {STORE_VARIABLE} to one of these, or remove it, so that the path decides")
+    return RestorePlanError([Problem("target", None, message, fix)], path=path)
 
 
 def is_in_bucket(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.restoring.broadcast import stores
 from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores, store_of
 
@@ -50,7 +51,7 @@ def test_the_variable_comes_first(monkeypatch):
         monkeypatch.setenv("ORBAX_T5X_STORE", store.label)
         assert store_of("gs://bucket/model") is store_of("/data") is store
     monkeypatch.setenv("ORBAX_T5X_STORE", "near")
-    with pytest.raises(ValueError, match="ORBAX_T5X_STORE must be 'local', 'shared' or 'bucket', not 'near'"):
+    with pytest.raises(RestorePlanError, match="ORBAX_T5X_STORE is 'near', and can be 'local', 'shared' or 'bucket'"):
         store_of("/data")
 
 
