@@ -82,3 +82,17 @@ def test_faults_of_a_built_site_are_found(tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text(PAGE.format(""))
     (tmp_path / "_static" / "pygments.css").write_text(style.format("#bbbbbb"))
     assert list(problems(tmp_path)) == ["light .highlight .k: #bbbbbb on #ffffff"]
+
+
+def test_every_cell_of_the_table_of_jobs_leads_to_its_job():
+    page = ROOT / "docs" / "have-want.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| **")]
+    assert len(rows) >= 8
+    for have, *cells in rows:
+        assert len(cells) == 5, have
+        for cell in cells:
+            targets = re.findall(r"\]\(([^)]+)\)", cell)
+            assert targets, (have, cell)
+            # A recipe, or a section: the head of a guide does none of these jobs by itself.
+            assert all(target.startswith("examples/") or "#" in target for target in targets), (have, cell)
+            assert all((page.parent / target.partition("#")[0]).exists() for target in targets), (have, cell)
