@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jax_job import run_processes
+from tests.support.xla import compiler_flags
 
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(DOCS))
@@ -27,7 +28,7 @@ import run_examples
 print(json.dumps({recipe.name: run_examples.run(recipe) for recipe in run_examples.recipes()}))
 """
 _ENVIRONMENT = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "XLA_FLAGS": compiler_flags(),
     "JAX_NUM_CPU_DEVICES": "4",
     "JAX_NUMPY_DTYPE_PROMOTION": "standard",
     "JAX_NUMPY_RANK_PROMOTION": "allow",

@@ -1,10 +1,22 @@
-"""XLA's flags for tests; free of imports, because they are set before JAX is imported."""
+"""XLA's flags for tests; free of imports that take long, because they are set before JAX is imported."""
+
+import importlib.metadata
+
+# The first jaxlib that may not have all flags below: XLA ends a process for a flag that it does not know.
+_UNKNOWN = (0, 11)
+
+
+def compiler_flags() -> str:
+    """Returns the flags that make compiling cheap.
+
+    Functions run a few times in tests: optimizing them takes longer than running them as they are, and the emitters
+    of fusions take half of the time of compiling. Processes whose floats are compared need the same flags.
+    """
+    version = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
+    emitters = " --xla_cpu_use_fusion_emitters=false" if version < _UNKNOWN else ""
+    return f"--xla_backend_optimization_level=0{emitters}"
 
 
 def xla_flags(devices: int) -> str:
-    """Returns the flags for a number of CPU devices.
-
-    Functions run a few times in tests: optimizing them takes longer than running them as they are. Processes whose
-    floats are compared need the same flags.
-    """
-    return f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    """Returns the flags for a number of CPU devices."""
+    return f"--xla_force_host_platform_device_count={devices} {compiler_flags()}"
