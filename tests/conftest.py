@@ -16,6 +16,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import collections
 import gc
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ import pytest
 
 from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import Root
+from orbax_t5x.text import progress_bar
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -82,6 +84,15 @@ def _fast_tests_start_no_process(request: pytest.FixtureRequest) -> Iterator[Non
         sys.addaudithook(refuse)
     yield
     running = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_line_of_progress_for_slow_machines() -> Iterator[None]:
+    """What takes a second on a busy machine prints what it prints on an idle one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_LEAST_LINE_INTERVAL_SECS", "_MOST_LINE_INTERVAL_SECS"):
+            patch.setattr(progress_bar, name, math.inf)
+        yield
 
 
 def pytest_collection() -> None:

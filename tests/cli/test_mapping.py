@@ -14,7 +14,6 @@ from orbax_t5x.cli.fixes import fix_text
 from orbax_t5x.cli.main import main
 from orbax_t5x.errors import Fix
 from tests.support import t5_layouts
-from tests.support.captured import without_progress
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 HUGGING_FACE = GOLDENS / "safetensors" / "t5_1_1"
@@ -29,7 +28,7 @@ def run(capsys, monkeypatch):
     def run(*arguments):
         code = main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
-        return code, captured.out, " ".join(without_progress(captured.err).split())
+        return code, captured.out, " ".join(captured.err.split())
 
     return run
 

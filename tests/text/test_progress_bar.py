@@ -11,9 +11,12 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
+from orbax_t5x.text import progress_bar
 from orbax_t5x.text.progress_bar import ProgressBar, bar_line
 
 BUNDLE = Path(__file__).parents[1] / "goldens" / "tf_bundle" / "t5_1_1_f32"
+# Other tests write no lines, however slow the machine is; see conftest.py.
+INTERVALS = {name: getattr(progress_bar, name) for name in ("_LEAST_LINE_INTERVAL_SECS", "_MOST_LINE_INTERVAL_SECS")}
 
 
 class Terminal(io.StringIO):
@@ -56,7 +59,9 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_nothing(monkeypatch):
 @pytest.mark.parametrize(("seconds", "lines"), [(0.9, 0), (11.0, 10), (40.0, 10), (400.0, 40)])
 def test_a_pipe_gets_a_line_for_each_tenth_or_every_ten_seconds(monkeypatch, seconds, lines):
     now = 0.0
-    monkeypatch.setattr("orbax_t5x.text.progress_bar.time.monotonic", lambda: now)
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now)
+    for name, interval in INTERVALS.items():
+        monkeypatch.setattr(progress_bar, name, interval)
     pipe, steps = io.StringIO(), 4000
     with ProgressBar("converting", pipe) as bar:
         for step in range(steps + 1):
