@@ -61,8 +61,10 @@ def test_what_a_value_may_have_is_bounded(tree):
             values.read(key, BoundedRange.whole(len(value) - 1), ReadContext("x"))
         with pytest.raises(CorruptCheckpointError, match="ends at byte"):
             values.read(key, BoundedRange(0, len(value) + 1, 1000))
+        # A manifest may be larger than the root node: TensorStore writes one version of the tree into it, or several.
+        limits = Limits(index_bytes=(directory / "manifest.ocdbt").stat().st_size)
         with pytest.raises(LimitExceededError, match=r"Limits.index_bytes"):
-            values_of(store, Limits(index_bytes=(directory / "manifest.ocdbt").stat().st_size))
+            values_of(store, limits).names("")
 
 
 def test_a_database_without_values_is_read(tmp_path):
