@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 
 import numpy as np
@@ -12,18 +13,24 @@ from tests.support.http_store import HttpStore
 W = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
 B = np.arange(6, dtype=np.float32)
 
+# No two have the same: what a process knows of a commit would be that of another hub, which had the same port before.
+_commits = map("{:040x}".format, itertools.count(0xC0FFEE))
+
 
 class Hub(HttpStore):
     """The part of the hub's API that `snapshot_download` uses; one commit.
 
     Attributes:
       has_sizes: whether its list of files has their sizes.
+      commit: of `main` and the other `revisions`; each hub has its own.
     """
 
     has_sizes = False
 
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    revisions = ("main", "v1", "refs/pr/3", commit)
+    def __init__(self, directory=None):
+        super().__init__(directory)
+        self.commit = next(_commits)
+        self.revisions = ("main", "v1", "refs/pr/3", self.commit)
 
     def answer_to(self, name, query):
         parts = name.split("/")
@@ -151,7 +158,7 @@ class WritableHub(Hub):
             del self.files[name]
         self.files |= added
         self.commits.append((header["value"]["summary"], set(added), set(removed)))
-        self.commit = hashlib.sha1(str(len(self.commits)).encode()).hexdigest()
+        self.commit = next(_commits)
         self.revisions = ("main", self.commit)
         made = {"commitUrl": f"{self.url}/google/tiny/commit/{self.commit}", "commitOid": self.commit, "success": True}
         return 200, json.dumps(made).encode(), {}
