@@ -23,26 +23,23 @@ async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]] | AsyncIterabl
       coroutines: each is begun as it is taken; an asynchronous iterable may wait before it gives the next.
     """
     failure: BaseException | None = None
+    tasks: list[asyncio.Task[Any]] = []
     cancelled: list[asyncio.Task[Any]] = []
 
     def note_end(task: asyncio.Task[Any]) -> None:
         if task.cancelled():
             cancelled.append(task)
 
-    def begin(group: asyncio.TaskGroup, coroutine: Coroutine[Any, Any, Any]) -> None:
-        group.create_task(coroutine).add_done_callback(note_end)
-
     try:
         async with asyncio.TaskGroup() as group:
-            if isinstance(coroutines, AsyncIterable):
+            if isinstance(coroutines, AsyncIterable):  # which may give more than are worth keeping
                 async for coroutine in coroutines:
-                    begin(group, coroutine)
+                    group.create_task(coroutine).add_done_callback(note_end)
             else:
-                for coroutine in coroutines:
-                    begin(group, coroutine)
+                tasks += [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
         failure = first_failure(failures)
-    if failure is None and cancelled:
+    if failure is None and (cancelled or any([task.cancelled() for task in tasks])):
         # A task group takes a task that was cancelled from elsewhere for one that is done.
         failure = asyncio.CancelledError("a task was cancelled from within")
     if failure is not None:

@@ -12,7 +12,7 @@ Box = tuple[tuple[int, int], ...]
 
 def full_box(shape: Sequence[int]) -> Box:
     """Returns the box of a whole array."""
-    return tuple((0, size) for size in shape)
+    return tuple([(0, size) for size in shape])
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def box_size(box: Box) -> int:
 
 def box_slices(box: Box) -> tuple[slice, ...]:
     """Returns the box as a NumPy index."""
-    return tuple(slice(start, stop) for start, stop in box)
+    return tuple([slice(start, stop) for start, stop in box])
 
 
 def intersect(box: Box, other: Box) -> Box | None:

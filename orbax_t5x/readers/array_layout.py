@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import tensorstore as ts
 
 
-@dataclasses.dataclass(frozen=True)
-class ArrayLayout:
+class ArrayLayout(NamedTuple):
     """The layout of one chunked array: `shard` is what holds the index of its chunks, `chunk` is decoded at a time.
 
     They are the same where chunks are stored by themselves, and () for a rank-0 array.
@@ -26,13 +25,15 @@ class ArrayLayout:
         """Returns the layout of an array that is open."""
         shape = tuple(array.shape)
         layout = array.chunk_layout
-        chunk, shard = _cell(layout.read_chunk, shape), _cell(layout.write_chunk, shape)
-        return cls(shape, np.dtype(array.dtype.numpy_dtype), chunk, shard)
+        chunk, shard = layout.read_chunk.shape or shape, layout.write_chunk.shape or shape
+        return cls(shape, np.dtype(array.dtype.numpy_dtype), _cell(chunk, shape), _cell(shard, shape))
 
 
-def _cell(grid: ts.ChunkLayout.Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _cell(sizes: Sequence[int | None], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of a grid's cells; a dimension without a size of its own is not cut."""
-    return tuple([max(1, size or whole) for size, whole in zip(grid.shape or shape, shape, strict=True)])
+    if all(sizes):
+        return cast("tuple[int, ...]", tuple(sizes))
+    return tuple([max(1, size or whole) for size, whole in zip(sizes, shape, strict=True)])
 
 
 class HasLayout(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import tensorstore as ts
 
 from orbax_t5x.concurrency import Budget, reader_pool, run_in_pool, wait_all, waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, CorruptCheckpointError, LimitExceededError, error_at
-from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, full_box, shift
+from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.array_layout import ArrayLayout, layout_of
@@ -35,7 +35,7 @@ from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.memory import naming_memory_errors, require_memory
+from orbax_t5x.storage.memory import UNCHECKED_BYTES, naming_memory_errors, require_memory
 from orbax_t5x.storage.store import Snapshot
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
@@ -254,15 +254,17 @@ class TensorStoreLeaf(Leaf):
     async def _read_requests(self, requests: Sequence[Request], decoding: Budget) -> None:
         """Reads all boxes at once where the memory for their chunks allows that, else chunk by chunk."""
         chunks = self.chunks or ()
-        with naming_memory_errors(self.path, self.name):
-            # Other memory was taken since the leaf was opened.
-            require_memory(int(_DECODING_COPIES * self._chunk_bytes), f"decoding a chunk of shape {chunks}")
+        decoded_bytes = int(_DECODING_COPIES * self._chunk_bytes)
+        if decoded_bytes > UNCHECKED_BYTES:  # other memory was taken since the leaf was opened
+            with naming_memory_errors(self.path, self.name):
+                require_memory(decoded_bytes, f"decoding a chunk of shape {chunks}")
         array = self._opened()
         if isinstance(array, FetchedArray):
             is_near = self._files.clock is not None and self._files.clock.is_near
             await read_fetched(array, requests, self.name, decoding, is_near=is_near)
             return
-        at_once = self._chunk_bytes * min(count_chunks([box for box, _ in requests], chunks), FILE_IO_CONCURRENCY)
+        count = 1 if chunks == self.shape else count_chunks([box for box, _ in requests], chunks)
+        at_once = self._chunk_bytes * min(count, FILE_IO_CONCURRENCY)
         if at_once <= max(decoding.limit, self._chunk_bytes):
             await decoding.take(at_once)
             await self._read_together(requests, decoding, at_once)
@@ -290,16 +292,15 @@ class TensorStoreLeaf(Leaf):
         finally:
             decoding.give(taken)
 
-    def _begin_writes(self, box: Box, buffer: np.ndarray) -> Iterator[ts.WriteFutures]:
+    def _begin_writes(self, box: Box, buffer: np.ndarray) -> list[ts.WriteFutures]:
         """Begins to read a box into a buffer: in one go, or remotely by boxes of whole chunks, each a response."""
-        array = self._decoder()
+        array, out = self._decoder(), ts.array(buffer, write=True, copy=False)
         if self._files.clock is None:
-            source = array if box == full_box(self.shape) else array[box_slices(box)]
-            yield ts.array(buffer, write=True, copy=False).write(source)
-            return
-        out = ts.array(buffer, write=True, copy=False)
-        for inner in chunk_boxes(box, self.chunks or ()):
-            yield out[box_slices(shift(inner, box))].write(array[box_slices(inner)])
+            return [out.write(array if buffer.shape == self.shape else array[box_slices(box)])]
+        return [
+            out[box_slices(shift(inner, box))].write(array[box_slices(inner)])
+            for inner in chunk_boxes(box, self.chunks or ())
+        ]
 
     async def _end_writes(self, writes: Sequence[ts.WriteFutures]) -> None:
         if self._files.clock is not None:

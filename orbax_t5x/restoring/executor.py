@@ -35,6 +35,7 @@ import numpy as np
 from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, balanced_shares, run_in_pool
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_box, slices_within
+from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.multihost.collectives import raise_together
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
@@ -42,7 +43,7 @@ from orbax_t5x.restoring.broadcast.needs import compare_plans, gather_needs, is_
 from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
 from orbax_t5x.restoring.broadcast.send import Broadcast
 from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
-from orbax_t5x.restoring.execute.buffers import check_value, layout_of, make_value
+from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layout_of, make_value
 from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.lowering import Shard
 from orbax_t5x.restoring.execute.reading import Reader
@@ -309,7 +310,8 @@ class _Execution:
 
     def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[jax.Array]:
         """Makes the values of entries, in the caller's thread; returns those that are on devices."""
-        placed = {entry.name: make_value(entry, buffers.pop(entry.name)) for entry in entries}
+        with explicit_transfers():
+            placed = {entry.name: make_value(entry, buffers.pop(entry.name)) for entry in entries}
         for entry in entries:
             check_value(entry, placed[entry.name])
         self._values.update(placed)
@@ -382,5 +384,6 @@ def _allocate(group: Group) -> tuple[_Buffers, list[list[Shard]]]:
 
 def _as_shard(piece: Piece, out: np.ndarray) -> Shard:
     """Joins a piece with its slice of the shard's buffer."""
-    whole = layout_of(piece.entry).read_boxes[piece.box_index]
-    return Shard(piece.view, piece.box, out if piece.box == whole else out[slices_within(piece.box, whole)])
+    if out.shape != box_shape(piece.box):
+        out = out[slices_within(piece.box, layout_of(piece.entry).read_boxes[piece.box_index])]
+    return Shard(piece.view, piece.box, out)

@@ -12,9 +12,10 @@ import functools
 import math
 import os
 import resource
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
+from types import TracebackType
 
 import numpy as np
 
@@ -22,8 +23,8 @@ from orbax_t5x.errors import LimitExceededError, error_at
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PHYSICAL_BYTES = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
-# Arrays below this are made without the check: most are, and there are many.
-_FREE_BYTES = 1 << 28
+# What takes no more than this is allocated without the check: most is, and there is much of it.
+UNCHECKED_BYTES = 1 << 28
 
 
 def most_memory_bytes() -> int:
@@ -80,29 +81,44 @@ def _read_limit(file: Path) -> int | None:
 
 def require_memory(nbytes: int, what: str) -> None:
     """Refuses an allocation that cannot fit into the memory of this process; the caller names file and leaf."""
-    if nbytes > _FREE_BYTES and nbytes > (most := most_memory_bytes()):
+    if nbytes > UNCHECKED_BYTES and nbytes > (most := most_memory_bytes()):
         raise LimitExceededError(f"{what} takes {nbytes} bytes, and this process can have {most}")
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Allocates an uninitialised array whose shape a file may have claimed; the caller names file and leaf."""
-    what = f"an array of {dtype.name} of shape {tuple(shape)}"
     nbytes = math.prod(shape) * dtype.itemsize
-    require_memory(nbytes, what)
+    if nbytes > UNCHECKED_BYTES:
+        require_memory(nbytes, _array_text(shape, dtype))
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
+        what = _array_text(shape, dtype)
         raise LimitExceededError(f"{what} takes {nbytes} bytes, which cannot be had: {error}") from None
 
 
-@contextmanager
-def naming_memory_errors(path: str | None, leaf: str) -> Generator[None, None, None]:
+def _array_text(shape: Sequence[int], dtype: np.dtype) -> str:
+    return f"an array of {dtype.name} of shape {tuple(shape)}"
+
+
+def naming_memory_errors(path: str | None, leaf: str) -> AbstractContextManager[None]:
     """Types errors about memory, and adds the file and the leaf for which it was requested."""
-    try:
-        yield
-    except MemoryError as error:
-        raise LimitExceededError(f"there is not enough memory: {error}", path=path or None, leaf=leaf) from None
-    except LimitExceededError as error:
-        if error.leaf is not None or error.path is not None:
-            raise
-        raise error_at(error, path=path or None, leaf=leaf) from None
+    return _NamedMemoryErrors(path or None, leaf)
+
+
+class _NamedMemoryErrors(AbstractContextManager[None]):
+    """Context of `naming_memory_errors`; a class, because one is entered for each leaf."""
+
+    __slots__ = ("_leaf", "_path")
+
+    def __init__(self, path: str | None, leaf: str):
+        self._path, self._leaf = path, leaf
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, MemoryError):
+            message = f"there is not enough memory: {error}"
+            raise LimitExceededError(message, path=self._path, leaf=self._leaf) from None
+        if isinstance(error, LimitExceededError) and error.leaf is None and error.path is None:
+            raise error_at(error, path=self._path, leaf=self._leaf) from None

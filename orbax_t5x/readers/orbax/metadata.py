@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_t5x.errors import (
     CheckpointNotFoundError,
@@ -33,8 +33,7 @@ _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": dict, "List"
 _PLACEHOLDER = "placeholder"
 
 
-@dataclasses.dataclass(frozen=True)
-class NodeMetadata:
+class NodeMetadata(NamedTuple):
     """One leaf of the tree that was saved, or one node without leaves.
 
     Attributes:
@@ -102,7 +101,8 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
         raise CorruptCheckpointError("'tree_metadata' is missing or not an object", path=path)
     if len(tree) > limits.entries:
         raise LimitExceededError(f"{len(tree)} leaves, more than Limits.entries = {limits.entries}", path=path)
-    entries = [_parse_node(text, entry, path, limits) for text, entry in tree.items()]
+    keys = _Keys(path)
+    entries = [_parse_node(text, entry, path, limits, keys) for text, entry in tree.items()]
     return ItemMetadata(
         nodes=tuple(_distinct_nodes(entries, path)),
         use_ocdbt=_flag(parsed, "use_ocdbt", None, path),
@@ -110,7 +110,7 @@ def read_item_metadata(root: Store, item: str, limits: Limits) -> ItemMetadata:
         absent_is_fill=not _flag(parsed, "store_array_data_equal_to_fill_value", False, path),
         custom_metadata=parsed.get("custom_metadata"),
         nbytes=len(data),
-        sequences=_sequences(tree.values()),
+        sequences=_sequences(tree.values()) if any(kind == _SEQUENCE for _, kind in keys.checked) else frozenset(),
     )
 
 
@@ -123,19 +123,18 @@ def _flag(parsed: Mapping[str, Any], key: str, default: bool | None, path: str) 
     return value
 
 
-def _parse_node(text: str, entry: Any, path: str, limits: Limits) -> tuple[tuple[str, ...], NodeMetadata]:
-    """Parses the key path and the node of one entry of `tree_metadata`."""
+def _parse_node(text: str, entry: Any, path: str, limits: Limits, known: _Keys) -> tuple[tuple[str, ...], NodeMetadata]:
+    """Parses the key path and the node of one entry of `tree_metadata`; `known` are the keys of entries before it."""
     shown = text[:200]
     if not isinstance(entry, dict):
         raise CorruptCheckpointError(f"the entry {shown!r} is not an object", path=path)
-    keys = tuple(_parse_key(key, shown, path) for key in _typed(entry, "key_metadata", list, shown, path))
+    keys = tuple([known.parse(key, shown) for key in _typed(entry, "key_metadata", list, shown, path)])
     value = _typed(entry, "value_metadata", dict, shown, path)
     name = "/".join(keys)
     limits.require_name(name, path)
-    for key in keys:
-        fault = fault_of_key(key)
-        if fault is not None:
-            raise UnsupportedCheckpointError(f"the key {key[:200]!r} {fault}", path=path, leaf=name)
+    for key in keys if known.faults else ():
+        if key in known.faults:
+            raise UnsupportedCheckpointError(f"the key {key[:200]!r} {known.faults[key]}", path=path, leaf=name)
     node = NodeMetadata(
         name=name,
         param=".".join(keys),
@@ -163,20 +162,40 @@ def _typed(entry: Mapping[str, Any], key: str, kind: type, shown: str, path: str
     return value
 
 
-def _parse_key(entry: Any, shown: str, path: str) -> str:
-    key = entry.get("key") if isinstance(entry, dict) else None
-    kind = entry.get("key_type") if isinstance(entry, dict) else None
-    if not isinstance(key, str) or type(kind) is not int or kind not in (_SEQUENCE, _DICT):
-        raise CorruptCheckpointError(f"{shown!r} holds {str(entry)[:200]!r}, which is not a key", path=path)
-    if kind == _SEQUENCE and not (key.isascii() and key.isdigit()):
-        raise CorruptCheckpointError(f"{shown!r} holds the sequence index {key[:200]!r}", path=path)
-    if not _is_text(key):
-        raise CorruptCheckpointError(f"{shown!r} holds a key with half a character", path=path)
-    if key_leads_out(key):
-        raise UnsafeCheckpointError(
-            f"{shown!r} holds the key {key[:200]!r}, which leads out of the checkpoint", path=path
-        )
-    return key
+class _Keys:
+    """Keys of one file, each checked once: of very many entries few keys differ.
+
+    Attributes:
+      checked: the keys, and the kinds of their containers.
+      faults: what no name can hold, by key.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+        self.checked: set[tuple[str, int]] = set()
+        self.faults: dict[str, str] = {}
+
+    def parse(self, entry: Any, shown: str) -> str:
+        """Parses one element of `key_metadata`."""
+        key, kind = (entry.get("key"), entry.get("key_type")) if type(entry) is dict else (None, None)
+        if type(key) is not str or type(kind) is not int or kind not in (_SEQUENCE, _DICT):
+            message = f"{shown!r} holds {str(entry)[:200]!r}, which is not a key"
+            raise CorruptCheckpointError(message, path=self._path)
+        if (key, kind) not in self.checked:
+            self._check(key, kind, shown)
+            self.checked.add((key, kind))
+        return key
+
+    def _check(self, key: str, kind: int, shown: str) -> None:
+        if kind == _SEQUENCE and not (key.isascii() and key.isdigit()):
+            raise CorruptCheckpointError(f"{shown!r} holds the sequence index {key[:200]!r}", path=self._path)
+        if not _is_text(key):
+            raise CorruptCheckpointError(f"{shown!r} holds a key with half a character", path=self._path)
+        if key_leads_out(key):
+            message = f"{shown!r} holds the key {key[:200]!r}, which leads out of the checkpoint"
+            raise UnsafeCheckpointError(message, path=self._path)
+        if (fault := fault_of_key(key)) is not None:
+            self.faults[key] = fault
 
 
 def _is_text(key: str) -> bool:

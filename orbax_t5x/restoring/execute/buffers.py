@@ -25,6 +25,7 @@ from orbax_t5x.storage.memory import empty_array
 
 # XLA's CPU client adopts host buffers with this alignment and copies others.
 _ALIGNMENT = 64
+_BYTE = np.dtype(np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class BufferLayout:
         if dtype.hasobject:
             outs = [empty_array(shape, dtype) for shape in self.shapes]
             return outs, outs
-        memory = empty_array((self.size + _ALIGNMENT,), np.dtype(np.uint8))
+        memory = empty_array((self.size + _ALIGNMENT,), _BYTE)
         first = -memory.ctypes.data % _ALIGNMENT
         outs = [
             memory[first + start : first + stop].view(dtype).reshape(shape)
@@ -108,7 +109,7 @@ def layout_of(entry: PlanEntry) -> BufferLayout:
 
 
 def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
-    """Makes the value of one leaf from the buffers of its boxes."""
+    """Makes the value of one leaf from the buffers of its boxes, in a context of `explicit_transfers`."""
     leaf, view = entry.leaf, entry.view
     assert leaf is not None and view is not None
     if leaf.kind in ("numpy", "scalar"):
@@ -120,16 +121,15 @@ def make_value(entry: PlanEntry, buffers: Sequence[np.ndarray]) -> Any:
         array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=view.dtype)
     else:
         position_of = layout_of(entry).position_of
-        with _explicit_transfer():
-            array = jax.make_array_from_callback(
-                leaf.shape,
-                leaf.layout if leaf.layout is not None else leaf.sharding,
-                lambda index: buffers[position_of[_raw_index(index)]],
-            )
+        array = jax.make_array_from_callback(
+            leaf.shape,
+            leaf.layout if leaf.layout is not None else leaf.sharding,
+            lambda index: buffers[position_of[_raw_index(index)]],
+        )
     return jax.random.wrap_key_data(array, impl=leaf.key_impl) if leaf.kind == "key" else array
 
 
-def _explicit_transfer() -> contextlib.AbstractContextManager[Any]:
+def explicit_transfers() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which JAX's own transfers are those that the caller has asked for.
 
     `make_array_from_callback` counts as implicit, unlike `device_put`; "disallow" means implicit transfers alone.
