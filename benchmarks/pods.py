@@ -1,152 +1,288 @@
-"""`python -m benchmarks.pods [--processes N …] [--mib N] [--rounds N] [--folder DIR]`: restores by several processes.
+"""`python -m benchmarks.pods [--processes N …] [--formats F …] [--delay MS …] [--rate R]`: counts requests of pods.
 
-One checkpoint (safetensors, 16 arrays of random float32) is restored by 1, 2 and 4 processes of two devices each, by
-rows (each process has its own), and replicated, there with and without `broadcast=True`, in turn. Of each are told, as
-medians over rounds: wall time of the slowest process, processor time of all, bytes read by all together beside those of
-the checkpoint, the same for the process with most beside its own shards, and the peak of memory beside the result.
-All processes share the cores, the page cache and the loopback of one machine: times say what a broadcast costs there,
-and nothing of what it saves at a store.
+Real processes (`jax.distributed`, CPU devices) plan and restore checkpoints of several formats, replicated, by rows and
+by columns, with each way of `broadcast=`, from a store on the loopback that counts requests and bytes of each process.
+All counts must equal those of `scale_model`, and those that the plan has shown; else it says where, and exits with 1.
+With `--delay` the store waits before each answer, and with `--rate` it answers at most so many requests a second: the
+times are compared with those of the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
-import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.measure import processor_seconds, reset_peak, resident_bytes
+import numpy as np
 
+from benchmarks.pod_store import RequestLog, counting_http
+from benchmarks.scale_model import DTYPE, FORMATS, Counts, Job, Shapes, Stored, predict
+from benchmarks.states import nested
+from orbax_t5x.lazy import as_view
+from tests.support.jax_job import run_script
+
+# Larger than one window and than several; columns far from each other and near; what is less than a window; a scalar.
+SHAPES: Shapes = {
+    "target/embedding": (2048, 384),
+    "target/kernel": (256, 2048),
+    "target/narrow": (512, 64),
+    "target/scale": (64,),
+    "target/step": (),
+}
 _MIB = 1 << 20
-_ARRAYS = 16
-_COLUMNS = 1024
-_DEVICES_EACH = 2
-_WAYS = {"rows": ("rows", False), "replicated": ("replicated", False), "replicated, broadcast": ("replicated", True)}
+LAYOUTS = ("replicated", "rows", "columns")
+_SCRIPT = "from benchmarks.pods import work\nwork(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), tell)"
 
 
-def work(index: int, count: int, coordinator: str, path: str, rounds: int) -> None:
-    """One process: each way once without measuring it, then in turn; its figures as a line of JSON."""
+# -- checkpoints
+
+
+def _arrays(shapes: Shapes) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {name: np.asarray(random.random(shape), DTYPE) for name, shape in shapes.items()}
+
+
+def _write_safetensors(folder: Path, shapes: Shapes) -> str:
+    import safetensors.numpy
+
+    safetensors.numpy.save_file(_arrays(shapes), folder / "model.safetensors")
+    return "model.safetensors"
+
+
+def _write_bundle(folder: Path, shapes: Shapes) -> str:
+    from tests.support.bundle_writer import bundle_of
+
+    (folder / "bundle").mkdir()
+    bundle_of(_arrays(shapes)).write(folder / "bundle")
+    (index,) = folder.glob("bundle/*.index")
+    return str(index.relative_to(folder))
+
+
+def _write_t5x(folder: Path, shapes: Shapes) -> str:
+    from tests.support.format_suites import write_t5x
+
+    write_t5x(folder / "t5x", _arrays(shapes), chunks=lambda shape: FORMATS["t5x"].chunk_of(shape) or ())
+    return "t5x"
+
+
+def _write_orbax(folder: Path, shapes: Shapes) -> str:
     import jax
-    import numpy as np
+    import orbax.checkpoint as ocp
+
+    def chunked(value: np.ndarray) -> ocp.SaveArgs:
+        chunk = FORMATS["orbax"].chunk_of(value.shape) or ()
+        return ocp.SaveArgs(chunk_byte_size=int(np.prod(chunk, initial=1)) * DTYPE.itemsize)
+
+    tree = nested(_arrays(shapes))
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder / "orbax", ocp.args.PyTreeSave(tree, save_args=jax.tree.map(chunked, tree)))
+    return "orbax"
+
+
+_WRITERS: Mapping[str, Callable[[Path, Shapes], str]] = {
+    "safetensors": _write_safetensors,
+    "bundle": _write_bundle,
+    "t5x": _write_t5x,
+    "orbax": _write_orbax,
+}
+
+
+# -- one process
+
+
+class Case(NamedTuple):
+    """Restore of one checkpoint: its format and path, the layout of the target, and `broadcast=`."""
+
+    format: str
+    path: str
+    layout: Any
+    broadcast: Any
+
+
+def work(root: str, shapes: Mapping[str, Sequence[int]], cases: Sequence[Any], tell: Callable[[Any], None]) -> None:
+    """Restores each case in one process of a job, and tells when each stage began and ended, and what the plan shows.
+
+    Args:
+      root: URL or directory of all checkpoints.
+      shapes: of the arrays of each.
+      cases: as `Case` has them.
+      tell: takes a JSON value for each case.
+    """
+    import jax
     from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import orbax_t5x as ot
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if count > 1:
-        jax.distributed.initialize(coordinator, count, index)
-    mesh = Mesh(np.asarray(jax.devices()).reshape(count, -1), ("data", "model"))
-    specs = {"rows": PartitionSpec(("data", "model")), "replicated": PartitionSpec(None, "model")}
-    with ot.open_checkpoint(path) as opened:
-        shapes = {name: leaf.shape for name, leaf in opened.leaves.items()}
-    figures: dict[str, list[dict[str, float]]] = {name: [] for name in _WAYS}
-    for number in range(rounds + 1):
-        for name, (placing, broadcast) in _WAYS.items():
-            sharding = NamedSharding(mesh, specs[placing])
-            target = {key: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding) for key, shape in shapes.items()}
-            plan = ot.plan_restore(path, target)
-            if count > 1:
-                multihost_utils.sync_global_devices("begin")
-            reset_peak()
-            before, started, processor = resident_bytes(), time.perf_counter(), processor_seconds()
-            state = plan.execute(broadcast=broadcast)
-            jax.block_until_ready(state)
-            seconds, processor = time.perf_counter() - started, processor_seconds() - processor
-            result = sum(shard.data.nbytes for array in state.values() for shard in array.addressable_shards)
-            beside = resident_bytes("VmHWM") - before - result
-            assert plan.report is not None
-            if number:
-                figures[name].append(
-                    {
-                        "seconds": seconds,
-                        "processor": processor,
-                        "read": plan.report.bytes_read + plan.report.gap_bytes,
-                        "needed": plan.bytes_to_read,
-                        "beside": beside,
-                    }
-                )
-            del state
-    print(json.dumps(figures), flush=True)
-    if count > 1:
-        multihost_utils.sync_global_devices("end")
-        jax.distributed.shutdown()
+    mesh = Mesh(np.asarray(jax.devices()), ("x",))
+    marks: list[float] = []
+
+    def mark() -> None:
+        multihost_utils.sync_global_devices("mark")
+        marks.append(time.monotonic())
+        multihost_utils.sync_global_devices("marked")
+
+    for case in (Case(*one) for one in cases):
+        job = Job(jax.process_count(), jax.local_device_count(), case.layout, case.broadcast)
+
+        def placed(shape: Sequence[int], job: Job = job) -> jax.ShapeDtypeStruct:
+            dimension = job.split(shape)
+            spec = PartitionSpec() if dimension is None else PartitionSpec(*[None] * dimension, "x")
+            return jax.ShapeDtypeStruct(tuple(shape), DTYPE, sharding=NamedSharding(mesh, spec))
+
+        target = nested({name: placed(shape) for name, shape in shapes.items()})
+        marks.clear()
+        mark()
+        plan = ot.plan_restore(f"{root}/{case.path}", target)
+        mark()
+        jax.block_until_ready(plan.execute(broadcast=case.broadcast))
+        mark()
+        shown = [entry["broadcast"] for entry in plan.to_json()["entries"]]
+        tell({"process": os.getpid(), "marks": marks, "plan": _planned(shown, case.broadcast)})
 
 
-def measure(count: int, path: Path, rounds: int) -> None:
-    """Starts the processes and prints what they tell."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={_DEVICES_EACH}",
-    }
-    command = [sys.executable, "-m", "benchmarks.pods", "--rounds", str(rounds), "--work"]
-    workers = [
-        subprocess.Popen(
-            [*command, str(index), str(count), coordinator, str(path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for index in range(count)
+def _planned(shown: Iterable[Mapping[str, Any]], broadcast: Any) -> list[int]:
+    """Returns the requests and bytes of all processes for data, as the plan shows them."""
+    ways = [
+        one["once"] or one["own"] if (one["is_broadcast"] if broadcast == "auto" else broadcast) else one["own"]
+        for one in shown
     ]
-    told = [json.loads(worker.communicate()[0].splitlines()[-1]) for worker in workers]
-    stored = path.stat().st_size
-    print(f"{count} process{'es' if count > 1 else ''}, {stored / _MIB:,.0f} MiB")
-    for way in _WAYS:
-        by_round = list(zip(*(one[way] for one in told), strict=True))
-        median = {
-            "s": statistics.median(max(one["seconds"] for one in some) for some in by_round),
-            "CPU s": statistics.median(sum(one["processor"] for one in some) for some in by_round),
-            "read by all / stored": statistics.median(sum(one["read"] for one in some) / stored for some in by_round),
-            "most read / own shards": statistics.median(
-                max(one["read"] / one["needed"] for one in some) for some in by_round
-            ),
-            "peak beside the result, MiB": max(one["beside"] for some in by_round for one in some) / _MIB,
-        }
-        print(f"  {way:22}", ", ".join(f"{name} {value:.3g}" for name, value in median.items()))
-    plain, sent = (
-        [max(one["seconds"] for one in some) for some in zip(*(one[way] for one in told), strict=True)]
-        for way in ("replicated", "replicated, broadcast")
-    )
-    ratio = statistics.median(ours / theirs for ours, theirs in zip(sent, plain, strict=True))
-    print(f"  broadcast over none: time {ratio:.2f}", flush=True)
+    return [sum(way[key] for way in ways) for key in ("requests", "bytes")]
+
+
+# -- all processes
+
+
+@dataclasses.dataclass
+class Result:
+    """Result of one case: what the store has counted of each process, what the plan shows of all, and the times."""
+
+    case: Case
+    counted: list[Counts]
+    planned: list[int]
+    strangers: int
+    seconds: list[float]
+
+
+def count(
+    root: str, log: RequestLog, cases: Sequence[Case], shapes: Shapes, processes: int, devices: int
+) -> list[Result]:
+    """Restores each case by the processes of one job."""
+    begun = len(log.requests)
+    told = run_script(_SCRIPT, processes, root, json.dumps(shapes), json.dumps(cases), devices=devices)
+    numbers = {one[0]["process"]: number for number, one in enumerate(told)}
+    requests = log.requests[begun:]
+    results: list[Result] = []
+    for number, case in enumerate(cases):
+        begin, planned, end = told[0][number]["marks"]
+        opening, checks, data, nbytes = ([0] * processes for _ in Counts._fields)
+        strangers = 0
+        for one in requests:
+            if not begin <= one.at < end:
+                continue
+            if (process := numbers.get(one.process)) is None:
+                strangers += 1
+            elif one.at < planned:
+                opening[process] += 1
+            elif one.method == "HEAD":
+                checks[process] += 1
+            else:
+                data[process] += 1
+                nbytes[process] += one.nbytes
+        counted = list(map(Counts, opening, checks, data, nbytes))
+        results.append(Result(case, counted, told[0][number]["plan"], strangers, [planned - begin, end - planned]))
+    return results
+
+
+def differences(result: Result, stored: Stored, devices: int) -> list[str]:
+    """Returns where the store's counts are not the model's, or not the plan's."""
+    case, counted = result.case, result.counted
+    job = Job(len(counted), devices, case.layout, case.broadcast)
+    found = [
+        f"process {process}: store {ours}, model {model}"
+        for process, (ours, model) in enumerate(zip(counted, predict(stored, job), strict=True))
+        if ours != model
+    ]
+    total = [sum(one.data for one in counted), sum(one.nbytes for one in counted)]
+    if total != result.planned:
+        found.append(f"all processes: store {total}, plan {result.planned}")
+    if result.strangers:
+        found.append(f"{result.strangers} requests of unknown processes")
+    return found
+
+
+def write(folder: Path, name: str, shapes: Shapes) -> tuple[str, Stored]:
+    """Writes a checkpoint of a format; returns its path in the folder, and what is stored."""
+    import orbax_t5x as ot
+
+    path = _WRITERS[name](folder, shapes)
+    with ot.open_checkpoint(folder / path) as checkpoint:
+        chunks = {array: as_view(leaf).leaves()[0].chunks for array, leaf in checkpoint.leaves.items()}
+    return path, Stored(FORMATS[name], shapes, chunks)
+
+
+def cases_of(written: Mapping[str, tuple[str, Stored]]) -> list[Case]:
+    """Returns restores of checkpoints of some formats, in each layout and way."""
+    return [
+        Case(name, path, layout, broadcast)
+        for name, (path, _) in written.items()
+        for layout in LAYOUTS
+        for broadcast in (False, True, "auto")
+    ]
+
+
+def print_counts(results: Sequence[Result]) -> None:
+    """Prints the requests and bytes for data of all processes together, by number of processes."""
+    numbers = sorted({len(one.counted) for one in results})
+    by_case: dict[Case, dict[int, Result]] = {}
+    for one in results:
+        by_case.setdefault(one.case, {})[len(one.counted)] = one
+    print("| format | layout | `broadcast` |", *[f"{number} processes |" for number in numbers])
+    print("|---|---|---|" + "---|" * len(numbers))
+    for case, by_number in by_case.items():
+        row = [case.format, case.layout, f"`{case.broadcast!r}`".replace("'", '"')]
+        for number in numbers:
+            counted = by_number[number].counted
+            row.append(f"{sum(one.data for one in counted):,}; {sum(one.nbytes for one in counted) / _MIB:.1f} MiB")
+        print("|", " | ".join(row), "|")
 
 
 def main() -> None:
-    """The command."""
+    """Parses the command line and runs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--mib", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--devices", type=int, default=2, help="of each process")
+    parser.add_argument("--formats", nargs="+", choices=_WRITERS, default=list(_WRITERS))
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds")
+    parser.add_argument("--rate", type=float, default=0.0, help="answers in a second")
+    parser.add_argument("--json", type=Path, help="file to which all figures are written")
     given = parser.parse_args()
-    if given.work:
-        index, count, coordinator, path = given.work
-        work(int(index), int(count), coordinator, path, given.rounds)
-        return
-    import numpy as np
-    import safetensors.numpy
-
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        generator = np.random.default_rng(0)
-        rows = given.mib * _MIB // (4 * _COLUMNS * _ARRAYS)
-        arrays = {f"w{number}": generator.standard_normal((rows, _COLUMNS), np.float32) for number in range(_ARRAYS)}
-        path = Path(folder) / "model.safetensors"
-        safetensors.numpy.save_file(arrays, path)
-        del arrays
-        for count in given.processes:
-            measure(count, path, given.rounds)
+    results: list[Result] = []
+    failures = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        written = {name: write(folder, name, SHAPES) for name in given.formats}
+        with counting_http(folder) as (url, log):
+            log.delay, log.rate = given.delay / 1000, given.rate
+            for processes in given.processes:
+                for one in count(url, log, cases_of(written), SHAPES, processes, given.devices):
+                    results.append(one)
+                    for text in differences(one, written[one.case.format][1], given.devices):
+                        failures += 1
+                        print(f"{processes} processes, {one.case}: {text}", flush=True)
+    print_counts(results)
+    print(f"{len(results)} restores; {failures} counts differ from the model or the plan")
+    if given.json is not None:
+        given.json.write_text(json.dumps([dataclasses.asdict(one) for one in results]))
+    sys.exit(failures > 0)
 
 
 if __name__ == "__main__":

@@ -1,182 +1,200 @@
-"""Models a restore by several processes: what each must read, and how long that takes.
+"""Models a restore by several processes: the requests and bytes of each at its store, and the least time of them.
 
-Bytes and requests are counted, by the package's own geometry (`readers.ranges.byte_runs`) and by the grid of chunks.
-Seconds are a sum of what comes one after the other (opening, planning, reading, the exchange of checksums), where
-reading takes as long as its slowest resource: reads, decoding and placing overlap. `benchmarks.scale` compares them
-with measurements; nothing is said of stores and numbers of hosts that were not measured.
+Counts follow from shapes alone, by the geometry that the package itself decides and reads by; nothing is opened, so
+that a job of 512 hosts is counted on one. `benchmarks.pods` compares them with what a store has counted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
-from orbax_t5x.lazy.box import Box, box_size, full_box
-from orbax_t5x.readers.ranges.byte_range import MAX_GAP_BYTES
-from orbax_t5x.readers.ranges.byte_runs import union_runs
+import numpy as np
 
-_ITEMSIZE = 4  # float32, as T5X trains
+from orbax_t5x.lazy import Box, ChecksummedRange, Leaf, ReadStats, Request, as_view
+from orbax_t5x.lazy.box import full_box
+from orbax_t5x.lazy.leaf import Checksums
+from orbax_t5x.restoring.broadcast.decision import counts_of, leaf_reads
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds
+from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
+from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
+from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES, BroadcastMode
+from orbax_t5x.restoring.plan_data import PlanEntry
 
+Layout = Literal["replicated", "rows", "columns"]
+Shapes = Mapping[str, tuple[int, ...]]
+DTYPE = np.dtype(np.float32)
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """Leaves of one shape, and how many there are."""
-
-    shape: tuple[int, ...]
-    count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """State to restore, in float32."""
-
-    leaves: tuple[Leaf, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return sum(math.prod(leaf.shape) * leaf.count for leaf in self.leaves) * _ITEMSIZE
-
-    @property
-    def count(self) -> int:
-        """Number of leaves."""
-        return sum(leaf.count for leaf in self.leaves)
+_CHUNKS = 8  # of each array that is stored in chunks, along its first dimension
+_HEADER_BYTES = 1 << 16  # of safetensors; a longer one is requested by itself
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Layout of leaves on devices: each is split over all of them.
+class Costs(NamedTuple):
+    """Requests of one opening and one execution: those of any checkpoint, and those of each array besides."""
 
-    Attributes:
-      columns: whether kernels are split along their last dimension, as model parallelism splits what comes in, and not
-        along their first.
-    """
-
-    columns: bool = False
-
-    def split(self, shape: Sequence[int], devices: int) -> tuple[int | None, int]:
-        """Returns the dimension that is split, and into how many ranges; (None, 1) for a leaf that is replicated."""
-        ways = devices
-        order = range(len(shape))
-        for dimension in reversed(order) if self.columns else order:
-            if shape[dimension] % ways == 0 and shape[dimension] >= ways:
-                return dimension, ways
-        return None, 1
-
-    def boxes(self, shape: tuple[int, ...], devices: int, own_devices: int) -> list[Box]:
-        """Returns the boxes that one process needs."""
-        dimension, ways = self.split(shape, devices)
-        whole = full_box(shape)
-        if dimension is None:
-            return [whole]
-        size = shape[dimension] // ways
-        return [
-            (*whole[:dimension], (device * size, (device + 1) * size), *whole[dimension + 1 :])
-            for device in range(min(own_devices, ways))
-        ]
+    opening: int
+    opening_of_array: int = 0
+    checks: int = 0
+    checks_of_array: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Format of stored arrays.
+    """Format of a stored checkpoint.
 
     Attributes:
-      chunk_ways: into how many chunks along its first dimension an array is cut; None: it is one byte range.
+      web, bucket: requests of process 0 beside those for data: of opening, and of proving that nothing has changed.
+      is_chunked: whether arrays are stored in chunks.
+      is_summed: whether the format keeps checksums of arrays.
+      inline_bytes: see `Leaf`.
     """
 
     name: str
-    chunk_ways: int | None
+    web: Costs
+    bucket: Costs | None = None
+    is_chunked: bool = False
+    is_summed: bool = False
+    inline_bytes: int = 0
 
-    def reads(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, int]:
-        """Counts bytes and requests for the boxes of one array on one process."""
-        return _byte_range_reads(shape, tuple(boxes)) if self.chunk_ways is None else self._chunk_reads(shape, boxes)
-
-    def _chunk_reads(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, int]:
-        assert self.chunk_ways is not None
-        if not shape:
-            return _ITEMSIZE, 1
-        rows = max(1, shape[0] // self.chunk_ways)
-        chunks = {row for box in boxes if box_size(box) for row in range(box[0][0] // rows, -(-box[0][1] // rows))}
-        return len(chunks) * rows * math.prod(shape[1:]) * _ITEMSIZE, len(chunks)
+    def chunk_of(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the chunk in which an array of this shape is stored; None where it is one byte range."""
+        if not self.is_chunked or not shape:
+            return None
+        return (max(1, shape[0] // _CHUNKS), *shape[1:])
 
 
-@functools.cache
-def _byte_range_reads(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[int, int]:
-    runs, _ = union_runs(shape, _ITEMSIZE, boxes, MAX_GAP_BYTES)
-    return sum(run.length * run.times for run in runs), sum(run.times for run in runs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Costs of the package, measured.
-
-    Attributes:
-      open_leaf: seconds for each leaf of a format, when it is opened.
-      plan_leaf: for each leaf of the target.
-      place_leaf: for each leaf that is read, in one thread (Python).
-      place_shard: for each shard of it, likewise.
-      request: for each read of a local file.
-      byte: seconds of processor time for each byte of a format: reading, summing, decoding.
-      start: seconds for a restore of nothing.
-      exchange: seconds for the exchange of checksums among processes, by their number.
-      leaf_bytes: host memory of a leaf of the checkpoint and its entry in the plan.
-    """
-
-    open_leaf: dict[str, float]
-    plan_leaf: float
-    place_leaf: float
-    place_shard: float
-    request: float
-    byte: dict[str, float]
-    start: float
-    exchange: dict[str, float]
-    leaf_bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Restore by some processes that divide the devices and the cores of one machine.
-
-    Attributes:
-      read_rate: bytes per second that the machine reads.
-    """
-
-    tree: Tree
-    format: Format
-    layout: Layout
-    processes: int
-    devices: int
-    cores: int
-    read_rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """Bytes that all processes read together, and seconds of the whole restore."""
-
-    all_bytes: float
-    seconds: float
-
-
-def predict(case: Case, costs: Costs) -> Prediction:
-    """Counts the bytes and adds up the seconds of a restore."""
-    own_devices = case.devices // case.processes
-    read = requests = 0.0
-    for leaf in case.tree.leaves:
-        leaf_bytes, leaf_requests = case.format.reads(
-            leaf.shape, case.layout.boxes(leaf.shape, case.devices, own_devices)
-        )
-        read += leaf.count * leaf_bytes
-        requests += leaf.count * leaf_requests
-    cores = max(1, case.cores // case.processes)
-    leaves = case.tree.count
-    reading = max(
-        read * case.processes / (case.read_rate * case.cores),
-        (read * costs.byte[case.format.name] + requests * costs.request) / cores,
-        leaves * (costs.place_leaf + own_devices * costs.place_shard),
+FORMATS = {
+    one.name: one
+    for one in (
+        Format("safetensors", Costs(29)),
+        Format("bundle", Costs(26), is_summed=True),
+        Format("t5x", Costs(25, 2, 0, 1), is_chunked=True),
+        Format("orbax", Costs(47, 0, 1), is_chunked=True, inline_bytes=1024),
     )
-    opening_and_planning = leaves * (costs.open_leaf[case.format.name] + costs.plan_leaf)
-    exchange = costs.exchange[str(case.processes)] if case.processes > 1 else 0.0
-    return Prediction(read * case.processes, opening_and_planning + reading + exchange)
+}
+
+
+class Stored(NamedTuple):
+    """Stored checkpoint: its format, the shapes of its arrays, and their chunks, which are not compressed."""
+
+    format: Format
+    shapes: Shapes
+    chunks: Mapping[str, tuple[int, ...] | None]
+
+    @classmethod
+    def of(cls, stored: Format, shapes: Shapes) -> Stored:
+        """Returns a checkpoint whose arrays are cut into some chunks along their first dimension."""
+        return cls(stored, shapes, {name: stored.chunk_of(shape) for name, shape in shapes.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Job of several processes, each with some devices, that restores with one layout of arrays on all devices."""
+
+    processes: int
+    devices_each: int
+    layout: Layout
+    broadcast: BroadcastMode
+
+    def split(self, shape: Sequence[int]) -> int | None:
+        """Returns the dimension that is split over all devices; None for an array that is replicated."""
+        if self.layout == "replicated" or not shape:
+            return None
+        dimension = 0 if self.layout == "rows" else len(shape) - 1
+        return None if shape[dimension] % (self.processes * self.devices_each) else dimension
+
+    def needers(self, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+        """Returns the boxes of an array that devices need, with the processes that need each."""
+        dimension = self.split(shape)
+        whole = full_box(shape)
+        if dimension is None:
+            return {whole: tuple(range(self.processes))}
+        devices = self.processes * self.devices_each
+        size = shape[dimension] // devices
+        return {
+            (*whole[:dimension], (device * size, (device + 1) * size), *whole[dimension + 1 :]): (
+                device // self.devices_each,
+            )
+            for device in range(devices)
+        }
+
+
+class Counts(NamedTuple):
+    """Counts of one process at its store: requests of opening, of checks, for data, and the bytes of data."""
+
+    opening: int
+    checks: int
+    data: int
+    nbytes: int
+
+
+class _ModelChecksums(Checksums):
+    async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
+        raise NotImplementedError
+
+
+class ModelLeaf(Leaf):
+    """Array that has a shape and no bytes."""
+
+    dtype = DTYPE
+
+    def __init__(self, stored: Stored, name: str):
+        self.name: str = name
+        self.shape: tuple[int, ...] = stored.shapes[name]
+        self.chunks: tuple[int, ...] | None = stored.chunks[name]
+        self.inline_bytes: int = stored.format.inline_bytes
+        self._checksums = _ModelChecksums() if stored.format.is_summed else None
+
+    @property
+    def checksums(self) -> Checksums | None:
+        return self._checksums
+
+    async def read_into(self, requests: Sequence[Request], stats: ReadStats) -> None:
+        raise NotImplementedError
+
+
+def _needs_of(stored: Stored, name: str, job: Job) -> EntryNeeds:
+    view = as_view(ModelLeaf(stored, name))
+    entry = PlanEntry(name, (name,), view.shape, DTYPE, None, "read", view=view, leaves=view.leaves())
+    needers = job.needers(view.shape)
+    return EntryNeeds(entry, tuple(needers), tuple(needers.values()))
+
+
+def _long_header(stored: Stored) -> int:
+    """Returns 1 where the header of a safetensors file is requested once more."""
+    if stored.format.name != "safetensors":
+        return 0
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in stored.shapes.items()}
+    return int(len(json.dumps(header, separators=(",", ":"))) > _HEADER_BYTES)
+
+
+def predict(stored: Stored, job: Job, *, in_bucket: bool = False) -> list[Counts]:
+    """Counts what each process of a job asks its store for."""
+    needs = [_needs_of(stored, name, job) for name in stored.shapes]
+    stores = Stores(StoreKind.BUCKET, StoreKind.BUCKET) if job.broadcast == "auto" else None
+    requests, nbytes = [0] * job.processes, [0] * job.processes
+    unshared = needs
+    if job.broadcast:
+        schedule = schedule_broadcast(needs, job.processes, MEMORY_LIMIT_BYTES, stores)
+        alone = set(schedule.unshared)
+        unshared = [one for one in needs if one.entry in alone]
+        for chunk in schedule.chunks:
+            counts = counts_of((whole.view, whole.box) for whole, _ in chunk.reads)
+            requests[chunk.owner] += counts.requests
+            nbytes[chunk.owner] += counts.nbytes
+    for one in unshared:
+        (leaf,) = one.leaves
+        for process in range(job.processes):
+            boxes = [box for box, needers in zip(one.boxes, one.needers, strict=True) if process in needers]
+            counts = leaf_reads(leaf, boxes)
+            requests[process] += counts.requests
+            nbytes[process] += counts.nbytes
+    costs = stored.format.bucket if in_bucket and stored.format.bucket is not None else stored.format.web
+    opening = costs.opening + costs.opening_of_array * len(stored.shapes) + _long_header(stored)
+    checks = costs.checks + costs.checks_of_array * len(stored.shapes)
+    return [
+        Counts(0 if process else opening, 0 if process else checks, requests[process], nbytes[process])
+        for process in range(job.processes)
+    ]

@@ -62,6 +62,7 @@ class TensorStoreLeaf(Leaf):
         "chunks",
         "dtype",
         "error",
+        "inline_bytes",
         "is_remote",
         "name",
         "path",
@@ -80,6 +81,7 @@ class TensorStoreLeaf(Leaf):
         layout: ArrayLayout | None = None,
         sums: BoxSums | CheckpointError | None = None,
         absent_is_fill: bool = False,
+        inline_bytes: int = 0,
         files: Snapshot,
         limits: Limits,
     ):
@@ -87,7 +89,7 @@ class TensorStoreLeaf(Leaf):
 
         The array is open for reading, or is opened on the first read; `layout` is its own, where known. `sums` are the
         checksums that the checkpoint keeps of it, or why they cannot be used; those of another shape or dtype cannot.
-        With `absent_is_fill` a chunk that is not stored holds the fill value. `files` are as they were before the array
+        With `absent_is_fill` a chunk that is not stored holds the fill value. `inline_bytes` as for `Leaf`. `files` are as they were before the array
         was opened.
         """
         self.name: str = name
@@ -97,6 +99,7 @@ class TensorStoreLeaf(Leaf):
         self.shape: tuple[int, ...] = layout.shape
         self.dtype: np.dtype = layout.dtype
         self.chunks: tuple[int, ...] | None = chunk or None
+        self.inline_bytes: int = inline_bytes
         self.error: CheckpointError | None = None
         self._chunk_bytes: int = math.prod(chunk) * self.dtype.itemsize
         try:

@@ -23,12 +23,13 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One request: its method, its path without the slash at the front, and two of its headers."""
+    """One request: its method, its path without the slash at the front, two of its headers, and the client's port."""
 
     method: str
     name: str
     range: str | None
     authorization: str | None = None
+    port: int = dataclasses.field(default=0, compare=False)
 
 
 Fault = Callable[[Request], str | None]
@@ -207,7 +208,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         store = self.server_store
         url = urllib.parse.urlsplit(self.path)
         name = urllib.parse.unquote(url.path).lstrip("/")
-        request = Request(self.command, name, self.headers.get("Range"), self.headers.get("Authorization"))
+        headers = self.headers.get("Range"), self.headers.get("Authorization")
+        request = Request(self.command, name, *headers, port=self.client_address[1])
         store.note(request)
         if store.latency:
             store.stopping.wait(store.latency)

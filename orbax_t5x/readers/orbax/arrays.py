@@ -42,6 +42,8 @@ from orbax_t5x.storage.values import Values
 
 # Arrays being opened at one time: enough to keep the threads of TensorStore busy, and a bound on what is under way.
 _OPENING_AT_ONCE = 4096
+# As Orbax configures its databases: what is no larger, compressed, is stored in a node of the tree.
+_INLINE_BYTES = 1024
 
 
 class NamedNode(NamedTuple):
@@ -159,6 +161,7 @@ class ItemArrays:
             prng_impl=self.prng_impls.get(named.node.param),
             sums=self.sums.of(named.node.param),
             absent_is_fill=self.absent_is_fill,
+            inline_bytes=0 if self.database is None else _INLINE_BYTES,
             files=files,
             limits=limits,
         )

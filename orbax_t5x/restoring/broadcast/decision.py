@@ -7,6 +7,7 @@ All processes count the same, from what all of them need. Pure geometry: nothing
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ def decide_reads(cluster: Sequence[EntryNeeds], chunks: Iterable[SharedReads] | 
     once = ReadCounts(0, 0)
     sent = 0
     for pieces, reads, members in chunks:
-        once = once.plus(_reads_of((piece.view, piece.box) for piece in reads))
+        once = once.plus(counts_of((piece.view, piece.box) for piece in reads))
         for piece in pieces:
             # The owner is any of the members: on average it needs of a piece what the others do.
             received = box_size(piece.box) * piece.view.dtype.itemsize * len(needers[id(piece.entry)][piece.box_index])
@@ -98,12 +99,12 @@ def _own_reads(cluster: Sequence[EntryNeeds]) -> ReadCounts:
     alike = collections.Counter(map(tuple, by_process.values()))
     total = ReadCounts(0, 0)
     for boxes, processes in alike.items():
-        counts = _reads_of((cluster[number].view, cluster[number].boxes[index]) for number, index in boxes)
+        counts = counts_of((cluster[number].view, cluster[number].boxes[index]) for number, index in boxes)
         total = total.plus(ReadCounts(counts.requests * processes, counts.nbytes * processes))
     return total
 
 
-def _reads_of(items: Iterable[tuple[View, Box]]) -> ReadCounts:
+def counts_of(items: Iterable[tuple[View, Box]]) -> ReadCounts:
     """Counts what one process takes for boxes of views that it reads together."""
     total = ReadCounts(0, 0)
     for leaf, boxes in boxes_by_leaf(items):
@@ -113,9 +114,12 @@ def _reads_of(items: Iterable[tuple[View, Box]]) -> ReadCounts:
 
 
 def leaf_reads(leaf: Leaf, boxes: Sequence[Box]) -> ReadCounts:
-    """Counts requests and bytes for boxes of a leaf: stored chunks, or byte ranges with the small gaps between them."""
+    """Counts requests and bytes for boxes of a leaf: stored chunks, or byte ranges with the small gaps between them.
+
+    A chunk that may be stored in a node of a database counts as it is in memory, and is compressed there.
+    """
     boxes = [box for box in boxes if box_size(box)]
-    if not boxes:
+    if not boxes or math.prod(leaf.chunks or leaf.shape) * leaf.dtype.itemsize <= leaf.inline_bytes:
         return ReadCounts(0, 0)
     if leaf.chunks is not None:
         return ReadCounts(count_chunks(boxes, leaf.chunks), stored_bytes(leaf, boxes))
