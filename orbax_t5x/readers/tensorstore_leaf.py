@@ -89,8 +89,8 @@ class TensorStoreLeaf(Leaf):
 
         The array is open for reading, or is opened on the first read; `layout` is its own, where known. `sums` are the
         checksums that the checkpoint keeps of it, or why they cannot be used; those of another shape or dtype cannot.
-        With `absent_is_fill` a chunk that is not stored holds the fill value. `inline_bytes` as for `Leaf`. `files` are as they were before the array
-        was opened.
+        With `absent_is_fill` a chunk that is not stored holds the fill value. `inline_bytes` as for `Leaf`. `files` are
+        as they were before the array was opened.
         """
         self.name: str = name
         self.path: str = path

@@ -20,7 +20,8 @@ def test_the_store_counts_what_the_plan_and_the_model_count(tmp_path):
         results = pods.count(url, log, cases, SHAPES, 2, 2)
     assert [pods.differences(one, written[one.case.format][1], 2) for one in results] == [[]] * len(cases)
     # The comparison would notice: what was counted is not nothing, and one request more is a difference.
-    alone, auto = ([one for one in results if one.case[2:] == ("columns", way)][0] for way in (False, "auto"))
+    of_case = {one.case[0::2] + one.case[3:]: one for one in results}
+    alone, auto = (of_case["safetensors", "columns", way] for way in (False, "auto"))
     assert [one.data for one in alone.counted] == [98, 98] and sum(one.data for one in auto.counted) < 10
     results[0].counted[1] = results[0].counted[1]._replace(data=7)
     assert len(pods.differences(results[0], written["safetensors"][1], 2)) == 2
