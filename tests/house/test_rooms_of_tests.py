@@ -15,6 +15,8 @@ OF_THE_WHOLE = {"doors", "robustness", "house"}
 OF_NO_TESTS = {"support", "fuzz", "goldens", "corpus", "multihost/jobs"}
 # The suites are tested in their subclasses, in the rooms of what they test.
 WITHOUT_A_FOLDER = {"testing"}
+# A module of more lines of code has a test file of its name.
+MOST_LINES = 30
 TEST_FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
 
 
@@ -53,6 +55,26 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
+def lines_of_code(tree: ast.Module) -> int:
+    """The lines on which something begins or ends that runs: no comments, blank lines or docstrings."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
+    texts = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    code = [node for node in nodes if node not in texts and not (isinstance(node, ast.Expr) and node.value in texts)]
+    return len({node.lineno for node in code} | {node.end_lineno for node in code})
+
+
+def test_each_module_has_a_test_file_of_its_name():
+    def expected(module: Path) -> Path:
+        room = module.parent if module.parent != Path() else Path("doors")
+        return TESTS / room / f"test_{module.stem.removeprefix('_')}.py"
+
+    modules = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    missing = [path for path in modules if path.parts[0] not in WITHOUT_A_FOLDER and not expected(path).exists()]
+    long = [path for path in missing if lines_of_code(ast.parse((PACKAGE / path).read_text())) > MOST_LINES]
+    assert long == []
+
+
+@pytest.mark.slow
 def test_no_module_imports_a_test():
     tests = {".".join(("tests", *path.with_suffix("").parts)) for path in TEST_FILES}
     every = [path.relative_to(TESTS) for path in TESTS.rglob("*.py")]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
-from orbax_t5x import rules
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.trees.flat import flatten, unflatten
 from tests.support import relative_trees as trees
@@ -74,6 +73,7 @@ def test_what_a_file_has_beside_t5_is_named_and_left_out_on_request(model):
         assert_equal(ot.restore(checkpoint(source), zeros(target), **arguments), target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["CALM, soft prompts", "dual encoder"])
 def test_what_a_target_has_beside_t5_comes_from_the_fallback(model):
     one = trees.by_name(model)
@@ -96,37 +96,3 @@ def test_what_a_target_has_beside_t5_comes_from_the_fallback(model):
     assert {problem.leaf for problem in problems} == beside and {one.kind for one in problems} == {"unmapped"}
     for way in problems[0].fix.ways:
         assert_equal(ot.restore(checkpoint(target), zeros(source), **{"transforms": "auto", **way.arguments}), source)
-
-
-# -- embeddings
-
-
-COPIES = tuple(f"{tower}.embed_tokens.weight" for tower in t5.DEPTHS)
-
-
-def test_a_target_with_copies_of_the_embedding_gets_them():
-    """Of the whole model, of an encoder, and of one whose only embedding has the tower's name."""
-    whole = t5.hugging_face(t5.minimal())
-    whole |= dict.fromkeys(COPIES, whole["shared.weight"])
-    assert_equal(ot.restore(checkpoint(t5.below("target/", t5.minimal())), zeros(whole), "auto"), whole)
-    own = {name.replace("token_embedder", "encoder/token_embedder"): value for name, value in PLAIN.items()}
-    alone = {name.replace("shared.weight", COPIES[0]): value for name, value in TORCH.items()}
-    for source in (PLAIN, own):
-        for target in (TORCH, alone, {**TORCH, **alone}):
-            assert_equal(ot.restore(checkpoint(t5.below("params/", source)), zeros(target), "auto"), target)
-    assert_equal(ot.restore(checkpoint(t5.below("target/", own)), None, rules.t5x_to_hf_t5()), TORCH)
-
-
-def test_embeddings_of_two_towers_keep_their_towers_names():
-    plain = trees.minimal(trees.by_name("T5.1.1, mT5, ByT5, Flan-T5, UL2"), SMALL)
-    model = {name: value for name, value in plain.items() if "embedder" not in name}
-    embedding = plain["token_embedder/embedding"]
-    model |= {f"{tower}/token_embedder/embedding": embedding + at for at, tower in enumerate(t5.DEPTHS)}
-    theirs = t5.hugging_face(model)
-    ours = t5.below("target/", model)
-    for target in (zeros(theirs), None):
-        assert_equal(ot.restore(checkpoint(ours), target, rules.t5x_to_hf_t5()), theirs)
-    assert_equal(ot.restore(checkpoint(theirs), zeros(ours), "auto"), ours)
-    # One name for both is no place for either.
-    shared = {**{name: value for name, value in theirs.items() if name not in COPIES}, **ones("shared.weight")}
-    assert {problem.leaf for problem in failed(ours, shared)} >= {"shared.weight"}

@@ -2,7 +2,7 @@
 
 A handler must obey the options of the context that is active, and Orbax exports no function that returns it; a handler
 that is registered for the whole process cannot be removed by a documented name; and the manager inside a
-`Checkpointer` knows the directories of its steps. `tests/handlers/test_orbax_names.py`
+`Checkpointer` knows the directories of its steps. `tests/handlers/v1/test_orbax_v1_names.py`
 fails when one of these has moved. Fields of options are read by their documented
 names, those that the lowest allowed version lacks with a default.
 """
