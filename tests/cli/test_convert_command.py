@@ -6,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
@@ -14,6 +15,7 @@ from orbax_t5x.cli import inspect_command
 BUNDLE = Path(inspect_command.__file__).parent / "demo_data" / "model.ckpt-1000000"
 
 
+@pytest.mark.slow
 def test_convert_a_bundle_is_what_stock_orbax_reads(run, tmp_path, goldens):
     code, out, err = run("convert", BUNDLE, tmp_path / "out")
     assert code == 0 and not err and out.startswith(f"261 leaves (74.3 KiB) in {tmp_path}/out, in ")
@@ -23,6 +25,7 @@ def test_convert_a_bundle_is_what_stock_orbax_reads(run, tmp_path, goldens):
         np.testing.assert_array_equal(embedding, expected["target/token_embedder/embedding"])
 
 
+@pytest.mark.slow
 def test_convert_never_overwrites_unasked(run, tmp_path):
     assert run("convert", BUNDLE, tmp_path / "out")[0] == 0
     code, _, err = run("convert", BUNDLE, tmp_path / "out")

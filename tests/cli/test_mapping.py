@@ -87,6 +87,7 @@ def test_config_is_an_object_for_safetensors(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_hugging_face_to_t5x_and_back_is_one_command_each(run, tmp_path):
     code, out, err = run("convert", HUGGING_FACE, tmp_path / "t5x", "--rules", "hf_t5_to_t5x")
     assert code == 0 and not err and "mapped by rules.hf_t5_to_t5x()" in out
@@ -102,6 +103,7 @@ def test_hugging_face_to_t5x_and_back_is_one_command_each(run, tmp_path):
     assert_equals(safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors"), theirs)
 
 
+@pytest.mark.slow
 def test_names_of_hugging_face_are_told(run, tmp_path):
     code, out, _ = run("convert", HUGGING_FACE, tmp_path / "orbax")
     assert code == 0 and "--rules hf_t5_to_t5x makes them T5X's" in out
@@ -113,6 +115,7 @@ def test_names_of_hugging_face_are_told(run, tmp_path):
     assert {array.dtype for array in arrays_of(tmp_path / "files").values()} == {np.dtype(ml_dtypes.bfloat16)}
 
 
+@pytest.mark.slow
 def test_auto_finds_the_pack_for_a_target(run, tmp_path):
     chain = [ot.transforms.Translate(), ot.rules.t5_minimal_to_scanned(4, 4)]
     model = [*chain, ot.transforms.Keep(["target/.*"])]
@@ -125,6 +128,7 @@ def test_auto_finds_the_pack_for_a_target(run, tmp_path):
     assert_equals(arrays_of(tmp_path / "out"), arrays_of(tmp_path / "scanned"))
 
 
+@pytest.mark.slow
 def test_auto_shows_the_rules_for_other_names_and_converts_by_them(run, tmp_path):
     words = {"decoder": "dec", "encoder": "enc", "attention": "attn"}
     source = {name: np.ascontiguousarray(value) for name, value in t5_layouts.minimal().items()}
@@ -148,6 +152,7 @@ def test_auto_shows_the_rules_for_other_names_and_converts_by_them(run, tmp_path
     assert code == 1 and "let auto find the rules" in err and len(err) < 400
 
 
+@pytest.mark.slow
 def test_auto_that_finds_nothing_is_a_problem(run, tmp_path):
     safetensors.numpy.save_file({"x": np.ones(3, np.float32)}, tmp_path / "x.safetensors")
     for command in (["plan", HUGGING_FACE], ["convert", HUGGING_FACE, tmp_path / "out"]):
@@ -157,6 +162,7 @@ def test_auto_that_finds_nothing_is_a_problem(run, tmp_path):
     assert code == 1 and [problem["kind"] for problem in json.loads(out)["problems"]] == ["rule"]
 
 
+@pytest.mark.slow
 def test_packs_follow_one_another(run, tmp_path):
     packs = ["--rules", "hf_t5_to_t5x", "--rules", "t5_minimal_to_unscanned:6,8"]
     code, _, err = run("convert", HUGGING_FACE, tmp_path / "out", *packs)
@@ -236,6 +242,7 @@ def options_in(err, directory):
     return [part for pair in arguments for part in pair if part]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target_chain"),
     [

@@ -59,6 +59,7 @@ def test_plan_with_problems(run, layers, tmp_path):
     assert code == 1 and kinds == {"shape", "dtype", "leftover"}
 
 
+@pytest.mark.slow
 def test_plan_of_a_bundle_for_translated_names_without_translation(run, tmp_path):
     assert run("convert", BUNDLE, tmp_path / "converted")[0] == 0
     code, _, err = run("plan", BUNDLE, "--no-translate", "--target", tmp_path / "converted")
@@ -81,6 +82,7 @@ def test_fixes_are_options_or_say_that_they_are_not(run, layers, tmp_path):
     assert f'Fix: give the rule ["x_{third}", "{third}"] by --map' in text
 
 
+@pytest.mark.slow
 def test_plan_asks_for_what_the_record_disagrees_with(run, tmp_path):
     """A checkpoint written by one chain, planned with another: the answer is an option."""
     assert run("convert", BUNDLE, tmp_path / "out")[0] == 0

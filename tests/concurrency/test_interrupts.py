@@ -117,6 +117,7 @@ def test_a_conversion_leaves_no_lock_and_no_directory(path, tmp_path):
     assert [entry.name for entry in destination.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.slow
 def test_signals_at_random_moments_beside_a_busy_thread(path):
     restored(path)
     is_over = threading.Event()

@@ -177,6 +177,7 @@ def test_step_without_given_output_shardings_compiles_once():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [True, False])
 def test_states_can_be_donated(eager):
     definition = _logical_definition()
@@ -188,6 +189,7 @@ def test_states_can_be_donated(eager):
         assert given.target["kernel"].is_deleted()
 
 
+@pytest.mark.slow
 def test_an_equal_definition_does_not_compile_again():
     traces = []
 
@@ -432,6 +434,7 @@ def test_subclasses_say_what_happens_to_a_parameter(wrap):
     assert after.restore_state(after.state_dict()).state.step == 1
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_may_be_overridden():
     class Slower(Adafactor):
         @staticmethod

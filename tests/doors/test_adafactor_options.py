@@ -144,6 +144,7 @@ def test_every_option_equals_the_oracle(case):
             np.testing.assert_allclose(slots[name].m, oracle.momentum, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"beta1": 0.9}, {"weight_decay_rate": 0.1}, {"multiply_by_parameter_scale": False}]
 )
@@ -221,6 +222,7 @@ def test_nan_elements_keep_their_old_values():
         assert not np.isnan(leaf).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results_have_the_parameters_dtype_and_slots_are_float32(dtype):
     params = {"tall": jnp.asarray(_values(0)["tall"], dtype), "bias": jnp.asarray(_values(0)["bias"], dtype)}
@@ -261,6 +263,7 @@ def test_strict_promotion_and_no_drift_of_dtypes(dtype_momentum):
     )
 
 
+@pytest.mark.slow
 def test_sequences_of_parameters():
     params = [jnp.asarray(_values(0)["tall"]), (jnp.asarray(_values(0)["bias"]), None)]
     definition = Adafactor(

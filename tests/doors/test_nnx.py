@@ -56,6 +56,7 @@ def stock_saved(path, tree):
     return path
 
 
+@pytest.mark.slow
 def test_names_have_no_value_and_integers_as_text(model):
     state = nnx.state(model)
     plan = ot.plan_restore(checkpoint({}), state, fallback_for=[".*"], fallback=state)
@@ -176,6 +177,7 @@ def training(model):
     return nnx.state({"model": model, "opt": optimizer})
 
 
+@pytest.mark.slow
 def test_an_export_through_transforms_takes_dtype_for_params(model, tmp_path):
     """With transforms and without, the same leaves are written in `dtype`."""
     state = training(model)
@@ -186,6 +188,7 @@ def test_an_export_through_transforms_takes_dtype_for_params(model, tmp_path):
     assert alone["model/layers/0/query/kernel"] == "bfloat16" and alone["model/layers/0/norm/mean"] == "float32"
 
 
+@pytest.mark.slow
 def test_an_export_takes_dtype_for_params_beside_a_subtree_of_them(model, tmp_path):
     tree = {"params": {"a": jnp.ones(2)}, "m": training(model)}
     whole = exported(tmp_path / "whole", tree)

@@ -145,6 +145,7 @@ def _extra(name, step):
     return {"value": jnp.float32(1.0 / (step + 1))} if name in _WANT_VALUE else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTAX)
 def test_steps_are_optaxs_and_survive_a_state_dict(name):
     transformation = OPTAX[name]()
@@ -209,6 +210,7 @@ def test_axes_fit_their_leaves(name):
             assert sharding.spec == sizes[leaf.shape]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["adam", "adafactor", "inject_hyperparams", "multi_steps", "multi_transform", "contrib.schedule_free"]
 )

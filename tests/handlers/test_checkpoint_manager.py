@@ -64,6 +64,7 @@ def save_steps(manager, kind, tree, steps, **given):
 # -- which steps there are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps"),
     [

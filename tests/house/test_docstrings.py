@@ -117,6 +117,7 @@ def public_methods(path: Path) -> Iterator[tuple[str, str]]:
                         yield node.name, method.name
 
 
+@pytest.mark.slow
 def test_public_methods_have_a_docstring_or_inherit_one():
     lacking = []
     for path in PACKAGE.rglob("*.py"):

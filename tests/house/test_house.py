@@ -9,6 +9,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import orbax_t5x as ot
 
 PACKAGE = Path(ot.__file__).parent
@@ -146,6 +148,7 @@ def test_circles_are_found():
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
+@pytest.mark.slow
 def test_every_module_has_a_room():
     assert {room_of(module) for module in edges()} == set(FLOOR_OF)
     assert len(FLOOR_OF) <= 28 and len(FLOORS) <= 10
@@ -222,6 +225,7 @@ def test_names_say_something():
     assert [module for module in MODULES if module.rpartition(".")[2].strip("_") in nothing] == []
 
 
+@pytest.mark.slow
 def test_names_of_classes_are_unique():
     """A leading underscore makes no difference: a name read without its module means one class."""
     modules: dict[str, list[str]] = collections.defaultdict(list)

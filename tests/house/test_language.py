@@ -68,6 +68,7 @@ def test_clauses_are_found(first, well):
     assert begins_well(first) is well
 
 
+@pytest.mark.slow
 def test_docstrings_begin_with_a_verb_or_a_noun():
     found = [
         f"{path.relative_to(PACKAGE)}: {name}: {first[1]}"

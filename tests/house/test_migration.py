@@ -47,6 +47,7 @@ def test_what_stands_on_our_side_exists():
             value = getattr(value, part)
 
 
+@pytest.mark.slow
 def test_the_examples_run(goldens):
     bundle = goldens / "tf_bundle" / "t5_1_1_f32"
     names = {"ids": jnp.ones((1, 4), jnp.int32), "bundle": bundle}

@@ -31,6 +31,7 @@ def ran():
     return found, page_outputs.cleaned(printed.getvalue(), {f"{ROOT}/orbax_t5x/cli/demo_data/": ""})
 
 
+@pytest.mark.slow
 def test_the_example_restores_what_t5x_imports_and_computes_with_it(ran):
     found, _ = ran
     embedding = found["params"]["token_embedder"]["embedding"]

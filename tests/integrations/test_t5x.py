@@ -47,6 +47,7 @@ def equal(got, expected):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_steps_are_saved_kept_and_restored_in_the_partitioners_shardings(make, state, tmp_path):
     saving = make(keep=2)
     for step in (3, 7, 9):
@@ -72,6 +73,7 @@ def test_another_formats_checkpoint_and_dtypes():
     np.testing.assert_array_equal(embedding.get(), native.values["target/token_embedder/embedding"])
 
 
+@pytest.mark.slow
 def test_a_bundle_is_restored_and_converted(make, state, goldens):
     bundle = goldens / "tf_bundle" / "t5_1_1_f32"
     checkpointer = make(save_dtype=np.dtype("bfloat16"))
@@ -91,6 +93,7 @@ def swap(state_dict, target_state_dict, *, is_resuming=False):
     return state_dict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_resuming", [None, False, True])
 def test_whether_functions_are_applied_is_for_t5x_to_say(make, state, is_resuming):
     """T5X binds the keyword before it passes the functions on."""

@@ -33,6 +33,7 @@ def saved(tmp_path_factory, keys):
     return path
 
 
+@pytest.mark.slow
 def test_views_of_keys_have_the_shape_of_the_keys(saved, keys):
     with ot.open_checkpoint(saved) as opened:
         view = opened.leaves["all"]

@@ -39,6 +39,7 @@ def test_a_low_rank_sum_reads_rows_and_columns_and_is_the_same_in_every_box():
     assert lazy.add_low_rank(np.ones((2, 2)), np.ones((2, 1)), np.ones((1, 2), "float32"), 1).dtype == np.float64
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.data())
 def test_a_low_rank_sum_equals_numpy_in_any_box_and_buffer(data):

@@ -111,6 +111,7 @@ def test_what_only_moves_elements_needs_no_memory(name):
     assert _peak(view, full_box(view.shape), out) <= _OBJECTS_BYTES
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_scratch_bytes_bounds_any_box_of_a_long_chain(data):

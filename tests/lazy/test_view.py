@@ -244,6 +244,7 @@ def test_any_composition_any_box_any_buffer_equals_numpy(data):
             assert wanted[id(leaf)].max(initial=0) <= 1, (program.trace, view, box)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_what_is_asked_for_holds_what_is_wanted_and_no_more(data):

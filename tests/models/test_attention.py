@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from orbax_t5x.models import T5Config
 from orbax_t5x.models.attention import attend, causal_mask, empty_cache, extended, padding_mask, position_buckets
@@ -24,6 +25,7 @@ def bucket(distance, bidirectional, buckets, max_distance):
     return first + min(exact + int(share * (buckets - exact) + 1e-6), buckets - 1)
 
 
+@pytest.mark.slow
 def test_buckets_are_those_of_the_paper():
     config = T5Config(buckets=32, max_distance=128)
     queries, keys = np.arange(200)[::19], np.arange(200)
@@ -33,6 +35,7 @@ def test_buckets_are_those_of_the_paper():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_attention_is_a_weighted_mean():
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, 3, 4, 5)).astype(np.float32) for _ in range(3))
@@ -45,6 +48,7 @@ def test_attention_is_a_weighted_mean():
             np.testing.assert_allclose(found[row, :, head], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_cache_holds_what_was_put_in():
     cache = empty_cache(T5Config(decoder_layers=2), batch=1, length=4)
     assert len(cache["layers"]) == 2 and cache["index"] == 0

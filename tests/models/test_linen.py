@@ -30,6 +30,7 @@ def test_names_and_shapes_are_t5xs(goldens):
     assert {name: leaf.shape for name, leaf in flatten(variables["params"]).items()} == expected
 
 
+@pytest.mark.slow
 def test_a_t5x_checkpoint_restores_without_rules():
     source = golden("d1_adafactor").step
     model = T5(config_of(source))

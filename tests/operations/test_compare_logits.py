@@ -15,6 +15,7 @@ def compared(a, b, **options):
         return compare_logits(one, other, length=8, **options)
 
 
+@pytest.mark.slow
 def test_a_conversion_and_back_computes_the_same_and_a_changed_one_does_not(goldens, tmp_path):
     source = goldens / "hf_logits" / "tied_relu"
     scanned = [ot.rules.hf_t5_to_t5x(), ot.rules.t5_minimal_to_scanned(3, 4)]

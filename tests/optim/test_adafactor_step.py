@@ -25,6 +25,7 @@ def test_the_decay_is_that_of_the_paper():
     assert float(second_moment_decay(9, 0.8)) == pytest.approx(1 - 10**-0.8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.5, 100.0])
 def test_gradients_are_scaled_together_to_the_norm(threshold):
     grads = [np.array([3.0, 0.0], np.float32), np.array([[4.0]], np.float32)]
@@ -42,6 +43,7 @@ def test_slots_are_those_that_the_step_uses_and_placeholders():
     assert shapes(WHOLE, jnp.bfloat16) == ((1,), (1,), (3, 4), (3, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [WHOLE, MATRIX])
 def test_a_step_is_that_of_the_paper(dims):
     """Shazeer and Stern, algorithms 2 and 4, with momentum, in float64."""

@@ -12,6 +12,7 @@ from tests.support.optax_cases import assert_close, small_params
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 
 
+@pytest.mark.slow
 def test_hyper_params():
     definition = optimizers.adam(0.1)
     assert definition.update_hyper_params(learning_rate=5.0).learning_rate == 5.0

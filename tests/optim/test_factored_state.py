@@ -52,6 +52,7 @@ def _after_steps(optimizer, count=2):
     return optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_moments_are_the_same_numbers(momentum):
     """The moments depend on the gradients alone, which are the same in both; momentum also on the scale, per matrix."""

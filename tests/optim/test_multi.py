@@ -76,6 +76,7 @@ def _flat(tree):
     return traverse_util.flatten_dict(tree, sep="/")
 
 
+@pytest.mark.slow
 def test_over_adafactor_the_state_is_t5xs_tree():
     definition = _over_adafactor()
     assert definition.keeps_param_tree
@@ -98,6 +99,7 @@ def test_over_adafactor_the_state_is_t5xs_tree():
     }
 
 
+@pytest.mark.slow
 def test_layout_is_that_of_a_checkpoint_which_t5x_wrote(goldens):
     leaves = json.loads((goldens / "optax" / "t5x_multi_optimizer.json").read_text())["leaves"]
     params = traverse_util.unflatten_dict(
@@ -173,6 +175,7 @@ def test_over_optax_there_is_one_state_per_sub_optimizer():
     assert jax.tree.structure(restored) == jax.tree.structure(optimizer)
 
 
+@pytest.mark.slow
 def test_a_single_optax_optimizer_over_a_part_freezes_the_rest():
     definition = MultiOptimizer([(_under("head"), optimizers.adam(0.1))])
     optimizer = definition.create(_tree(0)).apply_gradient(_tree(1))
@@ -251,6 +254,7 @@ def test_overlap_is_an_error():
     assert "head" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_hyper_params_are_a_list():
     definition = _mixed()
     assert type(definition.hyper_params[0]).__name__ == "AdafactorHyperParams"
@@ -294,6 +298,7 @@ def test_param_axes_are_not_needed_where_no_sub_optimizer_wants_them():
     definition.set_param_axes(_AXES)
 
 
+@pytest.mark.slow
 def test_nested_multi_optimizers():
     inner = MultiOptimizer([(_under("encoder"), _adafactor()), (_under("decoder"), optimizers.adam(0.1))])
     towers = traverse_util.ModelParamTraversal(lambda path, _: not path.startswith("/head"))
@@ -322,6 +327,7 @@ def test_empty_nodes_of_the_parameters_stay():
         _assert_equal(optimizer.restore_state(optimizer.state_dict()), optimizer)
 
 
+@pytest.mark.slow
 def test_rules_by_name_see_whole_names():
     scale = HParamMap([("^decoder/", False), ("", True)])
     everything = traverse_util.ModelParamTraversal(lambda path, _: not path.startswith("/head"))

@@ -27,6 +27,7 @@ def _axes_of(definition, params=None, axes=None, *, by_rules=False):
     return definition.derive_logical_axes(optimizer, axes).state.param_states
 
 
+@pytest.mark.slow
 def test_axes_of_factored_moments():
     factored = _axes_of(OptaxWrapper(OPTAX["adafactor"]()))[0]
     # v_row lacks the largest dimension, v_col the second largest.
@@ -41,6 +42,7 @@ def test_axes_of_factored_moments():
     assert factored.v_col == {"sq": P("y"), "cube": P("y", "z"), "edge": P("x", "z")}
 
 
+@pytest.mark.slow
 def test_axes_of_other_shapes():
     history = _axes_of(OptaxWrapper(optax.lbfgs(0.1, memory_size=3)))[0]
     assert history.diff_params_memory["enc"] == {"w": P(None, "embed", "mlp"), "b": P(None, "mlp")}

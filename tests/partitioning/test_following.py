@@ -177,6 +177,7 @@ def placed():
     return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), PARAMS, split)
 
 
+@pytest.mark.slow
 def test_names_of_a_tree_with_shardings_decide_for_all_that_end_in_them():
     by_rules = specs(ot.with_shardings(state_of(PARAMS), MESH, BY_NAME))
     assert specs(ot.with_shardings(state_of(PARAMS), MESH, like=placed())) == by_rules
@@ -199,6 +200,7 @@ def test_a_t5x_state_like_its_parameters():
     assert [spec for name, spec in found.items() if name.endswith("v_col/wide/kernel")] == [P("model")]
 
 
+@pytest.mark.slow
 def test_an_nnx_module_like_another_and_on_another_mesh():
     model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
     other = Mesh(np.asarray(jax.devices()), ("model",))

@@ -88,6 +88,7 @@ def planned(run, step, transforms=()):
     return plan
 
 
+@pytest.mark.slow
 def test_without_transforms_nothing_is_read(tmp_path, events):
     run = make_run(tmp_path, 100, recorded=[3])
     assert events.of(planned(run, 99)) == (0, 0)

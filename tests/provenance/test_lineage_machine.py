@@ -321,7 +321,7 @@ Lineages.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestLineages = Lineages.TestCase
+TestLineages = pytest.mark.slow(Lineages.TestCase)
 
 PROCESS = """
 import sys

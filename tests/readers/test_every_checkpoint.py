@@ -77,6 +77,7 @@ def by_manager(path, target, own):
         return manager.restore(manager.latest_step(), args=ocp.args.Composite(state=args))["state"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [by_restore, by_checkpointer, by_manager])
 @pytest.mark.parametrize("name", EVERY_CHECKPOINT)
 def test_bit_for_bit(name, way, run_of_its_own):

@@ -126,6 +126,7 @@ def test_opening_imports_no_framework(orbax_item):
 _HEADS = [T5X_STATE, BUNDLE_STATE.encode(), b"\x81\xa1w\xc0", b"PK\x03\x04", b"\x80\x04", b"\x02\0\0\0\0\0\0\0{}", b""]
 
 
+@pytest.mark.slow
 @hypothesis.given(
     name=st.sampled_from(["checkpoint", "x.index", "x", "model.safetensors", "x.safetensors.index.json", "_METADATA"]),
     head=st.sampled_from(_HEADS),
@@ -167,6 +168,7 @@ def test_many_blank_lines_before_nothing(tmp_path):
         ot.open_checkpoint(tmp_path, format="tf_bundle")
 
 
+@pytest.mark.slow
 def test_many_keys_of_which_the_last_stands_twice(tmp_path):
     keys = [f"k{number}" for number in range(200_000)]
     header = ("{" + ",".join(f'"{key}":0' for key in [*keys, keys[-1]]) + "}").encode()

@@ -54,6 +54,7 @@ def opened(path: Path) -> tuple[str, str, int | None]:
         return checkpoint.format, checkpoint.path, checkpoint.step
 
 
+@pytest.mark.slow
 def test_a_stray_item_hides_no_step(root):
     before, latest = opened(root), ot.latest_step(root)
     assert before[2] == latest is not None
@@ -78,6 +79,7 @@ def test_a_step_without_the_marker_keeps_its_items(tmp_path):
     assert ot.open_checkpoint(tmp_path / "plain").leaves.keys() == {"params/stray", "optimizer/stray"}
 
 
+@pytest.mark.slow
 def test_no_conversion_writes_into_the_root_that_it_reads(root):
     before, names = opened(root), sorted(os.listdir(root))
     for source in (root, {"x": root}, ot.open_checkpoint(root)):

@@ -34,6 +34,7 @@ def tree(tmp_path_factory):
     return directory, known
 
 
+@pytest.mark.slow
 def test_every_value_is_found(tree):
     directory, known = tree
     with serving(directory) as store:
@@ -86,6 +87,7 @@ def test_nodes_lead_to_no_other_files(tree):
         assert not [request for request in store.log if "secret" in request.name]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_tree_is_damaged(tmp_path):
     """Every byte of the root node matters, and each is noticed."""
     with ocp.PyTreeCheckpointer() as checkpointer:

@@ -95,6 +95,7 @@ def test_no_more_chunks_are_decoded_at_once_than_the_limit_holds(way, chunks, co
     assert _CHUNK_BYTES // 2 < int(peak) < (chunks + 0.6) * _CHUNK_BYTES
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.data())
 def test_what_is_read_chunk_by_chunk_is_what_is_read_at_once(small_chunks, data):

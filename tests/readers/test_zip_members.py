@@ -168,6 +168,7 @@ def test_a_pointer_of_git_lfs(tmp_path):
         open_bytes(tmp_path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
 
 
+@pytest.mark.slow
 def test_every_changed_byte_of_the_headers(tmp_path):
     """Each is an error, or changes nothing that is read."""
     sound = archive_of([A, Entry(b"m/c", b"6789")], zip64={})

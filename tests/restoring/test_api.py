@@ -200,6 +200,7 @@ def test_text_and_numbers_are_told_apart_without_proposing_a_cast(tmp_path):
     assert [str(problem.fix) for problem in caught.value.problems] == ["give the fallback text there"]
 
 
+@pytest.mark.slow
 def test_auto_that_finds_nothing_names_the_checkpoint(goldens, path):
     bundle = goldens / "tf_bundle" / "t5_1_1_f32"
     for target in ({"q": jax.ShapeDtypeStruct((3,), np.float32)}, None):

@@ -100,6 +100,7 @@ def test_auto_applies_nothing_where_names_fit():
     assert plan.execute()["a"][0] == 1
 
 
+@pytest.mark.slow
 def test_auto_begins_a_run_and_goes_on_with_it(tmp_path):
     target = scanned_target()
 

@@ -185,6 +185,7 @@ def wanted_bytes(wanted):
     return int(itemsizes[codes // _STRIDE].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "bundle", "orbax"])
 @pytest.mark.parametrize("steps", [False, True])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

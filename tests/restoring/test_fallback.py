@@ -195,6 +195,7 @@ def test_new_rows_are_cast_as_those_of_a_tree():
         assert np.asarray(got["rows"]).tolist() == [[1, 1], [1, 1], [44, 44], [44, 44]]
 
 
+@pytest.mark.slow
 def test_arrays_and_keys_from_outside_are_values():
     held = {
         "a": jax.device_put(jnp.arange(8.0), NamedSharding(MESH, P("x"))),

@@ -70,6 +70,7 @@ def test_kinds_of_targets_come_back_as_they_are(kind):
     assert got["key"].dtype == key.dtype
 
 
+@pytest.mark.slow
 def test_sharded_keys():
     keys = jax.random.split(jax.random.key(1, impl="rbg"), 8)
     placed = jax.device_put(keys, NamedSharding(mesh(), P("x")))

@@ -104,6 +104,7 @@ def test_a_source_has_its_own_item_and_format(tmp_path):
         ot.restore(ot.Source(step, format="no such format"), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["orbax", "safetensors"])
 def test_a_bundle_and_adapters_in_one_restore(tmp_path, parameters, kind):
     rng = np.random.default_rng(0)

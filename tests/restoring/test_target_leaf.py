@@ -129,6 +129,7 @@ def test_a_stored_key_of_another_implementation_is_a_problem(saved, stored, want
     assert eval(called, {"jax": jax, "seed": 0}).dtype == keys.dtype
 
 
+@pytest.mark.slow
 def test_more_or_fewer_keys_keep_their_data_whole(saved):
     keys = key((3,))
     source = saved({"k": keys})

@@ -81,6 +81,7 @@ def test_a_placeholder_covers_the_subtree_that_it_stands_for(target):
     assert problems(checkpoint({"ab": np.zeros(2), "b": np.ones(2)}), target) == [("leftover", "ab")]
 
 
+@pytest.mark.slow
 def test_an_abstract_linen_state_of_a_mesh_as_jax_makes_it(tmp_path):
     """The axes of `jax.make_mesh` are Explicit: what `jax.eval_shape` gives lies on an abstract mesh."""
     model = nn.Dense(8)
@@ -104,6 +105,7 @@ def test_an_abstract_linen_state_of_a_mesh_as_jax_makes_it(tmp_path):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_functions_leaves_lie_on_the_meshes_of_their_targets():
     front, back = mesh(jax.devices()[:4]), mesh(jax.devices()[4:][::-1])
     layout = Format(Layout((1, 0)), NamedSharding(front, P()))

@@ -70,6 +70,7 @@ def test_a_bundle_into_a_scanned_model(goldens, name):
     jax.tree.map(np.testing.assert_array_equal, scanned.params, t5_model.scanned_from(unrolled.params, config))
 
 
+@pytest.mark.slow
 def test_the_kind_stays(goldens):
     bundle = goldens / "tf_bundle" / "t5_1_1_f32"
     for state in (training_state(), inference_state()):
@@ -173,6 +174,7 @@ def test_a_one_layer_model_gets_its_bias_where_it_has_it(per_layer):
     assert_values(restored, {**{f"target/{name}": value for name, value in values.items()}, "state/step": np.int64(5)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("golden", "make_optimizer"), [("d8_adafactor", lambda: Adafactor(0.1)), ("d1_adamw_oldjax", partial(adamw, 0.1))]
 )
@@ -187,6 +189,7 @@ def test_t5xs_orbax_checkpoints(goldens, golden, make_optimizer):
     assert_values(inference, expected, optimizer=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_optimizer", [factored, partial(adamw, 0.1)])
 def test_states_that_stock_orbax_saved_whole(tmp_path, make_optimizer):
     state = FlaxOptimTrainState.create(make_optimizer(), t5_model.init(t5_model.T5Config(encoder_layers=1))[1])

@@ -37,6 +37,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_memory_is_bounded_by_the_file(name, tmp_path):
     value = FILES[name]()
@@ -52,6 +53,7 @@ def test_memory_is_bounded_by_the_file(name, tmp_path):
     assert peak_of(attempt) < 10 * len(data) + _FREE_BYTES
 
 
+@pytest.mark.slow
 def test_trees_of_usual_size_open(tmp_path):
     """Twenty thousand numbers, or ten thousand arrays of a kilobyte."""
     array = msgpack.ExtType(1, msgpack.packb(((256,), "float32", bytes(1024))))

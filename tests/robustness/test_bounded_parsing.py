@@ -30,6 +30,7 @@ def safetensors_file(path: Path, header: bytes) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_header_of_empty_objects_and_a_large_configuration(tmp_path):
     good = b'{"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}'
     hostile = b',"__metadata__":{"b":' + repeated(b"{}", 12 * _MIB) + b"}}"

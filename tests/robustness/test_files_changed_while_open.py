@@ -113,6 +113,7 @@ def test_between_two_executions(written, tmp_path, change):
             assert state is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_one_file_at_a_time(tmp_path, change):
     """Whichever file of whichever format changes: unharmed values, or gone."""

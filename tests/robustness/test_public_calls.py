@@ -99,6 +99,7 @@ def foreseen(error):
     assert "not foreseen" not in str(error), repr(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in _PARTS])
 @pytest.mark.filterwarnings("ignore")
 def test_only_our_errors_leave(tmp_path, monkeypatch, name):

@@ -63,6 +63,7 @@ def test_infer_goes_through_two_packs(hf, layout):
     assert_same({n: v for n, v in back.items() if n != "lm_head.weight"}, {n: as_numpy(v) for n, v in hf.items()})
 
 
+@pytest.mark.slow
 def test_infer_translates_bundles_with_their_slots():
     scanned = rules.t5_minimal_to_scanned(MINIMAL.heads, MINIMAL.head_dim)
     with ot.open_checkpoint(GOLDENS / "tf_bundle" / "t5_1_1_f32") as checkpoint:

@@ -64,6 +64,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", BY_HAND)
 def test_packs_by_hand_do_what_infer_does_into_adafactors_state(chain):
     target = t5x_state("scanned", Adafactor(1e-3, logical_factor_rules=standard_logical_factor_rules()))
@@ -76,6 +77,7 @@ def test_packs_by_hand_do_what_infer_does_into_adafactors_state(chain):
         check_parameters(plan, "target/", "scanned")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["minimal", "scanned"])
 def test_the_momenta_of_t5x_go_to_flax_and_back(layout):
     """T5X's own optax state below `state/param_states` has the names of Flax's `opt_state`."""

@@ -29,6 +29,7 @@ def moved(relative, source, target, optimizer):
     return want, result, diagnostics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("relative", "source", "target"),
     [
@@ -52,6 +53,7 @@ def test_moments_follow_experts():
     assert result.keys() == want.keys() and "approximate" not in diagnostics.fidelity.values()
 
 
+@pytest.mark.slow
 def test_only_the_moments_of_gates_are_reset_when_fused_kernels_are_taken_apart():
     want, result, diagnostics = moved(T5, "Flaxformer fused", "T5X minimal", relative_slots.adafactor)
     lost = want.keys() - result.keys()

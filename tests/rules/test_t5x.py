@@ -28,6 +28,7 @@ def test_logits_agree_in_every_layout(networks):
         assert float(jnp.std(expected)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", PACKS, ids="-".join)
 def test_there_and_back(networks, shapes, way):
     pack, (one, other) = PACKS[way], way

@@ -91,6 +91,7 @@ def test_what_the_target_has_under_the_same_name_needs_no_translation():
     assert failed({**source, **head}, target, [pack]).problems[0].leaf == "target/classifier/kernel"
 
 
+@pytest.mark.slow
 def test_convert_writes_no_half_translation(tmp_path):
     source = t5.below("target/", t5.scanned(PLAIN))
     with pytest.raises(RestorePlanError, match="untranslated"):
@@ -133,6 +134,7 @@ def test_copies_of_the_embedding_are_compared_when_they_are_read(name):
     assert_equal(restored({**TORCH, name: other}, target, dropped), target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_shared", [True, False])
 def test_a_target_with_an_embedding_per_tower_gets_the_towers_own(with_shared):
     shared = "token_embedder/embedding"
@@ -180,6 +182,7 @@ def test_hugging_face_names_are_found_below_any_prefix(prefix, way):
     assert rules.infer(source, target).steps
 
 
+@pytest.mark.slow
 def test_results_get_the_prefix_that_the_target_has():
     flax = t5.hugging_face_flax(PLAIN)
     ours, torch = t5.below("target/", PLAIN), t5.below("text_encoder.", TORCH)

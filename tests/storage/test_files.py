@@ -179,6 +179,7 @@ def test_a_file_closed_while_it_is_read_is_closed_afterwards(tmp_path: Path, des
     assert not descriptors
 
 
+@pytest.mark.slow
 def test_many_threads_share_few_descriptors_and_a_close_ends_them(
     tmp_path: Path, small_windows, descriptors: set[int]
 ) -> None:

@@ -10,6 +10,7 @@ from tests.support.traced_memory import peak_of
 _MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", [b"{}", b"[]", b"[0]", b'{"a":0}', b"[{}]", b'{"a":{}}'])
 def test_json_of_many_small_parts_is_refused_before_it_is_parsed(item):
     data = repeated(item, 12 * _MIB)
@@ -22,6 +23,7 @@ def test_json_of_many_small_parts_is_refused_before_it_is_parsed(item):
     assert peak_of(parse) < _MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "item", [b"{}", b"[]", b"[0]", b'{"a":0}', b'{"a":{}}', b"1", b"999", b"1.5", b'""', b'"ab"', b'"\\u20ac"']
 )

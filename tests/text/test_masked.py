@@ -98,6 +98,7 @@ def test_other_texts_stay(text):
     assert masked(text, is_path=True) == text
 
 
+@pytest.mark.slow
 @hypothesis.given(
     scheme=st.from_regex(r"[a-zA-Z][a-zA-Z0-9+.-]{1,8}", fullmatch=True),
     user=st.text("abc:/?#@%;=&", max_size=8),

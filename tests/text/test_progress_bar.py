@@ -110,6 +110,7 @@ def test_a_narrow_terminal_loses_the_rate_then_the_bar_then_the_amount():
     ]
 
 
+@pytest.mark.slow
 def test_bar_is_a_keyword_of_every_way_to_restore_and_save(monkeypatch, tmp_path):
     with ot.open_checkpoint(BUNDLE) as source, ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
         plan = ot.plan_restore(source, None)
@@ -178,6 +179,7 @@ def test_the_lines_count_what_becomes_of_leaves(caplog):
     assert "8.00 KiB to read here" in before and "1 leaf verified" in after
 
 
+@pytest.mark.slow
 def test_a_handler_logs_the_same_two_lines(caplog, tmp_path):
     ot.convert(BUNDLE, tmp_path / "item")
     with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:

@@ -77,6 +77,7 @@ def test_new_rows_come_from_the_fallback(checkpoint, name, spec):
         assert plan.report.bytes_read == plan.bytes_to_read
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_a_bundle_grows_with_its_optimizer():
     """The embedding's rows from a traced function, its Adafactor slots with zeros, all else as it is without."""
     translated = flatten(ot.restore(BUNDLE, None, [tr.Translate()]))
@@ -143,6 +144,7 @@ def test_hosts_and_other_dtypes(checkpoint):
     np.testing.assert_array_equal(np.asarray(state["params"]["emb"])[OLD:], narrow["params"]["emb"][OLD:])
 
 
+@pytest.mark.slow
 def test_new_rows_of_another_checkpoint_are_read_alone(checkpoint, tmp_path):
     fresh = np.asarray(init()["params"]["emb"])
     with ocp.PyTreeCheckpointer() as checkpointer:

@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ def check(transform, source, oracle_result, target=None):
         assert_same(result, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * _EXAMPLES)
 @given(trees(), st.lists(NAMES, unique=True, max_size=6), RULES, st.booleans())
 def test_assignment_map(source, target, rules, require):
@@ -75,6 +77,7 @@ def test_assignment_map(source, target, rules, require):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * _EXAMPLES)
 @given(trees(), st.lists(NAMES, unique=True, max_size=4), st.data())
 def test_assignment_map_between_names_that_are_there(source, more, data):
@@ -85,12 +88,14 @@ def test_assignment_map_between_names_that_are_there(source, more, data):
     check(tr.AssignmentMap(rules), source, lambda: oracle.assignment_map(source, wanted, rules), wanted)
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * _EXAMPLES)
 @given(trees(), RULES)
 def test_rename(source, rules):
     check(tr.Rename(rules), source, lambda: oracle.rename(source, rules))
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(trees(), st.lists(NAME_PATTERNS, min_size=1, max_size=3))
 def test_drop_and_keep(source, chosen):
@@ -98,6 +103,7 @@ def test_drop_and_keep(source, chosen):
     check(tr.Keep(chosen), source, lambda: oracle.keep(source, chosen))
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(trees(), trees(), st.booleans())
 def test_intersect_and_merge(source, other, overwrite):
@@ -110,6 +116,7 @@ LAYER_NAMES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * _EXAMPLES)
 @given(
     trees(
@@ -146,6 +153,7 @@ def test_stacked_layers_come_apart_again(depths, leaves, axis):
 AXES = st.integers(-2, 2)
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(trees(), NAME_PATTERNS, AXES)
 def test_unstack_layers(source, pattern, axis):
@@ -153,6 +161,7 @@ def test_unstack_layers(source, pattern, axis):
     check(tr.UnstackLayers(pattern, into, axis), source, lambda: oracle.unstack_layers(source, pattern, into, axis))
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(trees(), NAME_PATTERNS, AXES, st.sampled_from([None, (1, 1), (0, 2), (2, 1), (1, 3)]))
 def test_split(source, pattern, axis, sizes):
@@ -160,6 +169,7 @@ def test_split(source, pattern, axis, sizes):
     check(tr.Split(pattern, into, axis, sizes), source, lambda: oracle.split(source, pattern, into, axis, sizes))
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(
     trees(NAMES, st.sampled_from([(2, 3), (2, 3), (1, 3)])),
@@ -173,6 +183,7 @@ def test_concat(source, chosen, axis, into):
     check(tr.Concat(chosen, into, axis), source, lambda: oracle.concat(source, chosen, into, axis))
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(trees(), NAME_PATTERNS, AXES, st.lists(st.sampled_from([-1, 0, 1, 2, 3, 4, 6]), max_size=3))
 def test_transforms_of_one_leaf(source, pattern, axis, shape):
@@ -193,6 +204,7 @@ INDICES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(trees(), NAME_PATTERNS, SIZES, st.sampled_from([0, 3]), INDICES)
 def test_pad_and_slice(source, pattern, shape, value, index):
@@ -226,6 +238,7 @@ def test_add_low_rank(source, pattern, scale):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(
     trees(st.builds("{}/{}".format, st.sampled_from("xyz"), st.sampled_from(["w", "b", "m/w"])), st.just((2,))),

@@ -45,6 +45,7 @@ def ways(draw):
     return depth, draw(st.sampled_from(["interleave", "append"]) | layers)
 
 
+@pytest.mark.slow
 @given(unrolled(), ways())
 @settings(max_examples=60, deadline=None)
 def test_unrolled_layers_are_the_oracles(state, way):
@@ -169,6 +170,7 @@ def deeper(state, layout, how):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW, ids=["interleave", "append", "list"])
 @pytest.mark.parametrize("layout", ["unrolled", "scanned"])
 def test_twelve_layers_become_24_with_adafactor(layout, how):

@@ -148,6 +148,7 @@ def test_arguments_of_a_function_that_contain_themselves_have_no_digest():
     assert chain_digest([partial(flatten, in_a_list())]) is None
 
 
+@pytest.mark.slow
 def test_a_transform_may_return_a_tree_of_any_depth(path):
     """It restores as NumPy, and is refused where the target has no leaf for it."""
 

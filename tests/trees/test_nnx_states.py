@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from flax import nnx
 
 import orbax_t5x as ot
@@ -35,6 +36,7 @@ def test_an_abstract_nnx_module_comes_back_as_a_module_that_computes():
     np.testing.assert_array_equal(got(inputs), model(inputs))
 
 
+@pytest.mark.slow
 def test_states_and_modules_stand_in_sequences_and_in_fallbacks():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     values = {name: np.asarray(value) for name, value in _linear(model).items()}

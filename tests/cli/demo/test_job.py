@@ -57,6 +57,7 @@ def other_values(tmp_path, monkeypatch, t5x_arrays):
     monkeypatch.setattr(job, "_DATA", data)
 
 
+@pytest.mark.slow
 def test_one_bit_makes_it_fail(tmp_path, other_values, capsys, monkeypatch):
     (tmp_path / "work").mkdir()
     for later in ("save_and_resume", "read_with_stock_orbax"):

@@ -201,6 +201,7 @@ def test_t5x_through_orbax_roots(tmp_path, fixture):
         np.testing.assert_array_equal(array, np.asarray(expected[name], np.float32))
 
 
+@pytest.mark.slow
 def test_a_t5x_train_state_is_written_in_t5xs_layout_and_comes_back(tmp_path, mesh):
     def create(seed):
         params = {"dense": {"kernel": jax.random.normal(jax.random.key(seed), (16, 8)), "bias": jnp.ones(8)}}

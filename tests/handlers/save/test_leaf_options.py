@@ -73,6 +73,7 @@ def test_options_of_lazy_leaves(tmp_path):
     np.testing.assert_array_equal(restored["b"], values)
 
 
+@pytest.mark.slow
 def test_options_of_single_leaves_follow_the_names_that_are_saved(tmp_path):
     state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
     options = jax.tree.map(lambda _: ocp.SaveArgs(dtype=jnp.bfloat16), state)

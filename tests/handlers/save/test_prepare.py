@@ -57,6 +57,7 @@ def state():
     return jax.device_put(item, rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transforms", [(ot.transforms.Keep(("target/.*",)),), (ot.transforms.Drop(("state/.*",)),)], ids=["keep", "drop"]
 )

@@ -71,6 +71,7 @@ def test_stock_orbax_restores_it_in_a_process_that_never_imports_this_package(tm
     run(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"use_zarr3": True}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}]
 )

@@ -70,6 +70,7 @@ def box_crcs(entry, array):
         yield google_crc32c.value(np.ascontiguousarray(array[index]).tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_is_saved_has_checksums_and_is_verified(tmp_path, options, kind):

@@ -105,6 +105,7 @@ def test_a_lazy_leaf_is_read_box_by_box(tmp_path):
     np.testing.assert_array_equal(restore(tmp_path / "item")["a"], w)
 
 
+@pytest.mark.slow
 def test_128_mib_under_a_limit_of_16_mib(tmp_path):
     """In a process of its own, of numbers that do not compress."""
     w = np.frombuffer(np.random.default_rng(0).bytes(128 * MIB), np.uint8).reshape(-1, 4096)

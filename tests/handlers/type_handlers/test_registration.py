@@ -237,6 +237,7 @@ def optimizer(name):
 
 
 # Flax deprecates the traversals that T5X's MultiOptimizer takes; T5X's users have nothing else to pass.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`flax.traverse_util.Traversal`:DeprecationWarning")
 @pytest.mark.parametrize("name", ["adafactor", "adamw", "multi", "inference"])
 def test_t5x_states_in_orbaxs_own_saves(tmp_path, registered, name):

@@ -17,6 +17,7 @@ from tests.support.memory_checkpoint import AwaitedLeaf, FailingLeaf, checkpoint
 from tests.support.saving import data_files, stock
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data())
 def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):

@@ -16,6 +16,7 @@ from tests.support.v1_trees import TwoLayers
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
 
 
+@pytest.mark.slow
 def test_an_abstract_module_is_a_target(tmp_path):
     module = TwoLayers(nnx.Rngs(0))
     with ot.v1.context():
@@ -55,6 +56,7 @@ def test_an_abstract_state_is_a_pytree_with_its_target_as_the_child():
     assert (again.transforms, again.strict, again.source) == (RULES, False, "elsewhere")
 
 
+@pytest.mark.slow
 def test_only_parameters_are_loaded_from_a_training_state(tmp_path):
     state = training_state()
     with ot.v1.context():

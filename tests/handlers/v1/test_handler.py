@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when 
 TREES = {"plain": plain_tree, "flax": flax_state, "nnx": nnx_state, "optax": lambda: flax_state().opt_state}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES.keys())
 def test_trees_come_back_as_stock_orbax_loads_them(tmp_path, make):
     tree = make()

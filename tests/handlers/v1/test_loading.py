@@ -21,6 +21,7 @@ from tests.support.v1_trees import mesh, placed
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
 
 
+@pytest.mark.slow
 def test_what_stock_orbax_saved_is_renamed_and_resharded(tmp_path):
     tree = {"old": placed(jnp.arange(64.0).reshape(8, 8), "x"), "step": 3}
     ocp.save(tmp_path / "1", tree)
@@ -55,6 +56,7 @@ def test_the_keywords_of_restore(tmp_path):
     assert loaded["step"] is ... and told
 
 
+@pytest.mark.slow
 def test_everything_as_numpy_and_what_metadata_tells_as_a_target(tmp_path):
     tree = {"a": placed(jnp.arange(8), "x"), "b": {"c": np.ones((2, 3)), "d": 3}}
     with ot.v1.context():
@@ -81,6 +83,7 @@ def test_the_contexts_limit_on_reads_bounds_the_plans(tmp_path, monkeypatch):
     assert limits == [1 << 20, 1 << 10, 1 << 20]
 
 
+@pytest.mark.slow
 def test_load_and_transform_takes_any_path(tmp_path, goldens):
     bundle = goldens / "tf_bundle" / "t5_1_1_f32"
     target = sharded(training_state())
@@ -119,6 +122,7 @@ def test_a_plans_problems_come_through_both_functions(tmp_path):
             assert "missing" in {problem.kind for problem in raised.value.problems}
 
 
+@pytest.mark.slow
 def test_loads_work_inside_a_running_event_loop(tmp_path):
     pytest.importorskip("uvloop")
     tree = {"w": placed(jnp.arange(16.0).reshape(8, 2), "x")}

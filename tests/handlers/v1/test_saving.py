@@ -34,6 +34,7 @@ def test_t5x_states_are_written_by_their_state_dict(tmp_path, make):
     jax.tree.map(np.testing.assert_array_equal, stock["target"], state.state_dict()["target"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", ["save", "save_checkpointables", "save_async", "save_checkpointables_async"])
 def test_each_way_to_save(tmp_path, saves):
     tree = plain_tree()
@@ -83,6 +84,7 @@ def options_of(context, name):
     return context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["no ocdbt", "zarr2", "no compression", "dtype", "scoped dtype", "chunks", "transfers"]
 )

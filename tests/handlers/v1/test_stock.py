@@ -116,6 +116,7 @@ def run(script, root):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "no checksums"])
 def test_stock_orbax_reads_what_is_saved_here(tmp_path, checksums):
     rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))

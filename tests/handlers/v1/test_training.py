@@ -45,6 +45,7 @@ def abstract(step=0):
 # -- steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "given"])
 def test_steps_are_saved_and_loaded(tmp_path, entered):
     """Inside the context, and by a Checkpointer that has it."""
@@ -72,6 +73,7 @@ def test_steps_are_saved_and_loaded(tmp_path, entered):
     assert_same(ot.restore(tmp_path, abstract_of(tree(1))), tree(1))
 
 
+@pytest.mark.slow
 def test_policies(tmp_path):
     training = ocp.training
     saved = training.save_decision_policies.FixedIntervalPolicy(2)
@@ -98,6 +100,7 @@ def test_several_checkpointables_of_a_step(tmp_path):
         assert_same(checkpointer.load(4, abstract(4), checkpointable_name="model"), tree(4))
 
 
+@pytest.mark.slow
 def test_steps_of_stock_orbax_and_of_version_0(tmp_path):
     """Theirs load by a plan, ours load by them."""
     with ocp.training.Checkpointer(tmp_path) as stock:
@@ -123,6 +126,7 @@ def test_steps_of_stock_orbax_and_of_version_0(tmp_path):
         assert_same(restored["state"], tree(3))
 
 
+@pytest.mark.slow
 def test_records_equal_those_of_stock_orbax(tmp_path):
     for name, made in (("ours", ot.v1.context()), ("stock", ocp.Context())):
         with made:
@@ -163,6 +167,7 @@ def test_a_state_that_cannot_be_stored_leaves_the_steps_as_they_were(tmp_path):
         assert_same(checkpointer.load(2, abstract(2)), tree(2))
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_is_typed_and_leaves_nothing(tmp_path, monkeypatch):
     def full(directory, held):
         raise OSError(28, "No space left on device")
@@ -223,6 +228,7 @@ def saved_source(tmp_path):
     return tmp_path / "source"
 
 
+@pytest.mark.slow
 def test_a_run_that_was_initialised_is_not_transformed_again(tmp_path):
     plan = ot.plan_restore(saved_source(tmp_path), STATE, [SWAP])
     root = tmp_path / "run"

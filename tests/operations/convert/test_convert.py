@@ -197,6 +197,7 @@ def start(code):
     )
 
 
+@pytest.mark.slow
 def test_leaves_larger_than_the_limit_take_bounded_memory(tmp_path):
     """One that is zeros, and one that does not compress: what TensorStore holds of it counts, too."""
     last = noise(128 * MIB)

@@ -32,6 +32,7 @@ def flip(path, place):
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_stands_is_kept_and_the_rest_is_read(format, source, out, caplog):
     caplog.set_level(logging.INFO, "orbax_t5x")
@@ -46,6 +47,7 @@ def test_what_stands_is_kept_and_the_rest_is_read(format, source, out, caplog):
     assert ot.verify(out).status == ("ok" if format == "orbax" else "no checksum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_several_kills_one_after_the_other(format, source, out):
     for _ in range(3):
@@ -128,6 +130,7 @@ def test_a_kill_at_the_end_costs_no_reading(format, owner, where, kills_before, 
     assert_holds(out, format, ARRAYS)
 
 
+@pytest.mark.slow
 def test_a_kill_after_the_exchange_of_names_leaves_the_new_one(source, out):
     convert(source, out)
     old = out.stat().st_ino

@@ -1,5 +1,6 @@
 """Files that a killed writer left in a database are removed."""
 
+import pytest
 import tensorstore as ts
 
 from tests.support.killed_blocks import ARRAYS, assert_holds, convert, leave
@@ -13,6 +14,7 @@ def read_by_tensorstore(out):
         ts.open({"driver": "zarr", "kvstore": kvstore}, context=ts.Context()).result().read().result()
 
 
+@pytest.mark.slow
 def test_no_file_of_a_kill_stays_in_the_item(source, out):
     """What nobody refers to is no larger than the nodes of a database; values and locks of killed writers are gone."""
     for _ in range(3):

@@ -13,6 +13,7 @@ from tests.support.memory_checkpoint import checkpoint
 from tests.support.saving import stock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLES)
 def test_bundles_keep_every_value_and_dtype(tmp_path, name):
     source = GOLDENS / "tf_bundle" / name

@@ -89,6 +89,7 @@ def test_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
     assert_equals(loaded, {"w": array, "v": array.T})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [None, 10_000])
 def test_hugging_face_to_t5x_and_back_has_equal_bytes(tmp_path, monkeypatch, max_bytes):
     source = GOLDENS / "safetensors" / "t5_1_1"

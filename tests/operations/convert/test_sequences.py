@@ -46,6 +46,7 @@ def keys_of(path):
     return sorted([(key["key"], key["key_type"]) for key in node["key_metadata"]] for node in nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transforms", [(), tr.Cast("params/.*", "bfloat16")], ids=["as it is", "cast"])
 @pytest.mark.parametrize("use_zarr3", [True, False])
 def test_stock_orbax_restores_a_copy_into_the_tree_that_was_saved(tmp_path, transforms, use_zarr3):
@@ -77,6 +78,7 @@ def test_sequences_move_with_their_leaves(tmp_path):
         assert isinstance(layers, list)
 
 
+@pytest.mark.slow
 def test_what_is_no_longer_a_sequence_is_a_dict(tmp_path):
     source = saved(tmp_path / "source", {"l": [np.ones(1), np.zeros(2), np.zeros(2)], "d": {"w": np.ones((2, 3))}})
     cases = {

@@ -59,6 +59,7 @@ PAIRS = [(None, "orbax"), (None, "one file"), (None, "some files"), ("orbax", "o
 PAIRS += [(old, new) for old in ("one file", "some files", "many files") for new in ("one file", "some files")]
 
 
+@pytest.mark.slow
 def test_nothing_half_written_opens_after_any_step_of_any_replacement(checkpoints, tmp_path):
     order = random.Random(0)
     for number, (old, new) in enumerate(PAIRS):

@@ -116,6 +116,7 @@ def test_a_bundle_and_its_conversion(tmp_path, name):
     assert {"only in a", "only in b"} <= set(statuses(report).values())
 
 
+@pytest.mark.slow
 def test_auto_finds_the_way_to_the_other(tmp_path):
     hf = GOLDENS / "safetensors" / "t5_1_1"
     ot.convert(hf, tmp_path / "t5x", ot.rules.hf_t5_to_t5x())

@@ -68,6 +68,7 @@ def test_a_step_that_lost_its_item_is_passed_over(tmp_path, save, item, lose):
         assert len(said) == 1 and said[0].startswith("step 2 is skipped: ") and f"2/{item}" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose", LOSSES)
 def test_one_item_of_several_that_is_lost_is_not_left_out(tmp_path, lose):
     save_items(tmp_path)
@@ -209,6 +210,7 @@ def three_steps(tmp_path):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_step_is_passed_over_with_a_warning(three_steps, target, damage):
     DAMAGE[damage](three_steps / "3" / "default")
@@ -223,6 +225,7 @@ def test_a_damaged_step_is_passed_over_with_a_warning(three_steps, target, damag
         assert manager.save(3, args=our_args(state))
 
 
+@pytest.mark.slow
 def test_where_all_are_damaged_the_run_begins_anew(three_steps, target):
     for step in (1, 2, 3):
         cut_data(three_steps / str(step) / "default")

@@ -59,6 +59,7 @@ def test_a_new_run_in_the_place_of_an_old_one_has_its_own_lineage(tmp_path, targ
         shutil.rmtree(root)
 
 
+@pytest.mark.slow
 def test_other_rules_than_recorded_are_a_warning_once(tmp_path, target, source, caplog):
     root = tmp_path / "root"
 
@@ -81,6 +82,7 @@ def test_other_rules_than_recorded_are_a_warning_once(tmp_path, target, source, 
     assert recorded(root / "4" / "default") == recorded(root / "2" / "default")
 
 
+@pytest.mark.slow
 def test_nobody_is_asked(tmp_path, target, source):
     root = tmp_path / "root"
     moved = []

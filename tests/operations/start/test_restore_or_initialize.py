@@ -26,6 +26,7 @@ from tests.support.started_runs import (
 )
 
 
+@pytest.mark.slow
 def test_scratch_is_the_function_under_jit_in_the_targets_shardings(tmp_path, target):
     with ours(tmp_path / "root") as manager:
         start = ot.restore_or_initialize(manager, target, init_fn=initial)
@@ -60,6 +61,7 @@ def test_only_what_the_source_lacks_is_initialised(tmp_path, target, source):
     assert asked and isinstance(state["new"], jax.Array) and state["new"].sharding == target["x"].sharding
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_newest_step(tmp_path, target, source):
     root = tmp_path / "root"
     for expected in ("initialized", "resumed", "resumed"):
@@ -99,6 +101,7 @@ def test_scratch_that_does_not_fit_the_target_is_a_plan_error(tmp_path, target):
         assert {problem.leaf for problem in raised.value.problems} == {"x"}
 
 
+@pytest.mark.slow
 def test_scratch_without_a_target_is_all_that_the_function_returns(tmp_path):
     with ours(tmp_path / "root") as manager:
         state, _, how = ot.restore_or_initialize(manager, None, init_fn=initial)
@@ -133,6 +136,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MANAGERS)
 def test_a_step_of_any_writer_is_resumed(tmp_path, target, source, kind):
     make, args = MANAGERS[kind]
@@ -158,6 +162,7 @@ def test_steps_have_the_names_that_the_manager_gives_them(tmp_path, target, name
     assert (values(start.state), start.step) == (SWAPPED, 20)
 
 
+@pytest.mark.slow
 def test_steps_with_other_names_are_another_runs(tmp_path, target):
     with ours(tmp_path / "root", step_prefix="other") as other:
         other.save(5, args=our_args(SOURCE))
@@ -172,6 +177,7 @@ ITEMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", ITEMS)
 @pytest.mark.parametrize("item", ["state", None])
 def test_one_of_several_items_is_the_state(tmp_path, target, source, items, item):
@@ -221,6 +227,7 @@ def test_keywords_are_those_of_restore(tmp_path, target, source):
         ot.restore_or_initialize(manager, target, init_from=source, item=target)
 
 
+@pytest.mark.slow
 def test_a_checkpointer_of_orbax_v1_is_a_manager(tmp_path, target, source):
     """With the same lineage rules: what was applied is recorded, and a restart asks nothing."""
     root = tmp_path / "root"

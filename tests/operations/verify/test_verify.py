@@ -91,6 +91,7 @@ def test_a_format_without_checksums_is_reported(capsys):
     assert code == 3 and "no checksum:" in out and "65 leaves without checksum" in out
 
 
+@pytest.mark.slow
 def test_checksums_of_chunks_count_and_are_named(tmp_path):
     """T5X's own array of gzip chunks, the rest of its checkpoint without."""
     with tarfile.open(GOLDENS / "t5x_native" / "d8_bf16.tar.gz") as archive:

@@ -252,6 +252,7 @@ def test_chunked_arrays(tmp_path, case):
     broken(write(tmp_path, {"bad": CHUNKED[case], "good": GOOD}), CorruptCheckpointError)
 
 
+@pytest.mark.slow
 def test_very_many_chunks(tmp_path):
     empty = array((0,), data=b"")
     node = chunked(chunks={str(k): empty for k in range(20_000)}, shape={"0": 0})
@@ -299,6 +300,7 @@ def test_a_link_out_of_a_directory(tmp_path):
         assert list(checkpoint.leaves) == ["a"]
 
 
+@pytest.mark.slow
 def test_flips_and_cuts_of_every_byte(tmp_path):
     """Values are right, or the error is typed; a flip inside an array's bytes is all that can go unseen."""
     tree = {"w": array((2, 3), data=bytes(range(24))), "n": {"x": 1.5, "t": "abc"}, "c": chunked()}

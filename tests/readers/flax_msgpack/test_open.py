@@ -96,6 +96,7 @@ def flat_values(tree, prefix=""):
             yield name, value
 
 
+@pytest.mark.slow
 @hypothesis.given(tree=TREES)
 @hypothesis.settings(max_examples=60)
 def test_what_flax_writes_is_read_as_flax_reads_it(tmp_path_factory, tree):

@@ -37,6 +37,7 @@ def newest(root):
         return float(checkpoint.leaves["w"].get()[0]), checkpoint.step, ot.latest_step(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["checkpoint_", "model_", "ckpt-", "run.", "gan3_", ""])
 def test_the_newest_by_number(tmp_path, prefix):
     for step in (0, 2, 9, 10):  # one by one: of "ckpt-10" and "ckpt-9" Flax itself takes the latter for the newer

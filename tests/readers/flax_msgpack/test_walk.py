@@ -30,6 +30,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(value=PLAIN, single=st.booleans())
 @hypothesis.settings(max_examples=60)
 def test_the_walk_finds_the_structure_that_msgpack_finds(tmp_path_factory, value, single):

@@ -97,6 +97,7 @@ def test_other_versions_are_named(tmp_path, version, said):
         ot.open_checkpoint(tmp_path / "model.gguf")
 
 
+@pytest.mark.slow
 def test_every_cut_is_refused_or_breaks_a_leaf(tmp_path):
     data = gguf_bytes({"a": GOOD, "b": GOOD}, {"k": ["x", "y"], "n": [1, 2]})
     path = tmp_path / "model.gguf"
@@ -118,6 +119,7 @@ def test_limits_hold(tmp_path):
             ot.open_checkpoint(path, limits=limits).close()
 
 
+@pytest.mark.slow
 def test_many_small_values_are_refused(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(header([tensor(f"{number}", (0,), F32, 0) for number in range(40_000)]))

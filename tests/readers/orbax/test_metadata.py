@@ -240,6 +240,7 @@ def metadata_near(draw, good):
     return json.dumps(made)
 
 
+@pytest.mark.slow
 @hypothesis.given(st.data())
 @hypothesis.settings(
     max_examples=80,

@@ -147,6 +147,7 @@ def test_kinds_of_nodes(tmp_path, ocdbt, zarr3):
         assert item["value_types"]["named/nu"] == "Dict"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ocdbt", [True, False])
 def test_typed_keys(tmp_path, ocdbt):
     keys = {
@@ -252,6 +253,7 @@ def test_a_partial_save_over_an_empty_container(tmp_path):
         assert checkpoint.tree()["b"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["d8_adafactor", "d1_adamw_oldjax"])
 def test_t5x_through_orbax(goldens, writer):
     root = goldens / "t5x_orbax" / writer
@@ -314,6 +316,7 @@ def test_many_boxes_of_one_chunk(tmp_path):
         assert stats.bytes_read == array.nbytes
 
 
+@pytest.mark.slow
 def test_hundreds_of_leaves(tmp_path):
     tree = {f"layer_{k}": {"kernel": np.full((2, 2), k, np.float32), "bias": np.float32(k)} for k in range(150)}
     path = save_orbax(tmp_path / "item", tree)

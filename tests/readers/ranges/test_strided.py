@@ -49,6 +49,7 @@ def range_of(file, view, swap=False):
     return StridedRange(stored, 4 + offset, view.shape, strides, view.dtype, swap=swap, kind=CRC32)
 
 
+@pytest.mark.slow
 @given(view=views(), seed=st.integers(0, 1 << 30), swap=st.booleans())
 @settings(max_examples=150)
 def test_boxes_are_those_of_numpy(file, view, seed, swap):

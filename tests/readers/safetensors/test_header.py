@@ -129,6 +129,7 @@ def headers(draw):
     return header
 
 
+@pytest.mark.slow
 @hypothesis.example(header={"__metadata__": None, **GOOD}, size=len(DATA))
 @hypothesis.example(header={"__metadata__": {}, **GOOD}, size=len(DATA))
 @hypothesis.example(header={"__metadata__": {"a": None}, **GOOD}, size=len(DATA))
@@ -152,6 +153,7 @@ def test_we_accept_what_the_library_accepts(tmp_path_factory, header, size):
         assert all(ours[name] == theirs[name] for name in theirs if name not in bools)
 
 
+@pytest.mark.slow
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=150)
 def test_any_change_of_a_byte_is_an_error_or_harmless(tmp_path_factory, data):

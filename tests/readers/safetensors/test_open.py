@@ -67,6 +67,7 @@ def test_an_index_or_a_shard_by_its_own_path(goldens, name):
             assert_same(lazy.get(), expected[leaf])
 
 
+@pytest.mark.slow
 @hypothesis.given(
     arrays=st.dictionaries(
         st.text('ab./\\"é\u2028\n😀 ', max_size=8),

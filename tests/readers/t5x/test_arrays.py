@@ -61,6 +61,7 @@ def test_a_pipe_or_a_directory_in_place_of_the_array(step):
     broken(step, CorruptCheckpointError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["short", "long", "flipped", "cut", "bomb", "empty", "gone"])
 def test_chunks(step, damage):
     save(step, spec())

@@ -62,6 +62,7 @@ class TestSingleFile(T5xSingleFileSuite):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*NATIVE, *VARIANTS])
 def test_what_t5x_wrote(name):
     root, step, values, empties = golden(name)
@@ -179,6 +180,7 @@ def states(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["d1_adafactor", "d1_adamw", "d1_inference_params_only", "d8_adafactor_sds_smallchunks", "version1", "gcs_driver"],
@@ -204,6 +206,7 @@ SWAP = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [False, True])
 def test_swaps(function):
     root, _, values, _ = golden("d1_adafactor")
@@ -229,6 +232,7 @@ def test_assignment_maps_renames_and_new_layers():
     assert restored["target"]["kept"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_stacked_layers():
     root, _, values, _ = golden("d8_bf16")
     stack = ot.transforms.StackLayers(r"target/(encoder|decoder)/layers_(?P<i>\d+)/(.*)", r"target/\1/layers/\3", 1)
@@ -251,6 +255,7 @@ def test_a_scanned_model():
     jax.tree.map(np.testing.assert_array_equal, restored.params, t5_model.scanned_from(unrolled.params, config))
 
 
+@pytest.mark.slow
 def test_a_checkpointer_restores_a_step_directory():
     _, step, values, _ = golden("d1_adafactor")
     with ocp.Checkpointer(ot.TrainStateHandler()) as checkpointer:
@@ -259,6 +264,7 @@ def test_a_checkpointer_restores_a_step_directory():
         assert_same(np.asarray(value), values[leaf])
 
 
+@pytest.mark.slow
 def test_converted_and_read_by_plain_orbax(tmp_path):
     root, _, values, empties = golden("d1_multi")
     ot.convert(root, tmp_path / "out")
@@ -269,6 +275,7 @@ def test_converted_and_read_by_plain_orbax(tmp_path):
     assert {leaf for leaf, value in found.items() if value is None} == set(empties)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path, capsys):
     root = golden("d1_adafactor").root
     for command in (["inspect", root], ["plan", root], ["convert", root, tmp_path / "out"]):

@@ -173,6 +173,7 @@ def test_names_are_only_names(tmp_path: Path) -> None:
             assert same_bits(read_whole(leaf_of(checkpoint, name)), VALUE)
 
 
+@pytest.mark.slow
 def test_many_names_of_one_region_cost_nothing_to_list(tmp_path: Path) -> None:
     data = np.zeros(4096, np.float32)
     bundle = Bundle()

@@ -79,6 +79,7 @@ def test_sound_slices_are_read(tmp_path: Path) -> None:
         assert same_bits(read_whole(leaf_of(checkpoint, "bad")), W)
 
 
+@pytest.mark.slow
 def test_very_many_slices_are_checked_quickly_or_refused(tmp_path: Path) -> None:
     regular = [[Extent(n, 1)] for n in range(3000)]
     crosses = [[Extent(n, 1), Extent(3000 - n, 1)] for n in range(3000)]

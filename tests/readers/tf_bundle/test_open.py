@@ -162,6 +162,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.booleans(), st.integers(1, 300), st.integers(1, 20), st.booleans())
 @settings(max_examples=40)
 def test_layout_changes_no_value(tmp_path_factory, shards, big_endian, block_bytes, interval, snappy) -> None:

@@ -157,6 +157,7 @@ def test_a_flipped_bit_in_a_block_is_refused(tmp_path: Path, snappy: bool) -> No
     refused(tmp_path, bytes(first), CorruptCheckpointError, "the block at 0 has the crc32c")
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=200)
 def test_any_single_edit_gives_the_right_entries_or_a_typed_error(tmp_path_factory, data) -> None:

@@ -74,6 +74,7 @@ def test_strings_of_the_other_byte_order_are_unsupported(tmp_path: Path) -> None
     assert read_whole(leaf_of(checkpoint, "x")).tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 @given(st.lists(st.binary(max_size=300), max_size=30), st.booleans())
 @settings(max_examples=50)
 def test_strings(tmp_path_factory, values: list[bytes], matrix: bool) -> None:

@@ -163,6 +163,7 @@ def test_what_transforms_and_fallbacks_make_equals_numpy(tmp_path):
     assert sum(result["from files"] for result in results) <= 1.02 * stored + 200_000
 
 
+@pytest.mark.slow
 def test_the_peak_of_each_process_is_within_the_budget(tmp_path):
     """One array of 128 MiB with 32 MiB of budget: rows of all, and what they are made of."""
     generator = np.random.default_rng(0)

@@ -33,6 +33,7 @@ def test_the_fix_gives_the_source_its_transforms(path, overlaid):
     assert {entry.action for entry in plan.entries} == {"read"} and not plan.unused
 
 
+@pytest.mark.slow
 def test_a_source_that_has_transforms_gets_no_others():
     target = {"base": unflatten(PARAMETERS[str(BUNDLE)])}
     found = problems_of({"base": ot.Source(BUNDLE, [T.Rename([("(encoder)/(.*)", r"\1/x/\2")])])}, target)

@@ -35,6 +35,7 @@ def test_other_leftovers_are_told_apart():
     assert [problem.leaf for problem in found] == [None, "target/more"]
 
 
+@pytest.mark.slow
 def test_a_decoder_of_another_name_is_no_encoder_only_target():
     target = {name.replace("decoder/", "dec/"): leaf for name, leaf in WHOLE.items()}
     assert not any("no decoder" in problem.message for problem in problems_of(BUNDLE, target))

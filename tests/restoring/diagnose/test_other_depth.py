@@ -12,6 +12,7 @@ from tests.support.failed_plans import HF, HF_CONFIG, applied, parameters, probl
 from tests.support.memory_checkpoint import checkpoint
 
 
+@pytest.mark.slow
 def test_more_layers_are_one_problem_for_a_tower():
     source = parameters(HF_CONFIG)
     target = parameters(dataclasses.replace(HF_CONFIG, encoder_layers=4, decoder_layers=5))
@@ -177,6 +178,7 @@ def test_a_vocabulary_grows_by_rows():
     assert all("ot.transforms.Pad" in str(problem.fix) for problem in problems_of(checkpoint(source), target))
 
 
+@pytest.mark.slow
 def test_what_auto_found_is_written_out_before_the_layers():
     target = unflatten(parameters(dataclasses.replace(HF_CONFIG, encoder_layers=4)))
     (problem,) = problems_of(HF, target, "auto")

@@ -1,6 +1,7 @@
 """A model under other names throughout is one problem, which says that "auto" finds the rules; nothing to paste."""
 
 import numpy as np
+import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.trees.flat import flatten, unflatten
@@ -37,6 +38,7 @@ def pairs(tree, flat):
     return [(found[name], value) for name, value in flat.items()]
 
 
+@pytest.mark.slow
 def test_a_model_of_several_readings_and_one_with_rules_are_listed():
     target = unflatten(renamed({**WORDS, "query": "a", "key": "b"}))
     assert not any("one reading" in problem.message for problem in problems_of(checkpoint(PLAIN), target))

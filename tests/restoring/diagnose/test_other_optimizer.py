@@ -33,6 +33,7 @@ def optimizer_problems(source, target, transforms):
     return problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transforms", ["auto", ()])
 def test_adafactor_in_the_checkpoint_and_adam_in_the_target(params, transforms):
     problem = optimizer_problems(SOURCE, state(params, optax.adam(1e-3)), transforms)
@@ -47,6 +48,7 @@ def test_a_checkpoint_without_an_optimizer(params):
     assert "the checkpoint has no optimizer's state: 52 leaves" in problem.message
 
 
+@pytest.mark.slow
 def test_adafactor_under_other_names_is_said_to_be_convertible(params):
     target = state(params, optax.adafactor(1e-3, min_dim_size_to_factor=8))
     rename = [ot.transforms.Rename([("target/(.*)", r"params/\1"), ("state/step", "step"), ("state/.*", None)])]

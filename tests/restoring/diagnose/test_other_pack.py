@@ -58,6 +58,7 @@ def test_a_bundle_that_translate_helps_little_is_said_to_be_one():
 LAYOUTS = {"minimal": {}, "scanned": {"scan_layers": True}, "unscanned": {"split_heads": True, "per_layer_bias": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["target", "params", ""])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_names_of_hugging_face_are_one_problem(layout, prefix):
@@ -96,6 +97,7 @@ def test_a_part_of_a_model_without_translate_is_one_problem(name):
     assert_same(flatten(restored), flatten(target))
 
 
+@pytest.mark.slow
 def test_a_pack_is_added_to_what_was_given():
     """A scanned target, and a rule of the caller's own."""
     minimal = {name: np.zeros(leaf.shape, np.float32) for name, leaf in parameters(HF_CONFIG).items()}
@@ -114,6 +116,7 @@ def test_a_pack_is_proposed_in_place_of_translate():
     assert ot.plan_restore(HF, target, applied(problem.fix)).unused == ()
 
 
+@pytest.mark.slow
 def test_auto_finds_what_a_pack_leaves_below_another_prefix():
     """A head, which no pack knows; where a leaf lacks, the rest is one rule more after the pack."""
     arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in ot.open_checkpoint(HF).leaves.items()}
@@ -129,6 +132,7 @@ def test_auto_finds_what_a_pack_leaves_below_another_prefix():
     assert str(problem.fix).startswith("pass transforms=[ot.rules.hf_t5_to_t5x(), ot.transforms.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "/value"])
 def test_a_forgotten_pack_is_one_problem_for_a_model_of_other_words(end):
     """Layers in a list, as NNX has them: the pack and one Rename, not a problem for each leaf."""

@@ -15,6 +15,7 @@ from tests.support.failed_plans import ARRAYS, applied, assert_cured, problems_o
 from tests.support.memory_checkpoint import checkpoint
 
 
+@pytest.mark.slow
 def test_of_two_ways_to_change_a_prefix_the_one_without_problems_is_proposed():
     """An optimizer's names begin alike on both sides: a rule for all of the target asks too much."""
     source = GOLDENS / "t5x_orbax" / "d8_adafactor"

@@ -28,6 +28,7 @@ def renamed(tree):
     return {"/".join(words.get(part, part) for part in name.split("/")): value for name, value in tree.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a pack", "an alignment", "a source's own"])
 def test_a_fallback_does_not_complete_what_was_found_in_silence(kind):
     source = sources().get(kind) or ot.Source(checkpoint(SCANNED), "auto")

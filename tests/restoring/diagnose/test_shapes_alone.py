@@ -3,6 +3,7 @@
 import string
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,12 +62,14 @@ def assert_nothing_to_paste(source, target):
             assert one.problem.fix is None or not any(way.transforms for way in one.problem.fix.ways), hypothesis
 
 
+@pytest.mark.slow
 @given(trees(common=False))
 @settings(max_examples=40, deadline=None)
 def test_names_that_share_nothing(sides):
     assert_nothing_to_paste(*sides)
 
 
+@pytest.mark.slow
 @given(trees(common=True))
 @settings(max_examples=40, deadline=None)
 def test_names_that_share_the_kind_of_a_leaf(sides):
@@ -86,6 +89,7 @@ def one_tree_twice(draw):
     ]
 
 
+@pytest.mark.slow
 @given(one_tree_twice())
 @settings(max_examples=40, deadline=None)
 def test_two_modules_with_the_same_leaves(sides):

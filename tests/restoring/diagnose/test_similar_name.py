@@ -80,6 +80,7 @@ def test_two_leaves_that_may_mean_one_get_none():
     assert not any("AssignmentMap" in str(problem.fix) for problem in problems_of(source, target, strict=False))
 
 
+@pytest.mark.slow
 def test_names_that_do_not_meet_cost_little(monkeypatch):
     """Comparisons of names grow with the number of leaves, not with its square."""
     compared = []

@@ -11,6 +11,7 @@ from tests.support.failed_plans import HF, HF_CONFIG, parameters, problems_of
 from tests.support.memory_checkpoint import checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_pack", [True, False])
 def test_an_untied_checkpoint_and_a_tied_model(has_pack):
     """Without the matrix the model would compute other logits: `strict=False` is no cure."""

@@ -12,6 +12,7 @@ from tests.support.memory_checkpoint import checkpoint
 from tests.support.placed_arrays import mesh, sharded, values
 
 
+@pytest.mark.slow
 def test_memory_kinds_and_layouts_are_used():
     pinned = NamedSharding(mesh(), P("x"), memory_kind="unpinned_host")
     got = ot.restore(checkpoint({"a": values((8,))}), {"a": jax.ShapeDtypeStruct((8,), np.float32, sharding=pinned)})

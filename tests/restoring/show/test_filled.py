@@ -135,6 +135,7 @@ def train_state():
     return TrainState.create(apply_fn=network.apply, params=params, tx=optax.adam(1e-3))
 
 
+@pytest.mark.slow
 def test_a_train_state_whose_optimizer_is_missing_is_no_warning(caplog):
     state = train_state()
     stored = flatten({"params": jax.tree.map(np.asarray, state.params)})
@@ -274,6 +275,7 @@ class Tower(nnx.Module):
         self.layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(20)])
 
 
+@pytest.mark.slow
 def test_linen_names_into_an_nnx_state_restore_nothing():
     state = nnx.state(Tower())
     stored = {

@@ -4,6 +4,7 @@ import re
 import sys
 
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import orbax_t5x as ot
@@ -44,6 +45,7 @@ def test_constants_are_listed_apart(t5_plan, monkeypatch):
     assert "constant  float32[2]" in t5_plan._repr_html_()
 
 
+@pytest.mark.slow
 def test_work_grows_with_the_leaves_not_faster():
     """Counted in calls: time is the machine's, and a collection of garbage costs more than the whole."""
 

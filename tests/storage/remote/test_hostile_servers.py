@@ -186,6 +186,7 @@ def hub(redirecting_hub, monkeypatch):
     return redirecting_hub
 
 
+@pytest.mark.slow
 def test_hostile_answers_on_the_hub(hub):
     for number, kind in enumerate(sorted(KINDS)[::3]):
         for place in list(HUB_PLACES)[number % 2 :: 2]:

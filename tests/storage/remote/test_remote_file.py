@@ -64,6 +64,7 @@ def test_a_size_is_named_by_one_answer(store):
     assert (len(store.log), store.bytes_sent) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_size_is_searched_for_with_single_bytes(store, monkeypatch):
     monkeypatch.setattr(web_server.WebServer, "is_bounded", False)
     file = file_of(store, DATA)
@@ -82,6 +83,7 @@ def test_another_size_is_another_file(store, monkeypatch):
         file.read_into(0, [np.zeros(1000, np.uint8)])
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_announced_reads_are_the_files_bytes(data):
     """By pieces that are smaller than the ranges, into buffers that are smaller and larger than the pieces."""

@@ -65,6 +65,7 @@ def test_t5x_slots_go_on_in_optax():
             np.testing.assert_allclose(state["params"][name], value, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_approximate_slots_are_so_in_optax():
     shape = (8, 20)
     wider = {**params(), "wide": jnp.zeros(shape)}
@@ -75,6 +76,7 @@ def test_approximate_slots_are_so_in_optax():
     assert approximate == ["opt_state/0/v_row/wide"]
 
 
+@pytest.mark.slow
 def test_the_slots_of_a_bundle_go_on_in_optax(goldens):
     """Into a linen train state, below its own names; T5X's importer is the judge of the slots."""
     with np.load(goldens / "importer" / "t5_1_1_f32.npz") as values:

@@ -1,8 +1,11 @@
 """Closest names are close, and found at little cost."""
 
+import pytest
+
 from orbax_t5x.transforms.patterns.closest import ClosestNames, closest_names
 
 
+@pytest.mark.slow
 def test_closest_names_are_close_and_cheap():
     names = [f"target/decoder/layers_{i}/{m}/kernel" for i in range(5000) for m in ("query", "key", "value", "out")]
     assert closest_names("target/decoder/layer_17/query/kernel", names)[0] == "target/decoder/layers_17/query/kernel"

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,7 @@ def patterns(draw):
     return text if flags is None else compiled
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(st.lists(patterns(), max_size=8), st.lists(NAMES, min_size=1, max_size=12))
 @example([r"a\|b"], ["a|b", "a", "b"])
@@ -104,6 +106,7 @@ def test_rule_tables_equal_trying_rules_one_by_one(rules, names):
             assert (found[1].string, found[1].groups()) == (name, first[1].groups())
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(patterns(), NAMES)
 def test_a_matching_name_has_every_plain_part(pattern, name):

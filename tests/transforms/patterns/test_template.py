@@ -16,6 +16,7 @@ _TEMPLATES = st.lists(
 ).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     _TEMPLATES,
