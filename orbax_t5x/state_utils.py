@@ -124,7 +124,8 @@ def apply_assignment_map(
 
     For every name of `optimizer_state` the first rule that matches it fully decides: with None the name is left
     out, otherwise the expanded replacement is the name of the checkpoint leaf that it gets. Used names go away,
-    others stay.
+    others stay, as in T5X: with `[("a", "b")]` alone, a checkpoint that has both names keeps its own `a`, which no rule
+    takes, and a warning says so. `("b", "a")` beside it swaps the two. In a restore the rule wins.
 
     Args:
       ckpt_optimizer_state: nested; of the checkpoint.

@@ -42,7 +42,7 @@ class AssignmentMap(Transform):
     and rules may swap and rotate names.
 
     In a restore a leaf that nothing takes gives way to a rule that puts another under its name. Called by hand the
-    answer is T5X's: that leaf stays and the rule has no effect.
+    result is T5X's: that leaf stays, the rule has no effect, and a warning is logged.
 
     Attributes:
       rules: pairs (regex, replacement or None); a regex must match a whole name.
@@ -104,8 +104,14 @@ class AssignmentMap(Transform):
         self._note_unused(used, list(target), diagnostics)
         flat = new.finish()
         for name, value in state.items():
-            if name not in taken and name not in left_out and not (name in flat and rules_win):
-                flat[name] = value
+            if name in taken or name in left_out or (name in flat and rules_win):
+                continue
+            if name in flat:
+                diagnostics.warnings.append(
+                    f"AssignmentMap keeps the checkpoint's {name!r}, as T5X does: no rule takes it, so the rule for "
+                    "its name has no effect"
+                )
+            flat[name] = value
         return flat
 
     def _note_unused(self, used: set[int], names: list[str], diagnostics: Diagnostics) -> None:

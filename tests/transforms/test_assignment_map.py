@@ -16,12 +16,15 @@ def test_assignment_maps_swap_rotate_and_share():
     assert_same(rotated, {"a": AB["b"], "b": AB["c"], "c": AB["a"]})
 
 
-def test_in_a_restore_a_rule_wins_over_a_leaf_that_nothing_takes():
-    """T5X keeps the checkpoint's `a` and the rule does nothing; the answer by hand stays T5X's."""
+def test_in_a_restore_a_rule_wins_over_a_leaf_that_nothing_takes(caplog):
+    """T5X keeps the checkpoint's `a` and the rule does nothing; the answer by hand stays T5X's, with a warning."""
     transform, target = tr.AssignmentMap([("a", "b")]), dict.fromkeys(("a", "b"))
     result, _ = run(transform, AB, target)
     assert_same(result, {"a": AB["b"], "b": AB["b"], "c": AB["c"]})
+    assert not caplog.records
     assert_same(transform(AB, target), AB)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "keeps the checkpoint's 'a', as T5X does" in warning
 
 
 def test_a_missing_name_lists_what_there_is_and_the_rule_that_would_mend_it():

@@ -11,6 +11,7 @@ from orbax_t5x.rules.finding import find_rules
 
 # Fewer are explained one by one.
 _LEAST_MISSING = 8
+_LET_AUTO_FIND = 'if the two are one model, pass transforms="auto" (on the command line: --rules auto)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,4 +27,4 @@ class OtherNames(Hypothesis):
             return
         if found.is_whole:
             reason = "the names differ, and shapes, structure and words give each one reading"
-            yield Remedy(found.parts, reason, "if the two are one model, let auto find the rules")
+            yield Remedy(found.parts, reason, _LET_AUTO_FIND)

@@ -14,7 +14,7 @@ from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.rules.graph import pack_to_minimal
 from orbax_t5x.rules.layouts import layout_of
 from orbax_t5x.text.wording import counted
-from orbax_t5x.transforms import Rename, Transform, Translate
+from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform, Translate
 
 _MESH_TF = "the checkpoint's names are Mesh TensorFlow's"
 
@@ -56,24 +56,35 @@ def pack_remedy(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy 
     if not pack.steps:
         return None
     reason = f"a rule pack leads {pack.found.removesuffix(f': {pack.name}')}"
-    if all(isinstance(part, Rename) for part in pack.parts):
+    if all(map(_is_prefix_rule, pack.parts)):
         reason = "the checkpoint has them below another prefix"
-    # The pack for Mesh TensorFlow's names is `Translate` under another name.
-    return Remedy(tuple([Translate() if part == mesh_tf_to_t5x() else part for part in pack.parts]), reason)
+    return Remedy(_with_translate(pack.parts), reason)
+
+
+def _is_prefix_rule(part: Transform) -> bool:
+    moved = part.transform if isinstance(part, FollowOptimizer) else part
+    return isinstance(moved, (Rename, Drop))
+
+
+def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
+    """Returns the parts with the pack for Mesh TensorFlow's names under its other name."""
+    return tuple([Translate() if part == mesh_tf_to_t5x() else part for part in parts])
 
 
 def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
     """Returns a pack from known names and what aligns its result with a target that calls the same model otherwise."""
     kind = layout_of(stored).kind
-    if (
-        pack_to_minimal(kind) is None or kind == "mesh tf"
-    ):  # `Translate` leads from those names to a part of a model, too
+    if pack_to_minimal(kind) is None:
         return None
     try:
         found = find_rules(stored, target)
     except RestorePlanError:
         return None
-    return Remedy(found.parts, "a rule pack leads to a model that has other words for some parts of the names")
+    if kind == "mesh tf" and not (found.is_whole and mesh_tf_to_t5x() in found.parts):
+        return None  # `Translate` leads from those names to a part of a model, too
+    return Remedy(
+        _with_translate(found.parts), "a rule pack leads to a model that has other words for some parts of the names"
+    )
 
 
 def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:

@@ -137,12 +137,17 @@ def test_auto_finds_what_a_pack_leaves_below_another_prefix():
 def test_a_forgotten_pack_is_one_problem_for_a_model_of_other_words(end):
     """Layers in a list, as NNX has them: the pack and one Rename, not a problem for each leaf."""
     plain = t5_layouts.minimal()
-    target = {name.replace("layers_", "layers/") + end: np.zeros_like(value) for name, value in plain.items()}
-    plan, problem = assert_cured(checkpoint(t5_layouts.hugging_face(plain)), unflatten(target))
-    assert "hf_t5_to_t5x" in str(problem.fix) and "layers/" in str(problem.fix)
-    found = flatten(plan.execute())
-    for name, value in plain.items():
-        np.testing.assert_array_equal(found[name.replace("layers_", "layers/") + end], value)
+    sources = {"hf_t5_to_t5x": checkpoint(t5_layouts.hugging_face(plain)), "Translate": BUNDLE}
+    for pack, source in sources.items():
+        if source is BUNDLE:
+            translated = ot.restore(BUNDLE, None, [ot.transforms.Translate()])["target"]
+            plain = {f"target/{name}": value for name, value in flatten(translated).items()}
+        target = {name.replace("layers_", "layers/") + end: np.zeros_like(value) for name, value in plain.items()}
+        plan, problem = assert_cured(source, unflatten(target))
+        assert pack in str(problem.fix) and "layers/" in str(problem.fix)
+        found = flatten(plan.execute())
+        for name, value in plain.items():
+            np.testing.assert_array_equal(found[name.replace("layers_", "layers/") + end], value)
 
 
 def test_a_pack_goes_before_rules_that_are_written_for_its_names():
