@@ -37,6 +37,7 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.cli.main", "main"): "a command loads what it needs: `--help` needs neither JAX nor Orbax",
     ("orbax_t5x.cli.main", "_fix_text"): "only a fix needs the transforms, which load JAX",
     ("orbax_t5x.storage.remote.hub", "_package"): "huggingface_hub is an optional package",
+    ("orbax_t5x.multihost.catalogue", "opened_once"): "a restore of one process receives nothing from others",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
     ("orbax_t5x.restoring.chains", "_mapping"): "only rules that are sought need all packs",
     ("orbax_t5x.restoring.planner", "build_plan"): "only a plan that fails is explained: others load nothing of it",

@@ -1,9 +1,6 @@
 """A checkpoint is opened once for all processes of a job, counted by the server; processes that see other files."""
 
 import collections
-import threading
-import time
-import types
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -11,7 +8,6 @@ import pytest
 import safetensors.numpy
 
 import orbax_t5x as ot
-from orbax_t5x.multihost import catalogue
 from tests.support.http_store import serving
 from tests.support.jax_job import run_script
 
@@ -25,6 +21,7 @@ SCRIPT = """
     import os, urllib.request
     import orbax_t5x as ot
     from jax.experimental import multihost_utils
+    from orbax_t5x.multihost.coordination import key_value_store
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     folder, changing, *paths = sys.argv[1:]
     opened = []
@@ -64,6 +61,8 @@ SCRIPT = """
         tell([type(error).__name__, str(error)])
     plan.execute(broadcast=True)
     tell("w" in str(ot.plan_restore(f"{folder}/small.safetensors", None)))
+    multihost_utils.sync_global_devices("all are opened")
+    tell(key_value_store().key_value_dir_get_bytes("orbax_t5x/catalogue"))
 """
 
 
@@ -118,6 +117,7 @@ def test_four_processes_ask_as_much_as_one_and_are_told_where_they_see_other_fil
     assert all(one[: len(names) + 1] == told[0][: len(names) + 1] for one in told)
     assert told[0][names.index("database")] == sorted(f"{name}/w" for name in STATE)
     assert told[0][len(names)] == ["UnsupportedCheckpointError", str(missing.value)]
+    assert all(one.pop() == [] for one in told), "what all have received is removed"
     told, wrong = [one[:-2] for one in told], [one[-2:] for one in told]
     message = "ORBAX_T5X_STORE is 'near' on process 1, and can be 'local', 'shared' or 'bucket' only."
     assert all(kind == "RestorePlanError" and message in text for (kind, text), _ in wrong)
@@ -132,11 +132,3 @@ def test_four_processes_ask_as_much_as_one_and_are_told_where_they_see_other_fil
         sizes = f"{len(data) - 4096} on process 3, and {len(data)} on process 0"
         assert sizes in size and sizes in here and here.startswith(f"{tmp_path}/large.safetensors: leaf 'x'")
         assert tag.startswith(f"{store.url}/changing/x.safetensors: leaf 'x'") and "Fix: give all processes" in tag
-
-
-def test_after_calls_that_only_the_opener_has_made_the_newest_is_taken():
-    now = time.time()
-    begun = [(f"{number}", str(now - age)) for number, age in enumerate([3600.0, 20.0, 10.0])]
-    store = types.SimpleNamespace(key_value_dir_get=lambda folder: [(folder + key, text) for key, text in begun])
-    taken = [catalogue._begun(store, "of the newest", "path", False, threading.Event()) for _ in range(2)]
-    assert taken == [2, 2]  # as many calls as the opener has made wait for none of them

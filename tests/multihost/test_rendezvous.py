@@ -11,7 +11,7 @@ _BEGIN = """
 import logging, os, signal, threading, time
 import orbax.checkpoint as ocp
 import orbax_t5x as ot
-from orbax_t5x.multihost import catalogue, heartbeat, rendezvous
+from orbax_t5x.multihost import heartbeat, openings, rendezvous
 
 heartbeat._BEAT_SECS = 0.05
 HANG_MS = 700_000
@@ -124,7 +124,7 @@ def shorten_silence():
         time.sleep(0.05)
     heartbeat._SILENT_SECS = 0.2
 
-catalogue._COLLECTIVE_BEGIN_SECS = 1  # process 0 opens something else
+openings._COLLECTIVE_BEGIN_SECS = 1  # process 0 opens something else
 if process == 0:
     threading.Thread(target=shorten_silence, daemon=True).start()
 try:

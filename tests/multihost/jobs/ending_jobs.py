@@ -5,7 +5,7 @@ from unittest import mock
 import jax
 
 import orbax_t5x as ot
-from orbax_t5x.multihost import catalogue
+from orbax_t5x.multihost import openings
 from orbax_t5x.readers import together
 from orbax_t5x.restoring import executor
 from orbax_t5x.restoring.broadcast import send
@@ -14,8 +14,8 @@ from tests.multihost.jobs.broadcast_jobs import placed
 
 _WHERE = {
     "the opener opens": (together, "open_checkpoint"),
-    "the catalogue is awaited": (catalogue, "_received"),
-    "the catalogue is received": (catalogue, "_parsed"),
+    "the catalogue is awaited": (openings, "received"),
+    "the catalogue is received": (openings, "_parsed"),
     "buffers are exchanged": (send, "exchange_buffers"),
     "checksums are exchanged": (executor, "gather_checksums"),
 }
