@@ -30,9 +30,9 @@ from orbax_t5x.storage.limits import check_memory_limit
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 _MIB = 1 << 20
-# Larger chunks make a restore of one shard of many decode too much; smaller ones cost a write each. T5X writes the
-# same.
-_CHUNK_BYTES = 64 * _MIB
+# Larger chunks make a restore of one shard of many decode too much, and leave room for few at a time within a limit;
+# smaller ones cost a write each.
+_CHUNK_BYTES = 16 * _MIB
 # Each chunk costs a commit of the database, some 10 ms where it is waited for: a limit of 64 bytes took 107 s for
 # 74 KiB. A chunk of this size is larger than such a limit, and is written by itself.
 LEAST_CHUNK_BYTES = _MIB

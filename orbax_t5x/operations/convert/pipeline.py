@@ -7,6 +7,7 @@ more than was in memory.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ STOP_FILE = "stop"
 
 # At least this many bytes are in flight, however small the arrays are: with fewer, each block waits for a disk.
 _LEAST_IN_FLIGHT = 16 << 20
+# More of the largest blocks than cores that compress them take memory only; more small ones fit in the same bytes.
+_MOST_LARGE_BLOCKS = max(2, os.cpu_count() or 1)
 
 
 class BlockPipeline:
@@ -61,8 +64,7 @@ class BlockPipeline:
                 thread.run(self._run(blocks))
 
     async def _run(self, blocks: Sequence[PlannedBlock]) -> None:
-        largest = max(block.array.view.nbytes for block in blocks)
-        limit = min(self._limit, COPIES_PER_BLOCK * max(largest, _LEAST_IN_FLIGHT))
+        limit = min(self._limit, COPIES_PER_BLOCK * _bytes_in_flight(blocks))
         in_flight = BlocksInFlight(limit, sum(block.nbytes for block in blocks), self._progress)
         await wait_all(self._writes(blocks, in_flight))
 
@@ -115,6 +117,13 @@ class BlockPipeline:
                 for covered in stats.ranges(leaf)
             ]
         )
+
+
+def _bytes_in_flight(blocks: Sequence[PlannedBlock]) -> int:
+    """Returns how many bytes of blocks may be in flight: no more than the largest array has, or some small ones."""
+    largest_array = max(block.array.view.nbytes for block in blocks)
+    largest_block = max(block.nbytes for block in blocks)
+    return max(min(largest_array, _MOST_LARGE_BLOCKS * largest_block), _LEAST_IN_FLIGHT)
 
 
 async def _copied(block: PlannedBlock, output: BlockOutput, stats: ReadStats) -> int | None:

@@ -53,6 +53,20 @@ def test_a_limit_below_a_mebibyte_cuts_no_leaf_smaller_than_that_and_warns(tmp_p
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(64, 8 * MIB), (1, 4 * MIB)])
+def test_memory_follows_blocks_and_not_arrays(tmp_path, monkeypatch, rows, expected):
+    """An array of many blocks takes the memory of some; the values are those of one block."""
+    monkeypatch.setattr(stream, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(pipeline, "_LEAST_IN_FLIGHT", 0)
+    monkeypatch.setattr(pipeline, "_MOST_LARGE_BLOCKS", 2)
+    limits, begin = [], pipeline.BlocksInFlight
+    monkeypatch.setattr(pipeline, "BlocksInFlight", lambda limit, *rest: limits.append(limit) or begin(limit, *rest))
+    array = np.arange(rows << 18, dtype=np.float32).reshape(rows, 1 << 18)
+    ot.convert(checkpoint({"w": array}), tmp_path / "out")
+    assert limits == [expected]
+    np.testing.assert_array_equal(stock(tmp_path / "out")["w"], array)
+
+
 def test_an_error_in_the_middle_stops_the_other_leaves(tmp_path):
     leaves = {f"w{i:03}": np.ones((64, 128)) for i in range(300)}
     leaves["w003"] = FailingLeaf("w003", np.ones((64, 128)), CheckpointIOError("gone", path="/p", leaf="w003"))
