@@ -7,13 +7,17 @@ before each answer, and answer at most so many requests a second.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+from tests.support.amazon_store import ENVIRONMENT
 from tests.support.http_store import HttpStore, Request
 
 
@@ -104,6 +108,43 @@ def counting_http(directory: Path) -> Generator[tuple[str, RequestLog]]:
         yield store.url, store.requests
     finally:
         store.close()
+
+
+@contextmanager
+def counting_s3(directory: Path) -> Generator[tuple[str, RequestLog]]:
+    """Serves a directory as a bucket of moto, whose environment this process and those that it starts then have."""
+    import boto3
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    log, backend = RequestLog(), DomainDispatcherApplication(create_backend_app)
+
+    def counted(environment: dict[str, Any], start_response: Any) -> Iterator[bytes]:
+        ports = int(environment["REMOTE_PORT"]), server.server_port
+        query = f"?{environment['QUERY_STRING']}" if environment.get("QUERY_STRING") else ""
+        method = environment["REQUEST_METHOD"]
+        log.note(method, environment["PATH_INFO"] + query, environment.get("HTTP_RANGE"), ports)
+        for data in backend(environment, start_response):
+            log.count(0 if method == "HEAD" else len(data))
+            yield data
+
+    server = make_server("127.0.0.1", 0, counted, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        client = boto3.client(
+            "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="key", aws_secret_access_key="secret"
+        )
+        client.create_bucket(Bucket="bucket")
+        for path in _files(directory):
+            client.put_object(Bucket="bucket", Key=str(path.relative_to(directory)), Body=path.read_bytes())
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, "AWS_ENDPOINT_URL": url}):
+            yield "s3://bucket", log
+    finally:
+        server.shutdown()
+        thread.join()
 
 
 def _files(directory: Path) -> Iterable[Path]:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.pod_store import RequestLog, counting_http
-from benchmarks.scale_model import DTYPE, FORMATS, Counts, Job, Shapes, Stored, predict
+from benchmarks.pod_store import RequestLog, counting_http, counting_s3
+from benchmarks.scale_model import DTYPE, FORMATS, Counts, Job, Shapes, Stored, least_seconds, predict
 from benchmarks.states import nested
 from orbax_t5x.lazy import as_view
 from tests.support.jax_job import run_script
@@ -93,6 +93,9 @@ _WRITERS: Mapping[str, Callable[[Path, Shapes], str]] = {
     "t5x": _write_t5x,
     "orbax": _write_orbax,
 }
+
+
+_STORES = {"http": counting_http, "s3": counting_s3}
 
 
 # -- one process
@@ -202,13 +205,13 @@ def count(
     return results
 
 
-def differences(result: Result, stored: Stored, devices: int) -> list[str]:
+def differences(result: Result, stored: Stored, devices: int, *, in_bucket: bool = False) -> list[str]:
     """Returns where the store's counts are not the model's, or not the plan's."""
     case, counted = result.case, result.counted
     job = Job(len(counted), devices, case.layout, case.broadcast)
     found = [
         f"process {process}: store {ours}, model {model}"
-        for process, (ours, model) in enumerate(zip(counted, predict(stored, job), strict=True))
+        for process, (ours, model) in enumerate(zip(counted, predict(stored, job, in_bucket=in_bucket), strict=True))
         if ours != model
     ]
     total = [sum(one.data for one in counted), sum(one.nbytes for one in counted)]
@@ -255,12 +258,28 @@ def print_counts(results: Sequence[Result]) -> None:
         print("|", " | ".join(row), "|")
 
 
+def print_times(results: Iterable[Result], stored: Mapping[str, Stored], delay: float, rate: float) -> None:
+    """Prints how many times as long as the model's least time the stages took for which that is a second or more."""
+    ratios = sorted(
+        measured / least
+        for one in results
+        for measured, least in zip(
+            one.seconds, least_seconds(stored[one.case.format], one.counted, delay, rate), strict=True
+        )
+        if least >= 1
+    )
+    if ratios:
+        middle = ratios[len(ratios) // 2]
+        print(f"times over the model's, {len(ratios)} stages: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {middle:.2f}")
+
+
 def main() -> None:
     """Parses the command line and runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--devices", type=int, default=2, help="of each process")
     parser.add_argument("--formats", nargs="+", choices=_WRITERS, default=list(_WRITERS))
+    parser.add_argument("--store", choices=_STORES, default="http")
     parser.add_argument("--delay", type=float, default=0.0, help="milliseconds")
     parser.add_argument("--rate", type=float, default=0.0, help="answers in a second")
     parser.add_argument("--json", type=Path, help="file to which all figures are written")
@@ -270,15 +289,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         written = {name: write(folder, name, SHAPES) for name in given.formats}
-        with counting_http(folder) as (url, log):
+        with _STORES[given.store](folder) as (url, log):
             log.delay, log.rate = given.delay / 1000, given.rate
             for processes in given.processes:
                 for one in count(url, log, cases_of(written), SHAPES, processes, given.devices):
                     results.append(one)
-                    for text in differences(one, written[one.case.format][1], given.devices):
+                    for text in differences(
+                        one, written[one.case.format][1], given.devices, in_bucket=given.store == "s3"
+                    ):
                         failures += 1
                         print(f"{processes} processes, {one.case}: {text}", flush=True)
     print_counts(results)
+    if given.delay or given.rate:
+        print_times(results, {name: stored for name, (_, stored) in written.items()}, given.delay / 1000, given.rate)
     print(f"{len(results)} restores; {failures} counts differ from the model or the plan")
     if given.json is not None:
         given.json.write_text(json.dumps([dataclasses.asdict(one) for one in results]))

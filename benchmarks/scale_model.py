@@ -28,12 +28,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 DTYPE = np.dtype(np.float32)
 
 _CHUNKS = 8  # of each array that is stored in chunks, along its first dimension
+_AHEAD_REQUESTS = 32  # under way for one array
 _HEADER_BYTES = 1 << 16  # of safetensors; a longer one is requested by itself
 
 
 class Costs(NamedTuple):
-    """Requests of one opening and one execution: those of any checkpoint, and those of each array besides."""
+    """Requests of one opening and one execution: those of any checkpoint, and those of each array besides.
 
+    `opening_waits` is the number of requests of an opening of which each has to wait for the one before.
+    """
+
+    opening_waits: int
     opening: int
     opening_of_array: int = 0
     checks: int = 0
@@ -68,10 +73,10 @@ class Format:
 FORMATS = {
     one.name: one
     for one in (
-        Format("safetensors", Costs(29)),
-        Format("bundle", Costs(26), is_summed=True),
-        Format("t5x", Costs(25, 2, 0, 1), is_chunked=True),
-        Format("orbax", Costs(47, 0, 1), is_chunked=True, inline_bytes=1024),
+        Format("safetensors", Costs(6, 29), bucket=Costs(6, 31)),
+        Format("bundle", Costs(3, 26), is_summed=True),
+        Format("t5x", Costs(4, 25, 2, 0, 1), is_chunked=True),
+        Format("orbax", Costs(7, 47, 0, 1), is_chunked=True, inline_bytes=1024),
     )
 }
 
@@ -186,9 +191,12 @@ def predict(stored: Stored, job: Job, *, in_bucket: bool = False) -> list[Counts
             nbytes[chunk.owner] += counts.nbytes
     for one in unshared:
         (leaf,) = one.leaves
-        for process in range(job.processes):
-            boxes = [box for box, needers in zip(one.boxes, one.needers, strict=True) if process in needers]
-            counts = leaf_reads(leaf, boxes)
+        boxes: dict[int, list[Box]] = {}
+        for box, needers in zip(one.boxes, one.needers, strict=True):
+            for process in needers:
+                boxes.setdefault(process, []).append(box)
+        for process, own in boxes.items():
+            counts = leaf_reads(leaf, own)
             requests[process] += counts.requests
             nbytes[process] += counts.nbytes
     costs = stored.format.bucket if in_bucket and stored.format.bucket is not None else stored.format.web
@@ -198,3 +206,28 @@ def predict(stored: Stored, job: Job, *, in_bucket: bool = False) -> list[Counts
         Counts(0 if process else opening, 0 if process else checks, requests[process], nbytes[process])
         for process in range(job.processes)
     ]
+
+
+class Seconds(NamedTuple):
+    """Least seconds of the stages of a restore that its store takes."""
+
+    opening: float
+    reading: float
+
+
+def least_seconds(stored: Stored, counts: Sequence[Counts], delay: float, rate: float) -> Seconds:
+    """Returns the least seconds at a store that waits before each answer, and answers so many requests a second.
+
+    Args:
+      stored: what is restored.
+      counts: of each process.
+      delay: seconds before each answer.
+      rate: answers in a second, to all processes together; 0 for no limit.
+    """
+    opening, reading = sum(one.opening for one in counts), sum(one.checks + one.data for one in counts)
+    waits = -(-max(one.data for one in counts) // _AHEAD_REQUESTS)
+    limited = [requests / rate if rate else 0.0 for requests in (opening, reading)]
+    # The last of many requests that wait for their turn waits for its own answer besides.
+    return Seconds(
+        max(stored.format.web.opening_waits * delay, limited[0] + delay), max(waits * delay, limited[1] + delay)
+    )
