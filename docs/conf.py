@@ -17,7 +17,15 @@ author = "The orbax-t5x authors"
 copyright = f"{datetime.date.today().year}, {author}"
 release = version = orbax_t5x.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb", "sphinx_copybutton", "docstrings", "labels"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "sphinx_copybutton",
+    "docstrings",
+    "labels",
+    "scripts",
+]
 exclude_patterns = ["_ext", "_build"]
 # A reference that leads nowhere is a warning, and so an error.
 nitpicky = False

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ from tests.support import page_outputs
 DOCS = Path(__file__).parents[2] / "docs"
 # Pages that show how to extend the package are test files: their examples are run by pytest.
 GUIDES = sorted(DOCS.rglob("adding-a-*.md"))
+FIRST = DOCS / "start" / "first-script.md"
 # The page on T5X's modules has a test of its own, which gives it a model; recipes are run as the files that they show.
-_ELSEWHERE = {DOCS / "coming-from" / "t5x.md", *GUIDES, *(DOCS / "examples").rglob("*.md")}
+_ELSEWHERE = {DOCS / "coming-from" / "t5x.md", FIRST, *GUIDES, *(DOCS / "examples").rglob("*.md")}
 PAGES = sorted(page for page in set(DOCS.rglob("*.md")) - _ELSEWHERE if "```python" in page.read_text())
 
 
@@ -36,6 +38,33 @@ def test_examples_run(page, goldens, tmp_path, monkeypatch):
         outputs.append((block, page_outputs.cleaned(printed.getvalue(), paths)))
     page_outputs.compare(page, outputs)
     page_outputs.compare_tables(page, names, paths)
+
+
+@pytest.mark.slow
+def test_the_first_script_is_killed_and_goes_on(tmp_path):
+    """The page's blocks are one file, which one process runs until it is killed, and another to its end."""
+    python, shell = ([*page_outputs.blocks(FIRST, language)] for language in ("python", "sh"))
+    mark = "end of a block\n"
+    file = tmp_path / "first_script.py"
+    file.write_text(f"\nprint({mark!r}, end='')\n".join(block.code for block in python))
+    # The second process finds what the first one compiled.
+    environment = {"PYTHONPATH": str(DOCS.parent), "COLUMNS": str(page_outputs.COLUMNS)}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    runs = [
+        subprocess.run(
+            [sys.executable, str(file), *arguments],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+        for arguments in (["2"], [])
+    ]
+    assert [run.returncode for run in runs] == [-signal.SIGKILL, 0], [run.stderr for run in runs]
+    printed = [(block, text) for block, text in zip(python, runs[1].stdout.split(mark), strict=True)]
+    printed += [(block, run.stdout.replace(mark, "")) for block, run in zip(shell, runs, strict=True)]
+    outputs = [(block, page_outputs.cleaned(text, {f"{DOCS.parent}/": ""})) for block, text in printed]
+    page_outputs.compare(FIRST, sorted(outputs, key=lambda output: output[0].line))
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
