@@ -21,7 +21,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 CommitFuture = CommitFutureAwaitingContractedSignals
 
 TEMPORARY_MARK: str = ocp.path.atomicity_types.TMP_DIR_SUFFIX
-"""What the name of each of Orbax's temporary directories has in it. Only those are ever removed."""
+"""Part of the name of each of Orbax's temporary directories. No other directories are ever removed."""
 
 
 def write_spec(

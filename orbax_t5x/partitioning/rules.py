@@ -20,7 +20,7 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes | PartitionSpec]]
 """Pairs of a logical axis and its mesh axes, or of a pattern of whole leaf names and a `PartitionSpec`."""
 
 AxisNames = Sequence[MeshAxes] | PartitionSpec
-"""What a model calls the dimensions of one leaf."""
+"""Logical axis names of the dimensions of one leaf."""
 
 STANDARD_LOGICAL_AXIS_RULES: Sequence[tuple[str, MeshAxes]] = (
     ("batch", "data"),

@@ -50,7 +50,7 @@ ANY_RESTORE = Caller()
 
 @dataclasses.dataclass(frozen=True)
 class SourceHistory:
-    """What open sources record of the transforms that were applied before; several sources begin a new lineage."""
+    """Records of open sources about the transforms that were applied before; several sources begin a new lineage."""
 
     sources: OpenSources
 

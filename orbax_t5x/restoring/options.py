@@ -27,7 +27,7 @@ several shards need are decoded twice."""
 
 
 BroadcastMode = Literal["auto"] | bool
-"""Which way leaves come to several processes that need them: read by each, or by one that sends them."""
+"""Way in which leaves come to several processes that need them: read by each, or by one that sends them."""
 
 
 def memory_limit(memory_limit_bytes: int | None) -> int:

@@ -122,6 +122,6 @@ class Crc:
 
 
 CRC32C = Crc("crc32c", 0x82F63B78, lambda crc, data: fastcrc.crc32.iscsi(data, crc))
-"""Castagnoli's, of TensorFlow bundles and of `_CHECKSUMS.json`."""
+"""Castagnoli's checksum, of TensorFlow bundles and of `_CHECKSUMS.json`."""
 CRC32 = Crc("crc32", 0xEDB88320, lambda crc, data: zlib.crc32(data, crc))
-"""That of zip archives."""
+"""Checksum of zip archives."""

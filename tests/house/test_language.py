@@ -1,6 +1,7 @@
 """Docstrings begin with what they document: a function's with a verb in the third person, a class's with a noun."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,17 @@ def first_words(tree: ast.AST) -> Iterator[tuple[str, FirstWord]]:
         yield name, (kind, word[0])
 
 
+def constants_words(tree: ast.AST) -> Iterator[tuple[str, FirstWord]]:
+    """Yields names and first words of the docstrings below assignments."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for before, after in itertools.pairwise(body if isinstance(body, list) else ()):
+            if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+                if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                    target = before.targets[0] if isinstance(before, ast.Assign) else before.target
+                    yield ast.unparse(target), ("constant", after.value.value.split(maxsplit=1)[0])
+
+
 def begins_well(first: FirstWord) -> bool:
     kind, word = first
     if kind != "function":
@@ -68,12 +80,20 @@ def test_clauses_are_found(first, well):
     assert begins_well(first) is well
 
 
+def test_docstrings_of_constants_are_found():
+    tree = ast.parse('A: int = 1\n"""Which way."""\nB = 2\nclass C:\n    D = 3\n    """Size of x."""')
+    found = dict(constants_words(tree))
+    assert found == {"A": ("constant", "Which"), "D": ("constant", "Size")}
+    assert [begins_well(first) for first in found.values()] == [False, True]
+
+
 @pytest.mark.slow
 def test_docstrings_begin_with_a_verb_or_a_noun():
     found = [
         f"{path.relative_to(PACKAGE)}: {name}: {first[1]}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        for name, first in first_words(ast.parse(path.read_text()))
+        for tree in [ast.parse(path.read_text())]
+        for name, first in (*first_words(tree), *constants_words(tree))
         if not begins_well(first)
     ]
     assert not found, f"{len(found)} docstrings begin otherwise (CONTRIBUTING.md):\n" + "\n".join(found)
