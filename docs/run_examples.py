@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import tomllib
 import types
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ EXAMPLES = Path(__file__).parent / "examples"
 _CELL = re.compile(r"^# %%(?P<text> \[markdown\])?\n", re.MULTILINE)
 _OUTPUT = re.compile(r"^```output\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INSTALL = "# On a machine of your own: once, in its environment.\n%pip install --quiet orbax-t5x"
-_ELSEWHERE = "https://colab.research.google.com/github/orbax-t5x/orbax-t5x/blob/main/docs/examples/notebooks"
+# pyproject.toml has the address of the repository.
+_URLS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["urls"]
+_REPOSITORY = _URLS["Source"].removeprefix("https://github.com/")
+_ELSEWHERE = f"https://colab.research.google.com/github/{_REPOSITORY}/blob/main/docs/examples/notebooks"
 # Drawn here: a page of the site loads nothing from elsewhere.
 _BADGE = "[![Open in Colab](open-in-colab.svg)]"
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from tests.support import page_outputs
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 # What T5X makes of the bundle that the package carries.
 EXPECTED = ROOT / "tests" / "goldens" / "importer" / "t5_1_1_f32.npz"
 
@@ -85,8 +87,8 @@ def test_links_are_absolute_and_lead_to_pages():
     """On a package index nothing relative leads anywhere."""
     for link in re.findall(r"\]\(([^)]*)\)", README.read_text()):
         assert link.startswith("https://")
-        page = re.fullmatch(r"https://orbax-t5x\.readthedocs\.io/en/latest/(?:(.+)\.html)?(?:#.*)?", link)
-        file = re.fullmatch(r"https://github\.com/orbax-t5x/orbax-t5x/blob/main/(.+)", link)
+        page = re.fullmatch(rf"{re.escape(URLS['Documentation'])}/en/latest/(?:(.+)\.html)?(?:#.*)?", link)
+        file = re.fullmatch(rf"{re.escape(URLS['Source'])}/blob/main/(.+)", link)
         assert page or file, link
         path = ROOT / "docs" / f"{page[1] or 'index'}.md" if page else ROOT / file[1]
         assert path.exists(), link

@@ -52,7 +52,21 @@ def test_one_version_everywhere():
     citation = dict(re.findall(r"^([\w-]+): (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
     assert release and ot.__version__ == PROJECT["version"] == release[1] == citation["version"]
     assert citation["date-released"] == release[2] and citation["license"] == PROJECT["license"]
-    assert citation["repository-code"].strip('"') == PROJECT["urls"]["Source"]
+
+
+def test_the_addresses_are_those_of_the_metadata():
+    """`[project.urls]` is the one place that decides; README, citation and notebooks repeat it."""
+    urls = PROJECT["urls"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f'repository-code: "{urls["Source"]}"' in citation and f'\nurl: "{urls["Documentation"]}"' in citation
+    assert all(url.startswith(urls["Source"]) for name, url in urls.items() if name != "Documentation")
+    own = re.compile(r"https://(?:colab\.research\.google\.com/)?[\w./-]*orbax-t5x[\w./-]*")
+    colab = urls["Source"].replace("https://github.com", "https://colab.research.google.com/github")
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    links = [(path, link) for path in files for link in own.findall(path.read_text())]
+    assert len(links) > 15
+    wrong = [found for found in links if not found[1].startswith((urls["Source"], urls["Documentation"], colab))]
+    assert not wrong, f"addresses that pyproject.toml does not name: {wrong}"
 
 
 def test_the_workflows_run_every_python_that_the_metadata_name():
