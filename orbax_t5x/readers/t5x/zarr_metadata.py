@@ -87,7 +87,7 @@ class ZarrMetadata:
     @functools.cached_property
     def bfloat16_layout(self) -> ArrayLayout:
         """The layout of the array whose elements are read as bfloat16."""
-        return dataclasses.replace(self.layout, dtype=_DTYPES[_BFLOAT16])
+        return self.layout._replace(dtype=_DTYPES[_BFLOAT16])
 
     @functools.cached_property
     def kind(self) -> Hashable | None:
