@@ -5,17 +5,16 @@ takes uploads, on condition of a generation too, and removals. The
 emulators on PyPI leave the generation out of the answers that carry bytes, by which a changed file is noticed.
 """
 
-import hashlib
 import json
 
-from tests.support.http_store import HttpStore
+from tests.support.http_store import HttpStore, digest
 
 
 class GoogleStore(HttpStore):
     """The part of Google Cloud Storage's JSON API that TensorStore's `gcs` driver uses."""
 
     def generation(self, data):
-        return str(int(hashlib.sha256(data).hexdigest()[:12], 16))
+        return str(int(digest(data)[:12], 16))
 
     def answer_to(self, name, query):
         """(status, body, headers), or the contents of a file."""

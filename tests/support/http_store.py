@@ -6,6 +6,7 @@ and says what happens instead of the right answer.
 
 import dataclasses
 import email.utils
+import functools
 import hashlib
 import http.server
 import re
@@ -51,7 +52,7 @@ class HttpStore:
     def __init__(self, directory: Path | None = None):
         self.directory = directory
         self.files: dict[str, bytes] = {}
-        self.etag: Callable[[bytes], str | None] = lambda data: f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+        self.etag: Callable[[bytes], str | None] = lambda data: f'"{digest(data)[:16]}"'
         self.fault: Fault = lambda request: None
         self.latency = 0.0
         self.log: list[Request] = []
@@ -134,6 +135,13 @@ class HttpStore:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+# Many requests are for the same file: bytes know their hash, and SHA-256 of a large one takes longer than the answer.
+@functools.lru_cache(maxsize=8)
+def digest(data: bytes, algorithm: str = "sha256") -> str:
+    """Of the contents of a file."""
+    return hashlib.new(algorithm, data).hexdigest()
 
 
 @contextmanager

@@ -1,14 +1,13 @@
 """Stand-ins for the Hugging Face hub: one that sends its files itself, and one that sends on to another server."""
 
 import base64
-import hashlib
 import itertools
 import json
 
 import numpy as np
 import safetensors.numpy
 
-from tests.support.http_store import HttpStore
+from tests.support.http_store import HttpStore, digest
 
 W = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
 B = np.arange(6, dtype=np.float32)
@@ -39,7 +38,7 @@ class Hub(HttpStore):
         if parts[2:3] == ["resolve"] and parts[3] in self.revisions and "/".join(parts[:2]) == "google/tiny":
             data = self.files.get("/".join(parts[4:]))
             if data is not None:
-                return 200, data, {"X-Repo-Commit": self.commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+                return 200, data, {"X-Repo-Commit": self.commit, "ETag": f'"{digest(data, "sha1")}"'}
             return 404, b"", {"X-Error-Code": "EntryNotFound"}
         return 404, b"{}", {"X-Error-Code": "RepoNotFound"}
 
@@ -48,7 +47,7 @@ class Hub(HttpStore):
             return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
         if parts[:1] == ["tree"]:
             files = [
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                {"type": "file", "path": name, "size": len(data), "oid": digest(data, "sha1")}
                 for name, data in self.files.items()
             ]
             return 200, json.dumps(files).encode(), {}
@@ -80,7 +79,7 @@ class RedirectingHub(Hub):
         found = super().answer_to(name.removeprefix("cached/"), query)
         if "/resolve/" not in name or found[0] != 200:
             return found
-        headers = {**found[2], "X-Linked-Etag": f'"{hashlib.sha256(found[1]).hexdigest()}"'}
+        headers = {**found[2], "X-Linked-Etag": f'"{digest(found[1])}"'}
         headers |= {"X-Linked-Size": str(len(found[1])), "Location": f"/cached/{name}"}
         if is_cached:
             file = "/".join(name.split("/")[5:])
