@@ -31,6 +31,7 @@ def changed():
     return {**other, "step": 3, "text": "words"}
 
 
+@pytest.mark.slow
 def test_exit_codes_and_json(tmp_path, capsys):
     other = changed()
     other["params"]["layers_1"]["kernel"][0, 0] += 0.25

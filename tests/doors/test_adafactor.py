@@ -203,6 +203,7 @@ def test_an_equal_definition_does_not_compile_again():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_state_of_every_parameter_kind():
     definition = _logical_definition(beta1=0.9, dtype_momentum=jnp.bfloat16)
     state = definition.create(_big_params()).state

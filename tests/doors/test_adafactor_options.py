@@ -239,6 +239,7 @@ def test_results_have_the_parameters_dtype_and_slots_are_float32(dtype):
         assert {leaf.dtype for leaf in jax.tree.leaves(optimizer.state.param_states)} == {np.dtype(np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype_momentum", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_strict_promotion_and_no_drift_of_dtypes(dtype_momentum):
     """A step mixes dtypes as T5X's does, by JAX's default promotion, also where the caller's is strict."""

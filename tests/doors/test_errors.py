@@ -133,6 +133,7 @@ PROBLEMS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(PROBLEMS)
 def test_a_text_is_short_and_has_every_kind(problems):
     error = errors.RestorePlanError(problems)

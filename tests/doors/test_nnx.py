@@ -65,6 +65,7 @@ def test_names_have_no_value_and_integers_as_text(model):
     assert "layers/0/query/kernel" in names and "scale" in names and not any(name.endswith("/value") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("abstract", [False, True])
 def test_a_state_that_stock_orbax_saved(tmp_path, model, abstract):
     """With the trailing `value` that stock Orbax writes."""

@@ -103,6 +103,7 @@ def test_state_dicts_and_axes_are_t5xs(t5x_cases, name):
             assert derived[key] == wanted, key
 
 
+@pytest.mark.slow
 def test_ready_made_names_are_optaxs():
     names = "adabelief adagrad adam adamw fromage lamb lars lion noisy_sgd radam rmsprop sgd yogi"
     for name in names.split():

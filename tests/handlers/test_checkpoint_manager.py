@@ -89,6 +89,7 @@ def test_options_that_decide_which_steps_there_are(tmp_path, kind, tree, options
             assert_same(read.restore(step, args=kind.restore(tree)), {**tree, "step": step})
 
 
+@pytest.mark.slow
 def test_the_best_step_by_its_metrics(tmp_path, kind, tree):
     options = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min", "max_to_keep": 2}
     with manager(tmp_path, kind, **options) as written:

@@ -149,7 +149,6 @@ def test_circles_are_found():
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-@pytest.mark.slow
 def test_every_module_has_a_room():
     assert {room_of(module) for module in edges()} == set(FLOOR_OF)
     assert len(FLOOR_OF) <= 28 and len(FLOORS) <= 10

@@ -50,6 +50,7 @@ def test_the_example_restores_what_t5x_imports_and_computes_with_it(ran):
     assert axis_type == jax.sharding.AxisType.Auto and "`Auto`" in README.read_text()
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_real_one(ran):
     text = README.read_text()
     shown = re.search(r"^```output\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

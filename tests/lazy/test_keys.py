@@ -65,6 +65,7 @@ MOVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOVED)
 def test_transforms_move_keys_whole(saved, keys, name):
     transform, leaf, moved = MOVED[name]

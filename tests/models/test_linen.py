@@ -77,12 +77,13 @@ def test_logits_of_transformers(goldens, kind):
         np.testing.assert_allclose(logits, golden["logits"], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
         pytest.param(T5Config(encoder_layers=1, decoder_layers=1), id="unrolled"),
-        pytest.param(SCANNED, id="scanned", marks=pytest.mark.slow),
-        pytest.param(T5Config(tied=True, gated=False), id="tied", marks=pytest.mark.slow),
+        pytest.param(SCANNED, id="scanned"),
+        pytest.param(T5Config(tied=True, gated=False), id="tied"),
     ],
 )
 def test_decoding_with_a_cache_equals_decoding_without(config):

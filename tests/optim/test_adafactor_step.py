@@ -67,6 +67,7 @@ def test_a_step_is_that_of_the_paper(dims):
     np.testing.assert_allclose(ours, param - momentum, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_no_number_changes_nothing_where_that_is_asked_for():
     param = np.ones((3, 4), np.float32)
     slots = init_slots(WHOLE, param, jnp.float32)

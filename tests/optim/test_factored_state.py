@@ -173,6 +173,7 @@ def test_slots_of_a_matrix_are_told_by_their_shapes():
         match_slots((9, 30), {"v_row": (8,), "v_col": (30,), "v": (1,)}, optax_shapes)
 
 
+@pytest.mark.slow
 def test_problems_name_the_leaf_and_what_to_do():
     source = _shapes(_flat(_t5x(0.9).create(_values(0)).state_dict()))
     target = _shapes(_flat(optimizers.OptaxWrapper(optax.adafactor(0.1)).create(_values(0)).state_dict()))

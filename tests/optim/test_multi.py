@@ -311,6 +311,7 @@ def test_nested_multi_optimizers():
     assert derived.state.param_states["0"]["1"][0].mu == {"decoder": _AXES["decoder"]}
 
 
+@pytest.mark.slow
 def test_a_traversal_that_picks_nothing():
     definition = MultiOptimizer([(_under("nothing"), optimizers.adam(0.1)), (_under("head"), optimizers.adam(0.1))])
     optimizer = definition.create(_tree(0)).apply_gradient(_tree(1))

@@ -188,6 +188,7 @@ def test_names_of_a_tree_with_shardings_decide_for_all_that_end_in_them():
     assert found["params/bias"] == P("model") and found["params/layers/scale"] == P()
 
 
+@pytest.mark.slow
 def test_a_t5x_state_like_its_parameters():
     factored = optax.adafactor(0.1, min_dim_size_to_factor=8)
     state = FlaxOptimTrainState.create(OptaxWrapper(optax.chain(factored, optax.ema(0.9))), {"params": PARAMS})

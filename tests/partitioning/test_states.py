@@ -89,6 +89,7 @@ def test_every_leaf_gets_a_sharding_that_jax_accepts(variables, name, abstract):
     assert jax.tree.leaves(placed)[0].sharding.num_devices == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_parameters_are_split_as_flax_says(variables, name):
     found = specs(with_shardings(STATES[name](variables), mesh()))

@@ -228,6 +228,7 @@ def test_partials_tell_their_rules_apart(tmp_path):
     problem_of(restore, tmp_path / "run", 0, [swap("y", "z")], **again)
 
 
+@pytest.mark.slow
 def test_edited_rules_are_refused_once(tmp_path):
     save(tmp_path / "old", 0, provenance=())
     plan = ot.plan_restore(tmp_path / "old", TARGET, SWAP)

@@ -130,6 +130,7 @@ def test_the_provenance_of_a_plan_without_transforms_counts_older_steps(tmp_path
     assert entry["transforms"] is None
 
 
+@pytest.mark.slow
 def test_a_save_reads_the_newest_steps_alone(tmp_path, events):
     run = make_run(tmp_path, 400, recorded=range(399))
     key = run_steps.run_of(run, "default")

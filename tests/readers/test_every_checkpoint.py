@@ -94,6 +94,7 @@ def test_bit_for_bit(name, way, run_of_its_own):
                 assert restored[leaf].sharding == target[leaf].sharding
 
 
+@pytest.mark.slow
 def test_shardings_split_what_they_can():
     """Of all leaves together, so that a test above cannot pass with everything replicated."""
     for sharding in ("first dimension", "last dimension", "both"):

@@ -43,6 +43,7 @@ def contents(archive):
     return found
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.text("abé/ _.", min_size=1, max_size=6).filter(lambda name: name[0] != "/"), st.binary(max_size=40)

@@ -181,6 +181,7 @@ def test_a_function_of_a_source_gets_its_part_of_the_target(target, seen):
     assert got == [seen]
 
 
+@pytest.mark.slow
 def test_handlers_and_convert_take_a_source(tmp_path):
     source = ot.Source(arrays(a=1, b=2), [SWAP])
     target = dict.fromkeys("ab", np.zeros(2, np.float32))

@@ -48,6 +48,7 @@ def imported(goldens, name):
         return {key: values[key].astype(getattr(ml_dtypes, leaf["dtype"], leaf["dtype"])) for key, leaf in meta.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("make", [training_state, inference_state])
 def test_bundles(goldens, name, make):
@@ -117,6 +118,7 @@ SWAP = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["bundle", "orbax"])
 @pytest.mark.parametrize("function", [False, True])
 def test_t5xs_functions_transform_every_format(goldens, source, function):

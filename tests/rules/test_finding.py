@@ -75,6 +75,7 @@ def test_an_nnx_list_from_hugging_face_in_one_call():
     assert all(np.array_equal(found[name], value) for name, value in as_list(PLAIN).items())
 
 
+@pytest.mark.slow
 def test_several_readings_are_one_problem_with_the_rules_found():
     words = {"query": "red", "key": "green", "value": "blue"}
     target = {"/".join(words.get(part, part) for part in n.split("/")): v for n, v in as_list(PLAIN).items()}
@@ -151,6 +152,7 @@ def test_t5xs_adafactor_goes_on_in_optax_and_back_for_five_steps(names):
         np.testing.assert_allclose(np.asarray(found), np.asarray(value), rtol=2e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_t5xs_train_state_in_flax_with_optax():
     source = ot.state_utils.flatten_state_dict(t5x_state("minimal", adafactor("minimal")).state_dict())
     tx = optax.adafactor(1e-3, min_dim_size_to_factor=8)

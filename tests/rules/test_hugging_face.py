@@ -66,6 +66,7 @@ def test_hugging_face_without_a_target_and_back(hf, expected_hf):
 HEAD = "target/decoder/logits_dense/kernel"
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_the_transposed_embedding_if_outputs_are_not_scaled(hf, expected_hf):
     assert (
         json.loads((GOLDENS / "safetensors" / "t5_1_1" / "config.json").read_text())["scale_decoder_outputs"] is False

@@ -1,10 +1,13 @@
 """Hugging Face's Flax models become what their PyTorch twins become."""
 
+import pytest
+
 from orbax_t5x import rules
 from orbax_t5x.testing.transform_suite import as_numpy, assert_same, run
 from tests.support.rule_networks import as_pytorch
 
 
+@pytest.mark.slow
 def test_flax_models_become_what_their_pytorch_twins_become(hf_flax):
     twin = as_pytorch(hf_flax)
     for prefix in ("target/", "params/", ""):

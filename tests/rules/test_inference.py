@@ -100,6 +100,7 @@ def test_infer_finds_flax_models(hf_flax):
     assert_same(run(rules.infer(plain, hf_flax), plain)[0], {name: as_numpy(value) for name, value in hf_flax.items()})
 
 
+@pytest.mark.slow
 def test_infer_leads_from_one_foreign_layout_to_another(hf_flax):
     """Through T5X's names on the way, from and to Hugging Face's two, and from Mesh TensorFlow's."""
     plain, _ = run(rules.hf_flax_t5_to_t5x(), hf_flax)

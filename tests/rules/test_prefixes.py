@@ -117,6 +117,7 @@ def test_what_infer_finds_for_a_bundle_has_no_way_back(layout):
         pack.inverse()
 
 
+@pytest.mark.slow
 def test_the_way_back_of_what_infer_drops_is_that_of_the_rest():
     target = {f"target/{name}": value for name, value in parameters("minimal").items()}
     scanned = {f"target/{name}": value for name, value in parameters("scanned").items()}

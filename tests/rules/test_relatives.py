@@ -164,6 +164,7 @@ def test_local_attention_is_told_by_an_argument_or_the_target():
     assert "TransientGlobalSelfAttention" in problem.message
 
 
+@pytest.mark.slow
 def test_biases_of_their_own_go_back_to_hugging_face():
     """By the packs written out, with a target and without one, from layers on an axis and from split heads."""
     theirs = tree("umT5, Pile-T5", "Hugging Face")

@@ -46,6 +46,7 @@ def test_adafactor_follows(relative, source, target):
     assert result.keys() == want.keys()
 
 
+@pytest.mark.slow
 def test_moments_follow_experts():
     want, result, diagnostics = moved(
         "gated mixture of experts", "T5X unscanned", "Flaxformer scanned in subblocks", relative_slots.adam

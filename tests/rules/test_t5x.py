@@ -44,6 +44,7 @@ def test_there_and_back(networks, shapes, way):
     assert pack.inverse().inverse() == pack and pack.inverse() != pack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_axis", [0, 1, 2, -1])
 def test_other_scan_axes(networks, scan_axis):
     source = {

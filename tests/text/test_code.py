@@ -10,6 +10,7 @@ from orbax_t5x.text.code import calls_code
 from tests.support.failed_plans import HF, HF_CONFIG, parameters
 
 
+@pytest.mark.slow
 def test_the_way_back_is_proposed_in_the_order_of_its_packs():
     both = rules.infer(ot.open_checkpoint(HF).leaves, parameters(dataclasses.replace(HF_CONFIG, scan_layers=True)))
     back = [rules.t5_minimal_to_scanned(6, 8).inverse(), rules.hf_t5_to_t5x().inverse()]

@@ -130,6 +130,7 @@ def test_stack_layers(source, axis, into):
     check(tr.StackLayers(pattern, into, axis), source, lambda: oracle.stack_layers(source, pattern, into, axis))
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(
     st.dictionaries(st.sampled_from(["e", "d"]), st.integers(0, 3), min_size=1),
@@ -221,6 +222,7 @@ def test_pad_and_slice(source, pattern, shape, value, index):
     check(tr.Slice(pattern, tuple(index)), source, lambda: oracle.each(source, pattern, part))
 
 
+@pytest.mark.slow
 @settings(max_examples=_EXAMPLES)
 @given(
     trees(

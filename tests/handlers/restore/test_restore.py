@@ -225,6 +225,7 @@ def test_a_t5x_train_state_is_written_in_t5xs_layout_and_comes_back(tmp_path, me
     )
 
 
+@pytest.mark.slow
 def test_an_nnx_state_comes_back_as_one(tmp_path):
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -70,6 +70,7 @@ def test_parameters_alone_in_another_dtype(tmp_path, transforms):
     assert found["target/encoder/w"].sharding == rows() and found["target/encoder/ids"].dtype == np.int32
 
 
+@pytest.mark.slow
 def test_export_names(tmp_path):
     item = state()
     renamed = ot.transforms.Rename(((r"target/(.*)", r"model/\1"), (r"state/(.*)", r"optimizer/\1")))

@@ -123,6 +123,7 @@ def test_a_caller_may_write_over_arrays_at_once(tmp_path):
     assert report.verified == ("a",)
 
 
+@pytest.mark.slow
 def test_conversions_sum_what_they_stream(tmp_path):
     first = save(tmp_path / "first", tree())
     ot.convert(first, tmp_path / "second", [ot.transforms.Drop(["text"])], memory_limit_bytes=1 << 20)

@@ -39,6 +39,7 @@ def test_streamed_arrays_equal_numpy_for_any_chunking(tmp_path_factory, data):
     assert sum(int(np.prod([b - a for a, b in box])) for box in leaf.boxes) == array.size
 
 
+@pytest.mark.slow
 def test_lazy_leaves_save_through_a_manager_in_the_background(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "LEAST_CHUNK_BYTES", 1)
     source = checkpoint({"w": np.arange(4096.0).reshape(64, 64), "v": np.ones(3, np.float32)}, AwaitedLeaf)

@@ -151,6 +151,7 @@ def test_usage_errors(tmp_path):
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("byte", [100, 3000, -3])
 def test_a_damaged_source_leaves_nothing(tmp_path, byte):
     for path in (GOLDENS / "tf_bundle" / "t5_1_1_f32").iterdir():

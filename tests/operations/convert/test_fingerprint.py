@@ -24,6 +24,7 @@ def test_of_another_source_nothing_is_kept(format, source, out, caplog):
     assert_holds(out, format, changed)
 
 
+@pytest.mark.slow
 def test_of_other_transforms_nothing_is_kept_and_of_equal_ones_all(source, out):
     def first(state, target):
         return {name: view[::-1] for name, view in state.items()}

@@ -57,6 +57,7 @@ def test_several_kills_one_after_the_other(format, source, out):
     assert_holds(out, format, ARRAYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_damaged_blocks_are_written_again(format, source, out):
     leave(source, out, format=format, blocks=10)

@@ -42,6 +42,7 @@ def some_arrays():
     return arrays | {"rank0": np.float32(4).reshape(()), "empty": np.zeros((0, 3), np.float32), "ünïcode/é": np.ones(1)}
 
 
+@pytest.mark.slow
 def test_a_file_is_the_one_that_the_library_writes_byte_for_byte(tmp_path):
     arrays = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.ones(3, np.float32), "c": np.ones(5, np.int8)}
     report = ot.convert(checkpoint(arrays), tmp_path / "out", format="safetensors")

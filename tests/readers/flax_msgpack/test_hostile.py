@@ -136,6 +136,7 @@ def test_a_million_colliding_keys(tmp_path):
     refused(write(tmp_path, struct.pack(">BI", 0xDF, 100_000) + keys), CorruptCheckpointError, "not text")
 
 
+@pytest.mark.slow
 def test_keys_twice(tmp_path):
     error = refused(write(tmp_path, b"\x81\xa1p\x82\xa1a\x01\xa1a\x02"), CorruptCheckpointError, "'a' occurs twice")
     assert error.leaf == "p"

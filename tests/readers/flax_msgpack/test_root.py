@@ -11,7 +11,8 @@ from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, Unsupported
 from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 
-pytestmark = pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated")
+# Flax imports TensorFlow where it writes.
+pytestmark = [pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated"), pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,7 @@ def test_the_newest_by_number(tmp_path, prefix):
     np.testing.assert_array_equal(restored["w"], np.full(3, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [

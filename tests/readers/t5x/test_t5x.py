@@ -90,6 +90,7 @@ def test_bfloat16_of_version_2_is_not_uint16():
         assert metadata["dtype"] == "<u2"
 
 
+@pytest.mark.slow
 def test_the_single_file_of_t5xs_public_test_data():
     theirs = flatten(flax.serialization.msgpack_restore(single_file().read_bytes())["optimizer"])
     with ot.open_checkpoint(single_file()) as checkpoint:

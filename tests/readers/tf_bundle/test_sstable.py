@@ -90,6 +90,7 @@ def test_what_is_no_table(tmp_path: Path, data: bytes) -> None:
     refused(tmp_path, data, CorruptCheckpointError, "not an SSTable")
 
 
+@pytest.mark.slow
 def test_every_cut_is_refused(tmp_path: Path) -> None:
     data = table(ENTRIES[:20], block_bytes=100)
     for size in range(len(data)):

@@ -75,6 +75,7 @@ def test_a_proposal_leads_to_what_is_left():
     assert second.leaf == "other"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["auto", "rules"])
 def test_a_shapes_fix_keeps_the_rules_of_the_call(given):
     """The vocabulary of a model that "auto" reaches is larger: what it found is written out before `Pad`."""

@@ -11,6 +11,7 @@ from tests.support.failed_plans import HF_CONFIG, parameters, problems_of
 from tests.support.memory_checkpoint import checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_model_of_another_size_or_kind_is_said_to_be_one(is_gated):
     source = parameters(dataclasses.replace(HF_CONFIG, gated=is_gated))

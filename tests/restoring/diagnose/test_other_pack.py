@@ -73,12 +73,14 @@ def test_names_of_hugging_face_are_one_problem(layout, prefix):
     assert_same(restored, {start + name.removeprefix("target/"): as_numpy(leaf) for name, leaf in expected.items()})
 
 
+@pytest.mark.slow
 def test_a_fallback_hides_no_forgotten_pack():
     _, variables = t5_model.init(HF_CONFIG)
     params = {"target": jax.tree.map(np.asarray, variables["params"])}
     assert_cured(HF, params, kind="nothing_restored", fallback=params)
 
 
+@pytest.mark.slow
 def test_a_bundle_without_translate_is_one_problem():
     translated = ot.plan_restore(BUNDLE, None, [ot.transforms.Translate()]).execute()
     plan, problem = assert_cured(BUNDLE, translated)

@@ -52,6 +52,7 @@ def test_an_optimizer_and_what_needs_no_rules_are_filled():
     assert filled(checkpoint(PLAIN), PLAIN | OPTIMIZER) == tuple(OPTIMIZER)
 
 
+@pytest.mark.slow
 def test_without_a_fallback_the_leaf_is_missing():
     (problem,) = problems_of(checkpoint(SCANNED), unflatten(PLAIN | {"params/head": np.ones(3, np.float32)}), "auto")
     assert (problem.kind, problem.leaf) == ("missing", "params/head")

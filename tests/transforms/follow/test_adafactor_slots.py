@@ -92,6 +92,7 @@ def test_the_slots_of_a_bundle_go_on_in_optax(goldens):
     np.testing.assert_array_equal(state.params["token_embedder"]["embedding"], tree["token_embedder"]["embedding"])
 
 
+@pytest.mark.slow
 def test_and_back():
     optimizer = t5x_optimizer(2)
     target = jax.eval_shape(lambda: {"params": params(), "opt_state": TX.init(params())})
