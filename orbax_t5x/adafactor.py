@@ -45,7 +45,7 @@ from orbax_t5x.optim.factor_rules import (
 )
 from orbax_t5x.optim.factored_dims import FactorDims, FactoredPair, dims_by_size, parse_rule
 from orbax_t5x.optim.optax_axes import align_axes
-from orbax_t5x.optim.optax_state import named_leaves
+from orbax_t5x.optim.optax_state import flatten_by_name
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -176,7 +176,7 @@ class Adafactor(OptimizerDef):
 
     def init_state(self, params: Any) -> OptimizerState:
         """Makes a new state: a tree like the parameters with the slots of each, by `init_param_state`."""
-        names, leaves, treedef = named_leaves(params)
+        names, leaves, treedef = flatten_by_name(params)
         states = [self.init_param_state(param, name) for name, param in zip(names, leaves, strict=True)]
         return OptimizerState(step=first_step(), param_states=treedef.unflatten(states))
 
@@ -197,7 +197,7 @@ class Adafactor(OptimizerDef):
         """Applies gradients once, by `apply_param_gradient` on each parameter; see the base class."""
         if hyper_params.learning_rate is None:
             raise ValueError("Adafactor needs a learning_rate, when it is made or at each step.")
-        names, leaves, treedef = named_leaves(params)
+        names, leaves, treedef = flatten_by_name(params)
         grad_leaves = _in_order(names, grads, "gradients")
         slots = _in_order(names, state.param_states, "optimizer state")
         # T5X's numbers are those of JAX's own promotion, whatever the caller has set.
@@ -209,7 +209,7 @@ class Adafactor(OptimizerDef):
                 for name, param, param_slots, grad in zip(names, leaves, slots, grad_leaves, strict=True)
             ]
         slots_by_name = {name: new_slots for name, (_, new_slots) in zip(names, stepped, strict=True)}
-        state_names, _, state_treedef = named_leaves(state.param_states, is_leaf=_is_slots)
+        state_names, _, state_treedef = flatten_by_name(state.param_states, is_leaf=_is_slots)
         param_states = state_treedef.unflatten([slots_by_name[name] for name in state_names])
         new_params = treedef.unflatten([new_param for new_param, _ in stepped])
         return new_params, OptimizerState(step=state.step + 1, param_states=param_states)
@@ -267,9 +267,9 @@ class Adafactor(OptimizerDef):
         """
         target = align_axes(optimizer_state.target, param_logical_axes)
         keeps_momentum = self.hyper_params.beta1 is not None
-        names, specs, _ = named_leaves(target, is_leaf=lambda x: x is None)
+        names, specs, _ = flatten_by_name(target, is_leaf=lambda x: x is None)
         axes = dict(zip(names, specs, strict=True))
-        state_names, slots, treedef = named_leaves(optimizer_state.state.param_states, is_leaf=_is_slots)
+        state_names, slots, treedef = flatten_by_name(optimizer_state.state.param_states, is_leaf=_is_slots)
         param_states = treedef.unflatten(
             [
                 # A subclass may have slots of its own: they have no axes.
@@ -288,7 +288,7 @@ def _is_slots(node: Any) -> bool:
 
 def _in_order(names: list[str], tree: Any, what: str) -> list[Any]:
     """Lists the leaves (or slots) of a tree in the order of the parameters' names, of a dict or a FrozenDict."""
-    found, leaves, _ = named_leaves(tree, is_leaf=_is_slots)
+    found, leaves, _ = flatten_by_name(tree, is_leaf=_is_slots)
     if found == names:
         return leaves
     by_name = dict(zip(found, leaves, strict=True))

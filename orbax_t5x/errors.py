@@ -23,7 +23,7 @@ from orbax_t5x.text.masked import masked
 from orbax_t5x.text.problem import Problem as Problem
 from orbax_t5x.text.problem import ProblemKind as ProblemKind
 from orbax_t5x.text.problem_lines import problem_lines, problems_html
-from orbax_t5x.text.wording import counted, ended, plain
+from orbax_t5x.text.wording import counted, plain, with_full_stop
 
 AnyPath = str | os.PathLike[str]
 
@@ -55,7 +55,7 @@ class CheckpointError(Exception):
         where = [] if self.path is None else [plain(self.path)]
         if self.leaf is not None:
             where.append(f"leaf {self.leaf!r}")
-        text = ended(": ".join([*where, self.message]))
+        text = with_full_stop(": ".join([*where, self.message]))
         return text if self.fix is None else f"{text}\nFix: {masked(fix_text(self.fix))}"
 
 

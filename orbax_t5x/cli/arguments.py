@@ -59,7 +59,7 @@ def read_rules(path: str) -> list[tuple[str, str | None]]:
     """Reads assignment rules from a JSON file: a list of [pattern, replacement], null for a leaf that is left out."""
     _, rules = _read_json(path, "--map")
     if not isinstance(rules, list):
-        raise UsageError(f"--map {path}: must be a JSON list of [pattern, replacement], not {_kind(rules)}")
+        raise UsageError(f"--map {path}: must be a JSON list of [pattern, replacement], not {_json_kind(rules)}")
     for number, rule in enumerate(rules):
         _check_rule(path, number, rule)
     return [(pattern, replacement) for pattern, replacement in rules]
@@ -69,7 +69,7 @@ def read_json_object(path: str, option: str) -> bytes:
     """Reads the bytes of a file that holds one JSON object; a UsageError where it holds something else."""
     data, value = _read_json(path, option)
     if not isinstance(value, dict):
-        raise UsageError(f"{option} {path}: must be a JSON object, not {_kind(value)}")
+        raise UsageError(f"{option} {path}: must be a JSON object, not {_json_kind(value)}")
     return data
 
 
@@ -109,6 +109,6 @@ def _check_rule(path: str, number: int, rule: Any) -> None:
         raise UsageError(f"--map {path}: rule {number}: {shown} is no regular expression: {error}") from error
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from orbax_t5x.cli.output import emit_report
+from orbax_t5x.cli.output import print_report
 from orbax_t5x.operations.compare_logits import compare_logits
 from orbax_t5x.readers import open_checkpoint
 
@@ -30,5 +30,5 @@ def run(options: argparse.Namespace) -> int:
             atol=options.atol,
             rtol=options.rtol,
         )
-    emit_report(report, json=options.json)
+    print_report(report, json=options.json)
     return _EQUAL if report.is_close else _DIFFERENT

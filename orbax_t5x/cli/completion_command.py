@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable
 
 from orbax_t5x.cli.main import PROGRAM, make_parser
-from orbax_t5x.cli.output import emit
+from orbax_t5x.cli.output import print_text
 from orbax_t5x.cli.rule_packs import AUTO, pack_names
 
 # zsh runs completions written for bash.
@@ -38,7 +38,7 @@ _COMMAND = """\
 
 def run(options: argparse.Namespace) -> int:
     """Prints the script for a shell."""
-    emit((_ZSH if options.shell == "zsh" else "") + script())
+    print_text((_ZSH if options.shell == "zsh" else "") + script())
     return 0
 
 

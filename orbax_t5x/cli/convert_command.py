@@ -13,14 +13,14 @@ import numpy as np
 
 from orbax_t5x.cli.arguments import UsageError, read_json_object
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
-from orbax_t5x.cli.output import emit, emit_json
+from orbax_t5x.cli.output import print_json, print_text
 from orbax_t5x.operations.convert.companions import read_companions
 from orbax_t5x.operations.convert.convert import convert_for
 from orbax_t5x.operations.convert.output_format import WriteOptions
 from orbax_t5x.operations.convert.report import ConvertReport
 from orbax_t5x.operations.convert.safetensors_output import CONFIG_NAME
 from orbax_t5x.readers import open_checkpoint
-from orbax_t5x.rules.inference import layout_of
+from orbax_t5x.rules.layouts import find_layout
 from orbax_t5x.text.wording import array_text, plain
 
 
@@ -29,12 +29,12 @@ def run(options: argparse.Namespace) -> int:
     mapping = MappingOptions(options)
     writing = WriteOptions(
         options.format,
-        _dtype(options.dtype),
+        _parse_dtype(options.dtype),
         options.overwrite,
         options.memory_limit,
         "bar",
         options.on_unsupported,
-        _beside(options),
+        _read_companions(options),
     )
     with open_checkpoint(options.source, item=options.item) as source, _quiet():
         target = mapping.target()
@@ -44,11 +44,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         said = dataclasses.asdict(report)
         said["skipped"] = {name: array_text(dtype, shape) for name, (shape, dtype) in report.skipped.items()}
-        emit_json({"source": source.path, "rules": rules, **said})
+        print_json({"source": source.path, "rules": rules, **said})
     else:
-        emit(str(report))
+        print_text(str(report))
         for line in _about_names(report, rules, writing):
-            emit(plain(line))
+            print_text(plain(line))
     return 0
 
 
@@ -56,7 +56,7 @@ def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOpti
     """Describes the result's names, and what is needed where they are Hugging Face's."""
     lines = [f"mapped by {', '.join(rules)}" if rules else "names, shapes and dtypes are the source's"]
     with open_checkpoint(report.destination) as written:
-        layout = layout_of(written.leaves).kind
+        layout = find_layout(written.leaves).kind
     if layout == "minimal" and writing.format == "safetensors":
         lines.append("the names are T5X's: --rules t5x_to_hf_t5 makes them those that from_pretrained reads")
     if layout != "hugging face":
@@ -68,7 +68,7 @@ def _about_names(report: ConvertReport, rules: Sequence[str], writing: WriteOpti
     return lines
 
 
-def _beside(options: argparse.Namespace) -> Mapping[str, bytes]:
+def _read_companions(options: argparse.Namespace) -> Mapping[str, bytes]:
     """Reads the files to put beside the weights."""
     given = {"--config": options.config, "--from": options.companions}
     for option, value in given.items():
@@ -95,7 +95,7 @@ def _quiet() -> Iterator[None]:
         logger.removeFilter(has_no_traceback)
 
 
-def _dtype(name: str | None) -> np.dtype | None:
+def _parse_dtype(name: str | None) -> np.dtype | None:
     try:
         return None if name is None else np.dtype(name)
     except TypeError as error:

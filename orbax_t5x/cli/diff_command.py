@@ -10,7 +10,7 @@ import contextlib
 
 from orbax_t5x.cli.arguments import resuming_argument
 from orbax_t5x.cli.mapping import RuleOptions
-from orbax_t5x.cli.output import emit_report
+from orbax_t5x.cli.output import print_report
 from orbax_t5x.operations.diff.diff import diff
 from orbax_t5x.readers import open_checkpoint
 
@@ -35,5 +35,5 @@ def run(options: argparse.Namespace) -> int:
             progress=None if options.json else "bar",
             is_resuming=resuming_argument(options.resuming),
         )
-    emit_report(report, json=options.json)
+    print_report(report, json=options.json)
     return _EQUAL if report.equal else _DIFFERENT

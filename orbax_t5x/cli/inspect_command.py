@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.cli.output import emit, emit_json
+from orbax_t5x.cli.output import print_json, print_text
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.readers.checkpoint import checkpoint_rows
 from orbax_t5x.text.fold import empty_text
@@ -19,9 +19,9 @@ def run(options: argparse.Namespace) -> int:
     """Prints the tree, or JSON."""
     with open_checkpoint(options.path, item=options.item) as checkpoint:
         if options.json:
-            emit_json(as_json(checkpoint))
+            print_json(as_json(checkpoint))
         else:
-            emit("\n".join(as_text(checkpoint, terminal_width(), folded=not options.all)))
+            print_text("\n".join(as_text(checkpoint, terminal_width(), folded=not options.all)))
     return 0
 
 
@@ -32,7 +32,7 @@ def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
             "name": name,
             "shape": [int(size) for size in view.shape],
             "dtype": np.dtype(view.dtype).name,
-            "nbytes": None if np.dtype(view.dtype).hasobject else _size(view),
+            "nbytes": None if np.dtype(view.dtype).hasobject else _view_bytes(view),
         }
         for name, view in checkpoint.leaves.items()
     ]
@@ -57,7 +57,7 @@ def as_text(checkpoint: Checkpoint, width: int, *, folded: bool = True) -> list[
     return [*lines, "", *_totals(checkpoint)]
 
 
-def _size(view: Any) -> int:
+def _view_bytes(view: Any) -> int:
     return array_bytes(view.dtype, view.shape)
 
 
@@ -65,7 +65,7 @@ def _totals(checkpoint: Checkpoint) -> list[str]:
     by_dtype: dict[str, tuple[int, int]] = {}
     for view in checkpoint.leaves.values():
         size, count = by_dtype.get(dtype_text(view.dtype), (0, 0))
-        by_dtype[dtype_text(view.dtype)] = size + _size(view), count + 1
+        by_dtype[dtype_text(view.dtype)] = size + _view_bytes(view), count + 1
     total = sum(size for size, _ in by_dtype.values())
     elements = sum(view.size for view in checkpoint.leaves.values())
     lines = [f"{leaves_text(len(checkpoint.leaves))}, {counted(elements, 'element')}, {size_text(total)}"]

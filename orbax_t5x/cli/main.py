@@ -41,15 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        return _fail(plain_lines(str(error)), _USAGE)
+        return _print_error(plain_lines(str(error)), _USAGE)
     except CheckpointError as error:
-        return _fail(plain_lines(error.described(_fix_text, width=terminal_width())), _PROBLEM)
+        return _print_error(plain_lines(error.described(_fix_text, width=terminal_width())), _PROBLEM)
     except BrokenPipeError:
         # The interpreter flushes once more at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except KeyboardInterrupt:
-        return _fail("interrupted", _INTERRUPTED)
+        return _print_error("interrupted", _INTERRUPTED)
     except Exception as error:
         return _fail_unforeseen(error)
 
@@ -73,10 +73,10 @@ def _fail_unforeseen(error: Exception) -> int:
     else:
         hint = f" (set {_TRACEBACK}=1 for the traceback)"
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return _fail(f"unexpected {plain(text)}{hint}", _PROBLEM)
+    return _print_error(f"unexpected {plain(text)}{hint}", _PROBLEM)
 
 
-def _fail(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     print(f"{PROGRAM}: {text}", file=sys.stderr)
     return code
 

@@ -9,7 +9,7 @@ from typing import Any
 from orbax_t5x.text.wording import plain
 
 
-def emit(text: str) -> None:
+def print_text(text: str) -> None:
     """Prints text; what the output's encoding lacks is escaped."""
     try:
         print(text)
@@ -23,20 +23,20 @@ def plain_lines(text: str) -> str:
     return "\n".join(plain(line) for line in text.splitlines())
 
 
-def emit_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Prints a value as JSON; what JSON does not know is written as text."""
-    print(json.dumps(value, indent=1, default=_as_json))
+    print(json.dumps(value, indent=1, default=_json_value))
 
 
-def emit_report(report: Any, *, json: bool) -> None:
+def print_report(report: Any, *, json: bool) -> None:
     """Prints a report as text, or what its `to_json` returns."""
     if json:
-        emit_json(report.to_json())
+        print_json(report.to_json())
     else:
-        emit(str(report))
+        print_text(str(report))
 
 
-def _as_json(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if isinstance(value, set | frozenset):

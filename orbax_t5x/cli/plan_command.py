@@ -9,7 +9,7 @@ from typing import Any
 from orbax_t5x.cli.arguments import UsageError
 from orbax_t5x.cli.fixes import fix_text
 from orbax_t5x.cli.mapping import MappingOptions, plan_options
-from orbax_t5x.cli.output import emit, emit_json
+from orbax_t5x.cli.output import print_json, print_text
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.readers import open_checkpoint
 from orbax_t5x.restoring.api import open_plan
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
             if not options.json:
                 raise
             problems = [problem.as_data(fix_text) for problem in error.problems]
-            emit_json({"problems": problems})
+            print_json({"problems": problems})
             return 1
         _show(plan, options)
     return 0
@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> int:
 def _show(plan: Any, options: argparse.Namespace) -> None:
     if options.explain is not None:
         try:
-            emit(plan.explain(options.explain))
+            print_text(plan.explain(options.explain))
         except KeyError as error:
             raise UsageError(f"--explain: {error.args[0]}") from error
     elif options.json:
-        emit_json(plan.to_json())
+        print_json(plan.to_json())
     else:
-        emit(str(plan))
+        print_text(str(plan))

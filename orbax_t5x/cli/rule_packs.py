@@ -54,13 +54,13 @@ def _called(text: str, function: Callable[..., RulePack], given: list[str]) -> R
     try:
         bound = signature.bind(*positional, **named)
         for name, value in bound.arguments.items():
-            bound.arguments[name] = _value(value, str(signature.parameters[name].annotation))
+            bound.arguments[name] = _parse_annotated(value, str(signature.parameters[name].annotation))
         return function(*bound.args, **bound.kwargs)
     except (TypeError, ValueError) as error:
         raise _wrong_call(text, function, str(error)) from error
 
 
-def _value(text: str, annotation: str) -> Any:
+def _parse_annotated(text: str, annotation: str) -> Any:
     """Parses a value of the annotated type; a ValueError where the text is none."""
     if "str" in annotation:
         return text

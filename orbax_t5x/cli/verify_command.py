@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from orbax_t5x.cli.output import emit_report
+from orbax_t5x.cli.output import print_report
 from orbax_t5x.operations.verify.verify import verify
 
 _EXIT_CODES = {"ok": 0, "damaged": 1, "no checksum": 3}
@@ -17,5 +17,5 @@ _EXIT_CODES = {"ok": 0, "damaged": 1, "no checksum": 3}
 def run(options: argparse.Namespace) -> int:
     """Prints what was found."""
     report = verify(options.path, item=options.item, progress=None if options.json else "bar")
-    emit_report(report, json=options.json)
+    print_report(report, json=options.json)
     return _EXIT_CODES[report.status]

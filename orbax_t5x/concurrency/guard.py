@@ -73,7 +73,7 @@ def guarded(function: _Function) -> _Function:
 
 def typed(error: Exception, path: str | None = None, leaf: str | None = None) -> Exception:
     """Returns an error as a public call raises it: itself, or a typed one whose cause it is."""
-    if isinstance(error, CheckpointError | Warning) or is_meant(error):
+    if isinstance(error, CheckpointError | Warning) or is_raised_by_user(error):
         return error
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):
@@ -85,14 +85,14 @@ def typed(error: Exception, path: str | None = None, leaf: str | None = None) ->
     return UnsupportedCheckpointError(f"it led to an error that is not foreseen: {text}", path=path, leaf=leaf)
 
 
-def is_meant(error: Exception) -> bool:
+def is_raised_by_user(error: Exception) -> bool:
     """Reports whether this package raised an error on purpose, or code of the user led to it."""
     if isinstance(error.__cause__, StopIteration | StopAsyncIteration):
-        return is_meant(error.__cause__)  # which Python itself, or `as_carried`, made a RuntimeError
+        return is_raised_by_user(error.__cause__)  # which Python itself, or `as_carried`, made a RuntimeError
     frames = list(_frames(error.__traceback__))
     frame, instruction = frames[-1]
     is_raised = frame.f_code.co_code[instruction] == _RAISE and not isinstance(error, AssertionError)
-    if _is_ours(frame) and is_raised:
+    if _is_own_frame(frame) and is_raised:
         return True
     return any(frame.f_code in _CALLS_OF_USERS or _is_of_user(frame) for frame, _ in frames)
 
@@ -104,13 +104,13 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
         traceback = traceback.tb_next
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_own_frame(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
 
 
 def _is_of_user(frame: FrameType) -> bool:
     """Reports whether code is neither ours nor installed: a script, a notebook, a checkout, a test."""
-    if _is_ours(frame) or str(frame.f_globals.get("__name__")).startswith(("importlib.", "_frozen_importlib")):
+    if _is_own_frame(frame) or str(frame.f_globals.get("__name__")).startswith(("importlib.", "_frozen_importlib")):
         return False
     file = frame.f_globals.get("__file__")
     return not isinstance(file, str) or not os.path.realpath(file).startswith(_INSTALLED)

@@ -25,7 +25,7 @@ from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, resto
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
 from orbax_t5x.handlers.save import cleanup
 from orbax_t5x.handlers.save.commit import GuardedCommit, check_merged, sync_tree
-from orbax_t5x.handlers.save.prepare import PreparedSave, prepare
+from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.save.type_table import StreamingTypeTable
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SaveSums, merge_parts
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
@@ -157,7 +157,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             if self._saves is not None:
                 merge_parts(directory)
             sync_tree(directory)
-            cleanup.end(directory)
+            cleanup.note_ended(directory)
         except BaseException as error:
             self._clean_up(directory)
             raise_as_checkpoint_error(error, directory)
@@ -171,7 +171,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         if args.custom_metadata is not None and provenance.KEY in args.custom_metadata:
             raise ValueError(f"custom_metadata: the key {provenance.KEY!r} is taken; pass provenance= instead")
         recorded = SavedLineage(directory, args.provenance, primary=self._is_primary())
-        prepared = prepare(
+        prepared = prepare_save(
             args,
             recorded.lineage,
             self._registry,
@@ -184,7 +184,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
 
     def _begin(self, directory: epath.Path, *, in_background: bool) -> None:
         if self._is_primary():
-            cleanup.begin(directory, in_background=in_background)
+            cleanup.note_begun(directory, in_background=in_background)
 
     def _clean_up(self, directory: epath.Path) -> None:
         if self._is_primary():

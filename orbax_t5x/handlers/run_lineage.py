@@ -28,8 +28,8 @@ class SavedLineage:
         self._item = step_item(directory) if primary else None
         self._is_given = given is not None
         checked = None if given is None else records.given_lineage(given)
-        known = None if self._item is None else _known(self._item, is_given=self._is_given)
-        self.lineage: records.Lineage = records.extended(known, checked)
+        known = None if self._item is None else _known_lineage(self._item, is_given=self._is_given)
+        self.lineage: records.Lineage = records.extended_lineage(known, checked)
 
     def remember(self) -> None:
         """Sets the lineage of the run, once the save is made."""
@@ -37,7 +37,7 @@ class SavedLineage:
             note_saved(self._item.run, self.lineage, is_given=self._is_given)
 
 
-def _known(item: StepItem, *, is_given: bool) -> records.Lineage | None:
+def _known_lineage(item: StepItem, *, is_given: bool) -> records.Lineage | None:
     """Returns the lineage that this process knows of a run, or else that of its newest step."""
     known = known_run(item.run)
     if known is not None and not known.is_begun and not has_finished_step(item.run, except_step=item.step):

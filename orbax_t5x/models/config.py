@@ -97,8 +97,8 @@ def _config_of_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
         heads=heads,
         head_dim=query[-1] if len(query) == 3 else query[1] // heads,
         mlp=shapes[f"encoder/layers_0/mlp/{'wi_0' if gated else 'wi'}/kernel"][1],
-        encoder_layers=_depth(shapes, "encoder"),
-        decoder_layers=_depth(shapes, "decoder"),
+        encoder_layers=_tower_depth(shapes, "encoder"),
+        decoder_layers=_tower_depth(shapes, "decoder"),
         buckets=buckets,
         gated=gated,
         tied="decoder/logits_dense/kernel" not in shapes,
@@ -107,6 +107,6 @@ def _config_of_shapes(shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
     )
 
 
-def _depth(shapes: Mapping[str, Any], tower: str) -> int:
+def _tower_depth(shapes: Mapping[str, Any], tower: str) -> int:
     pattern = re.compile(rf"{tower}/layers_(\d+)/")
     return 1 + max(int(found[1]) for name in shapes if (found := pattern.match(name)))

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from orbax_t5x.optim.optax_state import named_leaves
+from orbax_t5x.optim.optax_state import flatten_by_name
 
 
 class FactorDim(enum.Enum):
@@ -100,7 +100,7 @@ class HParamMap:
 
     def __call__(self, params: Any) -> Any:
         """Returns a tree like the parameters with each one's value in its place."""
-        names, _, treedef = named_leaves(params)
+        names, _, treedef = flatten_by_name(params)
         return treedef.unflatten([self[name] for name in names])
 
     def __eq__(self, other: object) -> bool:
@@ -123,7 +123,7 @@ def rules_from_axes(param_logical_axes: Any, logical_factor_rules: LogicalFactor
     Raises:
       ValueError: an axis name without a role; ROW and COLUMN together with NONE.
     """
-    names, axes, _ = named_leaves(param_logical_axes, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
+    names, axes, _ = flatten_by_name(param_logical_axes, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
     return {name: _rule_from_axes(name, spec, logical_factor_rules) for name, spec in zip(names, axes, strict=True)}
 
 

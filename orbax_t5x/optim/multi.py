@@ -60,7 +60,7 @@ class MultiOptimizer(OptimizerDef):
         """
         parts = self._parts(params)
         states = [
-            optimizer.init_state(_take(params, part)).param_states
+            optimizer.init_state(_subtrees_at(params, part)).param_states
             for optimizer, part in zip(self.sub_optimizers, parts, strict=True)
         ]
         return OptimizerState(step=first_step(), param_states=self._join_states(params, parts, states))
@@ -70,15 +70,15 @@ class MultiOptimizer(OptimizerDef):
     ) -> tuple[Any, OptimizerState]:
         """Applies gradients by every sub-optimizer; `hyper_params` is a list with an entry for each."""
         parts = self._parts(params)
-        new_params = _flatten(params)
+        new_params = _flatten_paths(params)
         new_states = []
         subs = zip(self.sub_optimizers, parts, hyper_params, self._split_states(state.param_states, parts), strict=True)
         for optimizer, part, hyper_param, sub_states in subs:
             sub_state = OptimizerState(step=state.step, param_states=sub_states)
             sub_params, sub_state = optimizer.apply_gradient(
-                hyper_param, _take(params, part), sub_state, _take(grads, part)
+                hyper_param, _subtrees_at(params, part), sub_state, _subtrees_at(grads, part)
             )
-            new_params.update(_flatten(sub_params))
+            new_params.update(_flatten_paths(sub_params))
             new_states.append(sub_state.param_states)
         param_states = self._join_states(params, parts, new_states)
         return _like(params, new_params), OptimizerState(step=state.step + 1, param_states=param_states)
@@ -100,7 +100,7 @@ class MultiOptimizer(OptimizerDef):
         for optimizer, part in zip(self.sub_optimizers, self._parts(param_logical_axes), strict=True):
             set_param_axes = getattr(optimizer, "set_param_axes", None)
             if set_param_axes is not None:
-                set_param_axes(_take(param_logical_axes, part))
+                set_param_axes(_subtrees_at(param_logical_axes, part))
         self.hyper_params = [optimizer.hyper_params for optimizer in self.sub_optimizers]
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
@@ -111,9 +111,11 @@ class MultiOptimizer(OptimizerDef):
         subs = zip(self.sub_optimizers, parts, self._split_states(optimizer.state.param_states, parts), strict=True)
         for sub_optimizer, part, states in subs:
             sub = Optimizer(
-                sub_optimizer, OptimizerState(step=optimizer.state.step, param_states=states), _take(params, part)
+                sub_optimizer,
+                OptimizerState(step=optimizer.state.step, param_states=states),
+                _subtrees_at(params, part),
             )
-            axes.append(sub_optimizer.derive_logical_axes(sub, _take(target, part)).state.param_states)
+            axes.append(sub_optimizer.derive_logical_axes(sub, _subtrees_at(target, part)).state.param_states)
         param_states = self._join_states(params, parts, axes)
         return optimizer.replace(state=OptimizerState(step=None, param_states=param_states), target=target)
 
@@ -125,7 +127,7 @@ class MultiOptimizer(OptimizerDef):
         """Lists the paths that each traversal picks."""
         parts = []
         for traversal in self.traversals:
-            flat = _flatten(traversal.update(lambda _: _PickMark(), tree))
+            flat = _flatten_paths(traversal.update(lambda _: _PickMark(), tree))
             parts.append([path for path, value in flat.items() if isinstance(value, _PickMark)])
         owners: dict[_Path, list[int]] = {}
         for index, part in enumerate(parts):
@@ -141,23 +143,23 @@ class MultiOptimizer(OptimizerDef):
     def _split_states(self, param_states: Any, parts: list[list[_Path]]) -> list[Any]:
         if not self.keeps_param_tree:
             return [param_states[str(index)] for index in range(len(parts))]
-        return [_take(param_states, part) for part in parts]
+        return [_subtrees_at(param_states, part) for part in parts]
 
     def _join_states(self, params: Any, parts: list[list[_Path]], states: list[Any]) -> Any:
         if not self.keeps_param_tree:
             return {str(index): state for index, state in enumerate(states)}
         empty = traverse_util.empty_node
-        joined = {path: empty if value is empty else None for path, value in _flatten(params).items()}
+        joined = {path: empty if value is empty else None for path, value in _flatten_paths(params).items()}
         for part, state in zip(parts, states, strict=True):
-            joined.update({path: _at(state, path) for path in part})
+            joined.update({path: _subtree_at(state, path) for path in part})
         return _like(params, joined)
 
 
-def _flatten(tree: Any) -> dict[_Path, Any]:
+def _flatten_paths(tree: Any) -> dict[_Path, Any]:
     return traverse_util.flatten_dict(unfreeze(tree), keep_empty_nodes=True)
 
 
-def _at(tree: Any, path: _Path) -> Any:
+def _subtree_at(tree: Any, path: _Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
@@ -169,6 +171,6 @@ def _like(tree: Any, flat: Mapping[_Path, Any]) -> Any:
     return freeze(nested) if isinstance(tree, FrozenDict) else nested
 
 
-def _take(tree: Any, part: Sequence[_Path]) -> Any:
+def _subtrees_at(tree: Any, part: Sequence[_Path]) -> Any:
     """Returns the tree below the given paths."""
-    return _like(tree, {path: _at(tree, path) for path in part})
+    return _like(tree, {path: _subtree_at(tree, path) for path in part})

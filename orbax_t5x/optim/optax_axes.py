@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from orbax_t5x.optim.factored_dims import dims_by_size
-from orbax_t5x.optim.optax_state import named_leaves, open_node
+from orbax_t5x.optim.optax_state import flatten_by_name, open_node
 from orbax_t5x.trees.pytree_names import key_text
 
 AxesRule = Callable[[Any, Any], Any]
@@ -57,7 +57,7 @@ def state_axes(state: Any, params_axes: Any, params: Any = None, initable: Any =
     )
     marked = _ask_optax(initable, slots, params_axes)
     if marked is None:
-        return _search(slots, _candidates(params_axes, params))
+        return _search(slots, _param_trees(params_axes, params))
     return jax.tree.map(
         lambda node: _assign(node.tree, params_axes, params) if isinstance(node, _ParamTree) else None, marked
     )
@@ -95,21 +95,25 @@ def _search(node: Any, candidates: list[tuple[Any, Any]]) -> Any:
             # Parameters that are a single array have no structure to compare; only the shape is left.
             if opened is None and node.shape == _only_shape(params):
                 return axes
-        elif opened is not None and _fits(node, axes, allow_records=isinstance(axes, Mapping)) and _has_slots(node):
+        elif (
+            opened is not None
+            and _is_like_params(node, axes, allow_records=isinstance(axes, Mapping))
+            and _has_slots(node)
+        ):
             return _assign(node, axes, params)
     return None if opened is None else opened.rebuild([_search(child, candidates) for child in opened.children])
 
 
-def _candidates(axes: Any, params: Any) -> list[tuple[Any, Any]]:
+def _param_trees(axes: Any, params: Any) -> list[tuple[Any, Any]]:
     """Lists the trees that a state may hold copies of: the parameters, and the fast ones of a lookahead optimizer."""
     found = [(axes, params)]
     if isinstance(axes, optax.LookaheadParams):
         found.append((axes.fast, params.fast if isinstance(params, optax.LookaheadParams) else params))
     # Without leaves a copy cannot be recognised.
-    return [(tree, shapes) for tree, shapes in found if open_node(tree) is None or named_leaves(tree)[0]]
+    return [(tree, shapes) for tree, shapes in found if open_node(tree) is None or flatten_by_name(tree)[0]]
 
 
-def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
+def _is_like_params(node: Any, axes: Any, *, allow_records: bool) -> bool:
     """Reports whether a node of a state has the structure of the parameters; masked parts fit anything.
 
     `allow_records`: a state may have several leaves for a parameter. Not where the parameters are a tuple or a list,
@@ -124,7 +128,7 @@ def _fits(node: Any, axes: Any, *, allow_records: bool) -> bool:
         return False
     wanted_children = dict(zip(wanted.names, wanted.children, strict=True))
     return all(
-        _is_masked(child) or _fits(child, wanted_children[name], allow_records=allow_records)
+        _is_masked(child) or _is_like_params(child, wanted_children[name], allow_records=allow_records)
         for name, child in zip(opened.names, opened.children, strict=True)
     )
 
@@ -250,6 +254,6 @@ def _align(params: Any, axes: Any, path: tuple[str, ...], missing: list[str]) ->
         if name in below:
             children.append(_align(child, below[name], (*path, name), missing))
         else:
-            missing.extend("/".join((*path, name, leaf)).rstrip("/") for leaf in named_leaves(child)[0])
+            missing.extend("/".join((*path, name, leaf)).rstrip("/") for leaf in flatten_by_name(child)[0])
             children.append(child)
     return opened.rebuild(children)

@@ -48,7 +48,7 @@ def open_node(node: Any) -> OpenNode | None:
     return opened
 
 
-def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
+def flatten_by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Any]:
     """Returns the '/'-joined names of the leaves, the leaves, and the tree's definition."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [leaf_name(path) for path, _ in paths], [leaf for _, leaf in paths], treedef

@@ -231,7 +231,7 @@ def _sharded_leaves(tree: Any, rules: AxisRules) -> SplitParameters:
     """
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_holds_leaf):
-        value = _value(node)
+        value = _abstract_value(node)
         sharding = getattr(value, "sharding", None)
         if isinstance(sharding, NamedSharding):
             found[leaf_name(path)] = SplitParameter(tuple(value.shape), rules.on_mesh(sharding.spec))
@@ -312,7 +312,7 @@ def _open_tree(tree: Any, rules: AxisRules) -> tuple[list[_ShardableLeaf], Any]:
         is_logical = axes is None and name in of_collections and not rules.is_empty
         axes = of_collections[name] if is_logical else axes
         leaf = _ShardableLeaf(
-            name, name, *_shape_dtype(_value(node)), axes, own_rules, is_logical, is_parameter(path, node)
+            name, name, *_shape_dtype(_abstract_value(node)), axes, own_rules, is_logical, is_parameter(path, node)
         )
         leaves.append(leaf._replace(put=_putter(node)))
     return leaves, treedef
@@ -353,7 +353,7 @@ def _is_variable(node: Any, kind: str = "Variable") -> bool:
     return loaded is not None and isinstance(node, getattr(loaded, kind))
 
 
-def _value(node: Any) -> Any:
+def _abstract_value(node: Any) -> Any:
     return node.value if isinstance(node, Partitioned) else node.get_value() if _is_variable(node) else node
 
 

@@ -36,7 +36,7 @@ class ChainRecord:
         """Makes the record of some transforms, in order."""
         chain = tuple(transforms)
         return cls(
-            rules=tuple(_cut(rule) for transform in chain for rule in _rules(transform)),
+            rules=tuple(_cut_rule(rule) for transform in chain for rule in _rules(transform)),
             digest=chain_digest(chain),
             only_selects=bool(chain) and all(getattr(one, "only_selects", False) is True for one in chain),
         )
@@ -58,13 +58,13 @@ def _rules(transform: Any) -> list[str]:
     elif dataclasses.is_dataclass(transform) and not isinstance(transform, type):
         name, arguments = type(transform).__name__, _shown_fields(transform)
     else:
-        return [_described(transform) or qualified_name(transform)]
+        return [_own_description(transform) or qualified_name(transform)]
     lists = {key: value for key, value in arguments.items() if _are_rules(value)}
     if not lists:
-        return [_described(transform) or f"{name}({_arguments_text(arguments)})"]
+        return [_own_description(transform) or f"{name}({_arguments_text(arguments)})"]
     longest = max(lists, key=lambda key: len(lists[key]))
     rest = _arguments_text({key: value for key, value in arguments.items() if key != longest})
-    return [f"{name}{f'({rest})' if rest else ''}: {_text(item)}" for item in lists[longest]]
+    return [f"{name}{f'({rest})' if rest else ''}: {_text_of_value(item)}" for item in lists[longest]]
 
 
 def _are_rules(value: Any) -> bool:
@@ -97,28 +97,28 @@ def _arguments(partial: functools.partial[Any]) -> dict[str, Any]:
 
 
 def _arguments_text(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_text(value)}" for key, value in arguments.items())
+    return ", ".join(f"{key}={_text_of_value(value)}" for key, value in arguments.items())
 
 
-def _text(value: Any) -> str:
+def _text_of_value(value: Any) -> str:
     """Formats a value on one line, without the contents of arrays."""
     if is_list_or_tuple(value):
-        return f"({', '.join(map(_text, value))})"
+        return f"({', '.join(map(_text_of_value, value))})"
     if is_mapping(value):
-        return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_text_of_value(item)}' for key, item in value.items())}}}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, re.Pattern):
         return repr(cast("re.Pattern[Any]", value).pattern)
-    return _described(value) or (qualified_name(value) if callable(value) else repr(value))
+    return _own_description(value) or (qualified_name(value) if callable(value) else repr(value))
 
 
-def _described(value: Any) -> str:
+def _own_description(value: Any) -> str:
     """Calls the `describe()` of an object; empty where it has none."""
     describe = None if isinstance(value, type) else getattr(value, "describe", None)
     return str(describe()) if callable(describe) else ""
 
 
-def _cut(rule: str) -> str:
+def _cut_rule(rule: str) -> str:
     line = " ".join(rule.split())
     return line if len(line) <= _RULE_CHARACTERS else f"{line[:_RULE_CHARACTERS]}…"

@@ -103,16 +103,16 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
     if not context.chain:
         return Decision(context.is_resuming is True, lineage or (_entry(context),))
     if context.caller == "resumed run":
-        return _resumed(lineage, context)
+        return _decide_to_resume(lineage, context)
     if context.is_resuming is not None:
-        return _answered(lineage, context)
+        return _decide_by_answer(lineage, context)
     applied = [entry for entry in lineage if applied_rules(entry)]
     since = since_unrecorded(lineage)
     if since is not None and not any(has_same_digest(entry, context.chain) for entry in since):
         what = "nothing records what was applied to this state before it was saved"
-        return _undecided(lineage, context, what, _ANSWERS)
+        return _decide_unrecorded(lineage, context, what, _ANSWERS)
     if not applied:
-        return _apply(lineage, context)
+        return _decide_to_apply(lineage, context)
     same = next((entry for entry in reversed(applied) if has_same_digest(entry, context.chain)), None)
     if same is not None:
         warning = "" if context.caller == "own step" else _already_applied(same)
@@ -124,17 +124,17 @@ def decide(record: Lineage | None, context: ResumeContext) -> Decision:
             f"{_brief(applied[-1])} was applied to this state before, and whether that is what is given now cannot be "
             f"told: {whose} hold a lambda, a closure, a callable object or too much data, and so have no digest"
         )
-        return _undecided(lineage, context, what, _ANSWERS)
+        return _decide_unrecorded(lineage, context, what, _ANSWERS)
     if context.caller == "own step" and not _changes_no_value(context):
-        what = f"the run began with other transforms than those given: {_differences(applied[-1], context.chain)}"
+        what = f"the run began with other transforms than those given: {_rule_differences(applied[-1], context.chain)}"
         return Decision(False, lineage, problem=(what, _NEW_OR_SAME_RUN))
     if context.caller == "own step":
         return Decision(False, lineage)
     before = "; ".join(_brief(entry) for entry in applied)
-    return dataclasses.replace(_apply(lineage, context), note=f"applied to this state before: {before}")
+    return dataclasses.replace(_decide_to_apply(lineage, context), note=f"applied to this state before: {before}")
 
 
-def _answered(lineage: Lineage, context: ResumeContext) -> Decision:
+def _decide_by_answer(lineage: Lineage, context: ResumeContext) -> Decision:
     """Follows the caller's `is_resuming`, which the next save records."""
     known = any(has_same_digest(entry, context.chain) for entry in lineage)
     if context.is_resuming:
@@ -146,21 +146,21 @@ def _answered(lineage: Lineage, context: ResumeContext) -> Decision:
     if known and context.caller == "own step":
         what = "transforms would be applied again that the run's own record says were applied already"
         return Decision(False, lineage, problem=(what, Fix.setting("remove {}", is_resuming=False)))
-    return _apply(lineage, context)
+    return _decide_to_apply(lineage, context)
 
 
-def _resumed(lineage: Lineage, context: ResumeContext) -> Decision:
+def _decide_to_resume(lineage: Lineage, context: ResumeContext) -> Decision:
     """Resumes a run: nothing is applied, nothing is asked; other rules than recorded are a warning and are recorded."""
-    decision = _answered(lineage, dataclasses.replace(context, is_resuming=True))
+    decision = _decide_by_answer(lineage, dataclasses.replace(context, is_resuming=True))
     applied = [entry for entry in lineage if applied_rules(entry)]
     known = any(has_same_digest(entry, context.chain) for entry in applied)
     if known or decision.lineage == lineage or not applied or not all(map(has_digest, applied)):
         return decision
-    what = f"the run began with other transforms than those given: {_differences(applied[-1], context.chain)}"
+    what = f"the run began with other transforms than those given: {_rule_differences(applied[-1], context.chain)}"
     return dataclasses.replace(decision, warning=f"{what}; it goes on without those given, which are recorded")
 
 
-def _apply(lineage: Lineage, context: ResumeContext) -> Decision:
+def _decide_to_apply(lineage: Lineage, context: ResumeContext) -> Decision:
     """Applies the transforms; they are recorded where they match something, or where the caller said so."""
     if context.is_resuming is not None:
         return Decision(False, (*lineage, _entry(context)))
@@ -173,10 +173,10 @@ def _entry(context: ResumeContext) -> Entry:
     return make_entry(context.source, context.format, context.chain, is_resuming=answer)
 
 
-def _undecided(lineage: Lineage, context: ResumeContext, what: str, fix: Fix) -> Decision:
+def _decide_unrecorded(lineage: Lineage, context: ResumeContext, what: str, fix: Fix) -> Decision:
     """Decides a row that asks: a problem, but not for `convert`, nor for transforms that change no value."""
     if context.caller == "convert":
-        return dataclasses.replace(_apply(lineage, context), warning=f"{what}; the transforms are applied")
+        return dataclasses.replace(_decide_to_apply(lineage, context), warning=f"{what}; the transforms are applied")
     if _changes_no_value(context):
         # Not recorded: it does not concern the given transforms.
         return Decision(False, lineage)
@@ -204,7 +204,7 @@ def _already_applied(entry: Entry) -> str:
     )
 
 
-def _differences(entry: Entry, chain: ChainRecord) -> str:
+def _rule_differences(entry: Entry, chain: ChainRecord) -> str:
     """Lists the differences, rule by rule."""
     recorded, given = list(applied_rules(entry)), chain.recorded_rules()
     lines = [
@@ -220,13 +220,13 @@ def _differences(entry: Entry, chain: ChainRecord) -> str:
 # -- several items
 
 
-def combine(decisions: Mapping[str, Decision]) -> Decision:
+def combine_decisions(decisions: Mapping[str, Decision]) -> Decision:
     """Combines the decisions for several items, each of which has its own record."""
     first = next(iter(decisions.values()))
     if len(decisions) == 1:
         return first
     answers = {name: _answer_text(decision) for name, decision in decisions.items()}
-    lineage = _union([decision.lineage for decision in decisions.values()])
+    lineage = _union_of_lineages([decision.lineage for decision in decisions.values()])
     if len(set(answers.values())) > 1:
         answer_texts = "; ".join(f"{name!r}: {answer}" for name, answer in answers.items())
         what = f"the items of this step have differing records of what was applied to them: {answer_texts}"
@@ -234,7 +234,7 @@ def combine(decisions: Mapping[str, Decision]) -> Decision:
     warnings = dict.fromkeys(decision.warning for decision in decisions.values() if decision.warning)
     notes = dict.fromkeys(decision.note for decision in decisions.values() if decision.note)
     without = [decision.unmatched for decision in decisions.values() if decision.unmatched is not None]
-    unmatched = _union(without) if len(without) == len(decisions) else None
+    unmatched = _union_of_lineages(without) if len(without) == len(decisions) else None
     return Decision(first.is_resuming, lineage, first.problem, "; ".join(warnings), "; ".join(notes), unmatched)
 
 
@@ -244,7 +244,7 @@ def _answer_text(decision: Decision) -> str:
     return "applied already" if decision.is_resuming else "to be applied"
 
 
-def _union(lineages: Sequence[Lineage]) -> Lineage:
+def _union_of_lineages(lineages: Sequence[Lineage]) -> Lineage:
     """Returns all entries, each once, in the order of the items."""
     entries: list[Entry] = []
     for lineage in lineages:

@@ -55,7 +55,7 @@ def dataclass_digest(value: Any) -> str | None:
     """Computes the digest of a dataclass by its fields, 32 hexadecimal digits; None where a field has none."""
     try:
         with _limited():
-            return _hashed(_fields(value))[:_TRANSFORM_DIGITS]
+            return _hash_json(_fields(value))[:_TRANSFORM_DIGITS]
     except (NoDigestError, RecursionError):
         return None
 
@@ -88,9 +88,9 @@ def _transform_text(transform: Any) -> str:
     if digest is not None:
         return digest
     if dataclasses.is_dataclass(transform) and not isinstance(transform, type):
-        return f"dataclass:{_hashed(_fields(transform))}"
+        return f"dataclass:{_hash_json(_fields(transform))}"
     if isinstance(transform, functools.partial):
-        return f"partial:{_hashed(_encoded(transform))}"
+        return f"partial:{_hash_json(_encoded(transform))}"
     return f"function:{_function(transform)}"
 
 
@@ -104,7 +104,7 @@ def _own_digest(value: Any) -> str | None:
     return digest
 
 
-def _hashed(encoded: Any) -> str:
+def _hash_json(encoded: Any) -> str:
     return hashlib.sha256(json.dumps(encoded, sort_keys=True).encode()).hexdigest()
 
 
@@ -185,16 +185,16 @@ def _held(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
         if not (value.is_fully_addressable or value.is_fully_replicated):
             raise NoDigestError
         data = jax.random.key_data(value) if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key) else value
-        _take(data.nbytes)
+        _take_bytes(data.nbytes)
         return np.asarray(jax.device_get(data))
     if not isinstance(value, (np.ndarray, np.generic)):
         raise NoDigestError
     held = cast("np.ndarray[Any, np.dtype[Any]]", np.asarray(cast(Any, value)))
-    _take(held.nbytes)
+    _take_bytes(held.nbytes)
     return held
 
 
-def _take(nbytes: int) -> None:
+def _take_bytes(nbytes: int) -> None:
     """Takes bytes from what is left of the chain's limit."""
     left = _bytes_left.get()
     if left is None or left[0] < nbytes:

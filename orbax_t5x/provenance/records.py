@@ -59,7 +59,7 @@ def make_entry(
     return entry if is_resuming is None else {**entry, "is_resuming": is_resuming}
 
 
-def extended(known: Lineage | None, given: Lineage | None) -> Lineage:
+def extended_lineage(known: Lineage | None, given: Lineage | None) -> Lineage:
     """Returns the lineage that a save records; `known` is that of the run so far, or None.
 
     Where the known one begins with `given`, the caller repeats what was passed at an earlier save, and what has been
@@ -132,7 +132,7 @@ def to_metadata(
 
 def from_metadata(metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None) -> Lineage | None:
     """Returns the lineage in an item's `custom_metadata`, None without one; checked as by `checked_lineage`."""
-    recorded = _recorded(metadata, path)
+    recorded = _own_record(metadata, path)
     return checked_lineage(recorded["provenance"], path=path) if "provenance" in recorded else None
 
 
@@ -162,7 +162,11 @@ def _is_unrecorded_form(entry: Mapping[str, Any]) -> bool:
 
 
 def _is_entry_form(entry: Mapping[str, Any]) -> bool:
-    if not _is_text(entry.get("source")) or not _is_text(entry.get("format")) or "transforms" not in entry:
+    if (
+        not _is_text_or_texts(entry.get("source"))
+        or not _is_text_or_texts(entry.get("format"))
+        or "transforms" not in entry
+    ):
         return False
     if not isinstance(entry.get("is_resuming"), bool | None):
         return False
@@ -175,13 +179,13 @@ def _is_list_of_texts(value: Any) -> bool:
     return is_sequence(value) and all(isinstance(item, str) for item in value)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text_or_texts(value: Any) -> bool:
     return isinstance(value, str) or (
         is_mapping(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
     )
 
 
-def _recorded(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] | None) -> Mapping[str, Any]:
+def _own_record(metadata: Mapping[str, Any] | None, path: str | os.PathLike[str] | None) -> Mapping[str, Any]:
     """Returns our entry in the metadata of a checkpoint or in the `custom_metadata` of an item."""
     found: Any = metadata or {}
     if KEY not in found and isinstance(found.get("custom_metadata"), Mapping):
@@ -198,7 +202,7 @@ def skipped_from_metadata(
     metadata: Mapping[str, Any] | None, *, path: str | os.PathLike[str] | None = None
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Returns name -> (shape, dtype name) of the leaves that were left out when the item was written."""
-    skipped = _recorded(metadata, path).get("skipped", {})
+    skipped = _own_record(metadata, path).get("skipped", {})
     if not is_mapping(skipped):
         raise CorruptCheckpointError("the record of skipped leaves is not a mapping", path=path)
     result: dict[str, tuple[tuple[int, ...], str]] = {}

@@ -52,10 +52,10 @@ _runs: dict[RunKey, RunState] = {}
 def known_run(run: RunKey) -> RunState | None:
     """Returns the entry of a run; None where this process knows no step of it."""
     with _lock:
-        return _known(run)
+        return _known_state(run)
 
 
-def _known(run: RunKey) -> RunState | None:
+def _known_state(run: RunKey) -> RunState | None:
     return _runs.get(run, _runs.get(RunKey(run.root, EVERY_ITEM)))
 
 
@@ -66,7 +66,7 @@ def note_restored(run: RunKey, lineage: Lineage) -> None:
     that the caller gave in one that leads to the same are added.
     """
     with _lock:
-        known = _known(run)
+        known = _known_state(run)
         if known is None or not known.is_restored:
             _runs[run] = RunState(tuple(lineage), is_restored=True)
         elif same_history(known.lineage, lineage):
@@ -79,12 +79,12 @@ def note_restored(run: RunKey, lineage: Lineage) -> None:
 def note_saved(run: RunKey, lineage: Lineage, *, is_given: bool) -> None:
     """Notes a save; `is_given`: the caller passed the lineage, which ends an ambiguity."""
     with _lock:
-        known = _known(run) or RunState(())
+        known = _known_state(run) or RunState(())
         ambiguous = known.is_ambiguous and not is_given
         _runs[run] = RunState(tuple(lineage), False, known.is_restored, ambiguous, ambiguous)
 
 
-def begin(run: RunKey, lineage: Lineage) -> None:
+def begin_run(run: RunKey, lineage: Lineage) -> None:
     """Sets the lineage of a run that begins, and forgets that of an earlier one at the same path."""
     with _lock:
         for known in [known for known in _runs if known.root == run.root and run.item in (EVERY_ITEM, known.item)]:

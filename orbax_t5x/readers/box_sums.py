@@ -100,7 +100,7 @@ def sums_of(reads: Sequence[Request], sums: BoxSums) -> Iterator[ChecksummedRang
                 yield from _run_sums(common, box, read, base)
 
 
-def compare(ranges: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
+def compare_box_sums(ranges: Sequence[ChecksummedRange], sums: BoxSums) -> Comparison:
     """Compares the checksums of ranges with those that were stored for the boxes that they cover."""
     own: dict[int, list[ChecksummedRange]] = {}
     starts = np.asarray(sums.bases[:-1], np.int64)

@@ -27,7 +27,7 @@ from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
 from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
 from orbax_t5x.readers.torch_zip.format import FORMAT as TORCH
-from orbax_t5x.readers.unrecognised import missing, unrecognised
+from orbax_t5x.readers.unrecognised import missing_error, unrecognised_error
 from orbax_t5x.storage.limits import Limits, check_limits
 from orbax_t5x.storage.locations import can_list, is_link, is_url, open_store
 from orbax_t5x.storage.remote.connection import remote_session
@@ -99,8 +99,8 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
     if row := next((row for row in FORMATS if row.recognise(probe)), None):
         return _open(row, probe.path, limits, item)
     if probe.kind == "missing":
-        raise missing(probe.path, text)
-    raise unrecognised(probe, FORMATS)
+        raise missing_error(probe.path, text)
+    raise unrecognised_error(probe, FORMATS)
 
 
 def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Checkpoint:
@@ -121,7 +121,7 @@ def _open_directory(probe: PathProbe, item: str | None, limits: Limits) -> Check
         return checkpoint
     if row := next((row for row in _LOOSE if row.recognise_unmarked(probe)), None):
         return _open(row, probe.path, limits, item)
-    raise unrecognised(probe, FORMATS)
+    raise unrecognised_error(probe, FORMATS)
 
 
 def _listed_steps(directory: str) -> list[Step]:

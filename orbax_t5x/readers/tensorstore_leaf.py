@@ -25,7 +25,7 @@ from orbax_t5x.lazy.box import Box, box_shape, box_size, box_slices, shift
 from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.array_layout import ArrayLayout, layout_of
-from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare, row_boxes, sums_of
+from orbax_t5x.readers.box_sums import BoxSums, Mismatch, array_crc, compare_box_sums, row_boxes, sums_of
 from orbax_t5x.readers.chunk_grid import chunk_boxes, count_chunks, requests_by_chunk
 from orbax_t5x.readers.fetched_array import FetchedArray, UnopenedArray
 from orbax_t5x.readers.fetched_reads import read_fetched
@@ -348,7 +348,7 @@ class _BoxChecksums(Checksums):
 
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
         sums = self._sums
-        found = compare(ranges, sums)
+        found = compare_box_sums(ranges, sums)
         if found.mismatch is not None:
             raise await run_in_pool(reader_pool(), self._damage, found.mismatch)
         if found.uncovered and stats.verify == "full":

@@ -35,7 +35,7 @@ _SHOWN_NEIGHBOURS = 3
 _CLOSE = 0.8
 
 
-def missing(path: str, text: str) -> CheckpointError:
+def missing_error(path: str, text: str) -> CheckpointError:
     """Makes the error of a path that does not exist, with names that its user may have meant."""
     message = "no such file or directory, and no TensorFlow bundle with this prefix"
     if is_url(path):
@@ -79,7 +79,7 @@ def _close_names(directory: str, name: str) -> list[str]:
     return difflib.get_close_matches(name, sorted(names), n=_SHOWN_NEIGHBOURS, cutoff=_CLOSE)
 
 
-def unrecognised(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError:
+def unrecognised_error(probe: PathProbe, formats: Sequence[Format]) -> CheckpointError:
     """Makes the error of a path that no format recognises."""
     if (foreign := foreign_format(probe)) is not None:
         return UnsupportedCheckpointError(foreign.what, path=probe.path, fix=Fix(foreign.way_out))

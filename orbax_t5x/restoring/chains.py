@@ -18,7 +18,7 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.transforms import MODULE_OF as public_transforms
 from orbax_t5x.transforms.base import AnyTransform, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.model_surgery import adopted
+from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState, prefixed
@@ -135,7 +135,7 @@ def chain_of(transforms: Transforms, *, has_target: bool = True) -> tuple[Callab
             raise TypeError(f"{pack} is a function that makes a rule pack; pass what it makes: {_call_of(pack)}")
         if not callable(transform):
             raise TypeError(f"{transform!r} is no transform; {_instead_of(transform)}")
-    return tuple(map(adopted, chain))
+    return tuple(map(adopt_orbax, chain))
 
 
 def saved_chain(transforms: Transforms) -> tuple[Callable[..., Any], ...]:
@@ -209,7 +209,7 @@ def written_out(
     for transform in transforms:
         if isinstance(transform, FoundRules):
             before = run_transforms(chain, source, target, is_resuming=False, diagnostics=Diagnostics())
-            chain.extend(_found(before, target, path, fillable))
+            chain.extend(_rules_of_auto(before, target, path, fillable))
         elif isinstance(transform, OneSource):
             below = transform.target_below(target)
             new = {name for name in below if name in fillable or prefixed(transform.source, name) in fillable}
@@ -220,7 +220,7 @@ def written_out(
     return tuple(chain)
 
 
-def _found(
+def _rules_of_auto(
     source: FlatState, target: Mapping[str, Any], path: str | None, fillable: Collection[str]
 ) -> tuple[Transform, ...]:
     if not target:

@@ -112,9 +112,9 @@ class Computation:
         problems: list[Problem] = []
         for name in names:
             value, planned = given.get(name), self._arrays[name]
-            if _described(value) != _described(planned):
+            if _shape_text(value) != _shape_text(planned):
                 message = (
-                    f"the fallback gives {_described(value)}, and gave {_described(planned)} when the plan was made"
+                    f"the fallback gives {_shape_text(value)}, and gave {_shape_text(planned)} when the plan was made"
                 )
                 fix = "plan and execute under the same JAX settings, with a function that gives the same each time"
                 problems.append(Problem("fallback", name, message, Fix.in_program(fix)))
@@ -166,7 +166,7 @@ def _is_computed(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def _described(value: Any) -> str:
+def _shape_text(value: Any) -> str:
     if not isinstance(value, Tracer | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         return f"a {type(value).__name__}"
     return f"{value.dtype} of shape {tuple(value.shape)}"

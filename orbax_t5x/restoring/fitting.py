@@ -57,7 +57,7 @@ class Fitting:
         if isinstance(value, jax.ShapeDtypeStruct):
             fix = "pass values, or a function that returns them"
             return self._problem(
-                _kind(origin), name, f"{origin} has an abstract leaf, which has no values", Fix.in_program(fix)
+                _origin_kind(origin), name, f"{origin} has an abstract leaf, which has no values", Fix.in_program(fix)
             )
         if type(value) in (int, float, complex):
             value = self._weakly_typed(name, leaf, value, origin)
@@ -74,7 +74,7 @@ class Fitting:
         except (TypeError, ValueError):  # ValueError: lists of several lengths
             message = f"{origin} has a {type(value).__name__}, which is no array"
             return self._problem(
-                _kind(origin), name, message, Fix.in_program("put an array, a scalar or a lazy array there")
+                _origin_kind(origin), name, message, Fix.in_program("put an array, a scalar or a lazy array there")
             )
         return self._fit(name, leaf, view, origin)
 
@@ -269,7 +269,7 @@ def _key_dtype_of(value: Any) -> Any:
     return dtype if dtype is not None and is_key_dtype(dtype) else None
 
 
-def _kind(origin: Origin) -> ProblemKind:
+def _origin_kind(origin: Origin) -> ProblemKind:
     return "fallback" if origin == "the fallback" else "transform"
 
 

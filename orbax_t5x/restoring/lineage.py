@@ -15,7 +15,7 @@ from typing import Any
 from orbax_t5x.errors import Problem, RestorePlanError
 from orbax_t5x.multihost.catalogue import opened_once
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine, decide
+from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine_decisions, decide
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
 from orbax_t5x.restoring.options import PlanOptions
 from orbax_t5x.restoring.run_steps import has_older_record
@@ -101,7 +101,7 @@ class SourceHistory:
             source={name: one.path for name, one in checkpoints.items()} if single is None else single.path,
             format={name: one.format for name, one in checkpoints.items()} if single is None else single.format,
         )
-        decision = combine({item: decide(record, context) for item, record in records.items()})
+        decision = combine_decisions({item: decide(record, context) for item, record in records.items()})
         path = self.sources.path
         if decision.problem is not None:
             message, fix = decision.problem

@@ -11,11 +11,11 @@ from orbax_t5x.restoring.executor import execute_plan
 from orbax_t5x.restoring.options import BroadcastMode, ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.restoring.show.as_data import to_json
-from orbax_t5x.restoring.show.compare import diff
-from orbax_t5x.restoring.show.explain import explain
+from orbax_t5x.restoring.show.compare import plan_diff
+from orbax_t5x.restoring.show.explain import explain_leaf
 from orbax_t5x.restoring.show.filled import warning_of_filled
 from orbax_t5x.restoring.show.log_lines import about_to_restore, has_restored
-from orbax_t5x.restoring.show.table import html, table
+from orbax_t5x.restoring.show.table import plan_html, plan_table
 from orbax_t5x.text.progress_bar import Progress, shown_progress
 
 _logger = logging.getLogger(__name__)
@@ -79,21 +79,21 @@ class RestorePlan(PlanData):
         Raises:
           KeyError: neither the target nor the checkpoint has the name; the text gives the closest ones.
         """
-        return explain(self, leaf)
+        return explain_leaf(self, leaf)
 
     def diff(self, other: RestorePlan) -> str:
         """Compares two plans; returns the leaves that they treat differently as text, empty when there are none."""
-        return diff(self, other)
+        return plan_diff(self, other)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as data that `json.dumps` takes."""
         return to_json(self)
 
     def __str__(self) -> str:
-        return table(self)
+        return plan_table(self)
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return plan_html(self)
 
     def __repr__(self) -> str:
         counts = {

@@ -87,7 +87,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
     # Before the problems: the shape of a broken leaf is unknown, so it clashes with any target.
     _raise_broken(entries)
     if diagnostics.problems or matcher.problems or matcher.missing or (options.strict and matcher.leftovers):
-        from orbax_t5x.restoring.diagnose.explain import MatchFailure, explain  # noqa: PLC0415  (a failure only)
+        from orbax_t5x.restoring.diagnose.explain import MatchFailure, explain_failure  # noqa: PLC0415  (a failure only)
 
         takes_rules, proposes = not resuming, proposes and not resuming
         failure = MatchFailure(
@@ -102,7 +102,7 @@ def build_plan(inputs: PlanInputs, decision: Decision, *, proposes: bool = True)
             takes_rules,
             tuple(filter(None, checkpoints)),
         )
-        raise diagnostics.error(explain(failure), path=inputs.sources.path)
+        raise diagnostics.error(explain_failure(failure), path=inputs.sources.path)
     used = {name for entry in entries if entry.action == "read" for name in entry.sources}
     unused = [name for name in matcher.leftover_sources() if name not in used]
     dropped = {name for name, value in stored.items() if value is not None} - used - set(unused)

@@ -79,8 +79,8 @@ def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
     """
     newest_has_none = False
     with remote_session():
-        steps = [one for one in _steps(run.root) if one.step != except_step]
-        for index, lineage in _recorded(steps, run.item):
+        steps = [one for one in _steps_below(run.root) if one.step != except_step]
+        for index, lineage in _read_lineages(steps, run.item):
             if (lineage is None and newest_has_none) or not _is_finished(steps, index):
                 continue
             if lineage is not None:
@@ -92,7 +92,7 @@ def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
 def has_finished_step(run: RunKey, *, except_step: int) -> bool:
     """Tests whether the root of a run has a finished step, other than one that is being saved."""
     with remote_session():
-        steps = [one for one in _steps(run.root) if one.step != except_step]
+        steps = [one for one in _steps_below(run.root) if one.step != except_step]
         return any(_is_finished(steps, index) for index in range(len(steps)))
 
 
@@ -102,12 +102,12 @@ def has_older_record(directory: str | os.PathLike[str]) -> bool:
     if item is None:
         return False
     with remote_session():
-        steps = [one for one in _steps(item.run.root) if one.step < item.step]
-        records = _recorded(steps, item.run.item)
+        steps = [one for one in _steps_below(item.run.root) if one.step < item.step]
+        records = _read_lineages(steps, item.run.item)
         return any(lineage is not None and _is_finished(steps, index) for index, lineage in records)
 
 
-def _steps(root: str) -> list[_StepDirectory]:
+def _steps_below(root: str) -> list[_StepDirectory]:
     """Lists the directories of a root that have the name of a step, newest first."""
     try:
         names = subdirectories(root).inside
@@ -127,7 +127,7 @@ def _is_finished(steps: Sequence[_StepDirectory], index: int) -> bool:
     return not any(is_file(older.path, COMMIT_FILE) for older in steps[index + 1 :])
 
 
-def _recorded(steps: Sequence[_StepDirectory], item: str) -> Iterator[tuple[int, Lineage | None]]:
+def _read_lineages(steps: Sequence[_StepDirectory], item: str) -> Iterator[tuple[int, Lineage | None]]:
     """Yields the position and the lineage of each step that has the item, in the order of the steps."""
     for first in range(0, len(steps), _BATCH_STEPS):
         batch = steps[first : first + _BATCH_STEPS]

@@ -109,7 +109,7 @@ def open_sources(source: AnySource, options: PlanOptions, stack: contextlib.Exit
       options: `item` and `limits` are for sources without their own.
       stack: closes those that were opened here.
     """
-    sources = _by_name(source)
+    sources = _sources_by_name(source)
     if not sources:
         raise ValueError("no source was given: the mapping is empty")
     for name in source if isinstance(source, Mapping) else ():
@@ -119,7 +119,7 @@ def open_sources(source: AnySource, options: PlanOptions, stack: contextlib.Exit
     return OpenSources(checkpoints, _own_chain(sources, checkpoints))
 
 
-def _by_name(source: AnySource) -> dict[str, Source]:
+def _sources_by_name(source: AnySource) -> dict[str, Source]:
     several = source if isinstance(source, Mapping) else {"": source}
     return {name: one if isinstance(one, Source) else Source(one) for name, one in several.items()}
 
@@ -154,7 +154,7 @@ def unopened_chain(source: AnySource | None, transforms: Transforms) -> tuple[Ca
       source: as `orbax_t5x.restore` takes it, or None.
       transforms: of the restore.
     """
-    own = () if source is None else _own_chain(_by_name(source), {})
+    own = () if source is None else _own_chain(_sources_by_name(source), {})
     chain = (*own, *chain_of(transforms))
     is_known = all(
         not isinstance(step, FoundRules)

@@ -18,16 +18,16 @@ _STACKED = r"(?:.*/)?{tower}/{tower}/(?:subblock_\d+/)?relpos_bias/rel_embedding
 
 def has_bias_per_layer(names: Iterable[str], tower: str) -> bool:
     """Reports whether names of another program, or of stacked layers, have a bias for more than the first layer."""
-    return any(number not in (None, 0) for number in _layers(names, tower))
+    return any(number not in (None, 0) for number in _bias_layers(names, tower))
 
 
 def has_bias_of_tower(names: Iterable[str], tower: str) -> bool:
     """Reports whether names of another program have a bias of a tower, which is the first layer's or nobody's."""
-    found = _layers(names, tower)
+    found = _bias_layers(names, tower)
     return bool(found) and found <= {None, 0}
 
 
-def _layers(names: Iterable[str], tower: str) -> set[int | None]:
+def _bias_layers(names: Iterable[str], tower: str) -> set[int | None]:
     """Returns the layers that have a bias; None for a bias of no layer, -1 for stacked layers'."""
     texts = [*_NAMES, *(_ENCODER_NAMES if tower == "encoder" else ())]
     named = "|".join(texts).format(tower=tower, short=tower[:3])

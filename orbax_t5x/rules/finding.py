@@ -20,8 +20,8 @@ from orbax_t5x.optim.factored_state import optax_to_t5x, t5x_to_optax
 from orbax_t5x.rules.alignment.alignment import Alignment, align_leaves, leaves_of, parameters_of
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
 from orbax_t5x.rules.graph import pack_to_minimal
-from orbax_t5x.rules.inference import infer, views_of, without_place
-from orbax_t5x.rules.layouts import heads_of, layout_of
+from orbax_t5x.rules.inference import infer, views_or_zeros, without_place
+from orbax_t5x.rules.layouts import find_layout, heads_of
 from orbax_t5x.rules.pack import RulePack
 from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32, scales_beside
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
@@ -80,7 +80,7 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
     slots = _slots(source, target)
     given, source = source, _run(slots, source, target) if slots else source
-    pack, refusal = _pack(source, target)
+    pack, refusal = _infer_pack(source, target)
     if pack is not None and _fills(pack.parts, source, target):
         return FoundMapping((*slots, *pack.parts), pack.found)
     if scales_beside(given.keys(), given) and not scales_beside(target.keys(), target):
@@ -89,7 +89,7 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
         return found._replace(parts=(scaled, *found.parts))
     best: tuple[_Way, Alignment] | None = None
     for way in _ways(pack, given, target):
-        alignment, parts = _aligned(way)
+        alignment, parts = _align_model(way)
         if alignment.is_complete and (way.before or way.after or _is_telling(source, target)):
             parts = (*way.before, *parts, *way.after)
             parts = (*parts, *_completion(parts, given, target))
@@ -116,7 +116,7 @@ def _with_sizes(refusal: RestorePlanError, way: _Way) -> RestorePlanError:
     return RestorePlanError([dataclasses.replace(first, message=first.message + text), *others], path=refusal.path)
 
 
-def _pack(source: Leaves, target: Leaves) -> tuple[RulePack | None, RestorePlanError | None]:
+def _infer_pack(source: Leaves, target: Leaves) -> tuple[RulePack | None, RestorePlanError | None]:
     try:
         return infer(source, target), None
     except RestorePlanError as error:
@@ -124,7 +124,7 @@ def _pack(source: Leaves, target: Leaves) -> tuple[RulePack | None, RestorePlanE
 
 
 def _run(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> dict[str, Any]:
-    return run_transforms(transforms, views_of(source), target, is_resuming=False, diagnostics=Diagnostics())
+    return run_transforms(transforms, views_or_zeros(source), target, is_resuming=False, diagnostics=Diagnostics())
 
 
 def _fills(transforms: Sequence[Transform], source: Leaves, target: Leaves) -> bool:
@@ -157,11 +157,11 @@ def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Wa
     """Yields what may be aligned with what, the likeliest first."""
     last: Transforms = ()
     wanted: Leaves = target
-    forth = pack_to_minimal(layout_of(_model(target)).kind)
+    forth = pack_to_minimal(find_layout(_model(target)).kind)
     if forth is not None and forth.has_inverse:
         last, wanted = (forth.inverse(),), _run((forth,), target, {})
     firsts = [] if pack is None or not pack.parts else [pack.parts]
-    forth = pack_to_minimal(layout_of(_model(source)).kind)
+    forth = pack_to_minimal(find_layout(_model(source)).kind)
     if forth is not None:
         firsts.append((forth,))
     firsts.append(())
@@ -176,7 +176,7 @@ def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Wa
 
 def _with_heads(source: Leaves, target: Leaves) -> Iterator[RulePack]:
     """Yields packs between joined and split heads, as the shapes of the other side suggest."""
-    layout = layout_of(_model(source))
+    layout = find_layout(_model(source))
     queries = [shape for (_, rest), shape in layout.shapes.items() if rest.endswith("query/kernel")]
     shapes: set[tuple[int, ...]] = {tuple(leaf.shape) for leaf in _model(target).values()}
     if layout.kind == "minimal":
@@ -197,7 +197,7 @@ def _with_heads(source: Leaves, target: Leaves) -> Iterator[RulePack]:
             yield (t5_minimal_to_scanned if layout.is_scanned else t5_minimal_to_unscanned)(*heads).inverse()
 
 
-def _aligned(way: _Way) -> tuple[Alignment, Transforms]:
+def _align_model(way: _Way) -> tuple[Alignment, Transforms]:
     """Aligns the model, below the source's root first, where the optimizer follows it."""
     source, target = way.source, way.target
     roots = _root(source), _root(target)

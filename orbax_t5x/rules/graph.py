@@ -18,7 +18,7 @@ from orbax_t5x.rules.hugging_face_flax import hf_flax_t5_to_t5x
 from orbax_t5x.rules.layouts import NAMES
 from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
 from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x
-from orbax_t5x.rules.pack import RulePack, joined
+from orbax_t5x.rules.pack import RulePack, join_packs
 from orbax_t5x.rules.pix2struct import pix2struct_decoder_to_hf_t5
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.rules.wan import wan_t5_to_hf_t5
@@ -125,4 +125,4 @@ def pack_to_minimal(kind: str) -> RulePack | None:
     if not path:
         return None
     packs = [step.pack({}) for step in path]
-    return joined(packs, [pack.inverse() for pack in reversed(packs) if pack.has_inverse])
+    return join_packs(packs, [pack.inverse() for pack in reversed(packs) if pack.has_inverse])

@@ -19,8 +19,8 @@ from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
 from orbax_t5x.rules.alignment.alignment import leaves_of
 from orbax_t5x.rules.graph import pack_to_minimal, shortest_path
-from orbax_t5x.rules.layouts import Layout, axes_between, heads_of, layout_of, stacked_depths
-from orbax_t5x.rules.pack import RulePack, joined
+from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, stacked_depths
+from orbax_t5x.rules.pack import RulePack, join_packs
 from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32, scales_beside
 from orbax_t5x.rules.t5x import t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.transforms.base import Transform
@@ -37,7 +37,7 @@ _OPTIMIZER = re.compile(r"(?:[^/]+/)?(?:state|opt_state)/.*")
 _TRAINING = (r"state/param_states/.*", r"opt_state/.*", r"state/step", r"step")
 
 
-def _parameters(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _parameter_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in leaves.items() if not _OPTIMIZER.fullmatch(name)}
 
 
@@ -83,24 +83,24 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
       <RulePack from minimal (encoder of 3 layers) to scanned: t5_minimal_to_scanned(num_heads=2, head_dim=4)>
     """
     source, target = leaves_of(source_leaves), leaves_of(target_leaves)
-    seen, wanted = layout_of(_parameters(source)), layout_of(_parameters(target))
+    seen, wanted = find_layout(_parameter_leaves(source)), find_layout(_parameter_leaves(target))
     is_one_layout = seen.kind == wanted.kind or "unknown" in (seen.kind, wanted.kind)
     if is_one_layout and _wanted_names(target) <= source.keys():
         pack = RulePack((), (), "nothing to map")
     else:
         pack = _infer(source, target, seen, wanted)
-    names = pack.apply(views_of(source), target, Diagnostics()) if pack.steps else source
+    names = pack.apply(views_or_zeros(source), target, Diagnostics()) if pack.steps else source
     biases = _between_biases(names, target)
     if biases is not None:
-        pack = joined((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
-        names = pack.apply(views_of(source), target, Diagnostics())
+        pack = join_packs((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
+        names = pack.apply(views_or_zeros(source), target, Diagnostics())
     if scales_beside(names.keys(), names) and not scales_beside(target.keys(), target):
-        pack = joined((*pack.parts, scaled_fp8_to_float32()), ())
-        names = pack.apply(views_of(source), target, Diagnostics())
+        pack = join_packs((*pack.parts, scaled_fp8_to_float32()), ())
+        names = pack.apply(views_or_zeros(source), target, Diagnostics())
     dropped = without_place(names, target)
     if dropped:
         drop = Drop(dropped)
-        pack = joined((*pack.parts, drop), pack.inverse().parts if pack.has_inverse else ())
+        pack = join_packs((*pack.parts, drop), pack.inverse().parts if pack.has_inverse else ())
     return dataclasses.replace(pack, found=f"from {seen} to {wanted}: {pack.name}")
 
 
@@ -112,7 +112,7 @@ def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
     Args:
       leaves: by name.
     """
-    layout = layout_of(_parameters(leaves))
+    layout = find_layout(_parameter_leaves(leaves))
     if layout.is_scanned and "maxtext" not in layout.kind:
         subblocks = layout.subblocks if "subblocks" in layout.kind else None
         return t5_unscanned_to_scanned(scan_axis=1, subblocks=subblocks).inverse()
@@ -129,10 +129,10 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
     Raises:
       RestorePlanError: there is none.
     """
-    pack = _pack(_parameters(source), _parameters(target), seen, wanted)
+    pack = _pack_between(_parameter_leaves(source), _parameter_leaves(target), seen, wanted)
     if pack is None and "unknown" in (seen.kind, wanted.kind):
         # The prefix may be all that differs.
-        renaming = _renaming(source, target)
+        renaming = _same_layout(source, target)
         if renaming.steps and _wanted_names(target) <= renaming.apply(source, target, Diagnostics()).keys():
             return renaming
     other_depth = None if pack is not None else _other_depth(source, target, seen, wanted)
@@ -140,12 +140,12 @@ def _infer(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, w
         raise RestorePlanError([other_depth])
     if pack is None:
         _raise_refusal(source, target, seen)
-        message = f"no rule pack leads from {_described(seen, source)} to {_described(wanted, target)}"
+        message = f"no rule pack leads from {_layout_text(seen, source)} to {_layout_text(wanted, target)}"
         if "unknown" not in (seen.kind, wanted.kind):
             message += f": {_why_not(seen, wanted)}"
         fix = "write AssignmentMap, Rename or StackLayers rules by hand"
         raise RestorePlanError([Problem("rule", None, message, Fix(fix))])
-    return pack if pack.steps else _renaming(source, target)
+    return pack if pack.steps else _same_layout(source, target)
 
 
 def _raise_refusal(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout) -> None:
@@ -157,7 +157,7 @@ def _raise_refusal(source: Mapping[str, Any], target: Mapping[str, Any], seen: L
     notes = Diagnostics()
     first = pack_to_minimal(seen.kind)
     if first is not None:
-        first.apply(views_of(_parameters(source)), {}, notes)
+        first.apply(views_or_zeros(_parameter_leaves(source)), {}, notes)
     for problem in notes.problems:
         if problem.kind == "rule":
             ways = [_led_on(way, source, target) for way in (problem.fix.ways if problem.fix else ())]
@@ -187,7 +187,7 @@ def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Lay
     """Returns the problem of layers of which one side has more, where only that is between two known layouts."""
     pack = pack_to_minimal(seen.kind)
     first = () if pack is None else (pack,)
-    layout = seen if pack is None else _after(pack, _parameters(source))
+    layout = seen if pack is None else _layout_after(pack, _parameter_leaves(source))
     if pack_to_minimal(wanted.kind) is not None or layout.is_scanned == wanted.is_scanned:
         return None
     scanned, unrolled = (wanted, layout) if wanted.is_scanned else (layout, wanted)
@@ -212,7 +212,7 @@ def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Lay
     )
 
 
-def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
+def _same_layout(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
     """Renames from a layout to the same one: below another prefix, or with the names of another kind of train state."""
     change = change_between(source, target)
     parts: tuple[Transform, ...] = ()
@@ -225,7 +225,7 @@ def _renaming(source: Mapping[str, Any], target: Mapping[str, Any]) -> RulePack:
     if renames:
         parts += (Rename(tuple((re.escape(old), new) for old, new in renames.items())),)
         back += (Rename(tuple((re.escape(new), old) for old, new in renames.items())),)
-    return joined(parts, back) if parts else RulePack((), (), "nothing to map")
+    return join_packs(parts, back) if parts else RulePack((), (), "nothing to map")
 
 
 def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str, ...]:
@@ -240,16 +240,18 @@ def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str,
     return tuple(patterns)
 
 
-def _described(layout: Layout, leaves: Mapping[str, Any]) -> str:
+def _layout_text(layout: Layout, leaves: Mapping[str, Any]) -> str:
     pack = pack_to_minimal(layout.kind)
     if pack is not None:
-        return f"{layout.kind} ({_after(pack, leaves)})"
+        return f"{layout.kind} ({_layout_after(pack, leaves)})"
     if layout.mixed:
         return f"names of several layouts ({' and '.join(layout.mixed)})"
     return str(layout) if layout.kind != "unknown" else f"unknown names (such as {sorted(leaves)[:2]})"
 
 
-def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> RulePack | None:
+def _pack_between(
+    source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout
+) -> RulePack | None:
     """Returns the pack between two layouts; without transforms where they are one, None if there is none.
 
     The dimensions come from T5X's layouts, to which the names of other programs are led on either side.
@@ -260,16 +262,17 @@ def _pack(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wa
     if any(step.edge.arguments for step in path):
         first, last = (pack_to_minimal(layout.kind) for layout in (seen, wanted))
         between = _between(
-            seen if first is None else _after(first, source), wanted if last is None else _after(last, target)
+            seen if first is None else _layout_after(first, source),
+            wanted if last is None else _layout_after(last, target),
         )
         if between is None:
             return None
-        steps = [*_parts(first), *between, *([] if last is None else _parts(last.inverse()))]
+        steps = [*_pack_parts(first), *between, *([] if last is None else _pack_parts(last.inverse()))]
     else:
         steps = [step.pack({}) for step in path]
     if not steps:
         return RulePack((), (), "nothing to map")
-    return joined(steps, [pack.inverse() for pack in reversed(steps) if pack.has_inverse])
+    return join_packs(steps, [pack.inverse() for pack in reversed(steps) if pack.has_inverse])
 
 
 def _between_biases(names: Iterable[str], target: Iterable[str]) -> RulePack | None:
@@ -280,18 +283,18 @@ def _between_biases(names: Iterable[str], target: Iterable[str]) -> RulePack | N
     return t5_minimal_to_unscanned() if wanted == {True} else t5_minimal_to_unscanned().inverse()
 
 
-def _parts(pack: RulePack | None) -> list[RulePack]:
+def _pack_parts(pack: RulePack | None) -> list[RulePack]:
     return [] if pack is None else [part for part in pack.parts if isinstance(part, RulePack)]
 
 
-def _after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
+def _layout_after(pack: RulePack, source: Mapping[str, Any]) -> Layout:
     """Returns the layout that a pack makes of a source."""
     notes = Diagnostics()
-    mapped = pack.apply(views_of(source), {}, notes)
-    return layout_of(_parameters({name: leaf for name, leaf in mapped.items() if name not in notes.explained}))
+    mapped = pack.apply(views_or_zeros(source), {}, notes)
+    return find_layout(_parameter_leaves({name: leaf for name, leaf in mapped.items() if name not in notes.explained}))
 
 
-def views_of(leaves: Mapping[str, Any]) -> dict[str, View]:
+def views_or_zeros(leaves: Mapping[str, Any]) -> dict[str, View]:
     """Converts the arrays among leaves to views; an abstract one to a view of zeros."""
     views: dict[str, View] = {}
     for name, leaf in leaves.items():

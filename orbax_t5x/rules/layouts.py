@@ -64,7 +64,7 @@ class Layout:
         return f"{self.kind} ({depths})" if depths else self.kind
 
 
-def layout_of(leaves: Mapping[str, Any]) -> Layout:
+def find_layout(leaves: Mapping[str, Any]) -> Layout:
     """Finds the layout of a tree of leaves."""
     kinds: dict[str, None] = {}
     others: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def _unrolled(scanned: Layout, axis: int) -> Layout | None:
     if any(len(shape) <= axis for shape in scanned.shapes.values()):
         return None
     sizes = {(tower, shape[axis] * scanned.subblocks) for (tower, _), shape in scanned.shapes.items()}
-    shapes = {layer: _without(shape, axis) for layer, shape in scanned.shapes.items()}
+    shapes = {layer: _without_axis(shape, axis) for layer, shape in scanned.shapes.items()}
     return Layout("", shapes, dict(sizes)) if len(sizes) == len(dict(sizes)) else None
 
 
@@ -164,7 +164,7 @@ def stacked_depths(scanned: Layout, unrolled: Layout) -> dict[int, dict[str, int
     for axis in _AXES:
         fits = bool(common) and all(
             axis < len(scanned.shapes[layer])
-            and _same_but_heads(_without(scanned.shapes[layer], axis), unrolled.shapes[layer])
+            and _same_but_heads(_without_axis(scanned.shapes[layer], axis), unrolled.shapes[layer])
             for layer in common
         )
         sizes = {(tower, scanned.shapes[tower, rest][axis] * scanned.subblocks) for tower, rest in common if fits}
@@ -173,7 +173,7 @@ def stacked_depths(scanned: Layout, unrolled: Layout) -> dict[int, dict[str, int
     return found
 
 
-def _without(shape: Shape, axis: int) -> Shape:
+def _without_axis(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], *shape[axis + 1 :])
 
 
@@ -197,6 +197,6 @@ def heads_of(split: Layout, axis: int | None) -> tuple[int, int] | None:
     """
     for (_, rest), shape in split.shapes.items():
         if _QUERY.fullmatch(rest):
-            one = shape if axis is None else _without(shape, axis)
+            one = shape if axis is None else _without_axis(shape, axis)
             return (one[1], one[2]) if len(one) == 3 else None
     return None

@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from orbax_t5x.transforms.prefix import is_of_optimizer
+from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.flat import FlatState
 
 Dimensions = tuple[str, ...]
@@ -106,7 +106,7 @@ class LeafTable:
             canonical = _without_numbers(name)
             cuts = (cut.end() for cut in _CUT.finditer(canonical) if self.has_dots or cut[0] == "/")
             at = next((cut for cut in itertools.chain((0,), cuts) if canonical[cut:] in self.leaves), None)
-            if at is not None and not is_of_optimizer(name):
+            if at is not None and not is_no_parameter(name):
                 prefix = name[: _cut_in(name, at)]
                 found[prefix] = found.get(prefix, False) or "*" in canonical[at:]
         in_layers = [prefix for prefix, has_layer in found.items() if has_layer]
@@ -130,7 +130,7 @@ class LeafTable:
 
     def model(self, names: Iterable[str]) -> dict[str, str]:
         """Maps the names of the model's leaves to what they are called in the table, if they are there."""
-        names = [name for name in names if not is_of_optimizer(name)]
+        names = [name for name in names if not is_no_parameter(name)]
         prefixes = self.prefixes(names)
         below = ((name, prefix) for name in names for prefix in prefixes if self._is_below(name, prefix))
         return {name: _without_numbers(name.removeprefix(prefix)) for name, prefix in below}

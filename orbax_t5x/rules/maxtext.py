@@ -25,7 +25,7 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.names import Rename
-from orbax_t5x.transforms.prefix import PrefixChange, parameter_prefixes, renamed
+from orbax_t5x.transforms.prefix import PrefixChange, parameter_prefixes, rename_leaves
 from orbax_t5x.trees.flat import FlatState
 
 _T5X = r"(?:target/|params/)?"
@@ -103,7 +103,7 @@ class _KnownPrefix(Transform):
         if len(found) != 1 or found[0] in self.known:
             return dict(state)
         change = PrefixChange(found[0], self.known[0])
-        return renamed(state, change.renames(state), f"below {change.new!r}", diagnostics)
+        return rename_leaves(state, change.renames(state), f"below {change.new!r}", diagnostics)
 
 
 def t5x_decoder_to_maxtext(num_heads: int, head_dim: int, *, scanned: bool = True, scan_axis: int = 1) -> RulePack:

@@ -9,7 +9,7 @@ from typing import Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.rules.leaf_table import LeafTable
-from orbax_t5x.rules.refusals import refusal
+from orbax_t5x.rules.refusals import refusal_of_tree
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
@@ -17,7 +17,7 @@ from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop
 from orbax_t5x.transforms.patterns.closest import ClosestNames
-from orbax_t5x.transforms.prefix import change_between, follow_target, renamed
+from orbax_t5x.transforms.prefix import change_between, follow_target, rename_leaves
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
@@ -164,7 +164,9 @@ class RulePack(Chain):
         quiet = dataclasses.replace(diagnostics, warns_of_unused=False)
         unmapped: dict[str, Any] = {}
         if self._leaves is not None:
-            refused = refusal(self._leaves, state, self._whole or (self,), allows_adapters=diagnostics.allows_unmapped)
+            refused = refusal_of_tree(
+                self._leaves, state, self._whole or (self,), allows_adapters=diagnostics.allows_unmapped
+            )
             if refused is not None:
                 diagnostics.problems.append(refused)
                 # Every other problem would have this cause.
@@ -187,7 +189,9 @@ class RulePack(Chain):
         result = NewState(quiet)
         mapped = follow_target(mapped, target, quiet)
         if self._leaves_back is not None:
-            mapped = renamed(mapped, self._leaves_back.renames_below(mapped, target), "as the target has it", quiet)
+            mapped = rename_leaves(
+                mapped, self._leaves_back.renames_below(mapped, target), "as the target has it", quiet
+            )
         for name, value in (*mapped.items(), *unmapped.items()):
             result.put(name, value, name)
         return result.finish()
@@ -209,7 +213,7 @@ class RulePack(Chain):
         unfit = leaves.unfit(state)
         change = change_between(state, target)
         own_target = target if change is None else change.reversed().applied(target)
-        named = {name: reason for name, reason in unfit.items() if not _is_same(state[name], own_target.get(name))}
+        named = {name: reason for name, reason in unfit.items() if not _is_same_call(state[name], own_target.get(name))}
         if named and diagnostics.allows_unmapped:
             diagnostics.warnings.append(
                 f"{self.name}: {leaves_text(len(named))} that {leaves.layout} cannot have, so that no name and value "
@@ -262,7 +266,7 @@ class RulePack(Chain):
         return f"rules.{self.name}" if not self.name.startswith("inverse of ") else f"rules: {self.name}"
 
 
-def _is_same(leaf: Any, target_leaf: Any) -> bool:
+def _is_same_call(leaf: Any, target_leaf: Any) -> bool:
     """Reports whether a target leaf takes a leaf as it is."""
     if target_leaf is None:
         return False
@@ -275,7 +279,7 @@ def pack_of(call: PackCall, steps: tuple[AnyTransform, ...], back: tuple[AnyTran
     return RulePack(steps, back, call.name, _call=call, **fields)
 
 
-def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
+def join_packs(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
     """Joins several transforms into one pack.
 
     Args:
@@ -284,12 +288,12 @@ def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
     """
     if len(parts) == 1 and isinstance(parts[0], RulePack):
         return parts[0]
-    parts = tuple([_within(part, parts) for part in parts])
+    parts = tuple([_is_within(part, parts) for part in parts])
     packs = [part for part in parts if isinstance(part, RulePack)]
     examples = [pack.back_example for pack in packs if pack.back_example]
     return RulePack(
-        _steps(parts),
-        _steps(back),
+        _flat_steps(parts),
+        _flat_steps(back),
         " then ".join(part.name if isinstance(part, RulePack) else part.describe() for part in parts),
         packs[0].example if packs else "",
         examples[-1] if examples else "",
@@ -298,9 +302,9 @@ def joined(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
     )
 
 
-def _within(part: Transform, whole: Sequence[Transform]) -> Transform:
+def _is_within(part: Transform, whole: Sequence[Transform]) -> Transform:
     return dataclasses.replace(part, _whole=tuple(whole)) if isinstance(part, RulePack) else part
 
 
-def _steps(parts: Iterable[Transform]) -> tuple[AnyTransform, ...]:
+def _flat_steps(parts: Iterable[Transform]) -> tuple[AnyTransform, ...]:
     return tuple(step for part in parts for step in (part.steps if isinstance(part, RulePack) else (part,)))

@@ -22,8 +22,8 @@ from orbax_t5x.rules.peft_config import LoraConfig, lora_config
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.prefix import is_of_optimizer, model_prefix
-from orbax_t5x.transforms.state import NewState, combined, view_of
+from orbax_t5x.transforms.prefix import is_no_parameter, model_prefix
+from orbax_t5x.transforms.state import NewState, combine_leaves, view_of
 from orbax_t5x.trees.flat import FlatState
 
 _PREFIX = "base_model.model."
@@ -179,7 +179,7 @@ class _PeftAdapters(Transform):
     merge: bool
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        base, adapters = (_below(f"{source}/", state) for source in (self.base, self.adapter))
+        base, adapters = (_leaves_below(f"{source}/", state) for source in (self.base, self.adapter))
         lacking = [source for source, leaves in ((self.base, base), (self.adapter, adapters)) if not leaves]
         if lacking:
             message = f"peft_lora: there is no leaf of a source {lacking[0]!r}"
@@ -195,7 +195,7 @@ class _PeftAdapters(Transform):
         for name in {**base, **updates}:
             self._put(name, updates.get(name, {}), found, result, diagnostics)
         self._put_unused(unused, adapters, result, diagnostics)
-        if self.merge and any(map(is_of_optimizer, base)):
+        if self.merge and any(map(is_no_parameter, base)):
             diagnostics.warnings.append(
                 "peft_lora: the optimizer's state stays that of the base model without adapters"
             )
@@ -289,15 +289,17 @@ class _PeftAdapters(Transform):
 
         def change(views: list[View]) -> View:
             (leaf,) = views
-            layers = [leaf] if axis is None else _layers(leaf, axis)
+            layers = [leaf] if axis is None else _cut_layers(leaf, axis)
             if max(by_layer) >= len(layers):
                 raise ValueError(f"the adapters have layer {max(by_layer)}, and the leaf {len(layers)} layers")
             changed = [self._changed(one, by_layer.get(number)) for number, one in enumerate(layers)]
             if not self.merge:
-                made.extend(_beside(name, [by_layer.get(number) for number in range(len(layers))], layers[0], axis))
+                made.extend(
+                    _factors_beside(name, [by_layer.get(number) for number in range(len(layers))], layers[0], axis)
+                )
             return changed[0] if axis is None else stack(changed, axis)
 
-        leaf = combined(
+        leaf = combine_leaves(
             [(origin, base.leaves[name])], change, diagnostics, becomes=name, rule="peft_lora", advice=_ADVICE
         )
         result.put(name, base.leaves[name] if leaf is None else leaf, origin, rule)
@@ -333,16 +335,18 @@ class _PeftAdapters(Transform):
                 diagnostics.problem("unmapped", full, f"peft_lora: {reason}", Fix(_ADVICE))
 
 
-def _below(prefix: str, state: FlatState) -> dict[str, Any]:
+def _leaves_below(prefix: str, state: FlatState) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _layers(leaf: View, axis: int) -> list[View]:
+def _cut_layers(leaf: View, axis: int) -> list[View]:
     before = (slice(None),) * axis
     return [leaf[(*before, number)] for number in range(leaf.shape[axis])]
 
 
-def _beside(name: str, updates: Sequence[_Update | None], leaf: View, axis: int | None) -> list[tuple[str, View]]:
+def _factors_beside(
+    name: str, updates: Sequence[_Update | None], leaf: View, axis: int | None
+) -> list[tuple[str, View]]:
     """Returns the factors of a leaf under their names beside it; those of stacked layers are stacked, too.
 
     Raises:

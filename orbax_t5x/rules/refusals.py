@@ -16,7 +16,7 @@ _ADAPTER = re.compile(r".*[./]lora_(?:embedding_)?[AB](?:\..*)?")
 _SHOWN = 4
 
 
-def refusal(
+def refusal_of_tree(
     leaves: LeafTable, state: Mapping[str, Any], chain: Sequence[Transform], *, allows_adapters: bool
 ) -> Problem | None:
     """Returns why a tree is refused as a whole: it has several models, or adapters; None where it is one model.

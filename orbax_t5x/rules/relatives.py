@@ -17,7 +17,7 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
 from orbax_t5x.transforms.names import Rename
-from orbax_t5x.transforms.prefix import renamed
+from orbax_t5x.transforms.prefix import rename_leaves
 from orbax_t5x.trees.flat import FlatState
 
 # What config.json calls encoder_attention_type, and the module of the encoder's attention.
@@ -172,4 +172,4 @@ class ModulesOfModel(Transform):
                 renames[name] = f"{name[: plain.start(1)]}{module}{name[plain.end(1) :]}"
             elif has_experts and (dense := re.fullmatch(_DENSE.format("DenseReluDense"), name)) is not None:
                 renames[name] = f"{dense[1]}mlp{dense[2]}"
-        return renamed(state, renames, "as the model calls its modules", diagnostics)
+        return rename_leaves(state, renames, "as the model calls its modules", diagnostics)

@@ -57,8 +57,8 @@ def renaming_pack(
     table_back = LeafTable(f"{layout}, by Hugging Face's names,", with_scales(theirs), has_dots=True)
     return pack_of(
         PackCall(function),
-        (_renaming([(leaf.ours, leaf.theirs) for leaf in (*leaves, *forwards_only)]),),
-        (*back_first, _renaming([(leaf.theirs, leaf.ours) for leaf in leaves]), *back_last),
+        (_rename_weights([(leaf.ours, leaf.theirs) for leaf in (*leaves, *forwards_only)]),),
+        (*back_first, _rename_weights([(leaf.theirs, leaf.ours) for leaf in leaves]), *back_last),
         example=next(leaf.ours for leaf in leaves if "*" in leaf.ours).replace("*", "0"),
         back_example=next(leaf.theirs for leaf in leaves if "*" in leaf.theirs).replace("*", "0"),
         _before=(WithoutPrefix(table),),
@@ -68,7 +68,7 @@ def renaming_pack(
     )
 
 
-def _renaming(pairs: Sequence[tuple[str, str]]) -> Rename:
+def _rename_weights(pairs: Sequence[tuple[str, str]]) -> Rename:
     """Returns the rules for names with `*`; a weight's scale is renamed as the weight."""
     rules: list[tuple[str, str]] = []
     for old, new in pairs:

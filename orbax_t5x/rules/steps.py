@@ -19,8 +19,8 @@ from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import numbered_names
 from orbax_t5x.transforms.patterns.table import compile_pattern, new_name
-from orbax_t5x.transforms.prefix import model_prefix, renamed
-from orbax_t5x.transforms.state import NewState, combined, view_of
+from orbax_t5x.transforms.prefix import model_prefix, rename_leaves
+from orbax_t5x.transforms.state import NewState, combine_leaves, view_of
 from orbax_t5x.trees.flat import FlatState
 
 
@@ -54,10 +54,10 @@ class RepeatPerLayer(Transform):
         result = NewState(diagnostics)
         for name, value in state.items():
             match = regex.fullmatch(name)
-            if match is None or (self.unless_target and has_leaf(target, _filled(self.unless_target, match))):
+            if match is None or (self.unless_target and has_leaf(target, _fill_groups(self.unless_target, match))):
                 result.put(name, value, name)
                 continue
-            depth = _depth(compile_pattern(_filled(self.layers, match), "rules"), state)
+            depth = _layer_count(compile_pattern(_fill_groups(self.layers, match), "rules"), state)
             view = view_of(name, value, diagnostics)
             if view is None:
                 continue
@@ -90,7 +90,7 @@ class MergeEqualLayers(Transform):
 
     def _stays(self, match: re.Match[str], new: str, target: FlatState) -> bool:
         """Reports whether the target has a bias of each layer, under any program's names."""
-        if self.unless_target and has_leaf(target, _filled(self.unless_target, match)):
+        if self.unless_target and has_leaf(target, _fill_groups(self.unless_target, match)):
             return True
         # What a later pack makes of it.
         return has_bias_per_layer(target, new.split("/")[-3])
@@ -116,7 +116,7 @@ class MergeEqualLayers(Transform):
             names = [name for _, name in sorted(layers)]
             rule = f"one of {len(names)} layers' that must be equal"
             equal = functools.partial(all_equal, advice="with bias_per_layer=True the pack keeps a bias in each layer")
-            merged = combined([(name, state[name]) for name in names], equal, diagnostics, becomes=new, rule=rule)
+            merged = combine_leaves([(name, state[name]) for name in names], equal, diagnostics, becomes=new, rule=rule)
             if merged is not None:
                 result.put(new, merged if len(names) > 1 else state[names[0]], names[0], rule)
         return result.finish()
@@ -212,7 +212,7 @@ def equal_copies(
     """Returns the first of several leaves, which reading compares; None, with a problem, where shapes differ."""
     advice = "put ot.transforms.Drop before the pack for those that the model does not use"
     copies = [(name, state[name]) for name in names]
-    return combined(copies, all_equal, diagnostics, becomes=becomes, rule=rule, advice=advice)
+    return combine_leaves(copies, all_equal, diagnostics, becomes=becomes, rule=rule, advice=advice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ class WithoutPrefix(Transform):
         if len(prefixes) != 1 or not prefixes[0]:
             return dict(state)
         moved = {name: name.removeprefix(prefixes[0]) for name in self.leaves.model(state)}
-        return renamed(state, moved, f"without {prefixes[0]!r}", diagnostics)
+        return rename_leaves(state, moved, f"without {prefixes[0]!r}", diagnostics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ class PrefixAsTarget(Transform):
         prefix = target_prefix(target, self.default)
         regex = compile_pattern(self.pattern, "rules")
         moved = {name: prefix + name for name in state if prefix and regex.fullmatch(name)}
-        return renamed(state, moved, f"below {prefix!r}", diagnostics)
+        return rename_leaves(state, moved, f"below {prefix!r}", diagnostics)
 
 
 def target_prefix(names: FlatState, default: str) -> str:
@@ -257,12 +257,12 @@ def target_prefix(names: FlatState, default: str) -> str:
     return (model_prefix(names) or "") if names else default
 
 
-def _filled(pattern: str, match: re.Match[str]) -> str:
+def _fill_groups(pattern: str, match: re.Match[str]) -> str:
     for number in range(1, (match.re.groups or 0) + 1):
         pattern = pattern.replace(f"{{{number}}}", re.escape(match[number] or ""))
     return pattern
 
 
-def _depth(layers: re.Pattern[str], names: Iterable[str]) -> int:
+def _layer_count(layers: re.Pattern[str], names: Iterable[str]) -> int:
     numbers = [int(match[1]) for name in names if (match := layers.fullmatch(name)) is not None]
     return max(numbers, default=-1) + 1

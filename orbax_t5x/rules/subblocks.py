@@ -10,7 +10,7 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.layers import StackLayers, UnstackLayers
-from orbax_t5x.transforms.prefix import renamed
+from orbax_t5x.transforms.prefix import rename_leaves
 from orbax_t5x.trees.flat import FlatState
 
 _IN_LAYERS = re.compile(r"(?P<tower>(?:.*/)?(?:encoder|decoder))/layers_(?P<i>\d+)/(?P<rest>.*)")
@@ -42,7 +42,7 @@ class IntoSubblocks(Transform):
             if depth % self.count:
                 message = f"{tower!r} has {depth} layers, which are not {self.count} subblocks of as many each"
                 diagnostics.problem("rule", None, message, Fix("give the pack the model's number of subblocks"))
-        return renamed(state, renames, f"in {self.count} subblocks", diagnostics)
+        return rename_leaves(state, renames, f"in {self.count} subblocks", diagnostics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OutOfSubblocks(Transform):
             if count != self.count:
                 message = f"{tower!r} has {count} subblocks, and not {self.count}"
                 diagnostics.problem("rule", None, message, Fix("give the pack the model's number of subblocks"))
-        return renamed(state, renames, f"out of {self.count} subblocks", diagnostics)
+        return rename_leaves(state, renames, f"out of {self.count} subblocks", diagnostics)
 
 
 def stack_subblocks(count: int, scan_axis: int) -> tuple[Transform, ...]:

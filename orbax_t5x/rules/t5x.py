@@ -49,7 +49,7 @@ _JOINED_FACTORS = ((r".*/(?:query|key|value)/kernel", ("ROW", "COLUMN")), (r".*/
 def _follow(steps: tuple[Transform, ...], scan_axis: int | None) -> tuple[Transform, ...]:
     factors: list[tuple[str, tuple[str, ...]]] = [(pattern, parts) for pattern, parts in _FACTORS if len(parts) > 2]
     if scan_axis is not None:
-        factors += [(pattern, _with_layers(parts, scan_axis)) for pattern, parts in _FACTORS]
+        factors += [(pattern, _below_layers(parts, scan_axis)) for pattern, parts in _FACTORS]
     return (FollowOptimizer(Chain(steps), tuple(factors)),)
 
 
@@ -60,11 +60,11 @@ def _follow_stacking(steps: tuple[Transform, ...], scan_axis: int) -> tuple[Tran
         below = pattern.removeprefix(".*/")
         if len(parts) > 2:
             factors.append((rf".*/layers_\d+/.*{below}", parts))
-        factors.append((rf"(?!.*/layers_\d+/).*/{below}", _with_layers(parts, scan_axis)))
+        factors.append((rf"(?!.*/layers_\d+/).*/{below}", _below_layers(parts, scan_axis)))
     return (FollowOptimizer(Chain(steps), tuple(factors)),)
 
 
-def _with_layers(parts: tuple[str, ...], scan_axis: int) -> tuple[str, ...]:
+def _below_layers(parts: tuple[str, ...], scan_axis: int) -> tuple[str, ...]:
     # Below zero the axis counts from the end of the stacked shape.
     at = scan_axis if scan_axis >= 0 else scan_axis + len(parts) + 1
     return (*parts[:at], "BATCH", *parts[at:])

@@ -14,7 +14,7 @@ from orbax_t5x.rules.renaming import RenamedLeaf, renaming_pack
 from orbax_t5x.rules.steps import FirstName
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.prefix import renamed
+from orbax_t5x.transforms.prefix import rename_leaves
 from orbax_t5x.trees.flat import FlatState
 
 _BLOCK = "encoder.block.*.layer"
@@ -45,7 +45,7 @@ class _SharedBias(Transform):
         biases, wanted = ([name for name in side if name.endswith(_SHARED_BIAS)] for side in (state, target))
         is_of_block = any(name.endswith(first) for name in wanted) if wanted else "blocks.1.norm1.weight" not in state
         shared = {} if biases != [first] or is_of_block else {first: _SHARED_BIAS}
-        return renamed(state, shared, "of all blocks", diagnostics)
+        return rename_leaves(state, shared, "of all blocks", diagnostics)
 
 
 def wan_t5_to_hf_t5() -> RulePack:

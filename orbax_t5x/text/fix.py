@@ -145,7 +145,7 @@ class Fix:
     def without(self, leaf: str | None) -> Hashable:
         """Returns the data without a leaf's name, which is equal for fixes that differ only in their own leaf's."""
         own = () if leaf is None else (leaf, re.escape(leaf))
-        return tuple(_without(way._contents(), own) for way in self.ways)
+        return tuple(_without_texts(way._contents(), own) for way in self.ways)
 
     def _contents(self) -> tuple[Any, ...]:
         words = self.words or (self.text if not self.transforms and self.rule is None else "")
@@ -168,15 +168,15 @@ class Fix:
         return self.text
 
 
-def _without(value: Any, texts: tuple[str, ...]) -> Hashable:
+def _without_texts(value: Any, texts: tuple[str, ...]) -> Hashable:
     """Returns the contents of a value in tuples, without some of its texts."""
     if isinstance(value, str):
         return None if value in texts else value
     if isinstance(value, tuple):
-        return tuple(_without(item, texts) for item in cast("tuple[Any, ...]", value))
+        return tuple(_without_texts(item, texts) for item in cast("tuple[Any, ...]", value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
-        return (type(value).__name__, *(_without(field, texts) for field in fields))
+        return (type(value).__name__, *(_without_texts(field, texts) for field in fields))
     return repr(value)
 
 

@@ -87,7 +87,7 @@ def html_table(rows: Sequence[TableRow], heads: TableRow) -> str:
     names = ["label", *(name for name in ("array", "placing", "size") if any(getattr(row, name) for row in rows))]
     names += ["source"] if any(row.origin for row in rows) else []
     head = "".join(f'<th scope="col"{_class_of(name)}>{_escaped(getattr(heads, name))}</th>' for name in names)
-    body = "".join(f"<tr>{''.join(_cell(row, name) for name in names)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(_html_cell(row, name) for name in names)}</tr>" for row in rows)
     kind = ' class="wide"' if "source" in names else ""
     return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -97,7 +97,7 @@ def _class_of(column: str) -> str:
     return f' class="{known[column]}"' if column in known else ""
 
 
-def _cell(row: TableRow, column: str) -> str:
+def _html_cell(row: TableRow, column: str) -> str:
     text = _escaped(getattr(row, column).lstrip(" "))
     if column in ("label", "source"):
         text = text.replace("/", "/<wbr>")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from orbax_t5x.text.fix import Fix
-from orbax_t5x.text.wording import ended
+from orbax_t5x.text.wording import with_full_stop
 
 ProblemKind = Literal[
     "missing",
@@ -86,4 +86,6 @@ class Problem:
 
     def __str__(self) -> str:
         where = "" if self.leaf is None else f"{self.leaf}: "
-        return f"[{self.kind}] {ended(where + self.message)}" + ("" if self.fix is None else f"\nFix: {self.fix}")
+        return f"[{self.kind}] {with_full_stop(where + self.message)}" + (
+            "" if self.fix is None else f"\nFix: {self.fix}"
+        )

@@ -16,7 +16,7 @@ from orbax_t5x.text.html import html_code, html_items, html_list, html_paragraph
 from orbax_t5x.text.masked import masked
 from orbax_t5x.text.problem import Problem
 from orbax_t5x.text.table import wrapped
-from orbax_t5x.text.wording import counted, ended, leaves_text, plain
+from orbax_t5x.text.wording import counted, leaves_text, plain, with_full_stop
 
 MOST_LINES = 56
 # Entries of all kinds together, where no kind has fewer than three.
@@ -48,14 +48,14 @@ class ProblemGroup:
         """Returns the message with the leaf, or how many there are, before it."""
         labels = [plain(row.label) for row in self.leaves]
         where = f"{labels[0]}: " if len(labels) == 1 else f"{leaves_text(self.count)}: " if labels else ""
-        return ended(where + _cut(self.message, most_characters))
+        return with_full_stop(where + _cut_text(self.message, most_characters))
 
     def lines(self, width: int | None, most_leaves: int, most_characters: int | None) -> list[str]:
         """Returns the message and the fix; the leaves below where there are several rows of them."""
         labels = [plain(row.label) for row in self.leaves]
         text = f"[{self.kind}] {self.sentence(most_characters)}"
         if self.fix:
-            text += f"\n{self.fix_heading}: {_cut(self.fix, most_characters)}"
+            text += f"\n{self.fix_heading}: {_cut_text(self.fix, most_characters)}"
         first, *others = map(plain, text.splitlines())
         lines = wrapped(first, width, "  - ", "    ")
         lines += [line for other in others for line in wrapped(other, width, "    ", "    ")]
@@ -116,7 +116,7 @@ def problem_groups(problems: Sequence[Problem], fix_text: Callable[[Fix], str] =
     return entries.values()
 
 
-def _cut(text: str, most_characters: int | None) -> str:
+def _cut_text(text: str, most_characters: int | None) -> str:
     left = 0 if most_characters is None else len(text) - most_characters
     return text if left <= 0 else f"{text[:most_characters]}… ({left:,} characters more)"
 

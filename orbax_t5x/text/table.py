@@ -79,7 +79,7 @@ def table_lines(rows: Sequence[TableRow], width: int, heads: TableRow | None = N
     """Returns the lines of a table; `heads` are headings of the columns, shown where a row is one line."""
     if not rows:
         return []
-    return _one_line_each(rows, width, heads) or _stacked(rows, width)
+    return _one_line_each(rows, width, heads) or _stacked_lines(rows, width)
 
 
 def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None) -> list[str]:
@@ -98,7 +98,7 @@ def _one_line_each(rows: Sequence[TableRow], width: int, heads: TableRow | None)
     return lines
 
 
-def _stacked(rows: Sequence[TableRow], width: int) -> list[str]:
+def _stacked_lines(rows: Sequence[TableRow], width: int) -> list[str]:
     """Formats a name with its cells to the right, or below where they do not fit, and its origin below."""
     columns = _Columns(rows, ("array", "size"))
     blocks: list[list[str]] = []

@@ -29,7 +29,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def ended(text: str) -> str:
+def with_full_stop(text: str) -> str:
     """Returns text with a full stop, where it does not end with a mark."""
     return text if text.endswith((".", "!", "?", ":", "…")) else f"{text}."
 

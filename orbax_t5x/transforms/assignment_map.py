@@ -153,7 +153,7 @@ def _note_missing(missing: Sequence[_MissingParameter], names: Sequence[str], di
             found[0].name if len(found) == 1 else None,
             f"{rule_text('AssignmentMap', rule)}: parameter {found[0].wanted!r} does not exist in restore "
             f"checkpoint{others}" + (f"; closest: {', '.join(near)}" if near else ""),
-            _fix(found, near, frozenset(names)),
+            _corrected_rule(found, near, frozenset(names)),
         )
         diagnostics.explained.update(one.name for one in found)
 
@@ -166,11 +166,11 @@ def _note_missing_by_hand(missing: _MissingParameter, names: Sequence[str], diag
         "missing",
         missing.name,
         f"Parameter {missing.wanted!r} does not exist in restore checkpoint. Must be one of: {shown}",
-        _fix([missing], near, frozenset(names)),
+        _corrected_rule([missing], near, frozenset(names)),
     )
 
 
-def _fix(missing: Sequence[_MissingParameter], near: Sequence[str], names: frozenset[str]) -> Fix:
+def _corrected_rule(missing: Sequence[_MissingParameter], near: Sequence[str], names: frozenset[str]) -> Fix:
     """Suggests a correction of a rule."""
     pattern, replacement = pattern_text(missing[0].rule[0]), missing[0].rule[1]
     assert replacement is not None  # a rule with None asks for nothing

@@ -9,7 +9,7 @@ from orbax_t5x.lazy import scaled
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
-from orbax_t5x.transforms.state import NewState, combined
+from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 
@@ -58,7 +58,7 @@ class Dequantize(ByRules):
         for name, value in state.items():
             made = None
             if name in scales:
-                made = combined(
+                made = combine_leaves(
                     [(one, state[one]) for one in (name, scales[name])],
                     lambda views: scaled(*views),
                     diagnostics,

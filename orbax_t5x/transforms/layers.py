@@ -17,8 +17,15 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import View, stack
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, expand, is_name, new_name, pattern_text
-from orbax_t5x.transforms.state import NewState, combined
+from orbax_t5x.transforms.patterns.table import (
+    Pattern,
+    compile_pattern,
+    expand,
+    has_no_empty_part,
+    new_name,
+    pattern_text,
+)
+from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 # The beginning of a group that matches only digits, such as `(\d+)` or `(?P<n>[0-9]{2})`.
@@ -138,7 +145,7 @@ class StackLayers(ByRules):
         stacks = self._collect(found, group, diagnostics)
         depths = _depths(stacks.values(), group)
         for stacked, layers in stacks.items():
-            if self._is_complete(stacked, layers, depths[_tower(layers, group)], diagnostics):
+            if self._is_complete(stacked, layers, depths[_tower_text(layers, group)], diagnostics):
                 leaves = {layers[number].string: state[layers[number].string] for number in range(len(layers))}
                 self._stack(stacked, leaves, new, diagnostics)
 
@@ -189,7 +196,7 @@ class StackLayers(ByRules):
             new.put(stacked, None, first, self._rule())
             return
         advice = "all layers need one shape and dtype, and the axis must exist"
-        value = combined(
+        value = combine_leaves(
             leaves.items(),
             lambda views: stack(views, self.axis),
             diagnostics,
@@ -201,7 +208,7 @@ class StackLayers(ByRules):
             new.put(stacked, value, first, self._rule())
 
 
-def _tower(layers: Mapping[int, re.Match[str]], group: int) -> str:
+def _tower_text(layers: Mapping[int, re.Match[str]], group: int) -> str:
     """Returns the text before the layer number."""
     match = next(iter(layers.values()))
     return match.string[: match.start(group)]
@@ -211,7 +218,7 @@ def _depths(stacks: Iterable[Mapping[int, re.Match[str]]], group: int) -> dict[s
     """Counts the layers of each tower."""
     depths: dict[str, int] = {}
     for layers in stacks:
-        tower = _tower(layers, group)
+        tower = _tower_text(layers, group)
         depths[tower] = max(depths.get(tower, 0), max(layers) + 1)
     return depths
 
@@ -278,4 +285,4 @@ def numbered_names(
         "".join(f"{head}{number:{form}}" for head, form in zip(heads, formats, strict=True)) + str(tail)
         for number in range(count)
     ]
-    return names if all(is_name(name, match.string, rule, diagnostics) for name in names[:1]) else None
+    return names if all(has_no_empty_part(name, match.string, rule, diagnostics) for name in names[:1]) else None

@@ -9,7 +9,7 @@ from orbax_t5x.lazy import View, add_low_rank
 from orbax_t5x.transforms.by_rules import ByRules, Matches
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
-from orbax_t5x.transforms.state import NewState, combined
+from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 
@@ -85,7 +85,7 @@ class AddLowRank(ByRules):
             message = f"{self._rule()}: {name!r} has only one factor, there is no {lacking[0]!r}"
             diagnostics.problem("missing", name, message, Fix("give it both factors, or drop the other one"))
         else:
-            made = combined(
+            made = combine_leaves(
                 [(one, state[one]) for one in (name, *factors)],
                 lambda views: add_low_rank(views[0], views[1], views[2], self.scale),
                 diagnostics,

@@ -76,7 +76,7 @@ class ModelSurgery(Transform):
                 diagnostics.problem("duplicate", name, message, Fix("give each leaf a name of its own"))
 
 
-def adopted(transform: Any) -> Any:
+def adopt_orbax(transform: Any) -> Any:
     """Returns a transformation of Orbax as a transform, and anything else as it is."""
     if not isinstance(transform, types.FunctionType) or not str(transform.__module__).startswith(_MODULE):
         return transform
@@ -132,7 +132,7 @@ class _FilledStack:
         return stack([entry.astype(self._dtype) for entry in entries], self._axis)
 
 
-def _repeat(array: View, repeats: int, axis: int) -> View:
+def _repeat_elements(array: View, repeats: int, axis: int) -> View:
     """Repeats each element along an axis, as `numpy.repeat`."""
     at = normalize_axis(axis, array.ndim)
     shape = (*array.shape[:at], array.shape[at] * repeats, *array.shape[at + 1 :])
@@ -148,7 +148,7 @@ _NUMPY = types.SimpleNamespace(
     ones=_FilledStack,
     stack=lambda arrays, axis=0: stack(list(arrays), axis),
     concatenate=lambda arrays, axis=0: concatenate(list(arrays), axis),
-    repeat=_repeat,
+    repeat=_repeat_elements,
 )
 _JAX = types.SimpleNamespace(Array=_NoArray, device_put=lambda array, sharding: array)
 
@@ -160,11 +160,11 @@ def _globals_of(module: str) -> dict[str, Any]:
     replaced = {**own, "np": _NUMPY, "jnp": _NUMPY, "jax": _JAX}
     for name, value in own.items():
         if isinstance(value, types.FunctionType) and value.__globals__ is own:
-            replaced[name] = _copied(value, replaced)
+            replaced[name] = _copy_function(value, replaced)
     return replaced
 
 
-def _copied(function: types.FunctionType, new_globals: dict[str, Any]) -> types.FunctionType:
+def _copy_function(function: types.FunctionType, new_globals: dict[str, Any]) -> types.FunctionType:
     made = types.FunctionType(
         function.__code__, new_globals, function.__name__, function.__defaults__, function.__closure__
     )
@@ -174,4 +174,4 @@ def _copied(function: types.FunctionType, new_globals: dict[str, Any]) -> types.
 
 def _on_views(function: Any) -> Callable[..., Any]:
     """Returns one of Orbax's functions that computes with views."""
-    return _copied(function, _globals_of(function.__module__))
+    return _copy_function(function, _globals_of(function.__module__))

@@ -45,7 +45,7 @@ _NO_PARAMETER = re.compile(r"(?:.*/)?(?:state/param_states|opt_state|flax_mutabl
 _OF_A_MODEL = re.compile(r"(?:token_embedder|encoder|decoder)/.*")
 
 
-def is_of_optimizer(name: str) -> bool:
+def is_no_parameter(name: str) -> bool:
     """Reports whether a name is in the optimizer's state or among Flax's mutables."""
     # Most names have neither word, which costs less to see than a regex.
     if "_state" not in name and "flax_mutables" not in name:
@@ -61,7 +61,7 @@ def parameter_prefixes(names: Iterable[str]) -> list[str]:
 # Every pack of a chain asks for the same names again.
 @functools.lru_cache(maxsize=1 << 14)
 def _parameter_prefix(name: str) -> str | None:
-    match = None if is_of_optimizer(name) else _PARAMETER.fullmatch(name)
+    match = None if is_no_parameter(name) else _PARAMETER.fullmatch(name)
     return None if match is None else match["prefix"]
 
 
@@ -173,11 +173,11 @@ def follow_target(state: FlatState, target: FlatState, diagnostics: Diagnostics)
     """Moves the model below the target's prefix, and gives the step and counts the target's names."""
     change = change_between(state, target)
     if change is not None:
-        state = renamed(state, change.renames(state), f"below {change.new!r}", diagnostics)
-    return renamed(state, counterparts(state, target), "as the target names it", diagnostics)
+        state = rename_leaves(state, change.renames(state), f"below {change.new!r}", diagnostics)
+    return rename_leaves(state, counterparts(state, target), "as the target names it", diagnostics)
 
 
-def renamed(state: FlatState, renames: Mapping[str, str], rule: str, diagnostics: Diagnostics) -> dict[str, Any]:
+def rename_leaves(state: FlatState, renames: Mapping[str, str], rule: str, diagnostics: Diagnostics) -> dict[str, Any]:
     """Returns a state dict under new names; two leaves with one name are a problem."""
     if not renames:
         return dict(state)

@@ -75,7 +75,8 @@ class Pad(InPlace):
     def __post_init__(self) -> None:
         shape: Any = (self.shape,) if self.shape is None or hasattr(self.shape, "__index__") else self.shape
         self._set(
-            shape=tuple(None if size is None else operator.index(size) for size in shape), value=_number(self.value)
+            shape=tuple(None if size is None else operator.index(size) for size in shape),
+            value=_plain_number(self.value),
         )
 
     def _compute(self, view: View) -> View:
@@ -97,7 +98,7 @@ class Pad(InPlace):
         return shape
 
 
-def _number(value: Any) -> Any:
+def _plain_number(value: Any) -> Any:
     """Converts a number to Python's own, whole ones to integers; `FALLBACK` stays as it is."""
     if isinstance(value, Filling):
         return value
@@ -112,7 +113,7 @@ def _number(value: Any) -> Any:
 
 def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
     """Converts a number to a leaf's dtype, rounded where that is a float."""
-    if _fits(value, dtype):
+    if _fits_dtype(value, dtype):
         with np.errstate(all="ignore"):
             array = np.asarray(value).astype(dtype)
             if not np.isfinite(complex(value)) or np.isfinite(array.astype(np.complex128)):
@@ -120,7 +121,7 @@ def _as_dtype(value: complex, dtype: np.dtype) -> np.ndarray:
     raise ValueError(f"a leaf of dtype {dtype.name} has no value {value}")
 
 
-def _fits(value: complex, dtype: np.dtype) -> bool:
+def _fits_dtype(value: complex, dtype: np.dtype) -> bool:
     """Reports whether a number is of a leaf's kind, and within its range where that is an integer's."""
     match kind_of(dtype):
         case "bool":

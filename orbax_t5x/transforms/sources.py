@@ -16,7 +16,7 @@ from orbax_t5x.lazy import View, all_equal, average
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, compile_pattern, pattern_text
-from orbax_t5x.transforms.state import NewState, combined
+from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.dtypes import kind_of
 from orbax_t5x.trees.flat import FlatState
 
@@ -130,7 +130,7 @@ class Average(Transform):
         if all(value is None for value in leaves.values()):
             new.put(result, None, first, "Average")
             return
-        value = combined(
+        value = combine_leaves(
             leaves.items(),
             lambda views: _average(views, list(weights.values()), result, diagnostics),
             diagnostics,

@@ -13,7 +13,7 @@ from orbax_t5x.lazy import View, concatenate
 from orbax_t5x.transforms.by_rules import ByRules, Matches, OnePattern
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, new_name, pattern_text, pattern_tuple
-from orbax_t5x.transforms.state import NewState, combined
+from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
 
 
@@ -134,7 +134,7 @@ class Concat(ByRules):
             message = f"Concat: nothing matches {lacking} for {joined!r}, which has {[name for _, name, _ in parts]}"
             diagnostics.problem("missing", joined, message, Fix("give it all its parts, or narrow the patterns"))
             return None
-        return combined(
+        return combine_leaves(
             ((name, value) for _, name, value in parts),
             lambda views: concatenate(views, self.axis),
             diagnostics,

@@ -61,7 +61,7 @@ def views_of(leaves: Iterable[tuple[str, Any]], diagnostics: Diagnostics, *, bec
     return arrays if len(arrays) == len(views) else None
 
 
-def combined(
+def combine_leaves(
     leaves: Iterable[tuple[str, Any]],
     combine: Callable[[list[View]], View | None],
     diagnostics: Diagnostics,

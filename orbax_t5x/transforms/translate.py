@@ -18,7 +18,7 @@ from orbax_t5x.mesh_tf.translator import CheckpointTranslator, Translation
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.prefix import PrefixChange, counterparts, model_prefix, renamed
+from orbax_t5x.transforms.prefix import PrefixChange, counterparts, model_prefix, rename_leaves
 from orbax_t5x.trees.flat import FlatState
 
 # Unmatched names shown in the one problem that counts them.
@@ -50,12 +50,12 @@ class Translate(Transform):
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         if self.translator is None:
-            state = renamed(state, one_layer_blocks(state), "a block for each layer", diagnostics)
+            state = rename_leaves(state, one_layer_blocks(state), "a block for each layer", diagnostics)
         translation = _translate(t5_importer if self.translator is None else self.translator, state, diagnostics)
         _note_failures(translation, len(state), diagnostics)
         values = translation.values
         if self.translator is not None and not target:
-            diagnostics.record_origins(_origins(translation, {}))
+            diagnostics.record_origins(_new_origins(translation, {}))
             return values
         prefix = model_prefix(target)
         change = None if prefix in (None, _PARAMETERS) else PrefixChange(_PARAMETERS, prefix)
@@ -64,12 +64,12 @@ class Translate(Transform):
         bias_renames = place_relative_bias(values, own_target)
         values = {bias_renames.get(name, name): value for name, value in values.items()}
         added = adafactor_placeholders(values, own_target or None)
-        diagnostics.record_origins(_origins(translation, bias_renames))
+        diagnostics.record_origins(_new_origins(translation, bias_renames))
         diagnostics.rule_for.update(dict.fromkeys(added, "Adafactor placeholder"))
         values.update(added)
         if change is not None:
-            values = renamed(values, change.renames(values), f"below {change.new!r}", diagnostics)
-        return renamed(values, counterparts(values, target), "as the target names it", diagnostics)
+            values = rename_leaves(values, change.renames(values), f"below {change.new!r}", diagnostics)
+        return rename_leaves(values, counterparts(values, target), "as the target names it", diagnostics)
 
     def describe(self) -> str:
         """Returns one line for people."""
@@ -84,7 +84,7 @@ class Translate(Transform):
         return hashlib.sha256(f"Translate: {self.translator.describe()}".encode()).hexdigest()[:32]
 
 
-def _origins(translation: Translation, renames: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _new_origins(translation: Translation, renames: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Returns new name -> (the bundle's name, the rule), for `Diagnostics.record_origins`."""
     return {renames.get(name, name): (old, translation.rule_for[name]) for name, old in translation.sources.items()}
 

@@ -37,7 +37,7 @@ def is_tensorstore_spec(value: Any) -> bool:
     return isinstance(value, Mapping) and _SPEC_KEYS <= value.keys()
 
 
-def _walk(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
+def _walk_nested(tree: Mapping[Any, Any], keep_empty_nodes: bool) -> Iterator[tuple[str, Any]]:
     """Yields the leaves by name, in order, of a tree of any depth that does not contain itself."""
     pending: list[tuple[str, Any, Iterator[tuple[Any, Any]]]] = [("", tree, iter(tree.items()))]
     above = {id(tree)}
@@ -67,7 +67,7 @@ def flatten(state_dict: StateDict, keep_empty_nodes: bool = False) -> dict[str, 
     than text are written as text. `keep_empty_nodes` keeps empty mappings, as themselves.
     """
     flat: dict[str, Any] = {}
-    for name, value in _walk(state_dict, keep_empty_nodes):
+    for name, value in _walk_nested(state_dict, keep_empty_nodes):
         if name in flat:
             raise NameClashError(name, name)
         flat[name] = value
@@ -107,7 +107,7 @@ def unflatten(flat: FlatState, *, join_clashes: bool = False) -> dict[str, Any]:
     return root
 
 
-def tree_of(tree: dict[str, Any]) -> Any:
+def unwrapped(tree: dict[str, Any]) -> Any:
     """Converts a nested dict to what was saved: an array that is the whole tree has an empty name, and is no dict."""
     return tree[""] if tree.keys() == {""} else tree
 

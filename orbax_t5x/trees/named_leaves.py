@@ -37,10 +37,10 @@ def names_itself(node: Any) -> bool:
 
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns the leaves by '/'-joined name; of two leaves with one name, the last."""
-    return dict(_walk("", tree))
+    return dict(_walk_named("", tree))
 
 
-def _walk(name: str, node: Any) -> Iterator[tuple[str, Any]]:
+def _walk_named(name: str, node: Any) -> Iterator[tuple[str, Any]]:
     start = f"{name}/" if name else ""
     if names_itself(node):
         own = (
@@ -49,13 +49,13 @@ def _walk(name: str, node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((start + leaf, value) for leaf, value in own.items())
     elif is_mapping(node) and not is_tensorstore_spec(node):
         for key, child in node.items():
-            yield from _walk(f"{start}{key}", child)
+            yield from _walk_named(f"{start}{key}", child)
     else:
         paths = jax.tree_util.tree_leaves_with_path(
             node, is_leaf=lambda child: child is not node and (is_mapping(child) or names_itself(child))
         )
         for path, child in paths:
             if path:
-                yield from _walk(start + leaf_name(path), child)
+                yield from _walk_named(start + leaf_name(path), child)
             else:
                 yield name, child

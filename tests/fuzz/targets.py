@@ -29,7 +29,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError, UnsupportedCheckpointError
 from orbax_t5x.readers.ranges.byte_runs import WindowGrid, union_runs
-from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, parse_header
+from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
@@ -191,7 +191,7 @@ def _messages() -> dict[str, Any]:
 
 def _proto(_: Path) -> Check:
     def check(data: bytes) -> None:
-        for name, parse in (("Header", parse_header), ("Entry", lambda data: parse_entry(data, 32, 100))):
+        for name, parse in (("Header", parse_bundle_header), ("Entry", lambda data: parse_entry(data, 32, 100))):
             try:
                 ours = parse(data)
             except BadMessage:

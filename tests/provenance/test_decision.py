@@ -15,7 +15,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.provenance import runs
 from orbax_t5x.provenance.chains import ChainRecord
-from orbax_t5x.provenance.decision import ResumeContext, combine, decide
+from orbax_t5x.provenance.decision import ResumeContext, combine_decisions, decide
 from orbax_t5x.provenance.records import UNRECORDED, make_entry
 
 T = ot.transforms
@@ -174,9 +174,11 @@ def test_the_difference_is_shown_rule_by_rule():
 
 
 def test_items_that_differ_name_item():
-    same = combine({"a": decided((made(MINE),), MINE, "restore"), "b": decided((made(MINE),), MINE, "restore")})
+    same = combine_decisions(
+        {"a": decided((made(MINE),), MINE, "restore"), "b": decided((made(MINE),), MINE, "restore")}
+    )
     assert same.is_resuming and same.lineage == (made(MINE),)
-    differing = combine({"a": decided((made(MINE),), MINE, "restore"), "b": decided(None, MINE, "restore")})
+    differing = combine_decisions({"a": decided((made(MINE),), MINE, "restore"), "b": decided(None, MINE, "restore")})
     assert "item=" in str(differing.problem[1]) and "'a': applied already" in differing.problem[0]
 
 

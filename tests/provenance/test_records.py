@@ -46,12 +46,12 @@ def test_no_record_and_an_empty_one_are_told_apart():
 
 def test_a_repeated_statement_does_not_forget_what_came_after_it():
     first, answered = entry(Renaming("a")), entry(Renaming("b"), is_resuming=True)
-    assert provenance.extended(None, None) == (provenance.UNRECORDED,)
-    assert provenance.extended((first,), None) == (first,)
-    assert provenance.extended(None, (first,)) == (first,)
-    assert provenance.extended((first, answered), (first,)) == (first, answered)
-    assert provenance.extended((first,), (answered,)) == (answered,)
-    assert provenance.extended((first,), ()) == ()
+    assert provenance.extended_lineage(None, None) == (provenance.UNRECORDED,)
+    assert provenance.extended_lineage((first,), None) == (first,)
+    assert provenance.extended_lineage(None, (first,)) == (first,)
+    assert provenance.extended_lineage((first, answered), (first,)) == (first, answered)
+    assert provenance.extended_lineage((first,), (answered,)) == (answered,)
+    assert provenance.extended_lineage((first,), ()) == ()
 
 
 def test_skipped_leaves_come_back():

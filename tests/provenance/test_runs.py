@@ -46,7 +46,7 @@ def test_a_run_that_begins_anew_forgets_the_earlier_one():
     other = runs.RunKey("/other", "state")
     for run in (RUN, other):
         runs.note_restored(run, FIRST)
-    runs.begin(RUN, SECOND)
+    runs.begin_run(RUN, SECOND)
     assert known().is_begun and known().lineage == SECOND and not known().is_restored
     assert known(other).lineage == FIRST
     runs.forget_root("/root")

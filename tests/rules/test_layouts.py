@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from orbax_t5x.rules.layouts import Layout, axes_between, heads_of, layout_of
+from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of
 
 ONE = {"attention/query/kernel": (16, 4, 8), "mlp/wi/kernel": (16, 64)}
 
@@ -15,20 +15,24 @@ def tree(shapes):
 
 def unrolled(layers=3, *, joined=False):
     one = {**ONE, "attention/query/kernel": (16, 32)} if joined else ONE
-    return layout_of(tree({f"target/encoder/layers_{i}/{n}": shape for i in range(layers) for n, shape in one.items()}))
+    return find_layout(
+        tree({f"target/encoder/layers_{i}/{n}": shape for i in range(layers) for n, shape in one.items()})
+    )
 
 
 def scanned(axis, layers=3):
-    return layout_of(tree({f"encoder/encoder/{n}": (*shape[:axis], layers, *shape[axis:]) for n, shape in ONE.items()}))
+    return find_layout(
+        tree({f"encoder/encoder/{n}": (*shape[:axis], layers, *shape[axis:]) for n, shape in ONE.items()})
+    )
 
 
 def test_kinds_are_told_apart():
     assert unrolled().kind == "unscanned" and unrolled(joined=True).kind == "minimal"
     assert scanned(1).kind == "scanned" and scanned(1).is_scanned
     assert str(unrolled()) == "unscanned (encoder of 3 layers)"
-    assert layout_of({"encoder.block.0.layer.0.q": 0}).kind == "hugging face"
-    assert layout_of({"encoder/block_000/layer_000/q": 0}).kind == "mesh tf"
-    assert layout_of(tree({"w": (2, 2)})) == Layout("unknown")
+    assert find_layout({"encoder.block.0.layer.0.q": 0}).kind == "hugging face"
+    assert find_layout({"encoder/block_000/layer_000/q": 0}).kind == "mesh tf"
+    assert find_layout(tree({"w": (2, 2)})) == Layout("unknown")
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

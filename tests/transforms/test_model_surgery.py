@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.provenance.digests import chain_digest
-from orbax_t5x.transforms.model_surgery import adopted
+from orbax_t5x.transforms.model_surgery import adopt_orbax
 from orbax_t5x.trees.flat import flatten
 from tests.support.memory_checkpoint import checkpoint
 
@@ -107,7 +107,7 @@ def test_what_orbax_loses_or_refuses_is_a_problem(make, kind):
 
 def test_equal_arguments_have_equal_digests():
     def digest(**arguments):
-        return chain_digest([adopted(stacking.stack(STACK, **arguments))])
+        return chain_digest([adopt_orbax(stacking.stack(STACK, **arguments))])
 
     assert digest(axis=1) == digest(axis=1, inplace=True) != digest(axis=0)
     assert digest() is not None

@@ -4,7 +4,7 @@ import numpy as np
 
 from orbax_t5x import lazy
 from orbax_t5x.transforms.diagnostics import Diagnostics
-from orbax_t5x.transforms.state import NewState, combined, view_of
+from orbax_t5x.transforms.state import NewState, combine_leaves, view_of
 
 
 def test_two_leaves_of_one_name_are_a_problem_and_the_first_stays():
@@ -31,7 +31,9 @@ def test_a_combination_that_fails_is_a_problem_of_its_kind():
     def stack(*shapes):
         diagnostics = Diagnostics()
         leaves = [(f"layers_{i}", np.ones(shape)) for i, shape in enumerate(shapes)]
-        return combined(leaves, lazy.stack, diagnostics, becomes="layers", rule="StackLayers"), diagnostics.problems
+        return combine_leaves(
+            leaves, lazy.stack, diagnostics, becomes="layers", rule="StackLayers"
+        ), diagnostics.problems
 
     view, problems = stack((2, 3), (2, 3))
     assert view is not None and view.shape == (2, 2, 3) and problems == []

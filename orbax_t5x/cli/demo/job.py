@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import orbax_t5x as ot
-from orbax_t5x.cli.output import emit
+from orbax_t5x.cli.output import print_text
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.show.entries import entry_array, entry_sharding
 from orbax_t5x.text.wording import counted, leaves_text, size_text
@@ -36,7 +36,7 @@ def main(directory: str, kept: str) -> int:
     """Does the job in an empty directory; `kept` is not empty when it stays. Returns 0 when all compares equal."""
     started = time.monotonic()
     job = _DemoJob(Path(directory))
-    emit("A T5 checkpoint in Mesh TensorFlow's names becomes a sharded JAX state.\n")
+    print_text("A T5 checkpoint in Mesh TensorFlow's names becomes a sharded JAX state.\n")
     job.look()
     job.plan()
     job.restore()
@@ -44,7 +44,7 @@ def main(directory: str, kept: str) -> int:
     job.read_with_stock_orbax()
     seconds = time.monotonic() - started
     where = f" What was written is in {directory}." if kept else ""
-    emit(f"\n{'NOT ALL THE SAME.' if job.failed else 'All the same, bit for bit.'} {seconds:.1f} s.{where}")
+    print_text(f"\n{'NOT ALL THE SAME.' if job.failed else 'All the same, bit for bit.'} {seconds:.1f} s.{where}")
     return int(job.failed)
 
 
@@ -141,7 +141,7 @@ class _DemoJob:
         _say("Share", f"stock Orbax reads it, in a process without orbax_t5x, in {clock}")
         if finished.returncode:
             self._verdict("stock Orbax reads it", False)
-            emit(finished.stderr)
+            print_text(finished.stderr)
             return
         with np.load(out) as values:
             self._compare("what was saved", _digests(values), _digests(flatten(self._state)))
@@ -185,7 +185,7 @@ def _digest(array: np.ndarray) -> str:
 
 
 def _say(step: str, text: str) -> None:
-    emit(f"{step:<9}{text}")
+    print_text(f"{step:<9}{text}")
 
 
 class _Clock:

@@ -41,14 +41,14 @@ class _UnfinishedSave(NamedTuple):
     in_background: bool
 
 
-def begin(directory: Any, *, in_background: bool) -> None:
+def note_begun(directory: Any, *, in_background: bool) -> None:
     """Notes that a save into a directory has begun: unless it succeeds, it is removed when the process exits."""
     atexit.unregister(_remove_all)
     atexit.register(_remove_all)
     _unfinished[os.fspath(directory)] = _UnfinishedSave(os.getpid(), in_background)
 
 
-def end(directory: Any) -> None:
+def note_ended(directory: Any) -> None:
     """Notes that a save has succeeded."""
     _unfinished.pop(os.fspath(directory), None)
 

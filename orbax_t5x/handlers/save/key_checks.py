@@ -34,7 +34,7 @@ def check_names(tree: Any, skipped: Collection[str], *, in_directories: bool) ->
 
     `skipped` are leaves of which no array is written. With `in_directories`, keys are paths of directories.
     """
-    fault_of = functools.cache(_fault)
+    fault_of = functools.cache(_fault_of_key)
     keys_of: dict[str, list[str]] = {}
     stored: dict[str, str] = {}
     problems: list[Problem] = []
@@ -69,7 +69,7 @@ def _is_empty(node: Any) -> bool:
     return node is None or (isinstance(node, dict | list | tuple) and not node)
 
 
-def _fault(key: str) -> str | None:
+def _fault_of_key(key: str) -> str | None:
     """Returns the reason why a tree with this key could not be opened, or None if it could."""
     if key_leads_out(key):
         return "leads out of the checkpoint, taken for a path"

@@ -33,7 +33,7 @@ from orbax_t5x.restoring.targets import flatten_target, is_parameter_name, requi
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.trees.dtypes import kind_of
-from orbax_t5x.trees.flat import tree_of, unflatten
+from orbax_t5x.trees.flat import unflatten, unwrapped
 from orbax_t5x.trees.named_leaves import is_train_state
 from orbax_t5x.trees.pytree_names import leaf_name
 
@@ -50,7 +50,7 @@ class PreparedSave:
     writer: ChunkWriter
 
 
-def prepare(
+def prepare_save(
     args: TrainStateSave,
     records: Sequence[Mapping[str, Any]],
     registry: Any,
@@ -76,9 +76,9 @@ def prepare(
     leaves = [leaf for _, leaf in paths]
     skipped = check_leaves(names, leaves, registry, skip=args.on_unsupported == "skip")
     check_names(tree, skipped, in_directories=in_directories)
-    options = save_options(args.save_args, names, _casts(args.dtype, nnx_parameters, names, leaves))
+    options = save_options(args.save_args, names, _written_dtypes(args.dtype, nnx_parameters, names, leaves))
     ready = [
-        _SKIPPED if name in skipped else _ready(leaf, name, option, writer)
+        _SKIPPED if name in skipped else _savable(leaf, name, option, writer)
         for name, leaf, option in zip(names, leaves, options, strict=True)
     ]
     if any(isinstance(leaf, StreamedLeaf) for leaf in ready):
@@ -107,13 +107,13 @@ def _named_tree(args: TrainStateSave) -> tuple[Any, Collection[str]]:
     if diagnostics.problems:
         raise diagnostics.error()
     parameters = {name for name, leaf in flattened.leaves.items() if leaf.is_param and leaf.is_variable}
-    return tree_of(unflatten(flat)), {name for name in flat if diagnostics.origin_of.get(name, name) in parameters}
+    return unwrapped(unflatten(flat)), {name for name in flat if diagnostics.origin_of.get(name, name) in parameters}
 
 
 # -- dtypes
 
 
-def _casts(
+def _written_dtypes(
     dtype: Any, nnx_parameters: Collection[str], names: Sequence[str], leaves: Sequence[Any]
 ) -> dict[str, np.dtype]:
     """Returns the dtype to write for each floating-point model parameter that has another."""
@@ -166,7 +166,7 @@ def _nnx_parameters(tree: Any) -> set[str]:
 # -- putting the tree together
 
 
-def _ready(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> Any:
+def _savable(leaf: Any, name: str, option: ocp.SaveArgs, writer: ChunkWriter) -> Any:
     """Converts a leaf to one that Orbax, or our handler for streamed leaves, takes."""
     if not isinstance(leaf, LazyArray):
         return leaf
@@ -193,10 +193,12 @@ def _put_together(treedef: Any, leaves: Sequence[Any], ready: Sequence[Any]) -> 
     if not any(is_skipped):
         return jax.tree_util.tree_unflatten(treedef, leaves)
     kept = [None if skipped else leaf for leaf, skipped in zip(leaves, is_skipped, strict=True)]
-    return _without(jax.tree_util.tree_unflatten(treedef, kept), jax.tree_util.tree_unflatten(treedef, is_skipped))
+    return _without_skipped(
+        jax.tree_util.tree_unflatten(treedef, kept), jax.tree_util.tree_unflatten(treedef, is_skipped)
+    )
 
 
-def _without(tree: Any, is_skipped: Any) -> Any:
+def _without_skipped(tree: Any, is_skipped: Any) -> Any:
     if type(tree) is not dict:
         return tree
-    return {key: _without(value, is_skipped[key]) for key, value in tree.items() if is_skipped[key] is not True}
+    return {key: _without_skipped(value, is_skipped[key]) for key, value in tree.items() if is_skipped[key] is not True}

@@ -76,7 +76,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
         """
         args = args or [ocp.SaveArgs()] * len(values)
         try:
-            ready = self._ready(values, infos, args)
+            ready = self._streamable(values, infos, args)
         except ValueError as error:
             return [CommitFuture(_fail(error), name="orbax_t5x_refused")]
         futures: list[Any] = []
@@ -87,14 +87,21 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
                 futures.extend(await handler.serialize(*some))
         return futures
 
-    def _ready(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs]) -> list[Any]:
+    def _streamable(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs]) -> list[Any]:
         """Leaves as one of the two handlers takes them."""
-        lazy = [(_name(info), value) for value, info in zip(values, infos, strict=True) if isinstance(value, LazyArray)]
+        lazy = [
+            (_name_of_info(info), value)
+            for value, info in zip(values, infos, strict=True)
+            if isinstance(value, LazyArray)
+        ]
         check_leaves([name for name, _ in lazy], [value for _, value in lazy], GlobalTypeHandlers(), skip=None)
         writer = (self.settings[-1] if self.settings else LazySaveSettings()).writer()
         if lazy:
             writer.check_processes()
-        return [_ready(value, _name(info), arg, writer) for value, info, arg in zip(values, infos, args, strict=True)]
+        return [
+            _streamable(value, _name_of_info(info), arg, writer)
+            for value, info, arg in zip(values, infos, args, strict=True)
+        ]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
         """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by the caller."""
@@ -123,13 +130,13 @@ def stock_handler(handler: Any) -> Any:
     return handler.below if isinstance(handler, NumpyOrLazyHandler) else handler
 
 
-def _name(info: Any) -> str:
+def _name_of_info(info: Any) -> str:
     """Returns the '/'-joined name of a leaf; older versions of Orbax give a handler only the key."""
     keypath = getattr(info, "keypath", None)
     return info.name if keypath is None else leaf_name(keypath)
 
 
-def _ready(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any:
+def _streamable(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -> Any:
     """Converts a leaf to one that the streaming or the stock handler takes."""
     if not isinstance(value, LazyArray):
         return value

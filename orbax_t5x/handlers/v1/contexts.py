@@ -116,7 +116,7 @@ class _Registration:
         entries = global_entries()
         registry = _with_handler(v1.handlers.global_registry(), _handler_with({}, V1TrainStateHandler))
         self._before, self._after = list(entries), list(registry.get_all_entries())
-        for cls in {cls for cls, _ in self._after if _is_ours(cls)}:
+        for cls in {cls for cls, _ in self._after if _is_our_handler(cls)}:
             # Orbax's way to add a handler also keeps its recorded types. Then the order is made that of a context.
             v1.handlers.register_handler(cls, secondary_typestrs=list(registry.get_secondary_typestrs(cls)) or None)
         entries[:] = self._after
@@ -180,8 +180,8 @@ def _with_handler(
     """
     stock = v1.handlers.PyTreeHandler
     entries = given.get_all_entries()
-    ours_by_name = [name for cls, name in entries if name and (cls is stock or _is_ours(cls))]
-    others = [(cls, name) for cls, name in entries if not _is_ours(cls) and not (cls is stock and name)]
+    ours_by_name = [name for cls, name in entries if name and (cls is stock or _is_our_handler(cls))]
+    others = [(cls, name) for cls, name in entries if not _is_our_handler(cls) and not (cls is stock and name)]
     made = v1.handlers.local_registry(include_global_registry=False)
     made.add(_for_any_tree(handler))
 
@@ -199,5 +199,5 @@ def _with_handler(
     return made
 
 
-def _is_ours(cls: type) -> bool:
+def _is_our_handler(cls: type) -> bool:
     return issubclass(cls, V1TrainStateHandler)

@@ -20,7 +20,7 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.restore.stock import read_metadata
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
-from orbax_t5x.handlers.save.prepare import PreparedSave, prepare
+from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
 from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, writes_directories
@@ -105,7 +105,7 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
         args = TrainStateSave(saved, on_unsupported=self.options.on_unsupported)
         types = _StoredTypes(self._orbax, [leaf for _, leaf in leaves])
         in_directories = writes_directories(self._context)
-        prepared = prepare(args, recorded.lineage, types, deferred=True, in_directories=in_directories)
+        prepared = prepare_save(args, recorded.lineage, types, deferred=True, in_directories=in_directories)
         return prepared, recorded
 
     def _is_primary(self) -> bool:

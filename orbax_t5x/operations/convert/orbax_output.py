@@ -23,7 +23,7 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
 from orbax_t5x.handlers.save.commit import check_merged, sync_tree
-from orbax_t5x.handlers.save.prepare import PreparedSave, prepare
+from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.save.type_table import StreamingTypeTable
 from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, merge_parts
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, StreamedLeaf
@@ -47,7 +47,7 @@ from orbax_t5x.readers.orbax.steps import PROCESS_PREFIX
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.storage.durability import sync_directory
-from orbax_t5x.trees.flat import tree_of, unflatten
+from orbax_t5x.trees.flat import unflatten, unwrapped
 from orbax_t5x.trees.pytree_names import leaf_name
 
 # Orbax walks its trees by recursion, and opening refuses deeper names.
@@ -70,7 +70,7 @@ class OrbaxFormat(OutputFormat):
         )
         records = checked_lineage(plan.provenance)
         self._limit = memory_limit(writing.memory_limit_bytes)
-        self._prepared = prepare(args, records, StreamingTypeTable(GlobalTypeHandlers()), deferred=True)
+        self._prepared = prepare_save(args, records, StreamingTypeTable(GlobalTypeHandlers()), deferred=True)
         self.arrays: Sequence[PlannedArray] = list(_arrays(self._prepared))
 
     def prepare(self, work: Path) -> None:
@@ -256,4 +256,4 @@ def _tree(plan: RestorePlan) -> Any:
         tree = plan.target.rebuild(views)
     except ValueError:
         tree = unflatten(views, join_clashes=True)
-    return tree_of(tree) if plan.target.kind == "everything" else tree
+    return unwrapped(tree) if plan.target.kind == "everything" else tree

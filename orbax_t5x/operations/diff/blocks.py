@@ -21,7 +21,7 @@ from orbax_t5x.lazy import Box, Leaf, ReadStats, View, full_box
 from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.lazy.chunks import choose_chunk, grid_boxes
 from orbax_t5x.lazy.read import group_reads
-from orbax_t5x.operations.diff.values import Tolerance, ValueDifference, compare, scratch_bytes
+from orbax_t5x.operations.diff.values import Tolerance, ValueDifference, compare_values, scratch_bytes
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
 
@@ -109,7 +109,7 @@ class _BlockComparison:
                 if outcome.failure is None:
                     corner = tuple(start for start, _ in box)
                     values = buffers["a"], buffers["b"]
-                    apart = await run_in_pool(reader_pool(), compare, *values, corner, self._tolerance)
+                    apart = await run_in_pool(reader_pool(), compare_values, *values, corner, self._tolerance)
                     outcome.apart = outcome.apart.joined(apart)
             self._in_flight.note_done(box_size(box) * (pair.a.dtype.itemsize + pair.b.dtype.itemsize), pair.name)
 
@@ -124,7 +124,7 @@ class _BlockComparison:
                 lowered = view.lower(box, out)
             await wait_all(leaf.read_into(requests, self._stats) for leaf, requests in group_reads(lowered.reads))
             if lowered.finish:
-                await run_in_pool(reader_pool(), partial(_finish, lowered.finish))
+                await run_in_pool(reader_pool(), partial(_run_steps, lowered.finish))
             buffers[side] = out
         except CheckpointError as error:
             outcome.failure = outcome.failure or (side, error)
@@ -146,7 +146,7 @@ class _BlockComparison:
                     outcome.failure = outcome.failure or (side, error)
 
 
-def _finish(steps: Sequence[Any]) -> None:
+def _run_steps(steps: Sequence[Any]) -> None:
     for step in steps:
         step()
 
@@ -168,11 +168,11 @@ def block_boxes(a: View, b: View, limit: int) -> Iterator[Box]:
     if is_text or 0 in shape or math.prod(shape) * itemsize <= most:
         yield full_box(shape)
         return
-    candidates = dict.fromkeys(_candidates(a, b, itemsize, most))
+    candidates = dict.fromkeys(_block_shapes(a, b, itemsize, most))
     yield from grid_boxes(shape, min(candidates, key=lambda block: _decoded_share(a, b, block)))
 
 
-def _candidates(a: View, b: View, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
+def _block_shapes(a: View, b: View, itemsize: int, most: int) -> Iterator[tuple[int, ...]]:
     """Shapes of blocks, of which the first that decodes least is taken."""
     shape = a.shape
     axes = range(len(shape))

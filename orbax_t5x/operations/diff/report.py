@@ -101,7 +101,7 @@ class DiffReport:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values. Numbers that JSON lacks are text: "inf", "nan", complex ones."""
-        return _as_json({**dataclasses.asdict(self), "equal": self.equal})
+        return _finite_json({**dataclasses.asdict(self), "equal": self.equal})
 
     def lines(self, width: int) -> list[str]:
         """Formats the table. Equal leaves are counted; leaves whose names differ in one number share a line."""
@@ -116,7 +116,7 @@ class DiffReport:
         for status in _STATUSES[:-1]:
             some = [leaf for leaf in self.leaves if leaf.status == status]
             if some:
-                yield _HEADINGS.get(status, status), list(_rows(some))
+                yield _HEADINGS.get(status, status), list(_diff_rows(some))
 
     def _repr_html_(self) -> str:
         heads = [f"a: {self.a}", f"b: {self.b}", *(f"a is mapped by {rule}" for rule in self.rules)]
@@ -135,18 +135,18 @@ def _count_text(status: DiffStatus, count: int) -> str:
     return f"{leaves_text(count)} with other values" if status == "values" else f"{leaves_text(count)} {status}"
 
 
-def _as_json(value: Any) -> Any:
+def _finite_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
+        return {key: _finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
+        return [_finite_json(item) for item in value]
     is_json = (
         value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
     )
     return value if is_json else str(value)
 
 
-def _rows(leaves: Sequence[LeafDiff]) -> Iterator[TableRow]:
+def _diff_rows(leaves: Sequence[LeafDiff]) -> Iterator[TableRow]:
     arrays = [_arrays_text(leaf) for leaf in leaves]
     for row in fold([(leaf.name, leaf.reason) for leaf in leaves], arrays):
         some = [leaves[member] for member in row.members]

@@ -89,7 +89,7 @@ def scratch_bytes(size: int) -> int:
     return min(size, _BLOCK_ELEMENTS) * _BYTES_PER_ELEMENT
 
 
-def compare(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tolerance) -> ValueDifference:
+def compare_values(a: np.ndarray, b: np.ndarray, corner: Sequence[int], tolerance: Tolerance) -> ValueDifference:
     """Compares two C-contiguous arrays of one shape; `corner`, the index of their first element, goes on indices."""
     found = ValueDifference()
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)

@@ -37,7 +37,7 @@ from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.operations.start.advice import damage_of, of_own_step, with_init_fn
 from orbax_t5x.provenance.decision import CallerKind, Decision
 from orbax_t5x.provenance.records import Lineage, applied_rules
-from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin, note_restored
+from orbax_t5x.provenance.runs import EVERY_ITEM, RunKey, begin_run, note_restored
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.orbax.steps import item_names, lost_items, recorded_items
 from orbax_t5x.restoring.api import open_plan
@@ -50,7 +50,7 @@ from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.run_steps import run_of
 from orbax_t5x.restoring.sources import AnySource, OpenSources, unopened_chain
 from orbax_t5x.text.progress_bar import Progress
-from orbax_t5x.text.wording import ended
+from orbax_t5x.text.wording import with_full_stop
 from orbax_t5x.transforms.patterns.table import Pattern
 
 # Orbax's name for the item of a manager that has one item without a name.
@@ -210,7 +210,7 @@ class _JobStart:
             self.skipped.append(step)
             refused = refused or (attempt.reason if attempt.is_refusal else "")
             advice = f"No step up to {step} is saved before manager.delete({step})."
-            warnings.warn(f"step {step} is skipped: {ended(attempt.reason)} {advice}", stacklevel=4)
+            warnings.warn(f"step {step} is skipped: {with_full_stop(attempt.reason)} {advice}", stacklevel=4)
         if refused:
             message = f"none of the run's steps can be read, so the run is not begun anew: {refused}"
             raise CheckpointIOError(message, path=self._root)
@@ -287,7 +287,7 @@ class _JobStart:
             restored = self._restore(source, transforms, dataclasses.replace(self._options, item=None), "convert")
         except RestorePlanError as error:
             raise with_init_fn(error) from error.__cause__
-        begin(self._run(), restored.plan.provenance)
+        begin_run(self._run(), restored.plan.provenance)
         return TrainingStart(restored.state, _FIRST_STEP, "initialized")
 
     def from_scratch(self) -> TrainingStart:
@@ -305,7 +305,7 @@ class _JobStart:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
         state = plan.run(self._reading)
-        begin(self._run(), ())
+        begin_run(self._run(), ())
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
     def _run(self) -> RunKey:

@@ -95,7 +95,7 @@ class VerifyReport:
         for status in STATUSES:
             some = [leaf for leaf in self.leaves if leaf.status == status]
             if some:
-                yield status, list(_rows(some))
+                yield status, list(_verified_rows(some))
 
     def _repr_html_(self) -> str:
         parts = [html_paragraph(self.summary(), bold=True), html_paragraph(f"{self.path}: {self.format}")]
@@ -106,7 +106,7 @@ class VerifyReport:
         return "\n".join(self.lines(terminal_width()))
 
 
-def _rows(leaves: Sequence[LeafVerification]) -> Iterator[TableRow]:
+def _verified_rows(leaves: Sequence[LeafVerification]) -> Iterator[TableRow]:
     folded = fold([(leaf.name, leaf.reason) for leaf in leaves], [(leaf.dtype, leaf.shape) for leaf in leaves])
     for row in folded:
         leaf = leaves[row.members[0]]

@@ -97,15 +97,15 @@ def is_empty(node: Node) -> bool:
     return node is None or (isinstance(node, (dict, list)) and not node)
 
 
-def leaf_of(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
+def msgpack_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
     """Makes the leaf of a node that is not empty; a broken leaf where the node is invalid."""
     try:
-        return _leaf(name, node, file, limits)
+        return _valid_leaf(name, node, file, limits)
     except CheckpointError as error:
         return BrokenLeaf(name, error_at(error, path=file.path, leaf=name))
 
 
-def _leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
+def _valid_leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
     if isinstance(node, StoredArray):
         return ByteRangeLeaf(name, ByteRange(file, node.start, node.shape, node.dtype))
     if isinstance(node, BrokenNode):
@@ -116,7 +116,7 @@ def _leaf(name: str, node: Node, file: StoredFile, limits: Limits) -> Leaf:
         return TextLeaf(name, file, node.start, node.size)
     if isinstance(node, dict):
         return _chunked_leaf(name, node, file, limits)
-    return NumberLeaf(name, file, _number(node))
+    return NumberLeaf(name, file, _msgpack_number(node))
 
 
 def _array_beside(path: bytes) -> CheckpointError:
@@ -129,7 +129,7 @@ def _array_beside(path: bytes) -> CheckpointError:
     )
 
 
-def _number(value: Any) -> np.ndarray:
+def _msgpack_number(value: Any) -> np.ndarray:
     """Returns a Python number as NumPy has it, integers in 64 bits."""
     if isinstance(value, int) and not isinstance(value, bool):
         return np.array(value, np.int64 if value < 1 << 63 else np.uint64)
@@ -138,11 +138,11 @@ def _number(value: Any) -> np.ndarray:
 
 def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Limits) -> ByteRangeLeaf:
     """Makes the leaf of an array in chunks, each flat: shape and chunks are maps by number."""
-    shape = _in_order(node.get("shape"), "shape")
+    shape = _in_index_order(node.get("shape"), "shape")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptCheckpointError(f"the shape of a chunked array is {shape}")
-    chunks = [chunk for chunk in _in_order(node.get("chunks"), "chunks") if isinstance(chunk, StoredArray)]
-    if not chunks or len(chunks) != len(_in_order(node.get("chunks"), "chunks")):
+    chunks = [chunk for chunk in _in_index_order(node.get("chunks"), "chunks") if isinstance(chunk, StoredArray)]
+    if not chunks or len(chunks) != len(_in_index_order(node.get("chunks"), "chunks")):
         raise CorruptCheckpointError("a chunk of a chunked array is missing, or is no array")
     dtypes = {chunk.dtype for chunk in chunks}
     elements = sum(math.prod(chunk.shape) for chunk in chunks)
@@ -155,7 +155,7 @@ def _chunked_leaf(name: str, node: dict[str, Node], file: StoredFile, limits: Li
     return ByteRangeLeaf(name, ByteRange(joined, 0, tuple(shape), chunks[0].dtype))
 
 
-def _in_order(node: Node, what: str) -> list[Any]:
+def _in_index_order(node: Node, what: str) -> list[Any]:
     """Returns the values of a map from "0", "1", … to them."""
     if not isinstance(node, dict) or len(node) > _MOST_CHUNKS:
         raise CorruptCheckpointError(f"the {what} of a chunked array are missing, or more than {_MOST_CHUNKS}")

@@ -14,7 +14,7 @@ from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.format import HUB_FILE, INDEX_FILE, INDEX_SUFFIX
-from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 from orbax_t5x.readers.flax_msgpack.walk import Node, walk
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
@@ -103,4 +103,4 @@ class _FlaxFiles(ModelFiles):
             if is_empty(node):
                 self._empties[leaf] = node
             else:
-                self._leaves[leaf] = leaf_of(leaf, node, opened.file, self._limits)
+                self._leaves[leaf] = msgpack_leaf(leaf, node, opened.file, self._limits)

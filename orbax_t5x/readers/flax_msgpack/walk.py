@@ -162,7 +162,7 @@ class _MessageWalker:
     def _key(self, container: dict[str, Node]) -> str:
         header = self.reader.header()
         if header.kind != "text":
-            raise self.reader.corrupt(f"a key is {_described(header)}, not text", self._name)
+            raise self.reader.corrupt(f"a key is {_header_text(header)}, not text", self._name)
         if header.size > self._limits.name_bytes:
             raise LimitExceededError(
                 f"at byte {self.reader.position}: a key of {header.size} bytes, more than Limits.name_bytes = "
@@ -266,7 +266,7 @@ class _MessageWalker:
         dtype = self._dtype()
         header = reader.header()
         if header.kind not in ("bytes", "text") or header.size != reader.left:
-            raise reader.corrupt(f"the bytes of an array are {_described(header)}, and {reader.left} bytes are left")
+            raise reader.corrupt(f"the bytes of an array are {_header_text(header)}, and {reader.left} bytes are left")
         array = StoredArray(reader.position, shape, dtype)
         self._limits.require_shape(shape, dtype)
         if array.nbytes != header.size:
@@ -276,7 +276,7 @@ class _MessageWalker:
     def _dtype(self) -> np.dtype:
         header = self.reader.header()
         if header.kind not in ("bytes", "text") or header.size > _LONGEST_DTYPE_BYTES:
-            raise self.reader.corrupt(f"the name of a dtype is {_described(header)}")
+            raise self.reader.corrupt(f"the name of a dtype is {_header_text(header)}")
         name = self.reader.take(header.size).decode(errors="replace")
         if name not in _DTYPES:
             raise UnsupportedCheckpointError(f"its dtype {name!r} is not one of numbers that are read")
@@ -285,9 +285,9 @@ class _MessageWalker:
     def _expect(self, kind: str, size: int | None, what: str) -> int:
         header = self.reader.header()
         if header.kind != kind or size not in (None, header.size):
-            raise self.reader.corrupt(f"{what} is {_described(header)}")
+            raise self.reader.corrupt(f"{what} is {_header_text(header)}")
         return header.size
 
 
-def _described(header: Header) -> str:
+def _header_text(header: Header) -> str:
     return repr(header.value) if header.kind == "value" else f"{header.kind} of size {header.size}"

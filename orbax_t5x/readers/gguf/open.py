@@ -75,7 +75,7 @@ class _GgufFiles(ModelFiles):
         if not self._metadata["files"]:
             self._metadata = {**header.metadata, "version": header.version, "files": []}
         self._metadata["files"].append(name)
-        for leaf, found in _leaves(header, file, self._limits).items():
+        for leaf, found in _tensor_leaves(header, file, self._limits).items():
             self._claim(leaf, name)
             self._leaves[leaf] = found
 
@@ -94,7 +94,7 @@ def _files_in(directory: str) -> list[str]:
     return names
 
 
-def _leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict[str, Leaf]:
+def _tensor_leaves(header: GgufHeader, file: StoredFile, limits: Limits) -> dict[str, Leaf]:
     """Makes the leaves of a file; those that overlap one before them, or cannot be read, are broken."""
     leaves: dict[str, Leaf] = {}
     position = 0

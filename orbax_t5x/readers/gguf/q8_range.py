@@ -73,11 +73,11 @@ def _slabs(shape: tuple[int, ...], requests: Sequence[Request]) -> Iterator[list
     unit = BLOCK_ELEMENTS if axis == len(shape) - 1 else 1
     step = max(1, shape[axis] * _SLAB_BYTES // size)
     for start in range(0, shape[axis], step):
-        if some := [part for one in requests if (part := _cut(one, axis, start * unit, (start + step) * unit))]:
+        if some := [part for one in requests if (part := _cut_request(one, axis, start * unit, (start + step) * unit))]:
             yield some
 
 
-def _cut(request: Request, axis: int, low: int, high: int) -> Request | None:
+def _cut_request(request: Request, axis: int, low: int, high: int) -> Request | None:
     """Returns a request for a range of one dimension; None where the request has nothing there."""
     box, out = request
     first, last = max(box[axis][0], low), min(box[axis][1], high)

@@ -50,7 +50,7 @@ def header_bytes(first: bytes) -> int:
     """Returns the size of a header from the first `LONGEST_FIXED_BYTES` of its member.
 
     Raises:
-      CorruptCheckpointError: without the file, as `parse_header`.
+      CorruptCheckpointError: without the file, as `parse_npy_header`.
     """
     if len(first) < LONGEST_FIXED_BYTES or not first.startswith(MAGIC) or first[len(MAGIC)] not in (1, 2, 3):
         raise CorruptCheckpointError(f"it begins with {first[:10]!r}, not as an array of NumPy does")
@@ -61,7 +61,7 @@ def header_bytes(first: bytes) -> int:
     return _SIZE_AT + width + size
 
 
-def parse_header(data: bytes) -> ArrayHeader:
+def parse_npy_header(data: bytes) -> ArrayHeader:
     """Parses a header.
 
     Raises:
@@ -80,22 +80,22 @@ def parse_header(data: bytes) -> ArrayHeader:
     complete = text.startswith("{") and text[at:] == "}" and len(found) == 3
     if not complete or None in (found["descr"]["text"], found["fortran_order"]["flag"], found["shape"]["sizes"]):
         raise CorruptCheckpointError(f"its header is {text[:200]!r}")
-    dtype, swap = _dtype(found["descr"]["text"])
-    shape = _sizes(found["shape"]["sizes"])
+    dtype, swap = _parse_dtype(found["descr"]["text"])
+    shape = _parse_shape(found["shape"]["sizes"])
     strides = row_major(shape)
     if found["fortran_order"]["flag"] == "True":
         strides = row_major(shape[::-1])[::-1]
     return ArrayHeader(dtype, swap, shape, strides)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_shape(text: str) -> tuple[int, ...]:
     digits = [size.strip().removesuffix("L") for size in text.split(",") if size.strip()]
     if not all(size.isdecimal() and len(size) < 20 and int(size) <= _MAX_INT for size in digits):
         raise CorruptCheckpointError(f"its shape is ({text[:200]})")
     return tuple(map(int, digits))
 
 
-def _dtype(text: str) -> tuple[np.dtype, bool]:
+def _parse_dtype(text: str) -> tuple[np.dtype, bool]:
     match = _NUMBER.fullmatch(text)
     if match is not None and match["kind"] == "O":
         raise UnsafeCheckpointError("its elements are Python objects, which are a pickle; nothing was loaded")

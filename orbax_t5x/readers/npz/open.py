@@ -13,7 +13,7 @@ from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.npz.deflated import DeflatedLeaf, decompress_head
-from orbax_t5x.readers.npz.header import LONGEST_FIXED_BYTES, header_bytes, parse_header
+from orbax_t5x.readers.npz.header import LONGEST_FIXED_BYTES, header_bytes, parse_npy_header
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import DEFLATED, STORED, Archive
 from orbax_t5x.storage import locations
@@ -42,7 +42,7 @@ def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
         limits.require_name(leaf, archive.file.path)
         if leaf in leaves:
             raise CorruptCheckpointError("two members have this name", path=archive.file.path, leaf=leaf)
-        leaves[leaf] = _leaf(leaf, archive, member, heads, limits)
+        leaves[leaf] = _leaf_of_member(leaf, archive, member, heads, limits)
     return Checkpoint(
         path=path,
         format="npz",
@@ -54,7 +54,7 @@ def open_npz(path: str | os.PathLike[str], *, limits: Limits) -> Checkpoint:
     )
 
 
-def _leaf(name: str, archive: Archive, member: str, heads: Mapping[str, bytes], limits: Limits) -> Leaf:
+def _leaf_of_member(name: str, archive: Archive, member: str, heads: Mapping[str, bytes], limits: Limits) -> Leaf:
     """Makes the leaf of a member; a broken leaf where it is no array that is read."""
     try:
         return _array_leaf(name, archive, member, heads[member], limits)
@@ -69,7 +69,7 @@ def _array_leaf(name: str, archive: Archive, member: str, head: bytes, limits: L
             f"{member!r} is no array of NumPy, stored or deflated", path=archive.file.path, leaf=name
         )
     data = _array_head(archive, member, head)
-    header = parse_header(data)
+    header = parse_npy_header(data)
     limits.require_shape(header.shape, header.dtype)
     if found.size != len(data) + header.nbytes or found.size > _MOST_EXPANSION * found.stored:
         raise CorruptCheckpointError(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from orbax_t5x.errors import CorruptCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
-from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node as WalkedNode
 from orbax_t5x.readers.flax_msgpack.walk import StoredText
@@ -65,7 +65,7 @@ class Aggregate:
         if is_empty(value) or _placeholder(value) is not None:
             error = CorruptCheckpointError("the value is missing in the msgpack file", path=self._file.path, leaf=name)
             return BrokenLeaf(name, error)
-        return leaf_of(name, value, self._file, self._limits)
+        return msgpack_leaf(name, value, self._file, self._limits)
 
 
 def is_early_item(tree: dict[str, WalkedNode]) -> bool:

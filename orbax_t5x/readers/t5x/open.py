@@ -15,7 +15,7 @@ from typing import Any
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.flax_msgpack.leaves import is_empty, leaf_of, named_nodes
+from orbax_t5x.readers.flax_msgpack.leaves import is_empty, msgpack_leaf, named_nodes
 from orbax_t5x.readers.flax_msgpack.open import StateFile, open_state_file
 from orbax_t5x.readers.flax_msgpack.walk import Node
 from orbax_t5x.readers.open_flag import OpenFlag, close_all
@@ -69,7 +69,7 @@ def _open(path: str, root: Store, name: str, step: int | None, limits: Limits) -
         elif is_empty(node):
             empties[leaf_name] = node
         else:
-            leaves[leaf_name] = leaf_of(leaf_name, node, opened.file, limits)
+            leaves[leaf_name] = msgpack_leaf(leaf_name, node, opened.file, limits)
     return Checkpoint(
         path=path,
         format="t5x",

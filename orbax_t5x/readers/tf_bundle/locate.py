@@ -60,37 +60,37 @@ def find_bundle(path: str) -> BundleLocation:
     if path.endswith(".index") and locations.exists(path):
         real = locations.resolved(path)
         path = real if real.endswith(".index") else path
-        return _beside(path.removesuffix(".index"))
+        return _shards_beside(path.removesuffix(".index"))
     if locations.exists(f"{path}.index"):
-        return _beside(path)
+        return _shards_beside(path)
     if _SHARD_SUFFIX.search(path) and locations.exists(path):
         return _find_beside_shard(_SHARD_SUFFIX.sub("", path))
     if locations.is_file(path):
         return _of_file(path)
     if not locations.is_url(path) and (first := sorted(glob.glob(f"{glob.escape(path)}-[0-9]*-of-[0-9]*"))[:1]):
-        _refuse_v1(*_split(first[0]))
+        _refuse_v1(*_split_prefix(first[0]))
     raise CheckpointNotFoundError(
         f"no TensorFlow bundle: there is neither such a directory nor {path}.index", path=path
     )
 
 
-def _split(path: str) -> tuple[Store, str]:
+def _split_prefix(path: str) -> tuple[Store, str]:
     directory, name = os.path.split(locations.absolute(path))
     return locations.open_store(directory), name
 
 
-def _beside(prefix: str) -> BundleLocation:
-    return BundleLocation(*_split(prefix))
+def _shards_beside(prefix: str) -> BundleLocation:
+    return BundleLocation(*_split_prefix(prefix))
 
 
 def _find_beside_shard(prefix: str) -> BundleLocation:
     if not locations.exists(f"{prefix}.index"):
         raise CheckpointNotFoundError("the shard's index is missing", path=f"{prefix}.index")
-    return _beside(prefix)
+    return _shards_beside(prefix)
 
 
 def _of_file(path: str) -> BundleLocation:
-    root, name = _split(locations.resolved(path))
+    root, name = _split_prefix(locations.resolved(path))
     if (state := _state(root, name)) is not None:
         return _named_location(root, *state)
     _refuse_v1(root, name)

@@ -16,7 +16,7 @@ from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExcee
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.tf_bundle.leaves import BundleLeaves
 from orbax_t5x.readers.tf_bundle.locate import BundleLocation, find_bundle
-from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_header
+from orbax_t5x.readers.tf_bundle.proto import BadMessage, BundleHeader, parse_bundle_header
 from orbax_t5x.readers.tf_bundle.sstable import Table
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
@@ -51,13 +51,13 @@ def open_tf_bundle(path: str | os.PathLike[str], *, limits: Limits | None = None
         format="tf_bundle",
         step=int(step[1]) if step else None,
         leaves=by_name,
-        metadata=_metadata(place, header, leaves),
+        metadata=_bundle_metadata(place, header, leaves),
         close=files.close,
         index_bytes=index.size + place.bytes_read,
     )
 
 
-def _metadata(place: BundleLocation, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
+def _bundle_metadata(place: BundleLocation, header: BundleHeader, leaves: BundleLeaves) -> dict[str, Any]:
     leaves.stat_shards()
     shards = [leaves.shard(number) for number in range(header.num_shards)]
     metadata: dict[str, Any] = {
@@ -104,7 +104,7 @@ def _header(index: StoredFile, key: bytes, value: bytes) -> BundleHeader:
     if key:
         raise CorruptCheckpointError(f"the header is missing: the first key is {key[:80]!r}", path=index.path)
     try:
-        header = parse_header(value)
+        header = parse_bundle_header(value)
     except BadMessage as problem:
         raise CorruptCheckpointError(f"the header cannot be read: {problem}", path=index.path) from None
     if not 0 < header.num_shards <= _MAX_SHARDS:

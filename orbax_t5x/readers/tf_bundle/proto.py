@@ -105,7 +105,7 @@ def _scan(data: bytes, kind: str, wires: dict[int, int], repeated: int = 0) -> d
     return found
 
 
-def _integer(fields: dict[int, Any], number: int, kind: str, bits: int = 64) -> int:
+def _signed_field(fields: dict[int, Any], number: int, kind: str, bits: int = 64) -> int:
     """Returns a signed integer; 0 where it is absent."""
     value = fields.get(number, 0)
     if value < 1 << 31:
@@ -125,15 +125,15 @@ _SLICE = {1: _BYTES}
 _EXTENT = {1: _VARINT, 2: _VARINT}
 
 
-def parse_header(data: bytes) -> BundleHeader:
+def parse_bundle_header(data: bytes) -> BundleHeader:
     """Parses a BundleHeaderProto."""
     header = _scan(data, "BundleHeaderProto", _HEADER)
     version = _scan(header.get(3, b""), "VersionDef", _VERSION)
     return BundleHeader(
-        num_shards=_integer(header, 1, "BundleHeaderProto", 32),
-        endianness=_integer(header, 2, "BundleHeaderProto", 32),
-        producer=_integer(version, 1, "VersionDef", 32),
-        min_consumer=_integer(version, 2, "VersionDef", 32),
+        num_shards=_signed_field(header, 1, "BundleHeaderProto", 32),
+        endianness=_signed_field(header, 2, "BundleHeaderProto", 32),
+        producer=_signed_field(version, 1, "VersionDef", 32),
+        min_consumer=_signed_field(version, 2, "VersionDef", 32),
     )
 
 
@@ -146,7 +146,7 @@ def _parse_shape(data: bytes, max_rank: int) -> tuple[int, ...] | None:
     dims = shape.get(2, ())
     if len(dims) > max_rank:
         raise BadMessage(f"a shape of {len(dims)} dimensions, the limit is {max_rank} (Limits.rank)")
-    return tuple([_integer(_scan(dim, "Dim", _DIM), 1, "Dim") for dim in dims])
+    return tuple([_signed_field(_scan(dim, "Dim", _DIM), 1, "Dim") for dim in dims])
 
 
 def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
@@ -156,8 +156,8 @@ def _parse_slice(data: bytes, max_rank: int) -> tuple[Extent, ...]:
     result: list[Extent] = []
     for extent in extents:
         fields = _scan(extent, "Extent", _EXTENT)
-        length = _integer(fields, 2, "Extent") if 2 in fields else -1
-        result.append(Extent(_integer(fields, 1, "Extent"), length))
+        length = _signed_field(fields, 2, "Extent") if 2 in fields else -1
+        result.append(Extent(_signed_field(fields, 1, "Extent"), length))
     return tuple(result)
 
 
@@ -169,11 +169,11 @@ def parse_entry(data: bytes, max_rank: int, max_slices: int) -> BundleEntry:
     if len(slices) > max_slices:
         raise BadMessage(f"it lists {len(slices)} slices, and the index has far fewer for it")
     return BundleEntry(
-        dtype=_integer(entry, 1, kind, 32),
+        dtype=_signed_field(entry, 1, kind, 32),
         shape=_parse_shape(entry.get(2, b""), max_rank),
-        shard=_integer(entry, 3, kind, 32),
-        offset=_integer(entry, 4, kind),
-        size=_integer(entry, 5, kind),
+        shard=_signed_field(entry, 3, kind, 32),
+        offset=_signed_field(entry, 4, kind),
+        size=_signed_field(entry, 5, kind),
         masked_crc=int.from_bytes(entry.get(6, b""), "little"),
         slices=tuple([_parse_slice(one, max_rank) for one in slices]),
     )

@@ -57,7 +57,7 @@ class LeafMaker:
             value = node.encode() if isinstance(node, str) else node
             return StringLeaf(name, file.path, value, self._flag)
         if isinstance(node, (bool, int, float)):
-            return NumberLeaf(name, file, _number(node))
+            return NumberLeaf(name, file, _pickled_number(node))
         raise UnsupportedCheckpointError("it is a storage without a tensor, which has no shape")
 
     def _tensor(self, name: str, tensor: TensorNode) -> Leaf:
@@ -66,11 +66,11 @@ class LeafMaker:
                 "its values are stored to be conjugated or negated when they are used",
                 fix=Fix("save tensor.resolve_conj().resolve_neg() in PyTorch"),
             )
-        shape, strides = _sizes("shape", tensor.shape), _sizes("strides", tensor.strides)
-        (offset,) = _sizes("offset", [tensor.offset])
+        shape, strides = _checked_sizes("shape", tensor.shape), _checked_sizes("strides", tensor.strides)
+        (offset,) = _checked_sizes("offset", [tensor.offset])
         if len(shape) != len(strides):
             raise CorruptCheckpointError(f"{len(strides)} strides for {len(shape)} dimensions")
-        dtype = _dtype(tensor.dtype)
+        dtype = _storage_dtype(tensor.dtype)
         self._limits.require_shape(shape, dtype)
         count = self._elements(tensor, dtype)
         end = 0 if 0 in shape else offset + last_element(shape, strides) + 1
@@ -89,7 +89,7 @@ class LeafMaker:
     def _elements(self, tensor: TensorNode, dtype: np.dtype) -> int:
         """Returns how many elements the storage of a tensor has, proven to be in the file."""
         storage = tensor.storage
-        nbytes = storage.elements * (1 if storage.dtype is None else _dtype(storage.dtype).itemsize)
+        nbytes = storage.elements * (1 if storage.dtype is None else _storage_dtype(storage.dtype).itemsize)
         member = self._archive.members.get(self._storages + storage.key)
         if member is None:
             raise CorruptCheckpointError(f"its storage {storage.key[:100]!r} is missing")
@@ -100,7 +100,7 @@ class LeafMaker:
         return nbytes // dtype.itemsize
 
 
-def _sizes(what: str, value: Any) -> tuple[int, ...]:
+def _checked_sizes(what: str, value: Any) -> tuple[int, ...]:
     # `type`, because True is an int.
     if not isinstance(value, list) or not all(type(size) is int and 0 <= size <= _MAX_INT for size in value):
         shown = list(value)[:10] if type(value) is Tuple else value
@@ -108,13 +108,13 @@ def _sizes(what: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _dtype(name: str | None) -> np.dtype:
+def _storage_dtype(name: str | None) -> np.dtype:
     if name is None or name in _WITHOUT_NUMPY:
         raise UnsupportedCheckpointError(f"NumPy has no type for torch.{name}")
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _number(value: bool | int | float) -> np.ndarray:
+def _pickled_number(value: bool | int | float) -> np.ndarray:
     """Returns a Python number as NumPy has it, integers in 64 bits."""
     if isinstance(value, bool) or isinstance(value, float):
         return np.array(value)

@@ -21,7 +21,7 @@ from orbax_t5x.readers.torch_zip.values import (
     OrderedNode,
     StorageNode,
     Tuple,
-    described,
+    describe_value,
 )
 from orbax_t5x.storage.limits import Limits
 
@@ -31,7 +31,7 @@ _SHOWN_BYTES = 200
 _MAX_PROTOCOL = 5
 
 
-def parse(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
+def parse_pickle(data: bytes, path: str, file_bytes: int, limits: Limits) -> Node:
     """Parses a pickle.
 
     Args:
@@ -129,7 +129,7 @@ class _Machine(PickleStack):
         for key, value in zip(values[::2], values[1::2], strict=True):
             if type(key) not in (str, int):
                 raise UnsupportedCheckpointError(
-                    f"a key is {described(key)}; names are made of text and integers", path=self._path, fix=FIX
+                    f"a key is {describe_value(key)}; names are made of text and integers", path=self._path, fix=FIX
                 )
             name = str(key)
             if name in top:
@@ -190,7 +190,7 @@ class _Machine(PickleStack):
         """Replaces a name and its arguments by what they describe."""
         arguments, called = self.pop(), self.pop()
         if not isinstance(called, Name) or called.text not in CALLS:
-            raise self._unsafe(f"calls {described(called)}")
+            raise self._unsafe(f"calls {describe_value(called)}")
         try:
             if type(arguments) is not Tuple:
                 raise TypeError
@@ -202,7 +202,7 @@ class _Machine(PickleStack):
         """Ignores the attributes of an OrderedDict, such as a state dict's `_metadata`."""
         state, built = self.pop(), self.top()
         if type(built) is not OrderedNode or not isinstance(state, dict):
-            raise self._unsafe(f"sets the state of {described(built)}")
+            raise self._unsafe(f"sets the state of {describe_value(built)}")
 
     def persistent(self) -> None:
         """Replaces the description of a storage by the storage."""
@@ -210,7 +210,7 @@ class _Machine(PickleStack):
             case ["storage", Name(text), str(key), str(), int(count)] if text in STORAGES and count >= 0:
                 self.make(StorageNode(STORAGES[text], key, count))
             case other:
-                raise self._unsafe(f"refers to {described(other)}, which is no storage,")
+                raise self._unsafe(f"refers to {describe_value(other)}, which is no storage,")
 
 
 _STOP = ord(".")

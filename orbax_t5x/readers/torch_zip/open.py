@@ -18,7 +18,7 @@ from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.torch_zip.format import INDEX_FILE, INDEX_SUFFIX, OLD_MAGIC, SINGLE_FILE
 from orbax_t5x.readers.torch_zip.leaves import LeafMaker
-from orbax_t5x.readers.torch_zip.opcodes import parse
+from orbax_t5x.readers.torch_zip.opcodes import parse_pickle
 from orbax_t5x.readers.zip_members import Archive
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits
@@ -68,7 +68,7 @@ class _TorchFiles(ModelFiles):
         archive = Archive(file, self._limits)
         top = _top_folder(archive)
         pickle = archive.read(top + _PICKLE, self._limits.index_bytes, "Limits.index_bytes")
-        tree: Any = parse(pickle, file.path, file.size, self._limits)
+        tree: Any = parse_pickle(pickle, file.path, file.size, self._limits)
         maker = LeafMaker(
             archive, top + _STORAGES, swap=_is_swapped(archive, top), limits=self._limits, flag=self._flag
         )

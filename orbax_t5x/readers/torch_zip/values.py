@@ -72,7 +72,7 @@ Node: TypeAlias = (
 )
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describes a value of the pickle for an error."""
     if isinstance(value, Name):
         return repr(value.text)
@@ -107,7 +107,7 @@ def _parameter(tensor: Any, grad: Any, hooks: Any) -> Any:
     return tensor
 
 
-def _size(sizes: Any) -> Any:
+def _torch_size(sizes: Any) -> Any:
     if type(sizes) is not Tuple:
         raise TypeError
     return sizes
@@ -124,6 +124,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
-    "torch.Size": _size,
+    "torch.Size": _torch_size,
     "torch.device": _device,
 }

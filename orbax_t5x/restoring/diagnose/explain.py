@@ -98,7 +98,7 @@ class MatchFailure:
         return leaves
 
 
-def explain(failure: MatchFailure) -> list[Problem]:
+def explain_failure(failure: MatchFailure) -> list[Problem]:
     """Returns everything that is wrong; the cause of most missing leaves comes first, with a fix that was tried."""
     if failure.proposes and failure.matcher.unfilled and failure.matcher.target.kind == "tree":
         problems = _remedied(failure)
@@ -137,7 +137,7 @@ def _remedied(failure: MatchFailure) -> list[Problem] | None:
     if left:
         message += f"; with the fix, {counted(len(left), 'problem is', 'problems are')} left, listed below"
     kind = "nothing_restored" if matcher.restores_nothing else "missing"
-    ways = [_fix(way, failure, is_added=is_added) for way in (remedy, *others)]
+    ways = [_fix_of_remedy(way, failure, is_added=is_added) for way in (remedy, *others)]
     fix = ways[0]
     if others and remedy.advice is None:
         # One text is enough for Python; another interface may have words for the others only.
@@ -192,7 +192,7 @@ def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
     return set(after) <= set(before) and 2 * len(set(after).intersection(model)) < len(model)
 
 
-def _fix(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
+def _fix_of_remedy(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
     if remedy.advice is not None:
         return Fix(remedy.advice)
     if not is_added:

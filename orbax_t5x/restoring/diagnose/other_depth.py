@@ -78,7 +78,7 @@ class OtherDepth(Hypothesis):
     """Layers with numbers, and dimensions that count layers, of which the two sides have different numbers."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        towers = [*_numbered(unmatched), *_stacked(unmatched)]
+        towers = [*_numbered_towers(unmatched), *_stacked_changes(unmatched)]
         groups: dict[tuple[Any, ...], list[_Tower]] = collections.defaultdict(list)
         for tower in towers:
             groups[tower[1:]].append(tower)
@@ -135,10 +135,10 @@ def _layer_of(name: str, before: str) -> re.Match[str] | None:
     return re.compile(r"(?P<i>\d+)[/.].*").fullmatch(name, len(before)) if name.startswith(before) else None
 
 
-def _numbered(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
+def _numbered_towers(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
     stored = {name: tuple(value.shape) for name, value in unmatched.arrays.items()}
     target = {name: leaf.shape for name, leaf in unmatched.target.leaves.items() if leaf.kind not in ("keep", "none")}
-    theirs, ours = _layers(stored), _layers(target)
+    theirs, ours = _layer_shapes(stored), _layer_shapes(target)
     unexplained = {*unmatched.wanted, *unmatched.leftovers}
     for before, layers in theirs.items():
         wanted = ours.get(before, {})
@@ -163,7 +163,7 @@ def _numbered(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
             yield tower
 
 
-def _layers(shapes: Shapes) -> dict[str, dict[int, dict[str, tuple[int, ...]]]]:
+def _layer_shapes(shapes: Shapes) -> dict[str, dict[int, dict[str, tuple[int, ...]]]]:
     """Returns text before a number -> number -> text after it -> shape, of a model's leaves."""
     found: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
@@ -199,7 +199,7 @@ def _changes(unmatched: UnmatchedLeaves) -> dict[str, _Change]:
     return found
 
 
-def _stacked(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
+def _stacked_changes(unmatched: UnmatchedLeaves) -> Iterator[_Tower]:
     changes = _changes(unmatched)
     model = [name for name in unmatched.target.leaves if not is_slot(name)]
     for change, names in _by_value(changes).items():

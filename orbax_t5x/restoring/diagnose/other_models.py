@@ -38,9 +38,9 @@ class OtherModels(Hypothesis):
 
 def _prefix_taken(unmatched: UnmatchedLeaves) -> str:
     """Returns the prefix that all leaves have which the target takes; empty where there is none."""
-    names = {leaf: name for name, value in unmatched.source.items() for leaf in _leaves(value)}
+    names = {leaf: name for name, value in unmatched.source.items() for leaf in _leaf_count(value)}
     taken = unmatched.target.leaves.keys() - set(unmatched.unfilled)
-    found = [names[leaf] for name in taken for leaf in _leaves(unmatched.stored.get(name)) if leaf in names]
+    found = [names[leaf] for name in taken for leaf in _leaf_count(unmatched.stored.get(name)) if leaf in names]
     if len(found) < 2:
         return ""
     # What all names begin with, the first and the last of them begin with.
@@ -50,5 +50,5 @@ def _prefix_taken(unmatched: UnmatchedLeaves) -> str:
     return common[: common.rfind(".") + 1]
 
 
-def _leaves(value: object) -> tuple[object, ...]:
+def _leaf_count(value: object) -> tuple[object, ...]:
     return as_view(value).leaves() if isinstance(value, LazyArray) else ()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
-from orbax_t5x.restoring.diagnose.slots import is_of_optimizer
+from orbax_t5x.restoring.diagnose.slots import is_in_optimizer_state
 from orbax_t5x.restoring.diagnose.unexplained import give_values
 from orbax_t5x.text.wording import leaves_text
 from orbax_t5x.transforms import AdafactorSlots
@@ -30,11 +30,11 @@ class OtherOptimizer(Hypothesis):
     """A target that has nothing of its optimizer's state from the checkpoint."""
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        missing = [name for name in unmatched.wanted if is_of_optimizer(name)]
-        wanted = [name for name in unmatched.target.leaves if is_of_optimizer(name)]
+        missing = [name for name in unmatched.wanted if is_in_optimizer_state(name)]
+        wanted = [name for name in unmatched.target.leaves if is_in_optimizer_state(name)]
         if len(missing) < _LEAST or not set(wanted) <= set(unmatched.unfilled):
             return
-        stored = [name for name, value in unmatched.source.items() if value is not None and is_of_optimizer(name)]
+        stored = [name for name, value in unmatched.source.items() if value is not None and is_in_optimizer_state(name)]
         theirs, ours = _optimizer(stored), _optimizer(wanted)
         first = unmatched.wanted[missing[0]]
         ways = [give_values(first) if first.is_barred else _ANEW]

@@ -12,7 +12,7 @@ from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Rem
 from orbax_t5x.rules import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.rules.graph import pack_to_minimal
-from orbax_t5x.rules.layouts import layout_of
+from orbax_t5x.rules.layouts import find_layout
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform, Translate
 
@@ -73,7 +73,7 @@ def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 
 def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
     """Returns a pack from known names and what aligns its result with a target that calls the same model otherwise."""
-    kind = layout_of(stored).kind
+    kind = find_layout(stored).kind
     if pack_to_minimal(kind) is None:
         return None
     try:
@@ -89,4 +89,4 @@ def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remed
 
 def _is_untranslated(unmatched: UnmatchedLeaves) -> bool:
     has_translate = any(isinstance(transform, Translate) for transform in unmatched.transforms)
-    return not has_translate and layout_of(unmatched.stored).kind == "mesh tf"
+    return not has_translate and find_layout(unmatched.stored).kind == "mesh tf"

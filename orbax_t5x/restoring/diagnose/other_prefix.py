@@ -30,7 +30,7 @@ class OtherPrefix(Hypothesis):
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
         free, unfilled = unmatched.free_shapes, unmatched.unfilled_shapes
-        counts = {pair: _filled(pair, free, unfilled) for pair in _likely_prefixes(free, list(unfilled))}
+        counts = {pair: _count_filled(pair, free, unfilled) for pair in _likely_prefixes(free, list(unfilled))}
         most = max(counts.values(), default=0)
         best = [pair for pair, count in counts.items() if count == most >= _LEAST_ALIKE]
         if len(best) != 1:
@@ -83,7 +83,7 @@ def _shared_end(one: str, other: str) -> int:
     return length
 
 
-def _filled(pair: Prefixes, free: Shapes, unfilled: Shapes) -> int:
+def _count_filled(pair: Prefixes, free: Shapes, unfilled: Shapes) -> int:
     theirs, ours = pair
     return sum(
         name.startswith(ours) and free.get(theirs + name[len(ours) :]) == shape for name, shape in unfilled.items()

@@ -62,20 +62,20 @@ def _renamed_parts(unmatched: UnmatchedLeaves, missing: Collection[str]) -> tupl
     moves = moves_between(free, wanted, may_contradict=True)
     found: dict[Parts, None] = {}
     for move in moves.values():
-        pairs = None if moves.open or move.axis is not None else _differences(move.sources[0], move.targets[0])
+        pairs = None if moves.open or move.axis is not None else _differing_parts(move.sources[0], move.targets[0])
         if pairs is None:
             return ()
         found.update(dict.fromkeys(pairs))
     return tuple(found)
 
 
-def _differences(theirs: str, ours: str) -> list[Parts] | None:
+def _differing_parts(theirs: str, ours: str) -> list[Parts] | None:
     """Returns the parts in which two names differ; None where these are numbers or slots, or not as many."""
     if theirs.count("/") != ours.count("/"):
         return None
     found: list[Parts] = []
     for pair in zip(theirs.split("/"), ours.split("/"), strict=True):
-        one, another = map(_numbers, pair)
+        one, another = map(_numbers_in, pair)
         if pair[0] == pair[1]:
             continue
         if not SLOT_WORDS.isdisjoint(pair) or _NUMBER in "".join(pair) or (one and another and one != another):
@@ -93,7 +93,7 @@ def _rule(old: str, new: str) -> tuple[str, str]:
     return f"(.*/|){pattern}(/.*|)", f"\\g<1>{as_template(new)}\\2"
 
 
-def _numbers(part: str) -> list[int]:
+def _numbers_in(part: str) -> list[int]:
     return [int(word) for word in re.findall(r"\d+", part)]
 
 

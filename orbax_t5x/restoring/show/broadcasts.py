@@ -26,7 +26,7 @@ def broadcast_totals(decisions: Mapping[str, ReadDecision]) -> dict[str, Any] | 
     if not decisions:
         return None
     totals = {"leaves_sent": sum(one.is_broadcast for one in decisions.values())}
-    return totals | _counts_data(_total(_unique(decisions)))
+    return totals | _counts_data(_total(_distinct(decisions)))
 
 
 def decision_text(decision: ReadDecision) -> str:
@@ -48,10 +48,10 @@ def broadcast_text(decisions: Mapping[str, ReadDecision]) -> str:
     if not decisions:
         return ""
     sent = {name: one for name, one in decisions.items() if one.is_broadcast}
-    total = f"All processes together take {_counts_text(_total(_unique(decisions)))}"
+    total = f"All processes together take {_counts_text(_total(_distinct(decisions)))}"
     if not sent:
         return f"{total}; each reads for itself."
-    unique = _unique(sent)
+    unique = _distinct(sent)
     own = ReadCounts(sum(one.own.requests for one in unique), sum(one.own.nbytes for one in unique))
     stores = ", ".join(dict.fromkeys(one.store.label for one in unique))
     return (
@@ -60,7 +60,7 @@ def broadcast_text(decisions: Mapping[str, ReadDecision]) -> str:
     )
 
 
-def _unique(decisions: Mapping[str, ReadDecision]) -> list[ReadDecision]:
+def _distinct(decisions: Mapping[str, ReadDecision]) -> list[ReadDecision]:
     return list({id(one): one for one in decisions.values()}.values())
 
 

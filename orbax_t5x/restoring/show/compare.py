@@ -19,7 +19,7 @@ _COMPARED: tuple[tuple[str, Callable[[PlanEntry], str]], ...] = (
 )
 
 
-def diff(plan: PlanData, other: PlanData) -> str:
+def plan_diff(plan: PlanData, other: PlanData) -> str:
     """Returns the differences of the second plan from the first, leaf by leaf; empty when there are none."""
     first, second = ({entry.name: entry for entry in one.entries} for one in (plan, other))
     lines = [f"- {name}" for name in _folded(name for name in first if name not in second)]

@@ -34,7 +34,7 @@ _CONVERSIONS = {
 }
 
 
-def explain(plan: PlanData, leaf: str) -> str:
+def explain_leaf(plan: PlanData, leaf: str) -> str:
     """Explains the source of a target leaf and the reads of this process, or the use of a leaf of the checkpoint."""
     parts = [_explain_entry(entry, plan) for entry in plan.entries if entry.name == leaf]
     parts += _explain_stored(plan, leaf)
@@ -46,35 +46,37 @@ def explain(plan: PlanData, leaf: str) -> str:
     raise KeyError(f"neither the target nor the checkpoint has a leaf {leaf!r}{hint}")
 
 
-def _line(label: str, text: str) -> str:
+def _labelled(label: str, text: str) -> str:
     return f"  {label:<{_LABEL_WIDTH}}{text}"
 
 
 def _explain_entry(entry: PlanEntry, plan: PlanData) -> list[str]:
     lines = [f"{entry.name}: a leaf of the target, {_ACTIONS[entry.action]}"]
     if entry.dtype is not None:
-        lines.append(_line("becomes", f"{entry_array(entry)}, {size_text(array_bytes(entry.dtype, entry.shape))}"))
+        lines.append(_labelled("becomes", f"{entry_array(entry)}, {size_text(array_bytes(entry.dtype, entry.shape))}"))
     views = _stored(plan)
     for name in entry.sources[:_SHOWN_BOXES]:
         path = f"  in {_path_of(plan, name)}" if len(plan.checkpoints) > 1 else ""
         array = f"  {array_text(views[name].dtype, views[name].shape)}" if name in views else ""
-        lines.append(_line("from", f"{name}{array}{path}"))
+        lines.append(_labelled("from", f"{name}{array}{path}"))
     if len(entry.sources) > _SHOWN_BOXES:
-        lines.append(_line("", f"… and {counted(len(entry.sources) - _SHOWN_BOXES, 'source')} more"))
+        lines.append(_labelled("", f"… and {counted(len(entry.sources) - _SHOWN_BOXES, 'source')} more"))
     if entry_how(entry):
-        lines.append(_line("how", entry_how(entry)))
+        lines.append(_labelled("how", entry_how(entry)))
     if entry.fidelity == "exact":
-        lines.append(_line("fidelity", "exact: it follows its parameter"))
+        lines.append(_labelled("fidelity", "exact: it follows its parameter"))
     if entry.rule:
-        lines.append(_line("rule", entry.rule))
+        lines.append(_labelled("rule", entry.rule))
     elif entry.action == "read":
-        lines.append(_line("rule", "the names match" if entry.sources == (entry.name,) else "a transform put it here"))
+        lines.append(
+            _labelled("rule", "the names match" if entry.sources == (entry.name,) else "a transform put it here")
+        )
     lines += _dtype_lines(entry, [np.dtype(views[name].dtype) for name in entry.sources if name in views])
     if entry_sharding(entry):
         mesh = f" over {mesh_text(entry.sharding)}" if mesh_text(entry.sharding) else ""
-        lines.append(_line("sharding", entry_sharding(entry) + mesh))
+        lines.append(_labelled("sharding", entry_sharding(entry) + mesh))
     decision = decisions_of(plan).get(entry.name)
-    decided = [] if decision is None else [_line("broadcast", decision_text(decision))]
+    decided = [] if decision is None else [_labelled("broadcast", decision_text(decision))]
     return [*lines, *_read_lines(entry), *decided]
 
 
@@ -83,7 +85,7 @@ def _dtype_lines(entry: PlanEntry, dtypes: Iterable[np.dtype]) -> list[str]:
         return []
     wanted = np.dtype(entry.dtype)
     return [
-        _line("dtype", f"{dtype_text(dtype)} -> {dtype_text(wanted)}: {_CONVERSIONS[conversion(dtype, wanted)]}")
+        _labelled("dtype", f"{dtype_text(dtype)} -> {dtype_text(wanted)}: {_CONVERSIONS[conversion(dtype, wanted)]}")
         for dtype in dict.fromkeys(dtypes)
         if dtype != wanted
     ]
@@ -95,12 +97,14 @@ def _read_lines(entry: PlanEntry) -> list[str]:
         return []
     total = size_text(entry.bytes_to_read)
     shards = len(entry.boxes())
-    lines = [_line("reads", f"{total} in {counted(len(reads), 'box', 'boxes')} for {counted(shards, 'shard')} here")]
+    lines = [
+        _labelled("reads", f"{total} in {counted(len(reads), 'box', 'boxes')} for {counted(shards, 'shard')} here")
+    ]
     several = len({name for name, _, _ in reads}) > 1
     for name, box, size in reads[:_SHOWN_BOXES]:
-        lines.append(_line("", f"{_box_text(box)}  {size_text(size)}" + (f"  of {name}" if several else "")))
+        lines.append(_labelled("", f"{_box_text(box)}  {size_text(size)}" + (f"  of {name}" if several else "")))
     if len(reads) > _SHOWN_BOXES:
-        lines.append(_line("", f"… and {len(reads) - _SHOWN_BOXES:,} more"))
+        lines.append(_labelled("", f"… and {len(reads) - _SHOWN_BOXES:,} more"))
     return lines
 
 
@@ -131,12 +135,14 @@ def _explain_stored(plan: PlanData, leaf: str) -> list[list[str]]:
     array = f"{array_text(view.dtype, view.shape)}, {size_text(array_bytes(view.dtype, view.shape))}"
     lines = [f"{leaf}: a leaf of the checkpoint, {array}"]
     if len(plan.checkpoints) > 1:
-        lines.append(_line("in", _path_of(plan, leaf)))
+        lines.append(_labelled("in", _path_of(plan, leaf)))
     for entry in (entry for entry in plan.entries if leaf in entry.sources):
         how = f" ({entry_how(entry)})" if entry_how(entry) else ""
-        lines.append(_line("goes to", entry.name + how))
+        lines.append(_labelled("goes to", entry.name + how))
     if leaf in plan.unused:
-        lines.append(_line("unused", "no counterpart in the target; it is left unread"))
+        lines.append(_labelled("unused", "no counterpart in the target; it is left unread"))
     if leaf in plan.dropped:
-        lines.append(_line("dropped", "taken out by a transform, a `...` in the target or an InferenceState; not read"))
+        lines.append(
+            _labelled("dropped", "taken out by a transform, a `...` in the target or an InferenceState; not read")
+        )
     return [lines]

@@ -29,7 +29,7 @@ class ParameterCounts(NamedTuple):
 
 def parameter_counts(plan: PlanData) -> ParameterCounts:
     """Counts the model parameters of a plan."""
-    parameters = _parameters(plan)
+    parameters = _parameter_entries(plan)
     read, filled = (sum(entry.action == action for entry in parameters) for action in ("read", "fallback"))
     return ParameterCounts(len(parameters), read, filled)
 
@@ -62,7 +62,7 @@ def warning_of_filled(plan: PlanData) -> str:
 
 def filled_parameters(plan: PlanData) -> str:
     """Lists the model parameters that the fallback fills as patterns of names; empty where there are none."""
-    parameters = _parameters(plan) if plan.filled else ()
+    parameters = _parameter_entries(plan) if plan.filled else ()
     filled = [entry.name for entry in parameters if entry.action == "fallback"]
     return plain(listed(_subtrees(filled, [entry.name for entry in parameters]), _SHOWN_PATTERNS))
 
@@ -74,7 +74,7 @@ def patterns_for_filled(plan: PlanData) -> list[str] | None:
     return patterns if len(patterns) <= _SHOWN_PATTERNS else None
 
 
-def _parameters(plan: PlanData) -> Sequence[PlanEntry]:
+def _parameter_entries(plan: PlanData) -> Sequence[PlanEntry]:
     with_values = [entry for entry in plan.entries if entry.action != "keep"]
     return [entry for entry in with_values if entry.leaf is not None and entry.leaf.is_float_param] or with_values
 

@@ -59,7 +59,7 @@ def without_common_sharding(rows: list[TableRow]) -> tuple[list[TableRow], str]:
     return [dataclasses.replace(row, placing="") for row in rows], sentence
 
 
-def heading(plan: PlanData) -> list[str]:
+def plan_heading(plan: PlanData) -> list[str]:
     """Summarizes the plan in three lines."""
     sources = [
         (f"{name}: " if name else "")
@@ -90,7 +90,7 @@ def _reads_text(plan: PlanData) -> str:
     return reads + (f" Mesh: {'; '.join(meshes)}." if meshes else "")
 
 
-def outcome(plan: PlanData) -> str:
+def plan_outcome(plan: PlanData) -> str:
     """Summarizes the last execution; empty before one."""
     return "" if plan.report is None else f"Executed: {plan.report.summary()}."
 

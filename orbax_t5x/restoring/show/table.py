@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from orbax_t5x.restoring.plan_data import PlanData
-from orbax_t5x.restoring.show.rows import HEADS, heading, name_sections, outcome, plan_rows, without_common_sharding
+from orbax_t5x.restoring.show.rows import (
+    HEADS,
+    name_sections,
+    plan_heading,
+    plan_outcome,
+    plan_rows,
+    without_common_sharding,
+)
 from orbax_t5x.text.html import html_fragment, html_list, html_paragraph, html_table
 from orbax_t5x.text.table import name_lines, table_lines, terminal_width, wrapped
 from orbax_t5x.text.wording import plain
 
 
-def table(plan: PlanData) -> str:
+def plan_table(plan: PlanData) -> str:
     """Returns the plan as a table as wide as the terminal."""
     width = terminal_width()
     every_row, left_out = plan_rows(plan)
     rows, placed = without_common_sharding(every_row)
-    title, counts, reads = heading(plan)
+    title, counts, reads = plan_heading(plan)
     lines = [line for text in (title, counts, reads + placed) for line in wrapped(text, width, rest="  ")]
     lines += ["", *table_lines(rows, width, HEADS)]
     lines += [left_out] if left_out else []
@@ -24,16 +31,16 @@ def table(plan: PlanData) -> str:
     if plan.warnings:
         lines += ["", "Warnings:"]
         lines += [line for text in plan.warnings for line in wrapped(plain(text), width, "  - ", "    ")]
-    if done := outcome(plan):
+    if done := plan_outcome(plan):
         lines += ["", *wrapped(done, width, rest="  ")]
     return "\n".join(lines)
 
 
-def html(plan: PlanData) -> str:
+def plan_html(plan: PlanData) -> str:
     """Returns the plan as an HTML fragment."""
     every_row, left_out = plan_rows(plan)
     rows, placed = without_common_sharding(every_row)
-    title, counts, reads = heading(plan)
+    title, counts, reads = plan_heading(plan)
     parts = [html_paragraph(title, bold=True), html_paragraph(counts), html_paragraph(reads + placed)]
     if plan.warnings:
         parts.append(html_list(plan.warnings, f"Warnings ({len(plan.warnings)})", is_open=True))
@@ -41,6 +48,6 @@ def html(plan: PlanData) -> str:
     if left_out:
         parts.append(html_paragraph(left_out))
     parts += [html_list(names, section) for section, names in name_sections(plan)]
-    if done := outcome(plan):
+    if done := plan_outcome(plan):
         parts.append(html_paragraph(done))
     return html_fragment(parts, "restore plan")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
-from orbax_t5x.rules.alignment.writing import written
+from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
@@ -16,7 +16,7 @@ from orbax_t5x.transforms import FollowOptimizer, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.slots import SlotNames
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
-from orbax_t5x.transforms.prefix import is_of_optimizer
+from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.levels import require_levels
 from orbax_t5x.trees.named_leaves import named_leaves
 
@@ -146,7 +146,7 @@ def parameters_of(leaves: Leaves) -> dict[str, Any]:
     return {
         name: leaf
         for name, leaf in leaves.items()
-        if not is_of_optimizer(name) and name not in _STEPS and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if not is_no_parameter(name) and name not in _STEPS and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     }
 
 
@@ -154,7 +154,7 @@ def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
     """Writes moves as transforms; those that these do not make are open."""
     slots = SlotNames().slots(source)
     names = [name for name in source if name not in slots]
-    transforms: Sequence[Transform] = written(dict.fromkeys(moves.values()), names, list(target))
+    transforms: Sequence[Transform] = moves_as_transforms(dict.fromkeys(moves.values()), names, list(target))
     if slots:
         transforms = [FollowOptimizer(one) for one in transforms]
     states = _states(transforms, source, target)

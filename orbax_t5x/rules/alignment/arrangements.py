@@ -54,7 +54,7 @@ def arrangements(ours: NamedLeaves, theirs: NamedLeaves) -> list[Arrangement]:
     fitting = [arrangement for arrangement in straight if _difference(*arrangement) == 0]
     if fitting:
         return fitting
-    stacked = [arrangement for one in straight for arrangement in _stacked(one)]
+    stacked = [arrangement for one in straight for arrangement in _with_stacks(one)]
     fitting = [arrangement for arrangement in stacked if _difference(*arrangement) == 0]
     if fitting:
         return fitting
@@ -70,7 +70,7 @@ def _difference(ours: NamedLeaves, theirs: NamedLeaves) -> int:
     return sum(map(abs, counts.values()))
 
 
-def _stacked(arrangement: Arrangement) -> Iterator[Arrangement]:
+def _with_stacks(arrangement: Arrangement) -> Iterator[Arrangement]:
     """Yields the arrangements in which layers of the side with more leaves are stacked."""
     is_ours = len(arrangement.ours) > len(arrangement.theirs)
     many, few = (arrangement.ours, arrangement.theirs) if is_ours else (arrangement.theirs, arrangement.ours)
@@ -120,15 +120,15 @@ def _towers(items: NamedLeaves) -> list[_EqualLayers]:
 def _with_turns(ours: NamedLeaves, theirs: NamedLeaves) -> list[Arrangement]:
     """Returns both sides as they are, and with PyTorch's matrices transposed where the other side has Flax's."""
     found = [Arrangement(ours, theirs)]
-    mine, other = ({kind_of(item) for item in side} for side in (ours, theirs))
+    mine, other = ({last_part(item) for item in side} for side in (ours, theirs))
     if _TORCH_MATRIX in mine and _MATRIX in other:
-        found.append(Arrangement(_turned(ours, theirs), theirs))
+        found.append(Arrangement(_transposed(ours, theirs), theirs))
     if _MATRIX in mine and _TORCH_MATRIX in other:
-        found.append(Arrangement(ours, _turned(theirs, ours)))
+        found.append(Arrangement(ours, _transposed(theirs, ours)))
     return found
 
 
-def kind_of(item: NamedLeaf) -> str:
+def last_part(item: NamedLeaf) -> str:
     """Returns the last part of a leaf's name but for the `value` of Flax's NNX."""
     parts = [key for key in item.path if isinstance(key, str)]
     if len(parts) > 1 and parts[-1] == "value":
@@ -136,10 +136,10 @@ def kind_of(item: NamedLeaf) -> str:
     return parts[-1] if parts else ""
 
 
-def _turned(torch: NamedLeaves, flax: NamedLeaves) -> list[NamedLeaf]:
+def _transposed(torch: NamedLeaves, flax: NamedLeaves) -> list[NamedLeaf]:
     """Transposes PyTorch's matrices that are no tables of embeddings."""
-    tables = {item.shape for item in flax if "embedding" in meanings(kind_of(item)).get("kind", ())}
-    matrices = {item.shape for item in flax if kind_of(item) == _MATRIX}
+    tables = {item.shape for item in flax if "embedding" in meanings(last_part(item)).get("kind", ())}
+    matrices = {item.shape for item in flax if last_part(item) == _MATRIX}
 
     def is_table(item: NamedLeaf) -> bool:
         words = {word for key in item.path if isinstance(key, str) for word in words_of(key)}
@@ -148,7 +148,7 @@ def _turned(torch: NamedLeaves, flax: NamedLeaves) -> list[NamedLeaf]:
 
     return [
         dataclasses.replace(item, shape=item.shape[::-1], is_turned=True)
-        if len(item.shape) == 2 and kind_of(item) == _TORCH_MATRIX and not is_table(item)
+        if len(item.shape) == 2 and last_part(item) == _TORCH_MATRIX and not is_table(item)
         else item
         for item in torch
     ]

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from orbax_t5x.rules.alignment.tree import NamedLeaf, Subtree, leaf_number, tree_of
+from orbax_t5x.rules.alignment.tree import NamedLeaf, Subtree, leaf_number, subtree_of
 from orbax_t5x.rules.alignment.words import contradict, features, meaning_of, says_little
 
 _TIERS = (0, 1, 2)
@@ -45,7 +45,7 @@ class LeafPairing:
         self.pairs: list[tuple[NamedLeaf, NamedLeaf]] = []
         self.open: dict[NamedLeaf, list[NamedLeaf]] = {}
         self.named: set[NamedLeaf] = set()
-        mine, other = tree_of(ours), tree_of(theirs)
+        mine, other = subtree_of(ours), subtree_of(theirs)
         if mine.bag == other.bag:
             self._pair(mine, other)
         else:
@@ -63,7 +63,7 @@ class LeafPairing:
             for one, other in zip(ours.children, theirs.children, strict=True):
                 self._pair_layers(one, other)
         else:
-            self._pair_forests(_parts(ours), _parts(theirs))
+            self._pair_forests(_parts_below(ours), _parts_below(theirs))
         return None
 
     def _pair_forests(self, ours: Subtrees, theirs: Subtrees) -> None:
@@ -85,7 +85,7 @@ class LeafPairing:
             largest = max(node.size for node in alone)
             taken = {id(node) for node in alone if node.size == largest}
             ours, theirs = _taken_apart(ours, taken), _taken_apart(theirs, taken)
-        turned = _turned(ours, theirs)
+        turned = _transposed_namesakes(ours, theirs)
         for bag, nodes in mine.items():
             if any(id(node) in turned for node in (*nodes, *other[bag])):
                 self._leave_open(nodes, other[bag])
@@ -120,10 +120,12 @@ class LeafPairing:
         while True:
             found = [
                 (one, other)
-                for one, other in _unique(ours, theirs, _name)
+                for one, other in _unique_pairs(ours, theirs, _name_meanings)
                 if bool(one.children) == bool(other.children) and (one.children or one.bag == other.bag)
             ]
-            found = found or [pair for pair in _unique(ours, theirs, _structure) if pair[0].size >= _LEAST_TELLING]
+            found = found or [
+                pair for pair in _unique_pairs(ours, theirs, _structure) if pair[0].size >= _LEAST_TELLING
+            ]
             for one, other in found:
                 if one.bag == other.bag:
                     self._pair(one, other)
@@ -146,7 +148,7 @@ class LeafPairing:
 
     def _pair_below(self, ours: Subtree, theirs: Subtree) -> None:
         if not (ours.is_list and theirs.is_list):
-            return self._pair_unequal(_parts(ours), _parts(theirs))
+            return self._pair_unequal(_parts_below(ours), _parts_below(theirs))
         # Layers are the same ones only where there are as many.
         if [node.label[0] for node in ours.children] != [node.label[0] for node in theirs.children]:
             return self._leave_open([ours], [theirs])
@@ -154,7 +156,7 @@ class LeafPairing:
             if one.bag == other.bag:
                 self._pair_layers(one, other)
             else:
-                self._pair_unequal(_parts(one), _parts(other))
+                self._pair_unequal(_parts_below(one), _parts_below(other))
         return None
 
     def _pair_layers(self, ours: Subtree, theirs: Subtree) -> None:
@@ -181,7 +183,7 @@ def _structure(node: Subtree) -> int:
     return node.structure
 
 
-def _name(node: Subtree) -> tuple[str, ...]:
+def _name_meanings(node: Subtree) -> tuple[str, ...]:
     """Returns what two nodes have in common that are called the same: the meanings of the parts of their labels."""
     return tuple([meaning_of(word) for word in node.words() if not says_little(word)])
 
@@ -193,7 +195,9 @@ def _groups(things: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]
     return dict(found)
 
 
-def _unique(ours: Subtrees, theirs: Subtrees, key: Callable[[Subtree], Hashable]) -> list[tuple[Subtree, Subtree]]:
+def _unique_pairs(
+    ours: Subtrees, theirs: Subtrees, key: Callable[[Subtree], Hashable]
+) -> list[tuple[Subtree, Subtree]]:
     """Returns the pairs of nodes with a key that one node of either side has."""
     mine, other = _groups(ours, key), _groups(theirs, key)
     return [
@@ -201,7 +205,7 @@ def _unique(ours: Subtrees, theirs: Subtrees, key: Callable[[Subtree], Hashable]
     ]
 
 
-def _parts(node: Subtree) -> list[Subtree]:
+def _parts_below(node: Subtree) -> list[Subtree]:
     return node.children or [node]
 
 
@@ -247,13 +251,13 @@ def _only(side: Sequence[frozenset[str]]) -> dict[str, int]:
     return {feature: at for at, found in enumerate(side) for feature in found if counts[feature] == 1}
 
 
-def _turned(ours: Subtrees, theirs: Subtrees) -> set[int]:
+def _transposed_namesakes(ours: Subtrees, theirs: Subtrees) -> set[int]:
     """Returns the leaves whose namesakes have the transposed shape: they may have been transposed."""
     mine, other = (
         [node for node in side if node.item is not None and len(node.item.shape) == 2] for side in (ours, theirs)
     )
     turned: set[int] = set()
-    for one, namesake in _unique(mine, other, _name):
+    for one, namesake in _unique_pairs(mine, other, _name_meanings):
         assert one.item is not None and namesake.item is not None
         if one.bag != namesake.bag and one.item.shape == namesake.item.shape[::-1]:
             turned |= {id(one), id(namesake)}

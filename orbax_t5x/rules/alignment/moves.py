@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from orbax_t5x.rules.alignment.arrangements import Arrangement, arrangements, kind_of
+from orbax_t5x.rules.alignment.arrangements import Arrangement, arrangements, last_part
 from orbax_t5x.rules.alignment.match import LeafPairing
 from orbax_t5x.rules.alignment.tree import NamedLeaf
 from orbax_t5x.rules.alignment.words import is_flat, path_of
@@ -60,7 +60,7 @@ def moves_between(source: Mapping[str, Any], target: Mapping[str, Any], *, may_c
     Modules whose words are known to differ are paired only with `may_contradict`.
     """
     same = {name: Move((name,), (name,)) for name in target if name in source}
-    if len(same) == len(target) and all(_shape(source[name]) == _shape(target[name]) for name in target):
+    if len(same) == len(target) and all(_shape_of(source[name]) == _shape_of(target[name]) for name in target):
         found = Moves(same)
         found.open = {}
         return found
@@ -127,7 +127,7 @@ def _is_turned_right(one: NamedLeaf, other: NamedLeaf) -> bool:
     """Tests that a matrix of PyTorch is transposed where the other side has a kernel, and only there."""
     if len(one.shape) - (one.axis is not None) != 2:
         return True
-    kinds = {kind_of(one), kind_of(other)}
+    kinds = {last_part(one), last_part(other)}
     return (kinds == {"weight", "kernel"}) == (one.is_turned or other.is_turned)
 
 
@@ -143,18 +143,18 @@ def _items(
         if len(set(paths.values())) < len(paths):  # such as layer_1 and layer_01
             paths = {name: tuple(name.split("/")) for name in side}
         return [
-            NamedLeaf((name,), _shape(leaf), str(leaf.dtype) if is_exact else _kind(leaf.dtype), paths[name])
+            NamedLeaf((name,), _shape_of(leaf), str(leaf.dtype) if is_exact else _dtype_kind(leaf.dtype), paths[name])
             for name, leaf in side.items()
         ]
 
     return items(source), items(target)
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
+def _shape_of(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape)
 
 
-def _kind(dtype: Any) -> str:
+def _dtype_kind(dtype: Any) -> str:
     """Returns the kind of a dtype: values of one kind are cast into one another."""
     for kind in (jnp.floating, jnp.integer, jnp.bool_):
         if jnp.issubdtype(dtype, kind):

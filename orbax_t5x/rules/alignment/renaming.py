@@ -39,8 +39,8 @@ class _Substitution(NamedTuple):
 
     def rule(self) -> Rule:
         """Returns it as a rule for whole names."""
-        pattern, _, count = _numbered("/".join(self.old), 2 if self.place in ("middle", "end") else 1)
-        _, replacement, _ = _numbered("/".join(self.new), 2 if self.place in ("middle", "end") else 1)
+        pattern, _, count = _with_groups("/".join(self.old), 2 if self.place in ("middle", "end") else 1)
+        _, replacement, _ = _with_groups("/".join(self.new), 2 if self.place in ("middle", "end") else 1)
         last = rf"\g<{count}>"
         old, new = f"{pattern}/" if pattern else "", f"{replacement}/" if replacement else ""
         if self.place == "start":
@@ -53,7 +53,7 @@ class _Substitution(NamedTuple):
         return f"(.*)/{old}(.*)", rf"\g<1>/{new}{last}"
 
 
-def _numbered(text: str, first: int) -> tuple[str, str, int]:
+def _with_groups(text: str, first: int) -> tuple[str, str, int]:
     """Returns a text with marks as a pattern and as a replacement, and the number of the next group."""
     pattern, replacement, group = "", "", first
     for at, piece in enumerate(text.split(_MARK)):
@@ -159,9 +159,9 @@ def _by_parts(changed: Mapping[str, str], fixed: Collection[str]) -> list[Rename
     """Returns a transform for each set of substitutions that different names need."""
     examples = {_template(old, new): (old, new) for old, new in changed.items()}
     ends = _ends(changed), _ends(changed.values())
-    every = [_kind(*example, ends) for example in examples.values()]
+    every = [_kind_of_change(*example, ends) for example in examples.values()]
     steps: list[tuple[dict[Rule, None], set[int]]] = []
-    while found := _next(every, fixed):
+    while found := _next_substitution(every, fixed):
         substitution, hit = found
         for at, chunk in hit.items():
             every[at].done[chunk] = True
@@ -205,26 +205,26 @@ def _ends(names: Iterable[str]) -> tuple[Parts, Parts]:
     return every[0][:first], every[0][len(every[0]) - last :]
 
 
-def _kind(old: str, new: str, ends: tuple[tuple[Parts, Parts], tuple[Parts, Parts]]) -> _Kind:
+def _kind_of_change(old: str, new: str, ends: tuple[tuple[Parts, Parts], tuple[Parts, Parts]]) -> _Kind:
     theirs, ours = (tuple(text.split("/")) for text in _template(old, new))
     (start, end), (new_start, new_end) = ends
     if any(_MARK in part for part in (*theirs[: len(start)], *theirs[len(theirs) - len(end) :])):
         start = end = new_start = new_end = ()
     inner = theirs[len(start) : len(theirs) - len(end)], ours[len(new_start) : len(ours) - len(new_end)]
-    chunks = [(start, new_start), *_differences(*inner), (end, new_end)]
+    chunks = [(start, new_start), *_changed_parts(*inner), (end, new_end)]
     chunks = [(one, other) for one, other in chunks if one or other]
     done = [one == other for one, other in chunks]
     numbers = _NUMBER.findall(new) if _MARK in "/".join(theirs) else []
     return _Kind(old, tuple(numbers), chunks, done)
 
 
-def _differences(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
+def _changed_parts(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
     for tag, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new, False).get_opcodes():
         pieces = old[start:end], new[new_start:new_end]
-        yield from [pieces] if tag == "equal" else _split(*pieces)
+        yield from [pieces] if tag == "equal" else _split_at_change(*pieces)
 
 
-def _split(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
+def _split_at_change(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
     """Splits parts and what takes their place where parts are as many, or have the same number in them."""
     marked = [next((at for at, part in enumerate(parts) if _MARK in part), len(parts)) for parts in (old, new)]
     same = min(marked)
@@ -238,7 +238,7 @@ def _split(old: Parts, new: Parts) -> Iterator[tuple[Parts, Parts]]:
         yield old[same : marked[0] + 1], new[same : marked[1] + 1]
         rest = old[marked[0] + 1 :], new[marked[1] + 1 :]
         if any(rest):
-            yield from _split(*rest)
+            yield from _split_at_change(*rest)
 
 
 def _substitutions(kinds: list[_Kind]) -> list[_Substitution]:
@@ -260,7 +260,7 @@ def _substitutions(kinds: list[_Kind]) -> list[_Substitution]:
     return [one for _, one in sorted(found, key=lambda key: (key[0], -found[key], key[1].place))]
 
 
-def _next(kinds: list[_Kind], fixed: Collection[str]) -> tuple[_Substitution, dict[int, int]] | None:
+def _next_substitution(kinds: list[_Kind], fixed: Collection[str]) -> tuple[_Substitution, dict[int, int]] | None:
     """Returns the first substitution that changes names only as they are to be changed, with the chunks replaced."""
     for substitution in _substitutions(kinds):
         hit = _hit(substitution, kinds, fixed)
@@ -301,4 +301,4 @@ def _whole_rule(old: str, new: str) -> Rule:
 
 
 def _whole_rule_of(old: Parts, new: Parts) -> Rule:
-    return _numbered("/".join(old), 1)[0], _numbered("/".join(new), 1)[1]
+    return _with_groups("/".join(old), 1)[0], _with_groups("/".join(new), 1)[1]

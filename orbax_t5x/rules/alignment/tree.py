@@ -109,7 +109,7 @@ def leaf_number(item: NamedLeaf) -> int:
     return _number_of((item.shape, item.dtype))
 
 
-def tree_of(items: Iterable[NamedLeaf]) -> Subtree:
+def subtree_of(items: Iterable[NamedLeaf]) -> Subtree:
     """Returns the tree of leaves, at least one, by their paths."""
     return _node((), [(item.path, item) for item in items])
 
@@ -121,7 +121,7 @@ def _nodes(leaves: Sequence[tuple[Path, NamedLeaf]]) -> list[Subtree]:
         if path:
             by_key.setdefault(path[0], []).append((path[1:], item))
         else:
-            nodes.append(_leaf((), item))
+            nodes.append(_leaf_node((), item))
     for key, below in by_key.items():
         nodes.append(_node((key,), below))
     if all(node.label and isinstance(node.label[0], int) for node in nodes):
@@ -129,7 +129,7 @@ def _nodes(leaves: Sequence[tuple[Path, NamedLeaf]]) -> list[Subtree]:
     return nodes
 
 
-def _leaf(label: Path, item: NamedLeaf) -> Subtree:
+def _leaf_node(label: Path, item: NamedLeaf) -> Subtree:
     number = leaf_number(item)
     return Subtree(label, [], item, 1, number, number)
 
@@ -137,7 +137,7 @@ def _leaf(label: Path, item: NamedLeaf) -> Subtree:
 def _node(label: Path, leaves: Sequence[tuple[Path, NamedLeaf]]) -> Subtree:
     if len(leaves) == 1:
         path, item = leaves[0]
-        return _leaf(label + path, item)
+        return _leaf_node(label + path, item)
     children = _nodes(leaves)
     if len(children) == 1:
         only = children[0]

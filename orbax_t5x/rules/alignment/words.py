@@ -68,7 +68,7 @@ _SHORT |= {"layernorm": "norm", "rmsnorm": "norm", "emb": "embedding", "layers":
 
 
 @functools.cache
-def _known() -> dict[str, dict[str, frozenset[str]]]:
+def _known_words() -> dict[str, dict[str, frozenset[str]]]:
     known: dict[str, dict[str, frozenset[str]]] = {}
     for category, meanings in _MEANINGS.items():
         for meaning in meanings:
@@ -112,7 +112,7 @@ def _written_out(part: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def meanings(part: str) -> Mapping[str, frozenset[str]]:
     """Returns the meanings of a part by category; empty where it is none of the usual words."""
-    return _known().get(_written_out(part), {})
+    return _known_words().get(_written_out(part), {})
 
 
 def meaning_of(part: str) -> str:

@@ -51,7 +51,7 @@ class _Layers(NamedTuple):
         return None
 
 
-def _layers(names: Sequence[str]) -> _Layers:
+def _split_at_layer(names: Sequence[str]) -> _Layers:
     """Splits the names of one leaf in all layers at the number in which they differ."""
     found = [list(_NUMBER.finditer(name)) for name in names]
     at = next((at for at, numbers in enumerate(zip(*found, strict=False)) if len({n[0] for n in numbers}) > 1), 0)
@@ -59,7 +59,9 @@ def _layers(names: Sequence[str]) -> _Layers:
     return _Layers(names[0][: match.start()], tuple([numbers[at][0] for numbers in found]), names[0][match.end() :])
 
 
-def written(moves: Iterable[Move], names: Collection[str], target_names: Collection[str]) -> list[Transform]:
+def moves_as_transforms(
+    moves: Iterable[Move], names: Collection[str], target_names: Collection[str]
+) -> list[Transform]:
     """Returns transforms that make moves.
 
     Args:
@@ -80,7 +82,7 @@ def written(moves: Iterable[Move], names: Collection[str], target_names: Collect
         if move.axis is None:
             renames[move.sources[0]] = move.targets[0]
         elif move.stacks:
-            layers = _layers(move.sources)
+            layers = _split_at_layer(move.sources)
             renames[layers.joined] = move.targets[0]
             numbered.update((name, layers.name(at)) for at, name in enumerate(move.sources))
             key = (
@@ -90,7 +92,7 @@ def written(moves: Iterable[Move], names: Collection[str], target_names: Collect
             )
             stacks.setdefault(key, {}).setdefault(layers.stem, []).append(layers)
         else:
-            layers = _layers(move.targets)
+            layers = _split_at_layer(move.targets)
             renames[move.sources[0]] = layers.joined
             field = layers.format
             renumbered.update((layers.name(at), name) for at, name in enumerate(move.targets) if field is None)

@@ -56,7 +56,7 @@ class NewParameter:
 
     def wanted_shape(self, kind: str) -> Shape | None:
         """Returns the shape of the target's leaf of a kind, where that is known."""
-        return _shape(self.wanted.get(kind))
+        return _slot_shape(self.wanted.get(kind))
 
 
 @dataclasses.dataclass
@@ -70,14 +70,14 @@ class MovedLeaves:
 
 def is_placeholder_for(leaf: Any, shape: Shape | None) -> bool:
     """Reports whether an optimizer's leaf is, by its shape, a placeholder for a parameter of this shape."""
-    return shape is not None and _shape(leaf) == _PLACEHOLDER != shape
+    return shape is not None and _slot_shape(leaf) == _PLACEHOLDER != shape
 
 
 def move_leaves(param: NewParameter, rule_of: RuleOf) -> MovedLeaves:
     """Moves all leaves of one optimizer for one new parameter."""
     moved = MovedLeaves()
     if is_symbol(param.view) and all(
-        param.wanted_shape(kind) in (None, _shape(param.all_of(kind)[0])) for kind in param.kinds
+        param.wanted_shape(kind) in (None, _slot_shape(param.all_of(kind)[0])) for kind in param.kinds
     ):
         moved.leaves.update(next(iter(param.leaves.values())))
         moved.approximate.update(kind for _, kind in param.approximate)
@@ -91,7 +91,7 @@ def move_leaves(param: NewParameter, rule_of: RuleOf) -> MovedLeaves:
     return moved
 
 
-def _shape(value: Any) -> Shape | None:
+def _slot_shape(value: Any) -> Shape | None:
     shape = getattr(value, "shape", None)
     return None if shape is None else tuple(shape)
 
@@ -103,10 +103,10 @@ def _move_one(param: NewParameter, kind: str, moved: MovedLeaves) -> None:
     if all(leaf is None for leaf in leaves):
         moved.leaves[kind] = None
         return
-    like_parameter = all(_shape(found[kind]) == shapes[name] for name, found in param.leaves.items())
+    like_parameter = all(_slot_shape(found[kind]) == shapes[name] for name, found in param.leaves.items())
     if like_parameter and not _is_placeholder(param, kind):
         _replay(param, kind, moved)
-    elif {_shape(leaf) for leaf in leaves} == {_PLACEHOLDER} and param.wanted_shape(kind) in (None, _PLACEHOLDER):
+    elif {_slot_shape(leaf) for leaf in leaves} == {_PLACEHOLDER} and param.wanted_shape(kind) in (None, _PLACEHOLDER):
         moved.leaves[kind] = leaves[0]
     else:
         moved.reset[kind] = "its shape is not its parameter's"
@@ -114,7 +114,7 @@ def _move_one(param: NewParameter, kind: str, moved: MovedLeaves) -> None:
 
 def _is_placeholder(param: NewParameter, kind: str) -> bool:
     """Reports whether leaves that have the shape of their parameters, (1,), are placeholders all the same."""
-    if {_shape(leaf) for leaf in param.all_of(kind)} != {_PLACEHOLDER} or kind in _SECOND_MOMENT:
+    if {_slot_shape(leaf) for leaf in param.all_of(kind)} != {_PLACEHOLDER} or kind in _SECOND_MOMENT:
         return False
     wanted = param.wanted_shape(kind)
     return kind in param.not_in_use if wanted is None else wanted == _PLACEHOLDER != tuple(param.view.shape)
@@ -147,16 +147,16 @@ def _move_second_moment(param: NewParameter, rule_of: RuleOf, moved: MovedLeaves
     elif "v" in param.kinds:
         _move_one(param, "v", moved)
     placeholders = (leaf for kind in _SECOND_MOMENT if kind in param.kinds for leaf in param.all_of(kind))
-    placeholder = next((leaf for leaf in placeholders if _shape(leaf) == _PLACEHOLDER), None)
+    placeholder = next((leaf for leaf in placeholders if _slot_shape(leaf) == _PLACEHOLDER), None)
     for kind in _SECOND_MOMENT:
         if kind in param.kinds and kind not in live and placeholder is not None:
             moved.leaves[kind] = placeholder
 
 
 def _is_factored(leaves: Mapping[str, Any]) -> bool:
-    if "v" in leaves and _shape(leaves["v"]) != _PLACEHOLDER:
+    if "v" in leaves and _slot_shape(leaves["v"]) != _PLACEHOLDER:
         return False
-    return any(_shape(leaves[kind]) != _PLACEHOLDER for kind in _FACTORED)
+    return any(_slot_shape(leaves[kind]) != _PLACEHOLDER for kind in _FACTORED)
 
 
 def _becomes_factored(param: NewParameter, was: bool) -> bool:
@@ -191,7 +191,7 @@ def _dims_before(param: NewParameter, rule_of: RuleOf) -> Iterator[dict[str, Fac
     """Yields every choice of averaged dimensions for the old parameters, the same for those that are alike."""
     groups: dict[Any, list[str]] = collections.defaultdict(list)
     for symbol in symbols_of(param.view):
-        v_row, v_col = (_shape(param.leaves[symbol.name][kind]) for kind in _FACTORED)
+        v_row, v_col = (_slot_shape(param.leaves[symbol.name][kind]) for kind in _FACTORED)
         rule = rule_of(param.paths[symbol.name], len(symbol.shape))
         groups[symbol.shape, v_row, v_col, rule].append(symbol.name)
     options = (possible_dims(*group, always_by_size=param.always_by_size) for group in groups)

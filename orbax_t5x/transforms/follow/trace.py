@@ -195,7 +195,7 @@ class Replay:
             if axis in kept:
                 inner.extend(range(at, at + len(sizes)))
             at += len(sizes)
-        return self._build(node.input, frozenset(inner)).reshape(_sizes(node, kept))
+        return self._build(node.input, frozenset(inner)).reshape(_kept_sizes(node, kept))
 
     def _split(self, node: SplitNode, kept: KeptDims) -> View:
         inner: list[int] = []
@@ -208,7 +208,7 @@ class Replay:
                 raise CannotFollowError("only a part of a dimension that is split would be averaged")
             if True in stay or not axes:
                 inner.append(dim)
-        return self._build(node.input, frozenset(inner)).reshape(_sizes(node, kept))
+        return self._build(node.input, frozenset(inner)).reshape(_kept_sizes(node, kept))
 
     def _stack(self, node: StackNode, kept: KeptDims) -> View:
         axis = node.axis
@@ -223,11 +223,11 @@ class Replay:
         built = self._build(node.input, kept)
         if self.of_parameters:
             return pad(built, self._build(node.filler, kept), node.filling)
-        if _sizes(node, _all_dims(node) - kept) != tuple(
+        if _kept_sizes(node, _all_dims(node) - kept) != tuple(
             size for dim, size in enumerate(node.input.shape) if dim not in kept
         ):
             self.is_exact = False
-        return pad(built, broadcast_to(np.zeros((), built.dtype), _sizes(node, kept)), "0")
+        return pad(built, broadcast_to(np.zeros((), built.dtype), _kept_sizes(node, kept)), "0")
 
     def _concat(self, node: ConcatNode, kept: KeptDims) -> View:
         axis = node.axis
@@ -242,5 +242,5 @@ def _all_dims(node: Node) -> KeptDims:
     return frozenset(range(len(node.shape)))
 
 
-def _sizes(node: Node, kept: KeptDims) -> tuple[int, ...]:
+def _kept_sizes(node: Node, kept: KeptDims) -> tuple[int, ...]:
     return tuple(size for axis, size in enumerate(node.shape) if axis in kept)

@@ -23,11 +23,11 @@ _PART = re.compile(r"[A-Za-z]+|\d+")
 _OF_OPTIMIZER = re.compile(r"(?:.*/)?(?:param_states|opt_state|mu|nu|trace|ema)/.*")
 
 
-def _parts(name: str) -> frozenset[str]:
+def _name_parts(name: str) -> frozenset[str]:
     return frozenset(_PART.findall(name))
 
 
-def is_of_optimizer(name: str) -> bool:
+def is_optimizer_leaf(name: str) -> bool:
     """Returns True if a name is of what an optimizer keeps."""
     return _OF_OPTIMIZER.fullmatch(name) is not None
 
@@ -40,19 +40,19 @@ class ClosestNames:
 
     @functools.cached_property
     def _candidates(self) -> list[tuple[str, frozenset[str]]]:
-        return [(name, _parts(name)) for _, name in zip(range(_LOOKED_AT), self._names, strict=False)]
+        return [(name, _name_parts(name)) for _, name in zip(range(_LOOKED_AT), self._names, strict=False)]
 
     @functools.cached_property
     def _of_models(self) -> list[tuple[str, frozenset[str]]]:
-        return [candidate for candidate in self._candidates if not is_of_optimizer(candidate[0])]
+        return [candidate for candidate in self._candidates if not is_optimizer_leaf(candidate[0])]
 
     def to(self, name: str, count: int = 3) -> list[str]:
         """Returns at most `count` names that are most like `name`, which may be a pattern; best first."""
         # A pattern's escapes and quantifiers are no part of a name; \d+ is some number.
         plain = re.sub(r"\\d[+*]?|\[0-9\][+*]?", "0", name)
         plain = re.sub(r"\\[a-zA-Z]|[\\^$|?*+(){}\[\]]|\.(?=\*)", "", plain)
-        wanted = _parts(plain)
-        candidates = self._candidates if is_of_optimizer(name) else self._of_models
+        wanted = _name_parts(plain)
+        candidates = self._candidates if is_optimizer_leaf(name) else self._of_models
 
         def rank(candidate: tuple[str, frozenset[str]]) -> tuple[int, int, int]:
             shared = len(wanted & candidate[1])

@@ -186,10 +186,10 @@ def expand(match: re.Match[str], template: str, rule: str, diagnostics: Diagnost
 def new_name(match: re.Match[str], template: str, rule: str, diagnostics: Diagnostics) -> str | None:
     """As `expand`, for the name of a new leaf: an empty name, or an empty part between slashes, is a problem."""
     name = expand(match, template, rule, diagnostics)
-    return name if name is None or is_name(name, match.string, rule, diagnostics) else None
+    return name if name is None or has_no_empty_part(name, match.string, rule, diagnostics) else None
 
 
-def is_name(name: str, old: str, rule: str, diagnostics: Diagnostics) -> bool:
+def has_no_empty_part(name: str, old: str, rule: str, diagnostics: Diagnostics) -> bool:
     """Reports whether a new name has no empty part, unless the old name has one; records a problem where not."""
     if all(name.split("/")) or not all(old.split("/")):
         return True

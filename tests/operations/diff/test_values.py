@@ -9,7 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x.operations.diff import values as diff_values
-from orbax_t5x.operations.diff.values import LargestDifference, Tolerance, ValueDifference, are_comparable, compare
+from orbax_t5x.operations.diff.values import (
+    LargestDifference,
+    Tolerance,
+    ValueDifference,
+    are_comparable,
+    compare_values,
+)
 from tests.support.array_strategies import DTYPES
 
 _TOLERANCES = [(0.0, 0.0), (0.5, 0.0), (0.0, 0.25), (1e-3, 1e-3), (1e300, 0.0)]
@@ -105,7 +111,7 @@ def test_any_two_arrays(pair, tolerance, block):
     tolerance = Tolerance(*tolerance)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diff_values, "_BLOCK_ELEMENTS", block)
-        found = compare(a, b, (0,) * a.ndim, tolerance)
+        found = compare_values(a, b, (0,) * a.ndim, tolerance)
     differing, one_nan, absolute, relative = expected(a, b, tolerance)
     assert (found.differing, found.one_nan) == (differing, one_nan)
     for largest, wanted in ((found.absolute, absolute), (found.relative, relative)):
@@ -120,7 +126,7 @@ def test_any_two_arrays(pair, tolerance, block):
 def test_the_places_of_the_largest(pair):
     """The elements named are those that stand there, and the first as far apart as said."""
     a, b = pair
-    found = compare(a, b, (5,) * a.ndim, Tolerance())
+    found = compare_values(a, b, (5,) * a.ndim, Tolerance())
     for largest in (found.absolute, found.relative):
         if largest is not None:
             index = tuple(i - 5 for i in largest.index)
@@ -150,7 +156,7 @@ def test_the_places_of_the_largest(pair):
     ],
 )
 def test_integers_do_not_overflow(a, b, apart):
-    found = compare(np.asarray([a]), np.asarray([b]), (0,), Tolerance())
+    found = compare_values(np.asarray([a]), np.asarray([b]), (0,), Tolerance())
     assert found.differing == 1 and found.absolute == LargestDifference(apart, (0,), int(a), int(b))
     assert isinstance(found.absolute.value, int)
 
@@ -159,30 +165,30 @@ def test_nan_infinities_and_zeros():
     nan, inf = math.nan, math.inf
     a = np.array([nan, nan, 1.0, inf, inf, -inf, 0.0, 5.0])
     b = np.array([nan, 1.0, nan, inf, -inf, 2.0, -0.0, 0.0])
-    found = compare(a, b, (0,), Tolerance())
+    found = compare_values(a, b, (0,), Tolerance())
     assert (found.differing, found.one_nan) == (5, 2)
     assert found.absolute == LargestDifference(inf, (4,), inf, -inf)
-    assert compare(a[-2:], b[-2:], (6,), Tolerance()).relative == LargestDifference(inf, (7,), 5.0, 0.0)
+    assert compare_values(a[-2:], b[-2:], (6,), Tolerance()).relative == LargestDifference(inf, (7,), 5.0, 0.0)
     # No tolerance reaches an infinity, or a NaN.
-    assert compare(a, b, (0,), Tolerance(1e9, 1e9)).differing == 4
+    assert compare_values(a, b, (0,), Tolerance(1e9, 1e9)).differing == 4
 
 
 def test_bits_of_small_types_that_mean_nothing():
     low = np.array([0x13, 0x2F], np.uint8).view(ml_dtypes.uint4)
     other = np.array([0x03, 0x0F], np.uint8).view(ml_dtypes.uint4)
     assert np.array_equal(low.astype(int), other.astype(int))  # what ml_dtypes says
-    assert compare(low, other, (0,), Tolerance()) == ValueDifference()
+    assert compare_values(low, other, (0,), Tolerance()) == ValueDifference()
 
 
 def test_dtypes_are_compared_by_value():
     exact = np.array([1.0, -2.5, 0.0], np.float32)
-    assert compare(exact, exact.astype(ml_dtypes.bfloat16), (0,), Tolerance()) == ValueDifference()
+    assert compare_values(exact, exact.astype(ml_dtypes.bfloat16), (0,), Tolerance()) == ValueDifference()
     rounded = np.array([1 + 2**-12, 1.0], np.float32)
-    found = compare(rounded, rounded.astype(ml_dtypes.bfloat16), (0,), Tolerance())
+    found = compare_values(rounded, rounded.astype(ml_dtypes.bfloat16), (0,), Tolerance())
     assert found.differing == 1 and found.absolute == LargestDifference(2**-12, (0,), 1 + 2**-12, 1.0)
 
 
 def test_text():
     a, b = np.array([b"one", b"two", b""], object), np.array([b"one", b"too", b"x"], object)
-    assert compare(a, b, (0,), Tolerance(9.0, 9.0)) == ValueDifference(differing=2)
+    assert compare_values(a, b, (0,), Tolerance(9.0, 9.0)) == ValueDifference(differing=2)
     assert are_comparable(a.dtype, b.dtype) and not are_comparable(a.dtype, np.dtype(np.float32))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.npz.header import LONGEST_FIXED_BYTES, ArrayHeader, header_bytes, parse_header
+from orbax_t5x.readers.npz.header import LONGEST_FIXED_BYTES, ArrayHeader, header_bytes, parse_npy_header
 
 
 def saved(array, version=None):
@@ -21,7 +21,7 @@ def saved(array, version=None):
 
 
 def header_of(data):
-    return parse_header(data[: header_bytes(data[:LONGEST_FIXED_BYTES])])
+    return parse_npy_header(data[: header_bytes(data[:LONGEST_FIXED_BYTES])])
 
 
 def npy(text, version=1):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_entry, parse_header
+from orbax_t5x.readers.tf_bundle.proto import BadMessage, Extent, parse_bundle_header, parse_entry
 from tests.support.bundle_damage import place
 from tests.support.bundle_writer import entry
 
@@ -59,7 +59,7 @@ def test_headers_parse_as_protobuf_parses_them(tf, shards, endianness, producer,
     proto = pb.BundleHeaderProto(num_shards=shards, endianness=endianness)
     proto.version.producer, proto.version.min_consumer = producer, min_consumer
     proto.version.bad_consumers.extend([1, 2])
-    assert parse_header(proto.SerializeToString()) == (shards, endianness, producer, min_consumer)
+    assert parse_bundle_header(proto.SerializeToString()) == (shards, endianness, producer, min_consumer)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.torch_zip.opcodes import parse
+from orbax_t5x.readers.torch_zip.opcodes import parse_pickle
 from orbax_t5x.readers.torch_zip.values import Tuple
 from orbax_t5x.storage.limits import Limits
 from tests.support.hostile_pickles import hostile_pickle
@@ -18,7 +18,7 @@ PICKLES = 500
 
 
 def parsed(data, **limits):
-    return parse(data, "file", len(data), Limits(**limits))
+    return parse_pickle(data, "file", len(data), Limits(**limits))
 
 
 def plain(node):

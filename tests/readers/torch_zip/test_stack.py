@@ -5,13 +5,13 @@ import pickle
 import pytest
 
 from orbax_t5x.errors import LimitExceededError
-from orbax_t5x.readers.torch_zip.opcodes import parse
+from orbax_t5x.readers.torch_zip.opcodes import parse_pickle
 from orbax_t5x.storage.limits import Limits
 from tests.support.torch_files import pickled
 
 
 def parsed(data, **limits):
-    return parse(data, "file", len(data), Limits(**limits))
+    return parse_pickle(data, "file", len(data), Limits(**limits))
 
 
 def test_what_is_shared_stays_shared():

@@ -3,14 +3,14 @@
 import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.readers.torch_zip.opcodes import parse
+from orbax_t5x.readers.torch_zip.opcodes import parse_pickle
 from orbax_t5x.readers.torch_zip.values import Name, OrderedNode, StorageNode, TensorNode
 from orbax_t5x.storage.limits import Limits
 from tests.support.torch_files import Op, SavedTensor, call, name, opcodes, ordered, pickled
 
 
 def parsed(data):
-    return parse(data, "file", len(data), Limits())
+    return parse_pickle(data, "file", len(data), Limits())
 
 
 def test_names_become_data():

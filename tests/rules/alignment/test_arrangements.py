@@ -2,7 +2,7 @@
 
 import pytest
 
-from orbax_t5x.rules.alignment.arrangements import arrangements, kind_of
+from orbax_t5x.rules.alignment.arrangements import arrangements, last_part
 from tests.support.aligned_leaves import items
 
 
@@ -61,7 +61,7 @@ def test_square_matrices_have_two_arrangements():
 
 
 def test_the_kind_is_the_last_part_but_for_nnx():
-    assert [kind_of(item) for item in items({"a/kernel/value": (1,), "value": (1,), "a/3": (1,), "7": (1,)})] == [
+    assert [last_part(item) for item in items({"a/kernel/value": (1,), "value": (1,), "a/3": (1,), "7": (1,)})] == [
         "kernel",
         "value",
         "a",

@@ -1,11 +1,11 @@
 """Subtrees with equal shapes and equal structure have equal numbers, whatever their names."""
 
-from orbax_t5x.rules.alignment.tree import tree_of
+from orbax_t5x.rules.alignment.tree import subtree_of
 from tests.support.aligned_leaves import items
 
 
 def tree(shapes):
-    return tree_of(items(shapes))
+    return subtree_of(items(shapes))
 
 
 def test_names_do_not_count():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from orbax_t5x.rules.alignment.moves import Move
-from orbax_t5x.rules.alignment.writing import written
+from orbax_t5x.rules.alignment.writing import moves_as_transforms
 from orbax_t5x.testing.transform_suite import as_numpy
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_transforms
@@ -37,10 +37,10 @@ def test_layers_are_stacked_and_unstacked_whatever_their_numbers(form, start, de
             names = tuple(f"{tower}/{form.format(i + start)}/{name}" for i in range(depth))
             moves.append(Move(names, (f"{tower}/all/{name}x",), axis=1, stacks=True))
             stacked[f"{tower}/all/{name}x"] = np.stack([source[name] for name in names], 1)
-    transforms = written(moves, list(source), list(stacked))
+    transforms = moves_as_transforms(moves, list(source), list(stacked))
     found = applied(transforms, source)
     assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in stacked.items()}
-    back = applied(written([move.reversed() for move in moves], list(stacked), list(source)), stacked)
+    back = applied(moves_as_transforms([move.reversed() for move in moves], list(stacked), list(source)), stacked)
     assert {name: value.tolist() for name, value in back.items()} == {n: v.tolist() for n, v in source.items()}
 
 
@@ -48,7 +48,7 @@ def test_only_the_leaves_of_moves_are_transposed():
     names = ["a/wi/weight", "a/wo/weight", "a/emb/weight", "b/wi/weight"]
     source = {name: np.ones((2, 3)) for name in names}
     moves = [Move((name,), (name,), turns_source=name != "a/emb/weight") for name in names[:3]]
-    result = applied(written(moves, names, names), source)
+    result = applied(moves_as_transforms(moves, names, names), source)
     assert {name: value.shape for name, value in result.items()} == {
         "a/wi/weight": (3, 2),
         "a/wo/weight": (3, 2),
@@ -57,5 +57,6 @@ def test_only_the_leaves_of_moves_are_transposed():
     }
     moves = [Move((name,), (f"{name}.x",), turns_target=True) for name in names]
     assert {
-        value.shape for value in applied(written(moves, names, [f"{name}.x" for name in names]), source).values()
+        value.shape
+        for value in applied(moves_as_transforms(moves, names, [f"{name}.x" for name in names]), source).values()
     } == {(3, 2)}
