@@ -1,6 +1,7 @@
 """Tests lie where the package's modules lie: a folder for each room, and what several tests use is in `support`."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_each_room_has_tests(room):
         assert room in WITHOUT_A_FOLDER or any((TESTS / room).rglob("test_*.py"))
     else:
         assert (TESTS / "doors" / f"test_{room}.py").exists()
+
+
+def test_each_folder_of_tests_has_fast_ones():
+    """`make test-fast` goes once through each room: somewhere is a test without any mark."""
+
+    def has_a_fast_test(path: Path) -> bool:
+        text = path.read_text()
+        return not re.search(r"^pytestmark = .*slow", text, re.MULTILINE) and "\n\n\ndef test_" in text
+
+    folders = {path.parts[0] for path in TEST_FILES}
+    assert {folder for folder in folders if not any(map(has_a_fast_test, (TESTS / folder).rglob("test_*.py")))} == set()
 
 
 def test_folders_of_tests_are_those_of_the_package():
