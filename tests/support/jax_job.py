@@ -1,6 +1,8 @@
 """The processes of one JAX job: real ones, because a missing peer ends a process."""
 
 import atexit
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -22,6 +24,8 @@ from tests.support.xla import xla_flags
 REPOSITORY = Path(__file__).parents[2]
 # Guards against hangs only: a loaded machine takes minutes to start four processes.
 _TIMEOUT_SECS = 800
+# Processes that run tests at once begin far from each other.
+_PORTS = itertools.count(os.getpid() * 97)
 _TOLD = "told "
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -62,9 +66,7 @@ def run_processes(
       stopped: those that stop, and are killed when the others have ended.
       environment: variables beside the caller's.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{_free_port()}"
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
         printed = [(Path(folder) / f"{index}.out", Path(folder) / f"{index}.err") for index in range(count)]
@@ -89,6 +91,18 @@ def run_processes(
             expected = -signal.SIGKILL if index in {*killed, *stopped} else 0
             assert worker.exitcode == expected, printed[index][1].read_text(errors="replace")[-4000:]
         return [output.read_text() for output, _ in printed]
+
+
+def _free_port() -> int:
+    """Finds a port that no server has, below those that the system gives out.
+
+    One of those could go to a server of another test before the coordinator begins.
+    """
+    while True:
+        port = 10_000 + next(_PORTS) % 20_000
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def run_alone(code: str) -> str:
