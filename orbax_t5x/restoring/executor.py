@@ -302,14 +302,14 @@ class _Execution:
 
     def _place_or_error(
         self, entry: PlanEntry, buffers: list[np.ndarray]
-    ) -> tuple[list[jax.Array], None] | tuple[None, Exception]:
+    ) -> tuple[list[Any], None] | tuple[None, Exception]:
         try:
             return self._place([entry], {entry.name: buffers}), None
         except Exception as error:
             return None, error
 
-    def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[jax.Array]:
-        """Makes the values of entries, in the caller's thread; returns those that are on devices."""
+    def _place(self, entries: Sequence[PlanEntry], buffers: _Buffers) -> list[Any]:
+        """Makes the values of entries, in the caller's thread, and returns them."""
         with explicit_transfers():
             placed = {entry.name: make_value(entry, buffers.pop(entry.name)) for entry in entries}
         for entry in entries:
@@ -320,7 +320,7 @@ class _Execution:
             for entry in entries:
                 self._done_bytes += entry.bytes_to_read
                 self._progress(min(self._done_bytes, total), total, entry.name)
-        return [value for value in placed.values() if isinstance(value, jax.Array)]
+        return list(placed.values())
 
     def _computed_leaves(self, entries: Sequence[PlanEntry]) -> dict[Leaf, ValueLeaf]:
         """Computes the leaves that a fallback function fills partly, or that are cast here.

@@ -117,6 +117,8 @@ class _NamedMemoryErrors(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is None:
+            return
         if isinstance(error, MemoryError):
             message = f"there is not enough memory: {error}"
             raise LimitExceededError(message, path=self._path, leaf=self._leaf) from None

@@ -89,7 +89,7 @@ def _as_group(entries: list[PlanEntry]) -> Group:
     leaves = dict.fromkeys(leaf for entry in entries for leaf in entry.leaves)
     stages = stages_of(entries)
     size = sum(layout_of(entry).size for entry in entries) + stages.scratch_bytes
-    blocking = all([isinstance(leaf, BlockingLeaf) and not leaf.is_remote for leaf in leaves])
+    blocking = all([not leaf.is_remote and isinstance(leaf, BlockingLeaf) for leaf in leaves])
     return Group(entries, max(1, size), leaves, [list(pieces) for pieces in stages.pieces], blocking)
 
 
