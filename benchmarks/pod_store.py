@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -145,6 +146,56 @@ def counting_s3(directory: Path) -> Generator[tuple[str, RequestLog]]:
     finally:
         server.shutdown()
         thread.join()
+
+
+@contextmanager
+def counting_local(directory: Path) -> Generator[tuple[str, RequestLog]]:
+    """Yields a directory, and a log for what processes count of it themselves (`LocalReads`)."""
+    yield str(directory), RequestLog()
+
+
+class LocalReads:
+    """Counter of what this process takes from the files below a directory.
+
+    Attributes:
+      taken: method, bytes and time of each: "open" of a file or directory, and "read".
+    """
+
+    _READS, _BYTES = "/tensorstore/kvstore/file/read", "/tensorstore/kvstore/file/bytes_read"
+
+    def __init__(self, root: str):
+        self.taken: list[tuple[str, int, float]] = []
+        self._native = self._native_reads()
+        preadv = os.preadv
+
+        def counted(fd: int, *given: Any) -> int:
+            nbytes = preadv(fd, *given)
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(root):
+                self._add("read", nbytes)
+            return nbytes
+
+        def hear(event: str, given: tuple[Any, ...]) -> None:
+            if event in ("open", "os.scandir", "os.listdir") and str(given[0]).startswith(root):
+                self._add("open", 0)
+
+        os.preadv = counted
+        sys.addaudithook(hear)
+
+    def _add(self, method: str, nbytes: int) -> None:
+        self.taken.append((method, nbytes, time.monotonic()))
+
+    def _native_reads(self) -> list[int]:
+        import tensorstore as ts
+
+        found = {one["name"]: one["values"] for one in ts.experimental_collect_matching_metrics(self._READS[:-5])}
+        return [found[name][0]["value"] if name in found else 0 for name in (self._READS, self._BYTES)]
+
+    def note_native(self) -> None:
+        """Adds what TensorStore has read since the last call."""
+        before, self._native = self._native, self._native_reads()
+        requests, nbytes = (now - then for now, then in zip(self._native, before, strict=True))
+        for number in range(requests):
+            self._add("read", nbytes if not number else 0)
 
 
 def _files(directory: Path) -> Iterable[Path]:

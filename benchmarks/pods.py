@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.pod_store import RequestLog, counting_http, counting_s3
-from benchmarks.scale_model import DTYPE, FORMATS, Counts, Job, Shapes, Stored, least_seconds, predict
+from benchmarks.pod_store import CountedRequest, LocalReads, RequestLog, counting_http, counting_local, counting_s3
+from benchmarks.scale_model import DTYPE, FORMATS, Counts, Job, Shapes, Store, Stored, least_seconds, predict
 from benchmarks.states import nested
 from orbax_t5x.lazy import as_view
+from orbax_t5x.storage.paths import url_scheme
 from tests.support.jax_job import run_script
 
 # Larger than one window and than several; columns far from each other and near; what is less than a window; a scalar.
@@ -95,7 +96,7 @@ _WRITERS: Mapping[str, Callable[[Path, Shapes], str]] = {
 }
 
 
-_STORES = {"http": counting_http, "s3": counting_s3}
+_STORES = {"http": counting_http, "s3": counting_s3, "local": counting_local}
 
 
 # -- one process
@@ -127,8 +128,11 @@ def work(root: str, shapes: Mapping[str, Sequence[int]], cases: Sequence[Any], t
 
     mesh = Mesh(np.asarray(jax.devices()), ("x",))
     marks: list[float] = []
+    local = LocalReads(root) if url_scheme(root) is None else None
 
     def mark() -> None:
+        if local is not None:
+            local.note_native()
         multihost_utils.sync_global_devices("mark")
         marks.append(time.monotonic())
         multihost_utils.sync_global_devices("marked")
@@ -143,13 +147,16 @@ def work(root: str, shapes: Mapping[str, Sequence[int]], cases: Sequence[Any], t
 
         target = nested({name: placed(shape) for name, shape in shapes.items()})
         marks.clear()
+        if local is not None:
+            local.taken.clear()
         mark()
         plan = ot.plan_restore(f"{root}/{case.path}", target)
         mark()
         jax.block_until_ready(plan.execute(broadcast=case.broadcast))
         mark()
         shown = [entry["broadcast"] for entry in plan.to_json()["entries"]]
-        tell({"process": os.getpid(), "marks": marks, "plan": _planned(shown, case.broadcast)})
+        planned = _planned(shown, case.broadcast)
+        tell({"process": os.getpid(), "marks": marks, "plan": planned, "taken": local.taken if local else []})
 
 
 def _planned(shown: Iterable[Mapping[str, Any]], broadcast: Any) -> list[int]:
@@ -183,6 +190,8 @@ def count(
     told = run_script(_SCRIPT, processes, root, json.dumps(shapes), json.dumps(cases), devices=devices)
     numbers = {one[0]["process"]: number for number, one in enumerate(told)}
     requests = log.requests[begun:]
+    for one in (one for mine in told for one in mine):
+        requests += [CountedRequest(at, one["process"], method, "", None, size) for method, size, at in one["taken"]]
     results: list[Result] = []
     for number, case in enumerate(cases):
         begin, planned, end = told[0][number]["marks"]
@@ -195,7 +204,7 @@ def count(
                 strangers += 1
             elif one.at < planned:
                 opening[process] += 1
-            elif one.method == "HEAD":
+            elif one.method in ("HEAD", "open"):
                 checks[process] += 1
             else:
                 data[process] += 1
@@ -205,18 +214,22 @@ def count(
     return results
 
 
-def differences(result: Result, stored: Stored, devices: int, *, in_bucket: bool = False) -> list[str]:
+def differences(result: Result, stored: Stored, devices: int, store: Store = "http") -> list[str]:
     """Returns where the store's counts are not the model's, or not the plan's."""
     case, counted = result.case, result.counted
     job = Job(len(counted), devices, case.layout, case.broadcast)
+    if store == "local":
+        counted = [one._replace(checks=0) for one in counted]
     found = [
         f"process {process}: store {ours}, model {model}"
-        for process, (ours, model) in enumerate(zip(counted, predict(stored, job, in_bucket=in_bucket), strict=True))
+        for process, (ours, model) in enumerate(zip(counted, predict(stored, job, store), strict=True))
         if ours != model
     ]
     total = [sum(one.data for one in counted), sum(one.nbytes for one in counted)]
-    if total != result.planned:
-        found.append(f"all processes: store {total}, plan {result.planned}")
+    nodes = stored.nodes * (job.processes - 1) if store == "local" else ()
+    planned = [result.planned[0] + len(nodes), result.planned[1] + sum(nodes)]
+    if total != planned:
+        found.append(f"all processes: store {total}, plan {planned}")
     if result.strangers:
         found.append(f"{result.strangers} requests of unknown processes")
     return found
@@ -229,7 +242,8 @@ def write(folder: Path, name: str, shapes: Shapes) -> tuple[str, Stored]:
     path = _WRITERS[name](folder, shapes)
     with ot.open_checkpoint(folder / path) as checkpoint:
         chunks = {array: as_view(leaf).leaves()[0].chunks for array, leaf in checkpoint.leaves.items()}
-    return path, Stored(FORMATS[name], shapes, chunks)
+    nodes = [folder / path / "manifest.ocdbt", *(folder / path / "d").iterdir()] if name == "orbax" else []
+    return path, Stored(FORMATS[name], shapes, chunks, tuple(node.stat().st_size for node in nodes))
 
 
 def cases_of(written: Mapping[str, tuple[str, Stored]]) -> list[Case]:
@@ -294,9 +308,7 @@ def main() -> None:
             for processes in given.processes:
                 for one in count(url, log, cases_of(written), SHAPES, processes, given.devices):
                     results.append(one)
-                    for text in differences(
-                        one, written[one.case.format][1], given.devices, in_bucket=given.store == "s3"
-                    ):
+                    for text in differences(one, written[one.case.format][1], given.devices, given.store):
                         failures += 1
                         print(f"{processes} processes, {one.case}: {text}", flush=True)
     print_counts(results)

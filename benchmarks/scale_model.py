@@ -1,7 +1,8 @@
 """Models a restore by several processes: the requests and bytes of each at its store, and the least time of them.
 
-Counts follow from shapes alone, by the geometry that the package itself decides and reads by; nothing is opened, so
-that a job of 512 hosts is counted on one. `benchmarks.pods` compares them with what a store has counted.
+Counts follow from shapes alone, by the geometry that the package itself decides and reads by. Nothing is opened: jobs
+of 64 and 512 hosts are counted by `python -m benchmarks.scale_model`. `benchmarks.pods` compares the model with what a
+store has counted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
 from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES, BroadcastMode
 from orbax_t5x.restoring.plan_data import PlanEntry
+from tests.support.sparse_checkpoints import t5_xxl
 
 Layout = Literal["replicated", "rows", "columns"]
+Store = Literal["http", "s3", "local"]
 Shapes = Mapping[str, tuple[int, ...]]
 DTYPE = np.dtype(np.float32)
 
@@ -50,7 +53,8 @@ class Format:
     """Format of a stored checkpoint.
 
     Attributes:
-      web, bucket: requests of process 0 beside those for data: of opening, and of proving that nothing has changed.
+      web, bucket, local: requests of process 0 beside those for data: of opening, and of proving that nothing has
+        changed. Of local files what is opened counts, and proofs do not.
       is_chunked: whether arrays are stored in chunks.
       is_summed: whether the format keeps checksums of arrays.
       inline_bytes: see `Leaf`.
@@ -58,6 +62,7 @@ class Format:
 
     name: str
     web: Costs
+    local: Costs
     bucket: Costs | None = None
     is_chunked: bool = False
     is_summed: bool = False
@@ -73,20 +78,24 @@ class Format:
 FORMATS = {
     one.name: one
     for one in (
-        Format("safetensors", Costs(6, 29), bucket=Costs(6, 31)),
-        Format("bundle", Costs(3, 26), is_summed=True),
-        Format("t5x", Costs(4, 25, 2, 0, 1), is_chunked=True),
-        Format("orbax", Costs(7, 47, 0, 1), is_chunked=True, inline_bytes=1024),
+        Format("safetensors", Costs(6, 29), Costs(0, 6), bucket=Costs(6, 31)),
+        Format("bundle", Costs(3, 26), Costs(0, 7), is_summed=True),
+        Format("t5x", Costs(4, 25, 2, 0, 1), Costs(0, 7, 2), is_chunked=True),
+        Format("orbax", Costs(7, 47, 0, 1), Costs(0, 15), is_chunked=True, inline_bytes=1024),
     )
 }
 
 
 class Stored(NamedTuple):
-    """Stored checkpoint: its format, the shapes of its arrays, and their chunks, which are not compressed."""
+    """Stored checkpoint: its format, the shapes of its arrays, and their chunks, which are not compressed.
+
+    `nodes` are the sizes of what TensorStore reads to find chunks in a database of local files, in each process.
+    """
 
     format: Format
     shapes: Shapes
     chunks: Mapping[str, tuple[int, ...] | None]
+    nodes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, stored: Format, shapes: Shapes) -> Stored:
@@ -175,10 +184,11 @@ def _long_header(stored: Stored) -> int:
     return int(len(json.dumps(header, separators=(",", ":"))) > _HEADER_BYTES)
 
 
-def predict(stored: Stored, job: Job, *, in_bucket: bool = False) -> list[Counts]:
+def predict(stored: Stored, job: Job, store: Store = "http") -> list[Counts]:
     """Counts what each process of a job asks its store for."""
     needs = [_needs_of(stored, name, job) for name in stored.shapes]
-    stores = Stores(StoreKind.BUCKET, StoreKind.BUCKET) if job.broadcast == "auto" else None
+    kind = StoreKind.LOCAL if store == "local" else StoreKind.BUCKET
+    stores = Stores(kind, kind) if job.broadcast == "auto" else None
     requests, nbytes = [0] * job.processes, [0] * job.processes
     unshared = needs
     if job.broadcast:
@@ -199,7 +209,13 @@ def predict(stored: Stored, job: Job, *, in_bucket: bool = False) -> list[Counts
             counts = leaf_reads(leaf, own)
             requests[process] += counts.requests
             nbytes[process] += counts.nbytes
-    costs = stored.format.bucket if in_bucket and stored.format.bucket is not None else stored.format.web
+    if store == "local":  # process 0 has read the nodes when it opened the database
+        for process in range(1, job.processes):
+            requests[process] += len(stored.nodes)
+            nbytes[process] += sum(stored.nodes)
+    costs = {"http": stored.format.web, "s3": stored.format.bucket or stored.format.web, "local": stored.format.local}[
+        store
+    ]
     opening = costs.opening + costs.opening_of_array * len(stored.shapes) + _long_header(stored)
     checks = costs.checks + costs.checks_of_array * len(stored.shapes)
     return [
@@ -227,7 +243,42 @@ def least_seconds(stored: Stored, counts: Sequence[Counts], delay: float, rate: 
     opening, reading = sum(one.opening for one in counts), sum(one.checks + one.data for one in counts)
     waits = -(-max(one.data for one in counts) // _AHEAD_REQUESTS)
     limited = [requests / rate if rate else 0.0 for requests in (opening, reading)]
-    # The last of many requests that wait for their turn waits for its own answer besides.
-    return Seconds(
-        max(stored.format.web.opening_waits * delay, limited[0] + delay), max(waits * delay, limited[1] + delay)
-    )
+    # While one request has to wait for the one before, the store answers no other. The last of many requests that wait
+    # for their turn waits for its own answer besides.
+    return Seconds(stored.format.web.opening_waits * delay + limited[0], max(waits * delay, limited[1] + delay))
+
+
+def totals(stored: Stored, job: Job) -> Counts:
+    """Counts what all processes together ask for, once for each shape: arrays do not depend on one another."""
+    found = np.zeros(2, np.int64)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in stored.shapes.items():
+        alike.setdefault(shape, []).append(name)
+    for shape, names in alike.items():
+        one = predict(Stored.of(stored.format, {names[0]: shape}), job)
+        found += np.array([[one.data, one.nbytes] for one in one]).sum(axis=0) * len(names)
+    costs = stored.format.web
+    opening = costs.opening + costs.opening_of_array * len(stored.shapes) + _long_header(stored)
+    return Counts(opening, costs.checks + costs.checks_of_array * len(stored.shapes), *found.tolist())
+
+
+def main() -> None:
+    """Prints the counts of jobs of 64 and 512 hosts that restore T5.1.1-XXL with its Adafactor slots."""
+    shapes = {name: shape for name, (_, shape) in t5_xxl().items() if shape}
+    print('| hosts | layout | format | opening, checks | each for itself | `broadcast="auto"` |')
+    print("|---|---|---|---|---|---|")
+    for hosts in (64, 512):
+        for layout in ("replicated", "rows", "columns"):
+            for stored in FORMATS.values():
+                of = Stored.of(stored, shapes)
+                alone, auto = (totals(of, Job(hosts, 1, layout, way)) for way in (False, "auto"))
+                texts = [f"{one.data:,} requests, {one.nbytes / 1e9:,.1f} GB" for one in (alone, auto)]
+                print(
+                    f"| {hosts} | {layout} | {stored.name} | {alone.opening:,}, {alone.checks:,} |",
+                    " | ".join(texts),
+                    "|",
+                )
+
+
+if __name__ == "__main__":
+    main()
