@@ -12,11 +12,12 @@ ENVIRONMENT = {
 
 
 class AmazonStore:
-    """A running server with one bucket, `bucket`."""
+    """A running server with one bucket, `bucket`, and the method, path, query and range of each request."""
 
     def __init__(self, url, client):
         self.url = url
         self.client = client
+        self.log = []
 
     @property
     def environment(self):
@@ -62,6 +63,20 @@ def amazon_store():
         keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
         client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
         client.create_bucket(Bucket="bucket")
-        yield AmazonStore(url, client)
+        store = AmazonStore(url, client)
+        _log_requests(server, store)
+        yield store
     finally:
         server.stop()
+
+
+def _log_requests(server, store):
+    """Has a running server add its requests to the log of the store."""
+    app = server._server.app
+
+    def logging(environ, start_response):
+        path, query, wanted = map(environ.get, ("PATH_INFO", "QUERY_STRING", "HTTP_RANGE"))
+        store.log.append((environ["REQUEST_METHOD"], path, query, wanted))
+        return app(environ, start_response)
+
+    server._server.app = logging
