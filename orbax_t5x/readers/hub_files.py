@@ -36,6 +36,10 @@ LFS_POINTER = b"version https://git-lfs"
 def read_config(root: Store, limits: Limits) -> Mapping[str, Any]:
     """Reads the model's configuration, or the reason why it cannot be read; the arrays do not need it."""
     try:
+        if root.is_remote:
+            root.read_ahead([_CONFIG], limit=limits.json_bytes)
+            if not root.has_file(_CONFIG):
+                return {"config": None}
         data = read_small(root, _CONFIG, limit=limits.json_bytes, bound="Limits.json_bytes")
         return {"config": parse_object(data, root.join(_CONFIG), allow_nan=True)}
     except CheckpointNotFoundError:

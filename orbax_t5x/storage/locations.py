@@ -194,6 +194,11 @@ def stat_ahead(urls: Iterable[str]) -> None:
         places[0].connection.stat([place.key for place in places])
 
 
+def has_parent(url: str) -> bool:
+    """Reports whether a directory is below the root of its server or bucket."""
+    return bool(connect(url).key)
+
+
 def can_list(url: str) -> bool:
     """Reports whether the store of a URL lists its files."""
     return connect(url).connection.can_list

@@ -6,6 +6,7 @@ the files that Orbax may have written are statted: web servers list nothing, and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,9 @@ from orbax_t5x.readers.detect.probe import is_file
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE
 from orbax_t5x.readers.orbax.keys import ARRAY_METADATAS, STRINGS_FILE, inside
 from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
+from orbax_t5x.storage import locations
 from orbax_t5x.storage.local_store import LocalStore
+from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.store import Snapshot, Store
 from orbax_t5x.storage.transcript import observed
 from orbax_t5x.storage.tree_checks import TreeSnapshot, check_tree, list_directory
@@ -69,9 +72,20 @@ def _find_local(store: LocalStore, item: str, directory: str) -> ItemFiles:
     )
 
 
+def stat_ahead(directory: str, beside: str) -> None:
+    """Stats the files of a remote item in one batch with a file beside its directory; does nothing for a local item."""
+    if url_scheme(directory) is not None:
+        parents = [os.path.dirname(directory)] if locations.has_parent(directory) else []
+        names = [f"{directory}/{name}" for name in _first_names()]
+        locations.stat_ahead([*[f"{parent}/{beside}" for parent in parents], *names])
+
+
+def _first_names() -> list[str]:
+    return [MANIFEST_FILE, STRINGS_FILE, CHECKSUMS_FILE, *_metadata_names(0)]
+
+
 def _find_remote(store: Store, item: str) -> ItemFiles:
-    wanted = [MANIFEST_FILE, STRINGS_FILE, CHECKSUMS_FILE, *_metadata_names(0)]
-    manifest, strings, checksums, *found = store.has_files([inside(item, name) for name in wanted])
+    manifest, strings, checksums, *found = store.has_files([inside(item, name) for name in _first_names()])
     metadatas: list[str] = []
     while True:
         names = _metadata_names(len(metadatas))

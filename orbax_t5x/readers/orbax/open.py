@@ -37,7 +37,7 @@ from orbax_t5x.readers.open_flag import OpenFlag, close_all
 from orbax_t5x.readers.orbax.aggregate import Aggregate
 from orbax_t5x.readers.orbax.arrays import ItemArrays, NamedNode
 from orbax_t5x.readers.orbax.checksums import CHECKSUMS_FILE, NO_SUMS, ItemSums, read_item_sums
-from orbax_t5x.readers.orbax.item_files import database_files, find_item_files
+from orbax_t5x.readers.orbax.item_files import database_files, find_item_files, stat_ahead
 from orbax_t5x.readers.orbax.keys import inside
 from orbax_t5x.readers.orbax.metadata import (
     METADATA_FILE,
@@ -109,6 +109,7 @@ def _open_single_item(directory: str, limits: Limits, item: str | None) -> Check
     if item is not None and item != name:
         raise CheckpointNotFoundError(f"this is an item itself, so there is no item {item!r} in it", path=directory)
     step_name = os.path.basename(parent)
+    stat_ahead(directory, STEP_METADATA_FILE)
     # A parent without Orbax's marker is a step only where its name can hardly mean anything else (`run_2024` can).
     in_step = is_file(parent, STEP_METADATA_FILE) or step_name.isdecimal()
     if in_step and deleted_item(parent) == name:
@@ -219,6 +220,10 @@ class _OrbaxOpening:
         self._empties: dict[str, Any] = {}
         self._sequences: set[str] = set()
         self._bytes = 0
+        if root.is_remote:
+            names = [STEP_METADATA_FILE, METADATA_FILE]
+            found = [name for name, is_there in zip(names, root.has_files(names), strict=True) if is_there]
+            root.read_ahead(found, limit=limits.index_bytes)
         self.step_metadata = read_step_metadata(root, limits)
 
     def checkpoint(

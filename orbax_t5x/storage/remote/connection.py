@@ -214,16 +214,22 @@ class Connection:
         """Returns all bytes of a file that `stat_small` has found to be small; None for others."""
         return self.whole([key], _SMALL_BYTES)[0] if key in self._small else None
 
-    def whole(self, keys: Sequence[str], limit: int) -> list[Response | None]:
+    def whole(self, keys: Sequence[str], limit: int, *, may_be_larger: bool = True) -> list[Response | None]:
         """Reads all bytes of each file, None where there is none. A file of more than `limit` bytes is not read.
+
+        Args:
+          keys: of the files.
+          limit: of the bytes of each.
+          may_be_larger: False for files that the format bounds: of a larger one the request is refused, not avoided.
 
         Raises:
           LimitExceededError: a file is larger.
         """
         new = [key for key in dict.fromkeys(keys) if key not in self._wholes]
         # TensorStore bounds no response, and a response that is broken off costs a connection: of a file that is not
-        # known to be small one byte beyond the limit is requested first.
+        # known to be small one byte beyond the limit is requested first. A bounded response names the file's size.
         unknown = [key for key in new if key not in self._small or limit < _SMALL_BYTES]
+        unknown = unknown if may_be_larger or not self.is_bounded else []
         beyond = BoundedRange.between(limit, limit + 1)
         probes = _end_all([self.begin(key, beyond) for key in unknown], self._has_bytes)
         for key, too_long in zip(unknown, probes, strict=True):

@@ -62,7 +62,7 @@ class HubFiles:
             if stop > size or start > size:
                 return _known(ValueError(f"OUT_OF_RANGE: the file ends at byte {size}"))
             if stop - start > wanted.most:
-                return _known(LimitExceededError(f"more bytes than the {wanted.most} that are read"))
+                return _known(LimitExceededError(f"more bytes than the limit of {wanted.most} permits"))
             wanted = BoundedRange.between(start, stop)
         if wanted.is_empty:
             return _known(Response(b"", b""))

@@ -64,7 +64,7 @@ class RemoteStore(Store):
         self._connection.stat([self.key(name) for name in names])
 
     def read_ahead(self, names: Sequence[str], *, limit: int) -> None:
-        self._connection.whole([self.key(name) for name in names], limit)
+        self._connection.whole([self.key(name) for name in names], limit, may_be_larger=False)
 
     def require_file(self, name: str) -> None:
         if not self.has_file(name):

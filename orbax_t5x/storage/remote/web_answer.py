@@ -49,15 +49,23 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
     else:
         found = _checked_range(response, wanted)
         size, file_bytes = found.stop - found.start, found.total
+        if wanted.stop is None and wanted.start >= 0:
+            _check_size(found.known_end - wanted.start, wanted)
         data = response.body(size)
         if data is None or len(data) != size:
             raise CheckpointIOError(
                 f"the answer has {'more' if data is None else 'fewer'} bytes than the {size} of its Content-Range"
             )
-    if wanted.stop is None and wanted.start >= 0 and (data is None or len(data) > wanted.most):
-        raise LimitExceededError(f"more bytes than the {wanted.most} that are read")
+    if wanted.stop is None and wanted.start >= 0:
+        _check_size(wanted.size if data is None else len(data), wanted)
     assert data is not None
     return Response(data, _generation(response), file_bytes)
+
+
+def _check_size(size: int, wanted: BoundedRange) -> None:
+    """Refuses more bytes than there may be, before a body is read where the response names its file's size."""
+    if size > wanted.most:
+        raise LimitExceededError(f"more bytes than the limit of {wanted.most} permits")
 
 
 def refusal(status: int) -> None:

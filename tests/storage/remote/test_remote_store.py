@@ -44,6 +44,15 @@ def test_whole_files_have_a_limit(store):
         with pytest.raises(LimitExceededError):
             open_store(store.url).read_whole("small", limit=999)
         assert store.bytes_sent < 100
+    with remote_session(Limits()):
+        store.forget()
+        root = open_store(store.url)
+        with pytest.raises(LimitExceededError, match="limit of 999"):
+            root.read_ahead(["small"], limit=999)
+        assert [request.range for request in store.log] == ["bytes=0-999"]
+        root.read_ahead(["small", "missing"], limit=1000)
+        assert root.read_whole("small", limit=1000) == DATA[:1000] and not root.has_file("missing")
+        assert len(store.log) == 3
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "%2e%2e/x", "a\\b", "a\0b"])

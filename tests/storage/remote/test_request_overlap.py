@@ -5,6 +5,7 @@ import threading
 
 import flax.serialization
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
 import tensorstore as ts
@@ -53,3 +54,29 @@ def test_reads_of_many_leaves_are_under_way_together(tmp_path, write):
     for name, value in VALUES.items():
         np.testing.assert_array_equal(restored[name], value)
     assert not gate.broken
+
+
+def test_the_metadata_of_an_opening_is_requested_once_and_together(tmp_path):
+    for name, write in (("t5x", write_t5x), ("safetensors", write_safetensors)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    (tmp_path / "safetensors" / "config.json").write_text("{}")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", VALUES)
+    gates = {"HEAD": threading.Barrier(2), "bytes=0-": threading.Barrier(2)}
+
+    def wait_for_the_other(request):
+        kind = next((kind for kind in gates if kind in (request.method, (request.range or "")[:8])), None)
+        if kind is not None and request.name.endswith(("_METADATA", "_strings.json")):
+            gates[kind].wait(30)
+
+    with serving(tmp_path) as store:
+        for name in ("t5x", "safetensors", "orbax"):
+            store.forget()
+            store.fault = wait_for_the_other if name == "orbax" else store.fault
+            with ot.open_checkpoint(f"{store.url}/{name}") as checkpoint:
+                assert set(checkpoint.leaves) == set(VALUES)
+            requested = [one.name for one in store.log if one.name.endswith((".zarray", "config.json"))]
+            expected = {"t5x": [f"t5x/{leaf}/.zarray" for leaf in VALUES], "safetensors": ["safetensors/config.json"]}
+            assert sorted(requested) == expected.get(name, [])
+    assert not any(gate.broken for gate in gates.values())
