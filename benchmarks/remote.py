@@ -1,17 +1,18 @@
 """`python -m benchmarks.remote [--folder DIR] [--latency MS] [FORMAT…]`: restores over HTTP, T5.1.1-small shapes.
 
-A server in a process of its own serves the checkpoints on the loopback from memory and waits before each answer. Of
-each format are told: the time of a whole restore and of opening alone; the requests and the bytes sent, beside the
-bytes of the arrays; and the least that a restore could take: the bytes at the bandwidth that plain ranged reads of the
-same store reach, the round trips that the format makes one after the other, and three more. What that leaves out is
-decoding: it stands beside it as the time that the same files take from the local disk. On a machine that has other work
-to do, a latency of 300 ms shows the round trips alone.
+A server in a process of its own, and on a core of its own where there are several, serves the checkpoints on the
+loopback from memory and waits before each answer. Of each format are told: the time of a whole restore and of opening
+alone; the requests and the bytes sent, beside the bytes of the arrays; and the least that a restore could take: the
+bytes at the bandwidth that plain ranged reads of the same store reach, the round trips that the format makes one after
+the other, and three more. What that leaves out is decoding: it stands beside it as the time that the same files take
+from the local disk. On a machine that has other work to do, a latency of 300 ms shows the round trips alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -208,6 +209,8 @@ def main() -> None:
         return
     headings = ("format", "opening", "restore", "least", "ratio", "from disk", "requests", "bytes", "of the arrays'")
     print(f"| {' | '.join(headings)} |\n{'|---' * len(headings)}|")
+    *own, last = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, own or {last})
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         for name in options.formats or FORMATS:
@@ -218,6 +221,7 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.remote", "--serve", str(path.parent)]
             command += ["--latency", str(options.latency)]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+                os.sched_setaffinity(server.pid, {last})  # before it has threads, which then have the same
                 assert server.stdin is not None and server.stdout is not None
                 url = server.stdout.readline().strip()
                 sizes = {
