@@ -45,6 +45,7 @@ outputs: $(VENV)/.tests-installed
 	WRITE_OUTPUTS=1 $(BIN)/python -m pytest -q tests/house/test_docs.py tests/house/test_docs_command_line.py \
 	  tests/house/test_readme.py
 	$(BIN)/python docs/run_examples.py
+	$(BIN)/python docs/plots.py
 
 # One case of each test that starts no process and takes no third of a second: for whoever changes one thing, before the
 # whole. It waits for nothing, and each process collects all tests: as many as a machine of two cores has.

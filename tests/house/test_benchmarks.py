@@ -1,6 +1,7 @@
 """The comparison of two checkouts, with tiny data."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,21 @@ def test_the_accelerator_benchmark_answers_on_any_device(tmp_path: Path, capsys:
     assert figures["meshes"] and all(figures["meshes"].values()) and figures["pinned_host"] == {"pinned_host": True}
     assert figures["restores"]["orbax / device_put"] > 0 and figures["stalls"]["stall, ours / stock"] > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_plots_are_drawn_from_numbers_of_the_tables(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import plots
+
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    measured = json.loads(plots.MEASURED.read_text())
+    for plot in measured["plots"]:
+        for bar in plot["bars"]:
+            for key in ("value", "low", "high"):
+                shown = (bar[key], f"{bar[key]:.2f}") if key in bar else ("", "")
+                assert any(re.search(rf"(?<![\d.]){re.escape(str(form))}(?![\d])", text) for form in shown), bar
+    page = (ROOT / "docs" / "project" / "benchmarks.md").read_text()
+    assert measured["machine"] in page and measured["date"] in page
+    drawn = plots.drawings()
+    assert {path.name: path.read_text() for path in plots.PLOTS.iterdir()} == drawn, "python docs/plots.py draws them"
+    assert re.findall(r"plots/([\w-]+\.svg)", page) == list(drawn)
