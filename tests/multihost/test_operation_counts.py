@@ -37,6 +37,8 @@ SCRIPT = """
             return ot.restore_or_initialize(manager, arrays, init_from=source).state
 
     operations = {
+        # First, because loads of v1 wait until all processes have counted as many operations.
+        "convert": lambda source: ot.convert(source, f"{folder}/converted", overwrite=True),
         "plan": lambda source: ot.plan_restore(source, arrays),
         "restore": lambda source: ot.restore(source, arrays),
         "load_and_transform": lambda source: ot.v1.load_and_transform(source, arrays),
@@ -46,10 +48,7 @@ SCRIPT = """
         "verify": ot.verify,
         "diff of names": lambda source: ot.diff(source, source, values=False),
         "diff": lambda source: ot.diff(source, source),
-        "convert": lambda source: ot.convert(source, f"{folder}/converted", overwrite=True),
     }
-    # The conversion comes last: one process writes it with Orbax, whose count of operations is then one more there, and
-    # loads of v1 wait for equal counts.
     for name, operation in operations.items():
         for source in sources:
             multihost_utils.sync_global_devices("begin")

@@ -98,6 +98,8 @@ class ConversionJob:
             numbers = [start.first + process for process, share in enumerate(shares) if share]
             written = self._finish(work, start, numbers)
         leaves, nbytes, skipped, kept = self._agreement.of_primary(written)
+        if work is None:
+            self._format.note_finished()
         return WriteSummary(
             leaves, nbytes, {name: (tuple(shape), dtype) for name, (shape, dtype) in skipped.items()}, kept
         )

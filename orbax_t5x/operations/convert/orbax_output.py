@@ -52,10 +52,17 @@ from orbax_t5x.trees.pytree_names import leaf_name
 
 # Orbax walks its trees by recursion, and opening refuses deeper names.
 _MOST_LEVELS = Limits.name_levels
+
+
+def _only(process: int) -> ocp.options.MultiprocessingOptions:
+    """Returns Orbax's options of an operation that one process makes without the others."""
+    return ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"orbax_t5x_convert_{process}"
+    )
+
+
 # Only one process finishes.
-_ONE_PROCESS = ocp.options.MultiprocessingOptions(
-    primary_host=0, active_processes={0}, barrier_sync_key_prefix="orbax_t5x_convert"
-)
+_ONE_PROCESS = _only(0)
 
 
 class OrbaxFormat(OutputFormat):
@@ -130,6 +137,11 @@ class OrbaxFormat(OutputFormat):
             skipped = skipped_from_metadata(written.metadata, path=written.path)
             kept = [view for name, view in written.leaves.items() if name not in skipped]
             return WriteSummary(len(kept), sum(view.nbytes for view in kept), skipped)
+
+    def note_finished(self) -> None:
+        """Counts the save of `finish` as Orbax does, in whose barriers all processes must have counted alike."""
+        with ocp.Checkpointer(_ItemHandler(), multiprocessing_options=_only(jax.process_index())) as checkpointer:
+            checkpointer.synchronize_next_awaitable_signal_operation_id()
 
 
 class _Database:

@@ -91,6 +91,9 @@ class OutputFormat(Protocol):
         """Makes the complete checkpoint of blocks that are all written (`numbers` of journals), durably."""
         ...
 
+    def note_finished(self) -> None:
+        """Notes on every other process that one has called `finish`; does nothing where no library counts this."""
+
 
 def nothing_to_write(plan: RestorePlan) -> UnsupportedCheckpointError:
     """Makes the error for a conversion that would write an empty checkpoint."""
