@@ -80,8 +80,9 @@ def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remed
         found = find_rules(stored, target)
     except RestorePlanError:
         return None
-    if kind == "mesh tf" and not (found.is_whole and mesh_tf_to_t5x() in found.parts):
-        return None  # `Translate` leads from those names to a part of a model, too
+    others = [part for part in found.parts if part != mesh_tf_to_t5x() and not isinstance(part, Drop)]
+    if kind == "mesh tf" and not (found.is_whole and others and mesh_tf_to_t5x() in found.parts):
+        return None  # `Translate` by itself leads from those names to a part of a model, too
     return Remedy(
         _with_translate(found.parts), "a rule pack leads to a model that has other words for some parts of the names"
     )
