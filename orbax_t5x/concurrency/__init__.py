@@ -11,7 +11,7 @@ with it; those of requests to web servers (`storage.remote.web_request`) belong 
 """
 
 from orbax_t5x.concurrency.carried import CarriedError, as_carried, call_carried, carry, first_failure, run_in_pool
-from orbax_t5x.concurrency.guard import guarded, is_raised_by_user
+from orbax_t5x.concurrency.guard import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
 from orbax_t5x.concurrency.once import OnceEach
 from orbax_t5x.concurrency.process_threads import function_pool, reader_pool, run_jobs, run_on_read_thread, waiting_pool
@@ -35,7 +35,7 @@ __all__ = [
     "first_failure",
     "function_pool",
     "guarded",
-    "is_raised_by_user",
+    "is_meant_for_caller",
     "reader_pool",
     "run_in_pool",
     "run_jobs",

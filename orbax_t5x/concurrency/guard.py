@@ -73,7 +73,7 @@ def guarded(function: _Function) -> _Function:
 
 def typed(error: Exception, path: str | None = None, leaf: str | None = None) -> Exception:
     """Returns an error as a public call raises it: itself, or a typed one whose cause it is."""
-    if isinstance(error, CheckpointError | Warning) or is_raised_by_user(error):
+    if isinstance(error, CheckpointError | Warning) or is_meant_for_caller(error):
         return error
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):
@@ -85,10 +85,10 @@ def typed(error: Exception, path: str | None = None, leaf: str | None = None) ->
     return UnsupportedCheckpointError(f"it led to an error that is not foreseen: {text}", path=path, leaf=leaf)
 
 
-def is_raised_by_user(error: Exception) -> bool:
+def is_meant_for_caller(error: Exception) -> bool:
     """Reports whether this package raised an error on purpose, or code of the user led to it."""
     if isinstance(error.__cause__, StopIteration | StopAsyncIteration):
-        return is_raised_by_user(error.__cause__)  # which Python itself, or `as_carried`, made a RuntimeError
+        return is_meant_for_caller(error.__cause__)  # which Python itself, or `as_carried`, made a RuntimeError
     frames = list(_frames(error.__traceback__))
     frame, instruction = frames[-1]
     is_raised = frame.f_code.co_code[instruction] == _RAISE and not isinstance(error, AssertionError)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator
 from typing import Any, Literal
 
-from orbax_t5x.concurrency import guarded, is_raised_by_user
+from orbax_t5x.concurrency import guarded, is_meant_for_caller
 from orbax_t5x.errors import CheckpointError, CheckpointIOError, UnsupportedCheckpointError
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.multihost.agreement import Agreement
@@ -185,7 +185,7 @@ def _typed(path: str) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, CheckpointError) or is_raised_by_user(error):
+        if isinstance(error, CheckpointError) or is_meant_for_caller(error):
             raise
         raise CheckpointIOError(f"could not be written: {error}", path=path, errno=error.errno) from error
 
