@@ -1,8 +1,9 @@
 """Guard of the public calls: what leaves one is an error of this package, or meant for the caller.
 
-Meant are what a `raise` statement of this package raised (a wrong argument, a closed checkpoint), what code of the user
-raised (a transform, a callback, a signal handler), and warnings that are errors. All else, from a library below, from
-Python or from a mistake here, becomes a typed error with it as its cause: a file decides what they meet.
+Meant are what a `raise` statement of this package raised (a wrong argument, a closed checkpoint), what Python says of
+arguments that a public function does not have, what code of the user raised (a transform, a callback, a signal
+handler), and warnings that are errors. All else, from a library below, from Python or from a mistake here, becomes a
+typed error with it as its cause: a file decides what they meet.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def is_meant_for_caller(error: Exception) -> bool:
         return is_meant_for_caller(error.__cause__)  # which Python itself, or `as_carried`, made a RuntimeError
     frames = list(_frames(error.__traceback__))
     frame, instruction = frames[-1]
+    if len(frames) == 1 and isinstance(error, TypeError):
+        return True  # the guard's own frame: the arguments do not fit the function's signature
     is_raised = frame.f_code.co_code[instruction] == _RAISE and not isinstance(error, AssertionError)
     if _is_own_frame(frame) and is_raised:
         return True

@@ -74,6 +74,15 @@ def test_what_this_package_raises_is_meant(kind):
     assert type(caught.value) is kind
 
 
+def test_arguments_that_a_function_does_not_have_are_a_type_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'transform'"):
+        ot.restore("place", {}, transform=[])
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        ours("pass")()
+    with pytest.raises(UnsupportedCheckpointError, match="not foreseen"):
+        ours("len(1, 2)")("place")
+
+
 def test_our_errors_are_the_same_objects():
     error = CorruptCheckpointError("text", path="elsewhere")
     with pytest.raises(CorruptCheckpointError) as caught:

@@ -36,7 +36,9 @@ class OtherPack(Hypothesis):
                 yield first._replace(is_first=True)
 
     def explanations(self, unmatched: UnmatchedLeaves) -> Iterator[Explanation]:
-        if unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
+        # A target that has the bundle's names for its other leaves is not to be translated.
+        is_mostly_unfilled = 2 * len(unmatched.unfilled) > len(unmatched.target.leaves)
+        if is_mostly_unfilled and unmatched.missing and unmatched.takes_rules and _is_untranslated(unmatched):
             message = (
                 f"{counted(len(unmatched.missing), 'target leaf is', 'target leaves are')} missing, and {_MESH_TF}"
             )

@@ -55,6 +55,14 @@ def test_a_bundle_that_translate_helps_little_is_said_to_be_one():
     assert applied(hint.fix) == [ot.transforms.Translate()] and len(others) == 3
 
 
+def test_translate_is_not_proposed_to_a_target_with_the_names_of_the_bundle():
+    with ot.open_checkpoint(BUNDLE) as bundle:
+        target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in bundle.leaves.items()}
+    target.pop("global_step")  # int64
+    (problem,) = problems_of(BUNDLE, {**target, "decoder/new/kernel": target["decoder/logits/kernel"]}, strict=False)
+    assert problem.leaf == "decoder/new/kernel" and not problem.fix.transforms
+
+
 LAYOUTS = {"minimal": {}, "scanned": {"scan_layers": True}, "unscanned": {"split_heads": True, "per_layer_bias": True}}
 
 
