@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.chains import FoundRules, OneSource
@@ -98,6 +98,15 @@ class MatchFailure:
         return leaves
 
 
+class _TriedRemedy(NamedTuple):
+    """A remedy, the problems that it leaves, equally good remedies, and the count of leaves without a match before."""
+
+    remedy: Remedy
+    left: list[Problem]
+    others: list[Remedy]
+    unfilled: int
+
+
 def explain_failure(failure: MatchFailure) -> list[Problem]:
     """Returns everything that is wrong; the cause of most missing leaves comes first, with a fix that was tried."""
     if failure.proposes and failure.matcher.unfilled and failure.matcher.target.kind == "tree":
@@ -110,28 +119,15 @@ def explain_failure(failure: MatchFailure) -> list[Problem]:
 def _remedied(failure: MatchFailure) -> list[Problem] | None:
     """Returns the problems with the best remedy, and before them the one that it solves; None without a remedy."""
     matcher, is_added = _matched_before(failure)
-    unfilled = matcher.unfilled
-    unmatched = _unmatched(matcher, failure)
-    best: tuple[Remedy, list[Problem]] | None = None
-    others: list[Remedy] = []
-    for remedy in (remedy for hypothesis in HYPOTHESES for remedy in hypothesis.remedies(unmatched)):
-        if best is not None and not best[1] and remedy.reason != best[0].reason:
-            break
-        after = _match_with(remedy, matcher, failure)
-        if not _fills_most(unfilled, after.unfilled):
-            continue
-        problems = _problems_after(remedy, after, matcher, failure)
-        if problems is None:
-            continue
-        if best is None or len(problems) < len(best[1]):
-            best, others = (remedy, problems), []
-        elif problems == best[1] and remedy.reason == best[0].reason:
-            others.append(remedy)
+    best, found_by = _best_remedy(matcher, failure, _without_value), "name and shape"
+    if best is None:
+        # A model of another size: the names show how to map it, and the problems that are left which sizes differ.
+        best, found_by = _best_remedy(matcher, failure, _without_name), "name"
     if best is None:
         return None
-    remedy, left = best
-    leaves = counted(len(unfilled), "target leaf has", "target leaves have")
-    message = f"{leaves} no match by name and shape in the checkpoint: {remedy.reason}"
+    remedy, left, others, unfilled = best
+    leaves = counted(unfilled, "target leaf has", "target leaves have")
+    message = f"{leaves} no match by {found_by} in the checkpoint: {remedy.reason}"
     if matcher.restores_nothing:
         message = f"no leaf of the checkpoint has a place in the target, and {message}"
     if left:
@@ -143,6 +139,37 @@ def _remedied(failure: MatchFailure) -> list[Problem] | None:
         # One text is enough for Python; another interface may have words for the others only.
         fix = dataclasses.replace(fix, alternatives=tuple(ways))
     return [Problem(kind, None, message, fix), *left]
+
+
+def _without_value(matcher: Matcher) -> list[str]:
+    return matcher.unfilled
+
+
+def _without_name(matcher: Matcher) -> list[str]:
+    return [name for name in matcher.unfilled if name not in matcher.state]
+
+
+def _best_remedy(
+    matcher: Matcher, failure: MatchFailure, unfilled_of: Callable[[Matcher], list[str]]
+) -> _TriedRemedy | None:
+    """Returns the remedy that leaves the fewest problems of those that fill most of the leaves of `unfilled_of`."""
+    unfilled = unfilled_of(matcher)
+    unmatched = _unmatched(matcher, failure)
+    best: _TriedRemedy | None = None
+    for remedy in (remedy for hypothesis in HYPOTHESES for remedy in hypothesis.remedies(unmatched)):
+        if best is not None and not best.left and remedy.reason != best.remedy.reason:
+            break
+        after = _match_with(remedy, matcher, failure)
+        if not _fills_most(unfilled, unfilled_of(after)):
+            continue
+        problems = _problems_after(remedy, after, matcher, failure)
+        if problems is None:
+            continue
+        if best is None or len(problems) < len(best.left):
+            best = _TriedRemedy(remedy, problems, [], len(unfilled))
+        elif problems == best.left and remedy.reason == best.remedy.reason:
+            best.others.append(remedy)
+    return best
 
 
 def _matched_before(failure: MatchFailure) -> tuple[Matcher, bool]:

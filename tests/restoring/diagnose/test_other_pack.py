@@ -63,6 +63,16 @@ def test_translate_is_not_proposed_to_a_target_with_the_names_of_the_bundle():
     assert problem.leaf == "decoder/new/kernel" and not problem.fix.transforms
 
 
+@pytest.mark.parametrize("source", [HF, BUNDLE])
+def test_names_show_the_way_into_a_model_of_another_size(source):
+    target = parameters(dataclasses.replace(HF_CONFIG, embed=48, mlp=96, decoder_layers=2))
+    cause, *others = problems_of(source, target, strict=False)
+    assert cause.kind == "missing" and "no match by name in the checkpoint: a rule pack leads from" in cause.message
+    assert len(others) > 40 and {problem.kind for problem in others} == {"shape"}
+    after = problems_of(source, target, applied(cause.fix), strict=False)
+    assert [(problem.kind, problem.leaf) for problem in after] == [(problem.kind, problem.leaf) for problem in others]
+
+
 LAYOUTS = {"minimal": {}, "scanned": {"scan_layers": True}, "unscanned": {"split_heads": True, "per_layer_bias": True}}
 
 
