@@ -121,11 +121,16 @@ def files(tmp_path):
     paths = {name: tmp_path / f"{name}.safetensors" for name in contents}
     for name, arrays in contents.items():
         safetensors.numpy.save_file(arrays, paths[name])
+    (tmp_path / "empty").mkdir()
     rules = {"UNUSED": [["x", "a"]], "NO_SUCH": [["a", "akernels"]]}
     paths |= {name: tmp_path / f"{name}.json" for name in rules}
     for name, table in rules.items():
         paths[name].write_text(json.dumps(table))
-    return {name: str(path) for name, path in paths.items()} | {"BUNDLE": str(BUNDLE), "NEW": str(tmp_path / "new")}
+    return {name: str(path) for name, path in paths.items()} | {
+        "BUNDLE": str(BUNDLE),
+        "NEW": str(tmp_path / "new"),
+        "EMPTY": str(tmp_path / "empty"),
+    }
 
 
 # A command that fails, and the options that its fixes are.
@@ -145,7 +150,8 @@ COMMANDS = {
     "plan A --rules t5_minimal_to_scanned:num_heads=1,head_dim=1": {"--rules"},
     "plan A --target AB --rules auto": set(),
     "plan A --item x": {"--item"},
-    "convert A A": {"--overwrite"},
+    "convert A A": set(),
+    "convert A EMPTY": {"--overwrite"},
     "convert AB NEW --target A": {"--no-strict"},
 }  # fmt: skip
 _OPTION = re.compile(r"--(?:rules|resuming|on-unsupported) [^\s,]+|--[a-z-]+")

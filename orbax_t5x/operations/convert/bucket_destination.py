@@ -95,10 +95,10 @@ class BucketDestination(Destination):
         names = {name.partition("/")[0] for name in self._list() if name and name not in ours}
         is_file = self._do("reading its status", self._bucket.read(self._key, byte_range=slice(0, 0))).state == "value"
         if names or is_file:
-            require_overwrite(self.name, writing)
             with remote_session():
                 reason = reason_not_replaceable(lambda: RemoteStore(self.name), None if is_file else names, writing)
             check_replaceable(self.name, reason)
+            require_overwrite(self.name, writing)
 
     def check_apart(self, source: Checkpoint) -> None:
         check_apart_by_name(self.name, source)

@@ -83,9 +83,9 @@ class LocalDestination(Destination):
     def check(self, writing: WriteOptions) -> None:
         if not os.path.lexists(self.target):
             return
-        require_overwrite(self.name, writing)
         names = set(os.listdir(self.target)) if self.target.is_dir() else None
         check_replaceable(self.name, reason_not_replaceable(lambda: LocalStore(self.target), names, writing))
+        require_overwrite(self.name, writing)
 
     def check_apart(self, source: Checkpoint) -> None:
         _check_apart(self.target, source)
