@@ -108,7 +108,7 @@ $(VENV)/.docs-installed: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.release-installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6"
+	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6" "zopfli>=0.2"
 	touch $@
 
 clean:

@@ -181,7 +181,7 @@ def _digests(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(f"{array.dtype}{list(array.shape)}".encode() + array.tobytes()).hexdigest()[:32]
+    return hashlib.sha256(f"{array.dtype}{list(array.shape)}".encode() + array.tobytes()).hexdigest()[:16]
 
 
 def _say(step: str, text: str) -> None:
