@@ -49,9 +49,11 @@ class Unexplained(Hypothesis):
             message += _BARRED if one.is_barred else ""
             yield Explanation(Problem("missing", name, message, give_values(one)), (name,))
         names = unmatched.leftovers
-        if names:
-            shown = listed([name or NO_NAME for name in names], _SHOWN_LEFTOVERS)
-            has = "has" if len(names) == 1 else "have"
-            message = f"{leaves_text(len(names))} of the checkpoint {has} no place in the target: {shown}"
-            leaf = names[0] if len(names) == 1 else None
-            yield Explanation(Problem("leftover", leaf, message, LEAVE_UNREAD), names)
+        if len(names) == 1:
+            message = "the target has no place for this leaf of the checkpoint"
+            message += "" if names[0] else f", {NO_NAME}"
+            yield Explanation(Problem("leftover", names[0], message, LEAVE_UNREAD), names)
+        elif names:
+            shown = listed(names, _SHOWN_LEFTOVERS)
+            message = f"{leaves_text(len(names))} of the checkpoint have no place in the target: {shown}"
+            yield Explanation(Problem("leftover", None, message, LEAVE_UNREAD), names)

@@ -28,4 +28,4 @@ def test_leftovers_are_one_problem_with_an_argument_as_its_fix():
     assert dict(problem.fix.arguments) == {"strict": False}
     ot.plan_restore(source, {"a": _ARRAY}, **problem.fix.arguments)
     (problem,) = problems_of(checkpoint({"a": _ARRAY, "b": _ARRAY}), {"a": _ARRAY})
-    assert problem.message == "1 leaf of the checkpoint has no place in the target: b" and problem.leaf == "b"
+    assert (problem.leaf, problem.message) == ("b", "the target has no place for this leaf of the checkpoint")
