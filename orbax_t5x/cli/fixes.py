@@ -22,7 +22,9 @@ _OPTIONS: Mapping[str, Callable[[Any], str | None]] = {
     "overwrite": lambda value: "--overwrite" if value else None,
     "on_unsupported": lambda value: f"--on-unsupported {value}",
     "item": lambda value: "--item" if value is ... else f"--item {value}",
-    "transforms": lambda value: f"--rules {AUTO}" if value == AUTO else None,
+    "transforms": lambda value: (
+        f"--rules {AUTO}" if value == AUTO else None if value else "--no-translate and no rules"
+    ),
 }
 
 

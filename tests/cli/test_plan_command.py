@@ -67,6 +67,12 @@ def test_plan_of_a_bundle_for_translated_names_without_translation(run, tmp_path
     assert run("plan", BUNDLE, "--target", tmp_path / "converted")[0] == 0
 
 
+def test_plan_of_a_bundle_for_names_of_a_bundle(run):
+    code, _, err = run("plan", BUNDLE, "--target", BUNDLE)
+    assert code == 1 and "1 problem" in err and "Fix: pass --no-translate" in err
+    assert run("plan", BUNDLE, "--no-translate", "--target", BUNDLE)[0] == 0
+
+
 def test_fixes_are_options_or_say_that_they_are_not(run, layers, tmp_path):
     """Of dtypes: one option permits what rounds; what is cut to an integer has none."""
     other = tmp_path / "other.safetensors"

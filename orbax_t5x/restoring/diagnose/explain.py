@@ -16,6 +16,7 @@ from orbax_t5x.restoring.chains import FoundRules, OneSource
 from orbax_t5x.restoring.diagnose.bare_source import BareSource
 from orbax_t5x.restoring.diagnose.encoder_only import EncoderOnly
 from orbax_t5x.restoring.diagnose.hypothesis import Hypothesis, Remedy, UnmatchedLeaves
+from orbax_t5x.restoring.diagnose.needless_rules import NeedlessRules
 from orbax_t5x.restoring.diagnose.no_value import NoValue
 from orbax_t5x.restoring.diagnose.other_depth import OtherDepth
 from orbax_t5x.restoring.diagnose.other_feed_forward import OtherFeedForward
@@ -25,6 +26,7 @@ from orbax_t5x.restoring.diagnose.other_optimizer import OtherOptimizer
 from orbax_t5x.restoring.diagnose.other_pack import OtherPack
 from orbax_t5x.restoring.diagnose.other_prefix import OtherPrefix
 from orbax_t5x.restoring.diagnose.renamed_part import RenamedPart
+from orbax_t5x.restoring.diagnose.several_sources import SeveralSources
 from orbax_t5x.restoring.diagnose.similar_name import SimilarName
 from orbax_t5x.restoring.diagnose.single_array import SingleArray
 from orbax_t5x.restoring.diagnose.slots import model_leaves
@@ -37,6 +39,8 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.run import run_on_leaves
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
+    NeedlessRules(),
+    SeveralSources(),
     BareSource(),
     OtherPack(),
     OtherPrefix(),
@@ -192,9 +196,9 @@ def _match_with(remedy: Remedy, matcher: Matcher, failure: MatchFailure) -> Matc
         names = frozenset(failure.bare_sources()[remedy.source])
         notes, state = Diagnostics(problems=list(failure.before)), failure.source
         transforms = (OneSource(remedy.source, remedy.transforms, names), *failure.transforms)
-    elif remedy.is_first:
+    elif remedy.is_first or remedy.is_instead:
         notes, state = Diagnostics(problems=list(failure.before)), failure.source
-        transforms = (*remedy.transforms, *failure.transforms)
+        transforms = (*remedy.transforms, *(() if remedy.is_instead else failure.transforms))
     state = run_on_leaves(transforms, state, matcher.target.original, is_resuming=False, diagnostics=notes)
     after = failure.match(state, notes)
     after.entries()
@@ -222,6 +226,8 @@ def _fills_most(before: Collection[str], after: Collection[str]) -> bool:
 def _fix_of_remedy(remedy: Remedy, failure: MatchFailure, *, is_added: bool) -> Fix:
     if remedy.advice is not None:
         return Fix(remedy.advice)
+    if remedy.is_instead:
+        return Fix.setting("pass {}", transforms=remedy.transforms)
     if not is_added:
         return Fix.setting("pass {} for Translate()", transforms=remedy.transforms)
     if remedy.is_first:
@@ -236,7 +242,8 @@ def _adding(transforms: Sequence[Any], failure: MatchFailure, way: Fix = _NOTHIN
     """
     if any(isinstance(transform, FoundRules) for transform in failure.given):
         return Fix.setting("pass {}", transforms=(*failure.transforms, *transforms), **way.arguments)
-    fix = Fix.adding(*transforms, to_others=bool(failure.given))
+    has_others = any(not isinstance(transform, OneSource) for transform in failure.given)
+    fix = Fix.adding(*transforms, to_others=has_others)
     return fix.also_setting(way.words, **way.arguments) if way.arguments else fix
 
 
@@ -261,6 +268,7 @@ def _unmatched(matcher: Matcher, failure: MatchFailure) -> UnmatchedLeaves:
         takes_rules=failure.takes_rules,
         bare_sources=failure.bare_sources() if len(failure.sources) else {},
         source=failure.source,
+        sources=failure.sources,
         clashes={one.leaf or "": one for one in matcher.problems if one.kind == "shape"},
     )
 

@@ -33,6 +33,7 @@ class UnmatchedLeaves:
       takes_rules: whether one more transform would be applied; not so where a run is resumed.
       bare_sources: of several sources those without transforms of their own: their leaves by their own names.
       source: the leaves before the transforms, by name.
+      sources: names of several sources, with which the names of their leaves begin.
       clashes: the problem of each target leaf whose value has another shape, which nothing explains yet.
     """
 
@@ -46,6 +47,7 @@ class UnmatchedLeaves:
     bare_sources: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict[str, Mapping[str, Any]])
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     clashes: Mapping[str, Problem] = dataclasses.field(default_factory=dict[str, Problem])
+    sources: tuple[str, ...] = ()
 
     @functools.cached_property
     def arrays(self) -> dict[str, Any]:
@@ -89,7 +91,8 @@ class Remedy(NamedTuple):
     """Transforms that may fill most of the missing leaves, to run after those of the call; `reason` founds them.
 
     `advice` is the fix in words, where the names do not show that the transforms are right. With a `source` they run on
-    its leaves, before the transforms of the call; with `is_first` on all leaves before these.
+    its leaves, before the transforms of the call; with `is_first` on all leaves before these; with `is_instead` on all
+    leaves, and the transforms of the call do not.
     """
 
     transforms: tuple[Transform, ...]
@@ -97,6 +100,7 @@ class Remedy(NamedTuple):
     advice: str | None = None
     source: str = ""
     is_first: bool = False
+    is_instead: bool = False
 
 
 class Explanation(NamedTuple):
