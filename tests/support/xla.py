@@ -9,12 +9,13 @@ _UNKNOWN = (0, 11)
 def compiler_flags() -> str:
     """Returns the flags that make compiling cheap.
 
-    Functions run a few times in tests: optimizing them takes longer than running them as they are, and the emitters
-    of fusions take half of the time of compiling. Processes whose floats are compared need the same flags.
+    Functions run a few times in tests: optimizing them takes longer than running them as they are, the emitters of
+    fusions take half of the time of compiling, and splitting a function for several threads a third of what is left.
+    Processes whose floats are compared need the same flags.
     """
     version = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
-    emitters = " --xla_cpu_use_fusion_emitters=false" if version < _UNKNOWN else ""
-    return f"--xla_backend_optimization_level=0{emitters}"
+    known = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
+    return " ".join(["--xla_backend_optimization_level=0", *(known if version < _UNKNOWN else ())])
 
 
 def xla_flags(devices: int) -> str:
