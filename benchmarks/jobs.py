@@ -52,7 +52,7 @@ def bundle_ours(clock, prefix, state_path, layout, *options):
     clock.start()
     state = restore(prefix, target, transforms, verify="off" if "unverified" in options else "touched")
     jax.block_until_ready(state)
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 def bundle_tensorflow(clock, prefix, state_path, layout):
@@ -77,7 +77,7 @@ def bundle_tensorflow(clock, prefix, state_path, layout):
     for name in placeholders:
         state[name] = jax.device_put(np.zeros((1,), np.float32), choose((1,)))
     jax.block_until_ready(state)
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 def orbax_plain(clock, path, layout):
@@ -91,7 +91,7 @@ def orbax_plain(clock, path, layout):
     clock.start()
     state = checkpointer.restore(path, args=arguments)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 def orbax_ours(clock, path, layout):
@@ -105,7 +105,7 @@ def orbax_ours(clock, path, layout):
     clock.start()
     state = restore(path, target)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 # -- whole checkpoints
@@ -155,7 +155,7 @@ def rename_ours(clock, path, layout):
     clock.start()
     state = restore(path, target, transforms)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 def rename_orbax_transforms(clock, path, layout):
@@ -173,7 +173,7 @@ def rename_orbax_transforms(clock, path, layout):
     clock.start()
     state = checkpointer.restore(path, args=arguments)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 def stack_ours(clock, path, layout):
@@ -193,7 +193,7 @@ def stack_ours(clock, path, layout):
     clock.start()
     state = restore(path, target, transforms)
     jax.block_until_ready(state)
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 def stack_plain(clock, path, layout):
@@ -213,7 +213,7 @@ def stack_plain(clock, path, layout):
     for name, (shape, members) in groups.items():
         stack = jax.jit(lambda parts: jnp.stack(parts, 1), out_shardings=choose(shape))
         state[name] = jax.block_until_ready(stack([layers.pop(member) for member in members]))
-    clock.stop(result_MiB=result_mib(state))
+    clock.stop(result_MiB=lambda: result_mib(state))
 
 
 def _layer_groups(shapes):

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _MIB = 1 << 20
 # More than any job takes at once.
@@ -69,11 +69,12 @@ class Clock:
         self.usage_started = resource.getrusage(resource.RUSAGE_SELF)
         self.started = time.perf_counter()
 
-    def stop(self, **extra: float) -> None:
-        """The job is done and its result is held."""
+    def stop(self, **extra: float | Callable[[], float]) -> None:
+        """The job is done and its result is held; figures that take time to compute are functions, called last."""
         stopped = time.perf_counter()
         usage, before = resource.getrusage(resource.RUSAGE_SELF), self.usage_started
         user, system = usage.ru_utime - before.ru_utime, usage.ru_stime - before.ru_stime
+        peak = resident_bytes("VmHWM")
         print(
             json.dumps(
                 {
@@ -84,8 +85,8 @@ class Clock:
                     "system_seconds": system,
                     "minor_faults": usage.ru_minflt - before.ru_minflt,
                     "with_import_processor_seconds": usage.ru_utime + usage.ru_stime,
-                    "peak_growth_bytes": resident_bytes("VmHWM") - self.before_bytes,
-                    **extra,
+                    "peak_growth_bytes": peak - self.before_bytes,
+                    **{key: value() if callable(value) else value for key, value in extra.items()},
                 }
             ),
             flush=True,
