@@ -20,7 +20,7 @@ class SeveralSources(Hypothesis):
     """Sources that fill the same leaves, which `Average` combines, or different ones, which `Overlay` does."""
 
     def remedies(self, unmatched: UnmatchedLeaves) -> Iterator[Remedy]:
-        rules: dict[str, tuple[Transform, ...]] = {}
+        rules: dict[str, tuple[OneSource, ...]] = {}
         filled: dict[str, set[str]] = {}
         for source in unmatched.sources:
             start = f"{source}/"
@@ -40,26 +40,27 @@ class SeveralSources(Hypothesis):
             return
         *others, last = map(repr, filled)
         names = f"{', '.join(others)} and {last}"
-        combined: Transform = Average(tuple([(source, 1.0) for source in sorted(filled)]))
-        reason = f"each of the sources {names} has leaves for them below its own name"
-        if len({frozenset(found_names) for found_names in filled.values()}) > 1:
-            # A source with fewer leaves is one that changes some of the others'.
-            combined = Overlay(tuple(sorted(filled, key=lambda source: len(filled[source]))))
-            reason = f"the sources {names} have leaves for them, each below its own name"
+        # A source with fewer leaves is one that changes some of the others'.
+        overlay = Overlay(tuple(sorted(filled, key=lambda source: len(filled[source]))))
         own_rules = [rule for source in filled for rule in rules.get(source, ())]
-        yield Remedy((*own_rules, combined), reason, _advice(own_rules, combined))
+        reason = f"the sources {names} have leaves for them, each below its own name"
+        if len({name for found_names in filled.values() for name in found_names}) == sum(map(len, filled.values())):
+            yield Remedy((*own_rules, overlay), reason, _advice(own_rules, overlay) if own_rules else None)
+            return
+        # Where two sources have the same leaf, its name does not show which value is wanted.
+        average = Average(tuple([(source, 1.0) for source in sorted(filled)]))
+        is_same = len(set(map(frozenset, filled.values()))) == 1
+        ways = (average, overlay) if is_same else (overlay,)
+        yield Remedy((*own_rules, ways[0]), reason, _advice(own_rules, *ways))
 
 
-def _advice(own_rules: list[Transform], combined: Transform) -> str | None:
-    """Returns the fix in words where sources need transforms of their own."""
-    given = ", ".join(
-        f"{rule.source!r}: ot.Source(path, [{calls_code(rule.steps)}])"
-        for rule in own_rules
-        if isinstance(rule, OneSource)
-    )
-    if not given:
-        return None
-    return f"give the source its transforms: {{{given}}}, and combine the sources: [{calls_code((combined,))}]"
+def _advice(own_rules: list[OneSource], *ways: Transform) -> str:
+    """Returns the fix in words: the sources' own transforms, and ways to combine the sources."""
+    meanings = {Average: "for their mean", Overlay: "to take each leaf from the first that has it"}
+    combine = ", or ".join(f"[{calls_code((way,))}] {meanings[type(way)]}" for way in ways)
+    given = ", ".join(f"{rule.source!r}: ot.Source(path, [{calls_code(rule.steps)}])" for rule in own_rules)
+    sources = f"give the source its transforms: {{{given}}}, and " if given else ""
+    return f"{sources}combine the sources: {combine}"
 
 
 def _transformed(

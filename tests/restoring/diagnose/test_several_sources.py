@@ -1,6 +1,7 @@
 """Several sources of one model are combined by nothing: the proposal combines them, whatever their names begin with."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -25,12 +26,14 @@ def below(prefix, leaves=MODEL):
 
 
 def combined(problem):
-    """The sources' own transforms and those of the call, from the text of a fix."""
-    sources, _, rules = str(problem.fix).partition(", and combine the sources: ")
-    if not rules:
-        return {}, applied(problem.fix)
+    """The sources' own transforms and the ways to combine the sources, from the text of advice."""
+    assert not problem.fix.transforms and not problem.fix.arguments
+    sources, _, ways = str(problem.fix).rpartition("combine the sources: ")
+    own = sources.removeprefix("give the source its transforms: ").removesuffix(", and ")
     names = {"ot": ot, "path": None}
-    return eval(sources.partition("transforms: ")[2], names), eval(rules, names)
+    return eval(own or "{}", names), [
+        eval(way, names) for way in re.findall(r"\[ot\.transforms\.(?:[^]]|\](?=\)))*\]", ways)
+    ]
 
 
 @pytest.mark.parametrize("names", [("one", "two"), ("first", "second", "third")])
@@ -39,7 +42,8 @@ def test_the_average_of_sources_with_prefixes_of_their_own(names):
         *stored, wanted = prefixes
         sources = {name: checkpoint(below(prefix)) for name, prefix in zip(names, stored, strict=True)}
         (problem,) = problems_of(sources, unflatten(below(wanted)))
-        own, transforms = combined(problem)
+        own, (transforms, overlay) = combined(problem)
+        assert overlay == [T.Overlay(names)]
         given = {name: ot.Source(sources[name], source.transforms) for name, source in own.items()}
         assert set(own) == {name for name, prefix in zip(names, stored, strict=True) if prefix != wanted}
         assert transforms == [T.Average(dict.fromkeys(names, 1))]
@@ -53,7 +57,9 @@ def test_sources_with_different_leaves_are_overlaid(first):
     rest = {name: value for name, value in MODEL.items() if not first or name not in part}
     sources = {"rest": checkpoint(rest), "part": checkpoint(part)}
     (problem,) = problems_of(sources, unflatten(MODEL))
-    restored = flatten(ot.restore(sources, unflatten(MODEL), applied(problem.fix)))
+    # Which of two leaves is wanted is not seen from their names.
+    transforms = applied(problem.fix) if first else combined(problem)[1][0]
+    restored = flatten(ot.restore(sources, unflatten(MODEL), transforms))
     for name, value in restored.items():
         np.testing.assert_array_equal(value, part.get(name, MODEL[name]))
 
@@ -63,10 +69,11 @@ def test_a_bundle_and_steps_of_a_run():
     model = ot.restore(BUNDLE, None, [T.Translate(), keep])
     sources = {"first": ot.Source(BUNDLE, [T.Translate(), keep]), "one": checkpoint(flatten(model))}
     (problem,) = problems_of(sources, model)
-    assert applied(problem.fix) == [T.Average({"first": 1, "one": 1})]
+    ways = [[T.Average({"first": 1, "one": 1})], [T.Overlay(["first", "one"])]]
+    assert combined(problem) == ({}, ways)
     (problem,) = problems_of({**sources, "first": BUNDLE}, model)
-    own, transforms = combined(problem)
-    assert own["first"].transforms[0] == T.Translate() and transforms == [T.Average({"first": 1, "one": 1})]
+    own, found = combined(problem)
+    assert own["first"].transforms[0] == T.Translate() and found == ways
 
 
 def test_a_target_by_sources_is_not_combined():
