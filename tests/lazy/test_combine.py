@@ -30,7 +30,7 @@ def _numbers(rng, shape, dtype, bound):
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_average_is_numpys_in_float64_rounded_to_jaxs_common_dtype(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))

@@ -40,7 +40,7 @@ def test_a_low_rank_sum_reads_rows_and_columns_and_is_the_same_in_every_box():
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.data())
 def test_a_low_rank_sum_equals_numpy_in_any_box_and_buffer(data):
     """Small whole numbers, whose sums are exact in every order."""

@@ -112,7 +112,7 @@ def test_what_only_moves_elements_needs_no_memory(name):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_scratch_bytes_bounds_any_box_of_a_long_chain(data):
     view = _LARGE[data.draw(st.sampled_from(sorted(_LARGE)))]()

@@ -221,7 +221,7 @@ def _gap(size: int):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_composition_any_box_any_buffer_equals_numpy(data):
     program = _program(data.draw, data.draw(st.integers(6, 9)))
@@ -245,7 +245,7 @@ def test_any_composition_any_box_any_buffer_equals_numpy(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_what_is_asked_for_holds_what_is_wanted_and_no_more(data):
     """Element numbers as values: NumPy itself tells which elements a box needs."""

@@ -133,7 +133,6 @@ _HEADS = [T5X_STATE, BUNDLE_STATE.encode(), b"\x81\xa1w\xc0", b"PK\x03\x04", b"\
     tail=st.binary(max_size=20),
     as_directory=st.booleans(),
 )
-@hypothesis.settings(max_examples=150)
 def test_detection_never_raises_anything_else(tmp_path_factory, name, head, tail, as_directory):
     directory = tmp_path_factory.getbasetemp() / "detected"
     directory.mkdir(exist_ok=True)

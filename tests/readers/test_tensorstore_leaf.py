@@ -96,7 +96,7 @@ def test_no_more_chunks_are_decoded_at_once_than_the_limit_holds(way, chunks, co
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(st.data())
 def test_what_is_read_chunk_by_chunk_is_what_is_read_at_once(small_chunks, data):
     path, array = small_chunks

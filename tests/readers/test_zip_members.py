@@ -50,7 +50,7 @@ def contents(archive):
     ),
     st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 4)
 def test_what_zipfile_writes(tmp_path_factory, members, wide):
     made = io.BytesIO()
     names = [name for name in members if ".." not in name.split("/") and not name.endswith("/")]

@@ -188,7 +188,10 @@ def wanted_bytes(wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "bundle", "orbax"])
 @pytest.mark.parametrize("steps", [False, True])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=settings.default.max_examples // 5,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_each_stored_byte_is_read_once(sources, format, steps, data):
     source = sources[format]

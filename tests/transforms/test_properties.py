@@ -11,7 +11,7 @@ from orbax_t5x import transforms as tr
 from orbax_t5x.testing.transform_suite import assert_same, run
 from tests.support import transform_oracle as oracle
 
-_EXAMPLES = 60
+_EXAMPLES = settings.default.max_examples // 4
 
 PARTS = st.sampled_from(["a", "b", "ab", "w", "layers_0", "layers_1", "layers_2", "layers_10", "0", "1"])
 NAMES = st.lists(PARTS, min_size=1, max_size=3).map("/".join)

@@ -47,7 +47,7 @@ def ways(draw):
 
 @pytest.mark.slow
 @given(unrolled(), ways())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_unrolled_layers_are_the_oracles(state, way):
     result, diagnostics = run(tr.RepeatLayers(PATTERN, *way), state)
     try:
@@ -60,7 +60,7 @@ def test_unrolled_layers_are_the_oracles(state, way):
 
 
 @given(ways(), st.integers(1, 5), st.sampled_from([0, 1, -1, -3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_stacked_layers_are_numpys_take(way, old, axis):
     shape = [2, 3, 4]
     shape[axis] = old
@@ -75,7 +75,7 @@ def test_stacked_layers_are_numpys_take(way, old, axis):
 
 
 @given(ways(), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_the_way_back_is_there_where_every_layer_has_a_copy(way, old):
     there = tr.RepeatLayers(PATTERN, *way)
     state = {f"layers_{i}/w": np.full(2, i) for i in range(old)}

@@ -43,7 +43,7 @@ def chunked(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(chunked(), st.sampled_from([8, 64, 400]))
 def test_blocks_make_up_the_whole(given, nbytes):
     """Against NumPy on whole arrays; each element is read once, and no chunk is cut without need."""

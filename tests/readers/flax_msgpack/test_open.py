@@ -98,7 +98,7 @@ def flat_values(tree, prefix=""):
 
 @pytest.mark.slow
 @hypothesis.given(tree=TREES)
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)
 def test_what_flax_writes_is_read_as_flax_reads_it(tmp_path_factory, tree):
     data = flax.serialization.msgpack_serialize(tree)
     theirs = list(flat_values(flax.serialization.msgpack_restore(data)))

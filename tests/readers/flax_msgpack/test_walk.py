@@ -32,7 +32,7 @@ PLAIN = st.recursive(
 
 @pytest.mark.slow
 @hypothesis.given(value=PLAIN, single=st.booleans())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)
 def test_the_walk_finds_the_structure_that_msgpack_finds(tmp_path_factory, value, single):
     data = msgpack.packb(value, use_single_float=single)
 

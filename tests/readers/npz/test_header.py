@@ -34,7 +34,7 @@ def npy(text, version=1):
     st.booleans(),
     st.sampled_from([None, (1, 0), (2, 0), (3, 0)]),
 )
-@settings(max_examples=60)
+@settings(max_examples=settings.default.max_examples // 2)
 def test_what_numpy_writes(dtype, shape, fortran, version):
     array = np.ones(shape, dtype, "F" if fortran else "C")
     data = saved(array, version)

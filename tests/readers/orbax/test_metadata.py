@@ -243,7 +243,7 @@ def metadata_near(draw, good):
 @pytest.mark.slow
 @hypothesis.given(st.data())
 @hypothesis.settings(
-    max_examples=80,
+    max_examples=hypothesis.settings.default.max_examples // 2,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 def test_any_metadata_is_an_error_or_a_checkpoint(saved, tmp_path, data):

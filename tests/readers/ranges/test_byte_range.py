@@ -76,7 +76,6 @@ def test_reads_are_counted_before_they_are_made(tmp_path_factory, case, dtype_na
     st.booleans(),
     st.sampled_from(["touched", "full", "off"]),
 )
-@settings(max_examples=300)
 def test_reads_equal_numpy(tmp_path_factory, case, dtype_name, kinds, swap, verify) -> None:
     shape, boxes = case
     array = random_bits(shape, np_dtype(dtype_name))
@@ -158,7 +157,6 @@ def meshes(draw) -> tuple[tuple[int, ...], list[list[Box]]]:
 
 @pytest.mark.slow
 @given(meshes(), st.booleans(), st.sampled_from([0, 16, 200]))
-@settings(max_examples=300)
 def test_processes_verify_together_what_each_read_in_part(tmp_path_factory, mesh, damage: bool, max_gap: int) -> None:
     shape, processes = mesh
     array = random_bits(shape, np.dtype(np.float32))

@@ -51,7 +51,7 @@ def range_of(file, view, swap=False):
 
 @pytest.mark.slow
 @given(view=views(), seed=st.integers(0, 1 << 30), swap=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=settings.default.max_examples // 2)
 def test_boxes_are_those_of_numpy(file, view, seed, swap):
     assert not has_overlaps(view.shape, [stride // 2 for stride in view.strides])
     rng = np.random.default_rng(seed)

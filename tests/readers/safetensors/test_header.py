@@ -135,7 +135,7 @@ def headers(draw):
 @hypothesis.example(header={"__metadata__": {"a": None}, **GOOD}, size=len(DATA))
 @hypothesis.example(header={"__metadata__": False, **GOOD}, size=len(DATA))
 @hypothesis.given(header=headers(), size=st.integers(0, 24))
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)
 def test_we_accept_what_the_library_accepts(tmp_path_factory, header, size):
     """Differential: the same files, the same bytes; unreadable dtypes are ours to refuse, leaf by leaf."""
     content = container(header, bytes(range(size)))
@@ -155,7 +155,7 @@ def test_we_accept_what_the_library_accepts(tmp_path_factory, header, size):
 
 @pytest.mark.slow
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)
 def test_any_change_of_a_byte_is_an_error_or_harmless(tmp_path_factory, data):
     content = bytearray(container({"__metadata__": {"format": "np"}, **GOOD}, DATA))
     position = data.draw(st.integers(0, len(content) - 1))

@@ -80,7 +80,7 @@ def test_an_index_or_a_shard_by_its_own_path(goldens, name):
     # An empty one, without tensors, is written as invalid JSON.
     metadata=st.none() | st.dictionaries(st.text("ab", max_size=5), st.text('é"', max_size=5), min_size=1, max_size=3),
 )
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)
 def test_what_the_library_writes_is_read(tmp_path_factory, arrays, metadata):
     path = tmp_path_factory.mktemp("written") / "model.safetensors"
     safetensors.numpy.save_file(arrays, path, metadata)

@@ -34,7 +34,6 @@ def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=400)
 def test_any_single_edit_gives_right_values_or_typed_errors(small_bundle, tmp_path_factory, data) -> None:
     """Any flip, deletion or insertion of a byte, index or shard: right names, dtypes, shapes and bytes, or an error."""
     prefix, arrays = small_bundle
@@ -66,7 +65,7 @@ def right_or_typed(prefix: Path, arrays: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.slow
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=300)
+@settings(max_examples=settings.default.max_examples // 2)
 def test_sealed_mutations_never_escape(tmp_path_factory, random) -> None:
     """Keys, entries and header edited at random, checksums made whole again: values or typed errors, nothing else."""
     bundle, index = sealed_mutation(random)

@@ -164,7 +164,7 @@ ARRAYS = {
 
 @pytest.mark.slow
 @given(st.integers(1, 5), st.booleans(), st.integers(1, 300), st.integers(1, 20), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 4)
 def test_layout_changes_no_value(tmp_path_factory, shards, big_endian, block_bytes, interval, snappy) -> None:
     bundle = bundle_of(ARRAYS, shards, big_endian=big_endian)
     directory = tmp_path_factory.mktemp("bundle")

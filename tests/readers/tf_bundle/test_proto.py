@@ -53,7 +53,10 @@ def test_entries_parse_as_protobuf_parses_them(tf, dtype, shape, shard, offset, 
 
 @pytest.mark.slow
 @given(INT32, st.integers(0, 1), INT32, INT32)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=settings.default.max_examples // 4,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_headers_parse_as_protobuf_parses_them(tf, shards, endianness, producer, min_consumer) -> None:
     pb = importlib.import_module("tensorflow.core.protobuf.tensor_bundle_pb2")
     proto = pb.BundleHeaderProto(num_shards=shards, endianness=endianness)

@@ -160,7 +160,7 @@ def test_a_flipped_bit_in_a_block_is_refused(tmp_path: Path, snappy: bool) -> No
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=settings.default.max_examples // 2)
 def test_any_single_edit_gives_the_right_entries_or_a_typed_error(tmp_path_factory, data) -> None:
     written = table(ENTRIES[:30], block_bytes=150, snappy=data.draw(st.booleans()))
     place = data.draw(st.integers(0, len(written) - 1))

@@ -76,7 +76,7 @@ def test_strings_of_the_other_byte_order_are_unsupported(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @given(st.lists(st.binary(max_size=300), max_size=30), st.booleans())
-@settings(max_examples=50)
+@settings(max_examples=settings.default.max_examples // 2)
 def test_strings(tmp_path_factory, values: list[bytes], matrix: bool) -> None:
     array = np.empty(len(values), object)
     array[:] = values

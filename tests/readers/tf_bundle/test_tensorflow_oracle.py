@@ -68,7 +68,10 @@ def save(tf: ModuleType, directory: Path, shards: list[list[Saved]], name: str =
 
 
 @given(st.dictionaries(NAMES, arrays(), min_size=1, max_size=8), st.integers(1, 4), st.data())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=settings.default.max_examples // 8,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_what_tensorflow_writes_we_read(tf, tmp_path_factory, named: dict[str, np.ndarray], shards: int, data) -> None:
     saved = [Saved(name, array) for name, array in named.items()]
     groups = [group for k in range(shards) if (group := saved[k::shards])]
@@ -94,7 +97,10 @@ def test_what_tensorflow_writes_we_read(tf, tmp_path_factory, named: dict[str, n
     NAMES,
     st.integers(1, 3),
 )
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=settings.default.max_examples // 10,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_partitioned_variables_of_tensorflow(tf, tmp_path_factory, dtype: str, cuts, name: str, shards: int) -> None:
     if dtype == "string":
         whole = np.array([b"%d" % n for n in range(42)], object).reshape(7, 6)
@@ -127,7 +133,10 @@ def test_large_extents_of_slices_have_the_keys_that_tensorflow_gives_them(tf, tm
     st.integers(1, 20),
     st.booleans(),
 )
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=settings.default.max_examples // 8,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_what_the_hand_made_writer_writes_tensorflow_reads(
     tf, tmp_path_factory, named, shards: int, block_bytes: int, interval: int, snappy: bool
 ) -> None:

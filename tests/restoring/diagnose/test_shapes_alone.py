@@ -64,14 +64,14 @@ def assert_nothing_to_paste(source, target):
 
 @pytest.mark.slow
 @given(trees(common=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 def test_names_that_share_nothing(sides):
     assert_nothing_to_paste(*sides)
 
 
 @pytest.mark.slow
 @given(trees(common=True))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 def test_names_that_share_the_kind_of_a_leaf(sides):
     assert_nothing_to_paste(*sides)
 
@@ -91,7 +91,7 @@ def one_tree_twice(draw):
 
 @pytest.mark.slow
 @given(one_tree_twice())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 def test_two_modules_with_the_same_leaves(sides):
     source, target = (
         {below + name: array for name, array in tree.items()} for side in sides for below, tree in side.items()

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orbax_t5x.transforms.patterns.table import RuleTable, plain_parts
@@ -82,7 +82,6 @@ def patterns(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
 @given(st.lists(patterns(), max_size=8), st.lists(NAMES, min_size=1, max_size=12))
 @example([r"a\|b"], ["a|b", "a", "b"])
 @example([re.compile("A", re.IGNORECASE)], ["a"])
@@ -107,7 +106,6 @@ def test_rule_tables_equal_trying_rules_one_by_one(rules, names):
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
 @given(patterns(), NAMES)
 def test_a_matching_name_has_every_plain_part(pattern, name):
     if re.fullmatch(pattern, name):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orbax_t5x.transforms.patterns.template import expand_match
@@ -17,7 +17,6 @@ _TEMPLATES = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
 @given(
     _TEMPLATES,
     st.sampled_from([r"(a)(b)?", r"(?P<x>a)b?", "ab?", r"(a)(b?)" + r"()" * 8]),
