@@ -2,7 +2,9 @@
 prints its stacks."""
 
 import os
+import shutil
 import sys
+import tempfile
 
 from tests.support.xla import xla_flags
 
@@ -11,6 +13,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# What one process has compiled, those beside it and those that tests start load: of this run, and of no other.
+_COMPILED = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="compiled-")
+if _COMPILED is not None:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
@@ -57,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("fast"):
         hypothesis.settings.load_profile("fast")
+
+
+def pytest_unconfigure() -> None:
+    if _COMPILED is not None:
+        shutil.rmtree(_COMPILED, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import orbax_t5x as ot
 from tests.support import training
@@ -28,30 +26,11 @@ def bundle(goldens):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """A directory in which both processes keep what they compiled: each step is compiled once."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield {name.upper(): str(value) for name, value in settings.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="module")
-def killed(bundle, compiled, tmp_path_factory):
+def killed(bundle, tmp_path_factory):
     root = tmp_path_factory.mktemp("killed")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.training", str(bundle), str(root)],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, **compiled},
         capture_output=True,
         text=True,
         timeout=800,
