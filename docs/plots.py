@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks" / "measured.json"
 PLOTS = ROOT / "docs" / "_static" / "plots"
-_WIDTH, _LABELS, _ROW, _TOP = 800, 390, 28, 12
+_WIDTH, _LABELS, _ROW, _TOP = 860, 450, 28, 12
 _RIGHT = _WIDTH - 60
 
 

@@ -60,7 +60,11 @@ def train_step(state, ids):
 
 
 def train(root, steps, die_after=None):
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=2)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2,
+        save_interval_steps=2,
+        enable_async_checkpointing=False,  # these steps would outrun saves in the background; yours take longer
+    )
     with ocp.CheckpointManager(root, options=options, item_handlers=ot.TrainStateHandler()) as manager:
         state, step, how = ot.restore_or_initialize(
             manager,
@@ -77,7 +81,6 @@ def train(root, steps, die_after=None):
             step += 1
             manager.save(step, args=ot.args.TrainStateSave(state))
             if step == die_after:
-                manager.wait_until_finished()
                 os.kill(os.getpid(), signal.SIGKILL)
     return nnx.merge(graph, state)["model"], loss
 

@@ -11,7 +11,7 @@ from orbax_t5x.cli.output import print_json, print_text
 from orbax_t5x.readers import Checkpoint, open_checkpoint
 from orbax_t5x.readers.checkpoint import checkpoint_rows
 from orbax_t5x.text.fold import empty_text
-from orbax_t5x.text.table import table_lines, terminal_width
+from orbax_t5x.text.table import table_lines, terminal_width, wrapped
 from orbax_t5x.text.wording import array_bytes, counted, dtype_text, leaves_text, plain, size_text
 
 
@@ -51,7 +51,7 @@ def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 def as_text(checkpoint: Checkpoint, width: int, *, folded: bool = True) -> list[str]:
     """Returns the tree for people."""
     step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
-    lines = [f"{plain(checkpoint.path)}: {checkpoint.format}{step}"]
+    lines = wrapped(f"{plain(checkpoint.path)}: {checkpoint.format}{step}", width, rest="  ")
     if rows := checkpoint_rows(checkpoint, folded=folded):
         lines += ["", *table_lines(rows, width)]
     return [*lines, "", *_totals(checkpoint)]

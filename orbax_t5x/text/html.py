@@ -9,7 +9,8 @@ from orbax_t5x.text.table import INDENT, TableRow
 from orbax_t5x.text.wording import plain
 
 # Colours are those of the page, so that it can be dark; only weights, rules and tints are ours. Names break after a '/'
-# or, where they must, anywhere; on a narrow page the cells of a row stand below its name: nothing lies outside.
+# or, where they must, anywhere, arrays between words only; on a narrow page the cells of a row stand below its name:
+# nothing lies outside.
 _STYLE = """
 .orbax-t5x {font-size: 13px; line-height: 1.45; max-width: 100%; overflow-wrap: anywhere}
 .orbax-t5x p {margin: 0 0 4px}
@@ -29,7 +30,8 @@ _STYLE = """
   background: color-mix(in srgb, currentColor 7%, transparent); color: inherit; border-radius: 4px}
 @media (max-width: 700px) {
   .orbax-t5x td.name {min-width: 0}
-  .orbax-t5x td {white-space: normal}
+  .orbax-t5x td:not(.right) {white-space: normal}
+  .orbax-t5x td:not(.name) {overflow-wrap: break-word}
   .orbax-t5x .wide thead {position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden}
   .orbax-t5x .wide, .orbax-t5x .wide tbody {display: block}
   .orbax-t5x .wide tr {display: block; padding: 3px 0;
