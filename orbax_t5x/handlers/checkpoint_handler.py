@@ -25,9 +25,10 @@ from orbax_t5x.handlers.restore.stock import HandledLeaves, read_metadata, resto
 from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remember_restored
 from orbax_t5x.handlers.save import cleanup
 from orbax_t5x.handlers.save.commit import GuardedCommit, check_merged, sync_tree
+from orbax_t5x.handlers.save.item_sums import publish_sums, write_published_sums
 from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.save.type_table import StreamingTypeTable
-from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SaveSums, merge_parts
+from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, SaveSums
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
 from orbax_t5x.multihost.agreement import Agreement
@@ -121,7 +122,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         recorded.remember()
         commit = GuardedCommit(futures or (), directory, self._is_primary())
         if sums is not None:
-            commit.meanwhile, commit.finish = sums.sum_kept, partial(sums.write, directory)
+            commit.meanwhile, commit.finish = sums.sum_kept, partial(publish_sums, directory, sums)
         return [commit]
 
     def save(self, directory: epath.Path, args: TrainStateSave) -> None:
@@ -144,7 +145,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             self._orbax.save(directory, args=_orbax_args(args, prepared))
             prepared.writer.run_deferred()
             if sums is not None:
-                sums.write(directory)
+                publish_sums(directory, sums)
         except BaseException as error:
             self._clean_up(directory)
             raise_as_checkpoint_error(error, directory)
@@ -155,7 +156,7 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
             self._orbax.finalize(directory)
             check_merged(directory)
             if self._saves is not None:
-                merge_parts(directory)
+                write_published_sums(directory, self._primary_host, self._active_processes)
             sync_tree(directory)
             cleanup.note_ended(directory)
         except BaseException as error:

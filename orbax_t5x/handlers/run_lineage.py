@@ -34,15 +34,17 @@ class SavedLineage:
     def remember(self) -> None:
         """Sets the lineage of the run, once the save is made."""
         if self._item is not None:
-            note_saved(self._item.run, self.lineage, is_given=self._is_given)
+            note_saved(self._item.run, self.lineage, self._item.marker, is_given=self._is_given)
 
 
 def _known_lineage(item: StepItem, *, is_given: bool) -> records.Lineage | None:
     """Returns the lineage that this process knows of a run, or else that of its newest step."""
     known = known_run(item.run)
-    if known is not None and not known.is_begun and not has_finished_step(item.run, except_step=item.step):
-        forget_root(item.run.root)  # it was deleted: another run begins here
-        known = None
+    if known is not None and not known.is_begun:
+        saved = None if known.saved == item.marker else known.saved
+        if not has_finished_step(item.run, saved, except_step=item.step):
+            forget_root(item.run.root)  # it was deleted: another run begins here
+            known = None
     if known is None:
         return newest_lineage(item.run, except_step=item.step)
     if not known.is_ambiguous:

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
 import json
 import threading
 from typing import Any, NamedTuple
 
 from orbax_t5x.multihost.coordination import waited_for_bytes
+from orbax_t5x.multihost.pieces import read_pieces, write_pieces
 
 _KEYS = "orbax_t5x/catalogue/"
 _BEGUN = "orbax_t5x/catalogue_begun/"  # no key below it holds bytes, so that it can be read as text
 _EXPIRED = "expired"
-# A message of gRPC has 4 MiB by default.
-_PIECE_BYTES = 1 << 20
-_PIECE_SECS = 10.0
 # How long after its end a publication is kept for processes that may not ask for it.
 _RECENT_SECS = 60.0
 # Publications of collective calls whose bytes are kept for slow processes.
@@ -56,14 +53,8 @@ class Publication(NamedTuple):
     def write(self, head: dict[str, Any], data: bytes | None = None) -> None:
         """Writes how the opening ended, and bytes."""
         if data is not None:
-            pieces = range(0, len(data), _PIECE_BYTES)
-            for number, start in enumerate(pieces):
-                self._set(str(number), data[start : start + _PIECE_BYTES])
-            head = {**head, "pieces": len(pieces), "sha256": hashlib.sha256(data).hexdigest()}
-        self._set("head", json.dumps(head).encode())
-
-    def _set(self, name: str, data: bytes) -> None:
-        self.store.key_value_set_bytes(f"{self._key}/{name}", data, allow_overwrite=True)
+            head = {**head, **write_pieces(self.store, self._key, data)}
+        self.store.key_value_set_bytes(f"{self._key}/head", json.dumps(head).encode(), allow_overwrite=True)
 
     def keep(self, is_collective: bool) -> None:
         """Has the publication removed, now or later, where the other processes do not do it."""
@@ -98,16 +89,7 @@ class Publication(NamedTuple):
 
     def data(self, head: dict[str, Any]) -> bytes | None:
         """Returns the bytes that were written; None where they are removed, a ValueError where they are damaged."""
-        pieces: list[bytes] = []
-        for number in range(head["pieces"]):
-            piece = waited_for_bytes(self.store, f"{self._key}/{number}", _PIECE_SECS)
-            if piece is None:
-                return None
-            pieces.append(piece)
-        data = b"".join(pieces)
-        if hashlib.sha256(data).hexdigest() != head["sha256"]:
-            raise ValueError("other bytes than were written")
-        return data
+        return read_pieces(self.store, self._key, head)
 
     def is_removed(self) -> bool:
         """Tests whether nothing is left to wait for."""

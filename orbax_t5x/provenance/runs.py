@@ -25,6 +25,13 @@ class RunKey(NamedTuple):
     item: str
 
 
+class StepMarker(NamedTuple):
+    """File that exists once a step is finished: the step's directory or URL, and the file's name."""
+
+    step: str
+    name: str
+
+
 @dataclasses.dataclass(frozen=True)
 class RunState:
     """Entry of the table.
@@ -36,6 +43,7 @@ class RunState:
       is_ambiguous: this process restored steps that lead to different lineages: which of the states the next save
         holds is not known.
       is_warned: a warning about that was logged.
+      saved: the step that this process saved last.
     """
 
     lineage: Lineage
@@ -43,6 +51,7 @@ class RunState:
     is_restored: bool = False
     is_ambiguous: bool = False
     is_warned: bool = False
+    saved: StepMarker | None = None
 
 
 _lock = threading.Lock()
@@ -68,7 +77,8 @@ def note_restored(run: RunKey, lineage: Lineage) -> None:
     with _lock:
         known = _known_state(run)
         if known is None or not known.is_restored:
-            _runs[run] = RunState(tuple(lineage), is_restored=True)
+            saved = None if known is None else known.saved
+            _runs[run] = RunState(tuple(lineage), is_restored=True, saved=saved)
         elif same_history(known.lineage, lineage):
             answers = (entry for entry in lineage if entry.get("is_resuming") and entry not in known.lineage)
             _runs[run] = dataclasses.replace(known, lineage=(*known.lineage, *answers))
@@ -76,12 +86,12 @@ def note_restored(run: RunKey, lineage: Lineage) -> None:
             _runs[run] = dataclasses.replace(known, is_ambiguous=True)
 
 
-def note_saved(run: RunKey, lineage: Lineage, *, is_given: bool) -> None:
+def note_saved(run: RunKey, lineage: Lineage, saved: StepMarker | None = None, *, is_given: bool) -> None:
     """Notes a save; `is_given`: the caller passed the lineage, which ends an ambiguity."""
     with _lock:
         known = _known_state(run) or RunState(())
         ambiguous = known.is_ambiguous and not is_given
-        _runs[run] = RunState(tuple(lineage), False, known.is_restored, ambiguous, ambiguous)
+        _runs[run] = RunState(tuple(lineage), False, known.is_restored, ambiguous, ambiguous, saved)
 
 
 def begin_run(run: RunKey, lineage: Lineage) -> None:

@@ -18,7 +18,7 @@ from etils import epath
 from orbax_t5x.concurrency.process_threads import waiting_pool
 from orbax_t5x.errors import CheckpointError, CheckpointGoneError, CheckpointNotFoundError
 from orbax_t5x.provenance.records import UNRECORDED, Lineage, from_metadata
-from orbax_t5x.provenance.runs import RunKey
+from orbax_t5x.provenance.runs import RunKey, StepMarker
 from orbax_t5x.readers.detect.probe import is_file, subdirectories
 from orbax_t5x.readers.orbax.custom_metadata import read_custom_metadata
 from orbax_t5x.readers.orbax.steps import COMMIT_FILE, STEP_METADATA_FILE, TEMPORARY_MARK, step_of_name
@@ -35,6 +35,7 @@ class StepItem(NamedTuple):
 
     run: RunKey
     step: int
+    marker: StepMarker
 
 
 class _StepDirectory(NamedTuple):
@@ -59,7 +60,9 @@ def step_item(directory: str | os.PathLike[str]) -> StepItem | None:
     certain = step_name.isdecimal() or parent.name != step_name or url_scheme(os.fspath(path)) is not None
     if not certain and not (parent / STEP_METADATA_FILE).exists():
         return None
-    return StepItem(run_of(parent.parent, item), step)
+    # What Orbax renames when it is finished exists then under that name; a step that is written in place has a marker.
+    marker = STEP_METADATA_FILE if parent.name != step_name else COMMIT_FILE
+    return StepItem(run_of(parent.parent, item), step, StepMarker(os.fspath(parent.parent / step_name), marker))
 
 
 def run_of(root: str | os.PathLike[str], item: str) -> RunKey:
@@ -89,9 +92,17 @@ def newest_lineage(run: RunKey, *, except_step: int) -> Lineage | None:
     return None
 
 
-def has_finished_step(run: RunKey, *, except_step: int) -> bool:
-    """Tests whether the root of a run has a finished step, other than one that is being saved."""
+def has_finished_step(run: RunKey, saved: StepMarker | None, *, except_step: int) -> bool:
+    """Tests whether the root of a run has a finished step, other than one that is being saved.
+
+    Args:
+      run: whose root is listed, but where the step `saved` is still there.
+      saved: the step that was saved last, as far as that is known.
+      except_step: the one that is being saved.
+    """
     with remote_session():
+        if saved is not None and is_file(*saved):
+            return True
         steps = [one for one in _steps_below(run.root) if one.step != except_step]
         return any(_is_finished(steps, index) for index in range(len(steps)))
 

@@ -3,22 +3,18 @@
 Orbax itself makes and lists the directories, by a file system over the same objects.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
-from etils.epath import gpath
-from orbax.checkpoint._src.path import gcs_utils
 
 import orbax_t5x as ot
+from tests.support import object_paths
 from tests.support.amazon_store import amazon_store
 from tests.support.bundle_writer import bundle_of
 from tests.support.google_store import GoogleStore
-from tests.support.object_paths import ObjectPaths
 
 pytestmark = pytest.mark.slow
 
@@ -34,12 +30,7 @@ def google(monkeypatch):
     server = GoogleStore()
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
-    monkeypatch.setattr(ObjectPaths, "files", server.files)
-    for name in ("gs", "gcs"):
-        monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, name, ObjectPaths)
-    # Without TensorFlow's file systems and Google's own client, which know no other server.
-    monkeypatch.setattr(gpath, "_is_tf_installed", lambda: False)
-    monkeypatch.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
+    object_paths.install(monkeypatch)
     yield server
     server.close()
 

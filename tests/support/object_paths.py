@@ -1,25 +1,36 @@
 """A file system of `fsspec` over a bucket of these tests, for Orbax's own paths: `gs://` by `GoogleStore`.
 
 Orbax makes, lists and removes directories through `etils.epath`, which needs `gcsfs` for buckets, or TensorFlow.
-This has the few methods that it calls, over the same objects that TensorStore reads and writes.
+This has the few methods that it calls, by requests to the server that TensorStore reads and writes, in any process.
 """
 
+import http.client
 import io
-from typing import ClassVar
+import json
+import os
+import sys
+import urllib.parse
 
 import fsspec
 
 
-class ObjectPaths(fsspec.AbstractFileSystem):
-    """Paths of a bucket.
+def install(patched):
+    """Has Orbax's paths ask the server of `TENSORSTORE_GCS_HTTP_URL`; `patched` is a `pytest.MonkeyPatch`."""
+    from etils.epath import gpath
+    from orbax.checkpoint._src.path import gcs_utils
 
-    Attributes:
-      files: contents by key; of the bucket `bucket`.
-    """
+    for name in ("gs", "gcs"):
+        patched.setitem(sys.modules["fsspec.registry"]._registry, name, ObjectPaths)
+    # Without TensorFlow's file systems and Google's own client, which know no other server.
+    patched.setattr(gpath, "_is_tf_installed", lambda: False)
+    patched.setattr(gcs_utils, "is_hierarchical_namespace_enabled", lambda path: False)
+
+
+class ObjectPaths(fsspec.AbstractFileSystem):
+    """Paths of a bucket, `bucket`: one request for what is one to Google's server, too."""
 
     protocol = ("gs", "gcs")
     cachable = False
-    files: ClassVar = {}
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -30,66 +41,102 @@ class ObjectPaths(fsspec.AbstractFileSystem):
 
     def info(self, path, **options):
         key = self.key(path)
-        if key in self.files:
-            return {"name": f"bucket/{key}", "size": len(self.files[key]), "type": "file"}
-        if not key or any(one.startswith(f"{key}/") for one in self.files):
+        found = _asked("GET", _object(key), alt="json") if key else None
+        if found is not None:
+            return {"name": f"bucket/{key}", "size": int(json.loads(found)["size"]), "type": "file"}
+        if not key or _listed(f"{key}/"):
             return {"name": f"bucket/{key}", "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 
     def ls(self, path, detail=True, **options):
         key = self.key(path)
         below = f"{key}/" if key else ""
-        names = sorted({one.removeprefix(below).partition("/")[0] for one in list(self.files) if one.startswith(below)})
+        sizes = {name.removeprefix(below): size for name, size in _listed(below).items()}
+        names = {name.partition("/")[0] for name in sizes}
         if not names:
-            if key in self.files:
-                names, below = [key], ""
-            else:
-                raise FileNotFoundError(path)
-        found = [self.info(f"bucket/{below}{name}") for name in names if name]
+            found = [self.info(path)]
+        else:
+            found = [
+                {"name": f"bucket/{below}{name}", "size": sizes.get(name, 0), "type": "file"}
+                if name in sizes
+                else {"name": f"bucket/{below}{name}", "size": 0, "type": "directory"}
+                for name in sorted(names)
+                if name
+            ]
         return found if detail else [one["name"] for one in found]
 
     def mkdir(self, path, create_parents=True, **options):
         """Makes the object by which Google's console shows a directory."""
         if key := self.key(path):
-            self.files[f"{key}/"] = b""
+            _put(f"{key}/", b"")
 
     def makedirs(self, path, exist_ok=False):
-        if self.exists(path) and not exist_ok:
+        if not exist_ok and self.exists(path):
             raise FileExistsError(path)
         self.mkdir(path)
 
     def rm(self, path, recursive=False, maxdepth=None):
         key = self.key(path)
-        if not self.exists(path):
+        removed = [*_listed(f"{key}/")] if recursive else []
+        if not removed and _asked("GET", _object(key), alt="json") is None:
             raise FileNotFoundError(path)
-        for one in [one for one in self.files if one == key or one.startswith(f"{key}/")]:
-            del self.files[one]
+        for one in removed or [key]:
+            _asked("DELETE", _object(one))
 
     def mv(self, path1, path2, recursive=False, maxdepth=None, **options):
         old, new = self.key(path1), self.key(path2)
-        for one in [one for one in self.files if one == old or one.startswith(f"{old}/")]:
-            self.files[new + one[len(old) :]] = self.files.pop(one)
+        for one in [*_listed(f"{old}/")] or [old]:
+            _put(new + one[len(old) :], _asked("GET", _object(one), alt="media"))
+            _asked("DELETE", _object(one))
 
     rename = mv
 
     def _open(self, path, mode="rb", **options):
         key = self.key(path)
-        if "r" in mode:
-            if key not in self.files:
-                raise FileNotFoundError(path)
-            return io.BytesIO(self.files[key])
-        return _Written(self.files, key, self.files.get(key, b"") if "a" in mode else b"")
+        data = _asked("GET", _object(key), alt="media") if "w" not in mode else None
+        if "r" not in mode:
+            return _Written(key, data or b"")
+        if data is None:
+            raise FileNotFoundError(path)
+        return io.BytesIO(data)
 
 
 class _Written(io.BytesIO):
     """File that is stored when it is closed."""
 
-    def __init__(self, files, key, data):
+    def __init__(self, key, data):
         super().__init__(data)
         self.seek(0, io.SEEK_END)
-        self._files, self._key = files, key
+        self._key = key
 
     def close(self):
         if not self.closed:
-            self._files[self._key] = self.getvalue()
+            _put(self._key, self.getvalue())
         super().close()
+
+
+def _object(key):
+    return f"/storage/v1/b/bucket/o/{urllib.parse.quote(key, safe='')}"
+
+
+def _listed(prefix):
+    """Sizes of the objects below a prefix, by key."""
+    end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+    found = json.loads(_asked("GET", "/storage/v1/b/bucket/o", startOffset=prefix, endOffset=end))
+    return {one["name"]: int(one["size"]) for one in found["items"]}
+
+
+def _put(key, data):
+    _asked("POST", "/upload/storage/v1/b/bucket/o", data, name=key, uploadType="media")
+
+
+def _asked(method, path, data=None, **query):
+    """The body of an answer; None for what is not stored."""
+    server = urllib.parse.urlsplit(os.environ["TENSORSTORE_GCS_HTTP_URL"])
+    connection = http.client.HTTPConnection(server.hostname, server.port)
+    try:
+        connection.request(method, f"{path}?{urllib.parse.urlencode(query)}", data)
+        answer = connection.getresponse()
+        return answer.read() if answer.status < 300 else None
+    finally:
+        connection.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from orbax_t5x.readers.orbax.steps import MANIFEST_FILE, PROCESS_PREFIX
 from orbax_t5x.storage.durability import sync_path
 from orbax_t5x.storage.paths import url_scheme
 
+# Files in the directory of an array of zarr, version 2 or 3.
+_ARRAY_FILES = frozenset({".zarray", "zarr.json"})
 # Leaves the interpreter for this long to Orbax, which opens its arrays then, and to the caller, whom `save` returns to.
 _HEAD_START_SECS = 0.2
 
@@ -90,11 +92,23 @@ def check_merged(directory: epath.Path) -> None:
 def sync_tree(directory: Any) -> None:
     """Makes everything below a local directory durable.
 
-    TensorStore syncs its own files; nothing else syncs Orbax's metadata files and the entries of directories.
+    TensorStore syncs its own files; nothing else syncs Orbax's metadata files, ours, and the entries of directories.
     """
     root = os.fspath(directory)
-    if url_scheme(root) is not None:
-        return
-    paths = [path for folder, _, names in os.walk(root) for path in (*(os.path.join(folder, n) for n in names), folder)]
-    # Each sync waits for the device, 2 ms even where nothing is left to write; together most wait for the same flush.
-    run_jobs(partial(sync_path, path) for path in paths)
+    if url_scheme(root) is None:
+        # Each sync waits for the device, 2 ms even where nothing is left to write; together most wait for one flush.
+        run_jobs(partial(sync_path, path) for path in _unsynced(root, by_tensorstore=False))
+
+
+def _unsynced(folder: str, *, by_tensorstore: bool) -> Iterator[str]:
+    """Yields a directory and those below it, and the files that TensorStore has not synced."""
+    entries = list(os.scandir(folder))
+    names = {entry.name for entry in entries}
+    by_tensorstore |= not names.isdisjoint(_ARRAY_FILES)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            is_database = entry.name.startswith(PROCESS_PREFIX) or (entry.name == "d" and MANIFEST_FILE in names)
+            yield from _unsynced(entry.path, by_tensorstore=by_tensorstore or is_database)
+        elif not by_tensorstore:
+            yield entry.path
+    yield folder

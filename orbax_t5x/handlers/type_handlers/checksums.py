@@ -1,15 +1,14 @@
 """The checksums of what a save writes: made while Orbax writes, from what it writes, and left beside it.
 
 Orbax's own type handlers write; a `SummedHandler` around each sums the same elements in the background.
-Each process writes a file of its own with the boxes that it wrote (of a `jax.Array`, the shards with replica 0), and
-`merge_parts`, on the process that finalizes, makes the item's one file of them. What other handlers write has no
-checksum: the bytes that they store are unknown.
+Each process sends the boxes that it wrote (of a `jax.Array`, the shards with replica 0) to the process that finalizes,
+once, and that one writes the item's one file (`save.item_sums`). What other handlers write has no checksum: the bytes
+that they store are unknown.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,18 +24,9 @@ from orbax_t5x.handlers.orbax_names import CommitFuture
 from orbax_t5x.lazy import Box, full_box
 from orbax_t5x.lazy.box import box_shape, box_slices
 from orbax_t5x.readers.box_sums import BoxSums, array_crc, row_boxes
-from orbax_t5x.readers.orbax.checksums import (
-    CHECKSUMS_FILE,
-    MAX_TILING_STEPS,
-    STRING,
-    encode_checksums,
-    parse_checksums,
-)
-from orbax_t5x.readers.tiling import check_tiling
+from orbax_t5x.readers.orbax.checksums import STRING, encode_checksums
 from orbax_t5x.storage import crc32c as _crc
-from orbax_t5x.storage.limits import Limits
 
-_PART_FILES = "_CHECKSUMS.process_*.json"
 # Elements that are stored in another dtype are cast, as TensorStore does it, so many bytes at a time.
 _CAST_BYTES = 1 << 22
 
@@ -69,40 +59,20 @@ class SaveSums:
             self._arrays[key] = tuple(shape), dtype
             self._boxes.setdefault(key, {})[box] = crc
 
-    def write(self, directory: epath.Path) -> None:
-        """Writes this process's file; where it is the only process, the item's, which needs no merging."""
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was summed."""
+        return not self._arrays
+
+    def encode(self) -> bytes:
+        """Encodes the checksums as the contents of a file."""
         with self._lock:
-            sums = {
-                key: BoxSums(shape, dtype, tuple(self._boxes[key]), tuple(self._boxes[key].values()))
-                for key, (shape, dtype) in self._arrays.items()
-            }
-        name = _PART_FILES.replace("*", str(jax.process_index())) if jax.process_count() > 1 else CHECKSUMS_FILE
-        if sums or name != CHECKSUMS_FILE:
-            (directory / name).write_bytes(encode_checksums(sums))
-
-
-def merge_parts(directory: epath.Path) -> None:
-    """Makes the item's file of those of all processes.
-
-    An array of which they do not have all boxes (a process saved into another directory) is left out.
-    """
-    # Not by `glob`, to which the characters of the directory's own path would be a pattern.
-    parts = sorted(path for path in directory.iterdir() if fnmatch.fnmatchcase(path.name, _PART_FILES))
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    boxes: dict[str, dict[Box, int]] = {}
-    for part in parts:
-        for key, sums in parse_checksums(part.read_bytes(), str(part), Limits(), complete=False).items():
-            shapes[key] = sums.shape, sums.dtype
-            boxes.setdefault(key, {}).update(zip(sums.boxes, sums.crcs, strict=True))
-    merged = {
-        key: BoxSums(shape, dtype, tuple(sorted(boxes[key])), tuple(boxes[key][box] for box in sorted(boxes[key])))
-        for key, (shape, dtype) in shapes.items()
-        if check_tiling(shape, list(boxes[key]), MAX_TILING_STEPS).problem is None
-    }
-    if merged:
-        (directory / CHECKSUMS_FILE).write_bytes(encode_checksums(merged))
-    for part in parts:
-        part.unlink()
+            return encode_checksums(
+                {
+                    key: BoxSums(shape, dtype, tuple(self._boxes[key]), tuple(self._boxes[key].values()))
+                    for key, (shape, dtype) in self._arrays.items()
+                }
+            )
 
 
 class RunningSaves:

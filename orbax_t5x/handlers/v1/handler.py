@@ -23,7 +23,7 @@ from orbax_t5x.handlers.run_lineage import SavedLineage, recorded_lineage, remem
 from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.v1.abstract_state import AbstractTrainState
 from orbax_t5x.handlers.v1.loading import load_into
-from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, writes_directories
+from orbax_t5x.handlers.v1.orbax_v1_names import active_context, recorded_type, recording, writes_directories
 from orbax_t5x.handlers.v1.saving import RunningSave, copy_tree_to_host, discard_refused, finish
 from orbax_t5x.lazy import LazyArray
 from orbax_t5x.restoring.targets import require_finite
@@ -83,13 +83,14 @@ class V1TrainStateHandler(v1.CheckpointableHandler[Any, Any]):
             tree, copies = prepared.tree, None
             if self.options.checksums:
                 tree, copies = copy_tree_to_host(tree, self._context)
-            written = await self._orbax.save(directory, tree)
+            with recording(self._orbax, prepared.custom_metadata):
+                written = await self._orbax.save(directory, tree)
         except BaseException:
             if self._is_primary():
                 discard_refused(directory.path)
             raise
         recorded.remember()
-        rest = partial(finish, directory, written, copies, prepared.custom_metadata, primary=self._is_primary())
+        rest = partial(finish, directory, written, copies, self._context.multiprocessing)
         return RunningSave(written, rest)
 
     def _prepare(self, directory: v1.path.PathAwaitingCreation, tree: Any) -> tuple[PreparedSave, SavedLineage]:

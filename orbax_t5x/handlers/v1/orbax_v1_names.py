@@ -1,14 +1,18 @@
 """Orbax v1 names used beyond its documented interface, in one place.
 
 A handler must obey the options of the context that is active, and Orbax exports no function that returns it; a handler
-that is registered for the whole process cannot be removed by a documented name; and the manager inside a
-`Checkpointer` knows the directories of its steps. `tests/handlers/v1/test_orbax_v1_names.py`
+that is registered for the whole process cannot be removed by a documented name; the manager inside a
+`Checkpointer` knows the directories of its steps; and only the handler inside the one for trees takes metadata of a
+checkpointable. `tests/handlers/v1/test_orbax_v1_names.py`
 fails when one of these has moved. Fields of options are read by their documented
 names, those that the lowest allowed version lacks with a default.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +41,22 @@ def manager_of(checkpointer: v1.training.Checkpointer) -> ocp.CheckpointManager:
 def recorded_type() -> str:
     """Returns the type that Orbax records for a tree that its own handler has saved."""
     return f"{v1.handlers.PyTreeHandler.__module__}.{v1.handlers.PyTreeHandler.__qualname__}"
+
+
+@contextlib.contextmanager
+def recording(handler: v1.handlers.PyTreeHandler, custom_metadata: Mapping[str, Any] | None) -> Generator[None]:
+    """Has saves of a handler record metadata of the user in the checkpointable's metadata file."""
+    inner: Any = handler._handler_impl
+    save = inner.async_save
+
+    async def recorded(directory: Any, args: Any) -> Any:
+        return await save(directory, args=dataclasses.replace(args, custom_metadata=custom_metadata))
+
+    inner.async_save = recorded
+    try:
+        yield
+    finally:
+        del inner.async_save
 
 
 def stored_dtype(context: v1.Context, path: tuple[Any, ...], value: Any) -> Any:

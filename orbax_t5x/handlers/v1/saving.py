@@ -1,17 +1,15 @@
-"""Adds checksums and the record of provenance to what a save of Orbax v1 writes.
+"""Adds checksums to what a save of Orbax v1 writes.
 
-Orbax's handler for trees writes; it has no place for a checkpointable's own metadata, and hides what it writes with. So
-the leaves are held and summed here while it writes, and when it is done, the process that finalizes puts the record
-into the metadata file and makes one file of the checksums of all processes. All of that happens before Orbax commits
-the checkpoint.
+Orbax's handler for trees writes, and hides what it writes with. So
+the leaves are held and summed here while it writes, and when it is done, the process that finalizes makes one file of
+the checksums of all processes, before Orbax commits the checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,19 +22,18 @@ from orbax_t5x.concurrency import first_failure
 from orbax_t5x.handlers.orbax_names import TEMPORARY_MARK
 from orbax_t5x.handlers.save.cleanup import remove_failed, remove_failed_once_made
 from orbax_t5x.handlers.save.commit import sync_tree
+from orbax_t5x.handlers.save.item_sums import publish_sums, write_published_sums
 from orbax_t5x.handlers.save.key_checks import storage_key
 from orbax_t5x.handlers.type_handlers.checksums import (
     CopiedArray,
     HostCopy,
     SaveSums,
     copies_to_host,
-    merge_parts,
     start_transfers,
     sum_copies,
 )
 from orbax_t5x.handlers.v1.orbax_v1_names import goes_through_pinned_memory, stored_dtype, transfer_limit
 from orbax_t5x.handlers.write_errors import raise_as_checkpoint_error
-from orbax_t5x.readers.orbax.metadata import METADATA_FILE
 
 
 class _Limiter(NamedTuple):
@@ -92,12 +89,7 @@ class RunningSave:
 
 
 async def finish(
-    directory: v1.path.PathAwaitingCreation,
-    written: Awaitable[None],
-    held: list[HostCopy] | None,
-    custom_metadata: Mapping[str, Any] | None,
-    *,
-    primary: bool,
+    directory: v1.path.PathAwaitingCreation, written: Awaitable[None], held: list[HostCopy] | None, processes: Any
 ) -> None:
     """Waits for Orbax's files and adds ours.
 
@@ -105,20 +97,20 @@ async def finish(
       directory: of the checkpointable.
       written: what Orbax's handler returned.
       held: what is to be summed; None for no checksums.
-      custom_metadata: for the metadata file.
-      primary: whether this process finalizes.
+      processes: options of the context, by which Orbax knows the primary and the active processes.
 
     Raises:
       CheckpointIOError: something could not be written; nothing is left of the save.
     """
     path = await directory.await_creation()
+    primary = v1.multihost.is_primary_host(processes.primary_host)
     try:
         if held is not None:
-            await asyncio.to_thread(_write_sums, path, held)
-        # All processes wait for one another in there: their files of checksums are there when it returns.
+            await asyncio.to_thread(_publish_sums, path, held)
+        # All processes wait for one another in there: their checksums are sent when it returns.
         await written
         if primary:
-            await asyncio.to_thread(_complete, path, held is not None, custom_metadata)
+            await asyncio.to_thread(_complete, path, held is not None, processes)
     except BaseException as error:
         await asyncio.to_thread(_end, written)
         if primary:
@@ -142,18 +134,13 @@ def discard_refused(directory: epath.Path) -> None:
         remove_failed_once_made(directory)
 
 
-def _write_sums(directory: epath.Path, held: list[HostCopy]) -> None:
+def _publish_sums(directory: epath.Path, held: list[HostCopy]) -> None:
     sums = SaveSums(later=False)
     sum_copies(held, sums)
-    sums.write(directory)
+    publish_sums(directory, sums)
 
 
-def _complete(directory: epath.Path, has_sums: bool, custom_metadata: Mapping[str, Any] | None) -> None:
+def _complete(directory: epath.Path, has_sums: bool, processes: Any) -> None:
     if has_sums:
-        merge_parts(directory)
-    if custom_metadata:
-        file = directory / METADATA_FILE
-        metadata = json.loads(file.read_text())
-        metadata["custom_metadata"] = {**(metadata.get("custom_metadata") or {}), **custom_metadata}
-        file.write_text(json.dumps(metadata))
+        write_published_sums(directory, processes.primary_host, processes.active_processes)
     sync_tree(directory)

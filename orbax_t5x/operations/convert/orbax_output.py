@@ -23,9 +23,10 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.args import TrainStateSave
 from orbax_t5x.handlers.orbax_names import RecordedType, write_spec
 from orbax_t5x.handlers.save.commit import check_merged, sync_tree
+from orbax_t5x.handlers.save.item_sums import write_sums
 from orbax_t5x.handlers.save.prepare import PreparedSave, prepare_save
 from orbax_t5x.handlers.save.type_table import StreamingTypeTable
-from orbax_t5x.handlers.type_handlers.checksums import RunningSaves, merge_parts
+from orbax_t5x.handlers.type_handlers.checksums import RunningSaves
 from orbax_t5x.handlers.type_handlers.lazy_array import GlobalTypeHandlers, StreamedLeaf
 from orbax_t5x.handlers.type_handlers.stream import COPIES_PER_BLOCK, TensorStoreArray, own_context
 from orbax_t5x.lazy.box import box_slices
@@ -206,7 +207,7 @@ class _ItemHandler(ocp.CheckpointHandler):
             for block, entry in args.entries.items():
                 view = block.array.view
                 sums.add(block.array.key, view.shape, view.dtype.name, block.box, entry.crc)
-            sums.write(directory)
+            write_sums(directory, [sums.encode()])
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
         """Raises NotImplementedError: a conversion restores nothing."""
@@ -216,7 +217,6 @@ class _ItemHandler(ocp.CheckpointHandler):
         """Merges the databases, and makes everything durable."""
         self._orbax.finalize(directory)
         check_merged(directory)
-        merge_parts(directory)
         sync_tree(directory)
 
     def close(self) -> None:

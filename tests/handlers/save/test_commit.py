@@ -8,6 +8,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointIOError
+from orbax_t5x.handlers.save import commit
 from tests.support.saving import data_files, run
 
 
@@ -59,3 +60,17 @@ def test_a_failing_finalize_leaves_nothing(tmp_path, monkeypatch):
         manager.save(0, args=ot.args.TrainStateSave({"a": np.ones(2)}))
         manager.wait_until_finished()
         assert manager.all_steps() == [0]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}])
+def test_files_that_tensorstore_has_synced_are_not_synced_again(tmp_path, monkeypatch, options):
+    synced = []
+    monkeypatch.setattr(commit, "sync_path", lambda path: synced.append(os.path.relpath(path, tmp_path / "item")))
+    with ocp.Checkpointer(ot.TrainStateHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / "item", ot.args.TrainStateSave({"a": np.ones(3), "b": np.ones(5)}))
+    synced = {os.path.relpath(path, next(one for one in synced if one.endswith("tmp"))) for path in synced}
+    folders = {os.path.relpath(folder, tmp_path / "item") for folder, _, _ in os.walk(tmp_path / "item")}
+    files = {path for path in synced if (tmp_path / "item" / path).is_file()}
+    assert folders <= synced
+    assert {"_METADATA", "_CHECKSUMS.json"} <= files
+    assert not [path for path in files if path.startswith(("a/", "b/", "d/", "ocdbt"))]

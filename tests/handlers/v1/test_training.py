@@ -177,7 +177,7 @@ def test_a_write_that_fails_is_typed_and_leaves_nothing(tmp_path, monkeypatch):
             checkpointer.save(0, tree(0))
         before = files_below(tmp_path / "run")
         with monkeypatch.context() as patch:
-            patch.setattr(saving, "_write_sums", full)
+            patch.setattr(saving, "_publish_sums", full)
             failing = ocp.training.Checkpointer(tmp_path / "run")
             with pytest.raises(CheckpointIOError) as raised:
                 failing.save(1, tree(1))

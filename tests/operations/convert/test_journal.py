@@ -109,7 +109,7 @@ def test_a_kill_while_a_journal_is_begun_costs_nothing(begun, source, out):
 @pytest.mark.parametrize(
     ("format", "owner", "where"),
     [
-        ("orbax", write_orbax, "merge_parts"),
+        ("orbax", write_orbax, "check_merged"),
         ("orbax", write_orbax, "sync_tree"),
         ("orbax", write_orbax, "open_checkpoint"),
         ("orbax", WorkDirectory, "put_in_place"),
