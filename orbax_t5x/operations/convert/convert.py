@@ -76,10 +76,10 @@ def convert(
     larger than a share.
 
     Called again with the same arguments after it was killed, it resumes: written blocks are read back and compared with
-    their checksums, and only the rest is written, by as many processes as there are now. Data in flight at the kill is
-    lost: in each process a quarter of `memory_limit_bytes` at most, and no more than the largest leaf, or 16 MiB of
-    smaller ones. It begins anew if the source has changed, if other blocks would be written, and if that cannot be
-    known: for sources by URL or in memory, and arrays that a function computes.
+    their checksums, and only the rest is written, by as many processes as there are now. Blocks in flight at the kill
+    are lost: in each process a quarter of `memory_limit_bytes` at most, and no more than one block for each core, or
+    16 MiB of smaller ones. It begins anew if the source has changed, if other blocks would be written, and if that
+    cannot be known: for sources by URL or in memory, and arrays that a function computes.
 
     Args:
       source: as `orbax_t5x.restore` takes it: a path, an open checkpoint, an `orbax_t5x.Source` with transforms of its
@@ -95,8 +95,9 @@ def convert(
         Safetensors files without such names hold only model parameters.
       overwrite: replace a checkpoint of that format (or an empty directory) that is there; nothing else is ever
         replaced. On Linux, and most file systems, the two are exchanged in one step.
-      memory_limit_bytes: host memory of a process for data in flight, 256 MiB by default. A chunk is up to 1 MiB
-        whatever the limit; a block larger than the limit is written by itself.
+      memory_limit_bytes: host memory of a process for data in flight, 256 MiB by default. Arrays are written in blocks
+        of one chunk: an eighth of the limit, 1 MiB at least and 16 MiB at most, or a chunk of the source, which is
+        never cut. A block takes four times its size; one that takes more than the limit is written by itself.
       progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time, with the bytes that
         this process has to write; "bar" shows a bar on a terminal.
       on_unsupported: "error": leaves that the format cannot store are an error, by name, before anything is written.
