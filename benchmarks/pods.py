@@ -220,13 +220,14 @@ def differences(result: Result, stored: Stored, devices: int, store: Store = "ht
     job = Job(len(counted), devices, case.layout, case.broadcast)
     if store == "local":
         counted = [one._replace(checks=0) for one in counted]
+    predicted = predict(stored, job, store)
     found = [
         f"process {process}: store {ours}, model {model}"
-        for process, (ours, model) in enumerate(zip(counted, predict(stored, job, store), strict=True))
+        for process, (ours, model) in enumerate(zip(counted, predicted, strict=True))
         if ours != model
     ]
     total = [sum(one.data for one in counted), sum(one.nbytes for one in counted)]
-    nodes = stored.nodes * (job.processes - 1) if store == "local" else ()
+    nodes = stored.nodes * sum(bool(one.data) for one in predicted[1:]) if store == "local" else ()
     planned = [result.planned[0] + len(nodes), result.planned[1] + sum(nodes)]
     if total != planned:
         found.append(f"all processes: store {total}, plan {planned}")

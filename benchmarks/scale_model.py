@@ -211,8 +211,9 @@ def predict(stored: Stored, job: Job, store: Store = "http") -> list[Counts]:
             nbytes[process] += counts.nbytes
     if store == "local":  # process 0 has read the nodes when it opened the database
         for process in range(1, job.processes):
-            requests[process] += len(stored.nodes)
-            nbytes[process] += sum(stored.nodes)
+            if requests[process]:
+                requests[process] += len(stored.nodes)
+                nbytes[process] += sum(stored.nodes)
     costs = {"http": stored.format.web, "s3": stored.format.bucket or stored.format.web, "local": stored.format.local}[
         store
     ]
