@@ -1,5 +1,9 @@
 """Roots of Flax, written by Flax's own function: which step is the newest, and who owns a directory."""
 
+import functools
+import importlib.util
+from unittest import mock
+
 import flax
 import flax.serialization
 import numpy as np
@@ -11,8 +15,7 @@ from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, Unsupported
 from orbax_t5x.readers.detect.probe import probe_path
 from orbax_t5x.readers.flax_msgpack.root import newest_file
 
-# Flax imports TensorFlow where it writes.
-pytestmark = [pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated"), pytest.mark.slow]
+pytestmark = pytest.mark.filterwarnings("ignore:Flax Checkpointing will soon be deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +26,17 @@ def flax_files():
     flax.config.update("flax_use_orbax_checkpointing", True)
 
 
-def save(root, step, prefix="checkpoint_"):
-    from flax.training import checkpoints  # imports TensorFlow
+@functools.cache
+def checkpoints():
+    """Flax's module without TensorFlow, whose import takes longer than all tests here."""
+    find = importlib.util.find_spec
+    with mock.patch("importlib.util.find_spec", lambda name: None if name == "tensorflow" else find(name)):
+        from flax.training import checkpoints
+    return checkpoints
 
-    checkpoints.save_checkpoint(root, {"w": np.full(3, step, np.float32)}, step, prefix, keep=99)
+
+def save(root, step, prefix="checkpoint_"):
+    checkpoints().save_checkpoint(root, {"w": np.full(3, step, np.float32)}, step, prefix, keep=99)
 
 
 def newest(root):
@@ -38,7 +48,6 @@ def newest(root):
         return float(checkpoint.leaves["w"].get()[0]), checkpoint.step, ot.latest_step(root)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["checkpoint_", "model_", "ckpt-", "run.", "gan3_", ""])
 def test_the_newest_by_number(tmp_path, prefix):
     for step in (0, 2, 9, 10):  # one by one: of "ckpt-10" and "ckpt-9" Flax itself takes the latter for the newer
@@ -50,7 +59,6 @@ def test_the_newest_by_number(tmp_path, prefix):
     np.testing.assert_array_equal(restored["w"], np.full(3, 10))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
