@@ -1,7 +1,8 @@
 """Checks of a built site that need no browser: `python docs/check_site.py build/docs`. `make docs` runs them.
 
 Every link inside the site leads to a page and an anchor that exist; nothing is loaded from elsewhere; each page has a
-language, a title, one first heading and no level left out, texts for its pictures, and a bounded weight.
+language, a title, one first heading and no level left out, texts for its pictures and links, headings for all columns
+or for none, anchors that are there once, and a bounded weight. Our own styles name no colour: the theme's are legible.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Page(HTMLParser):
     problems: list[str] = dataclasses.field(default_factory=list)
     tags: set[str] = dataclasses.field(default_factory=set)
     is_for_print: bool = False
+    # Text of the link and of the headings of columns that are being read; None outside of one.
+    link: str | None = None
+    columns: list[str] | None = None
 
     def __post_init__(self):
         super().__init__()
@@ -44,13 +48,22 @@ class Page(HTMLParser):
         self.is_for_print = values.get("id") == "jb-print-docs-body" or (
             self.is_for_print and tag != "section" and not (tag == "h1" and "id" in values)
         )
+        if values.get("id", "") in self.anchors:
+            self.problems.append(f"an anchor that is there twice: {values['id']}")
         self.anchors |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
+            self.link = values.get("aria-label") or values.get("title") or ""
         elif tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload"):
             self.loaded.append(values.get("href", ""))
         elif tag in ("script", "img", "iframe", "source") and values.get("src"):
             self.loaded.append(values["src"])
+        if self.link is not None and tag == "img":
+            self.link += values.get("alt", "")
+        if tag == "thead":
+            self.columns = []
+        elif tag == "th" and self.columns is not None:
+            self.columns.append("")
         if tag == "img" and not values.get("alt", "").strip():
             self.problems.append(f"a picture without a text: {values.get('src')}")
         elif tag == "svg" and values.get("role") == "img" and not values.get("aria-label"):
@@ -59,6 +72,23 @@ class Page(HTMLParser):
             self.problems.append("no language")
         elif re.fullmatch(r"h[1-6]", tag) and not self.is_for_print:
             self.headings.append(int(tag[1]))
+
+    def handle_data(self, data: str) -> None:
+        if self.link is not None:
+            self.link += data
+        if self.columns:
+            self.columns[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "a":
+            if self.link is not None and not self.link.strip():
+                self.problems.append(f"a link without a text: {self.links[-1]}")
+            self.link = None
+        elif tag == "thead" and self.columns is not None:
+            texts = [text.strip() for text in self.columns]
+            if any(texts) and not all(texts):
+                self.problems.append(f"a column without a heading: {texts}")
+            self.columns = None
 
 
 def headings(page: Page) -> Iterator[str]:
@@ -125,6 +155,12 @@ def code_contrasts(styles: str) -> Iterator[str]:
                     yield f"{theme} {name.strip()}: {found[1]} on {background}"
 
 
+def own_colours(styles: str) -> Iterator[str]:
+    """Yields declarations that name a colour where the theme's variables have one for each ground."""
+    for declaration in re.findall(r"[\w-]+:\s*[^;{}]*(?:#[0-9a-fA-F]{3,8}\b|\b(?:rgb|hsl)a?\()[^;}]*", styles):
+        yield f"site.css: a colour of its own: {declaration}"
+
+
 def problems(root: Path) -> Iterator[str]:
     root = root.resolve()
     # What the theme keeps beside its files are templates.
@@ -134,10 +170,12 @@ def problems(root: Path) -> Iterator[str]:
         if "title" not in page.tags:
             found.append("no title")
         yield from (f"{path.relative_to(root)}: {problem}" for problem in found)
+    own = root / "_static" / "site.css"
+    yield from own_colours(own.read_text() if own.exists() else "")
     yield from code_contrasts((root / "_static" / "pygments.css").read_text())
 
 
 if __name__ == "__main__":
     wrong = list(problems(Path(sys.argv[1])))
-    print("\n".join(wrong) or "links, anchors, headings, pictures, weights and contrasts of code: no problem")
+    print("\n".join(wrong) or "links, anchors, headings, pictures, weights, colours and contrasts of code: no problem")
     sys.exit(bool(wrong))

@@ -70,6 +70,11 @@ def test_faults_of_a_built_site_are_found(tmp_path, monkeypatch):
         ('<img alt="x" src="none.svg">', "loaded, and not there"),
         ('<script src="https://example.org/x.js"></script>', "loaded from elsewhere"),
         ('<svg role="img"></svg>', "a drawing without a label"),
+        ('<p id="b"></p><p id="b"></p>', "an anchor that is there twice: b"),
+        ('<a href="other.html"> </a>', "a link without a text"),
+        ('<a href="other.html"><img alt="x" src="other.html"></a>', ""),
+        ("<table><thead><tr><th></th><th>x</th></tr></thead></table>", "a column without a heading"),
+        ("<table><thead><tr><th></th><th></th></tr></thead></table>", ""),
     ]:
         (tmp_path / "page.html").write_text(PAGE.format(body))
         found = list(problems(tmp_path))
@@ -82,6 +87,13 @@ def test_faults_of_a_built_site_are_found(tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text(PAGE.format(""))
     (tmp_path / "_static" / "pygments.css").write_text(style.format("#bbbbbb"))
     assert list(problems(tmp_path)) == ["light .highlight .k: #bbbbbb on #ffffff"]
+    (tmp_path / "_static" / "site.css").write_text("p:first-child { color: var(--pst-color-text-base); width: 1rem }")
+    assert len(list(problems(tmp_path))) == 1
+    (tmp_path / "_static" / "site.css").write_text("p { border: 1px solid #777777 } th { color: rgb(1, 2, 3); }")
+    assert [problem.partition("its own: ")[2] for problem in problems(tmp_path)][:2] == [
+        "border: 1px solid #777777 ",
+        "color: rgb(1, 2, 3)",
+    ]
 
 
 def test_every_cell_of_the_table_of_jobs_leads_to_its_job():
