@@ -309,7 +309,10 @@ class TensorStoreLeaf(Leaf):
         if self._files.clock is not None:
             await self._end([asyncio.ensure_future(_ended(write)) for write in writes])
             return
-        # Waking the loop costs more than a small read: the last one is waited for first, then most others are done.
+        # Waking the loop costs more than a small read: other leaves begin theirs first, and the last read is waited for
+        # first; then most are done.
+        if not all([write.commit.done() for write in writes]):
+            await asyncio.sleep(0)
         for write in reversed(writes):
             if not write.commit.done():
                 await write.commit

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbax_t5x as ot
+from orbax_t5x.concurrency import wait_all
 from orbax_t5x.lazy import ReadStats, Request, ValueLeaf, box_shape, box_size, box_slices
 from orbax_t5x.readers.chunk_grid import count_chunks, requests_by_chunk
 from orbax_t5x.readers.tensorstore_leaf import TensorStoreLeaf
@@ -210,3 +212,41 @@ class TestBrokenArrayOfOrbax(BrokenLeafSuite):
         (tmp_path / "item/x/.zarray").write_text("{}")
         with ot.open_checkpoint(tmp_path / "item") as checkpoint:
             yield leaf_of(checkpoint, "x")
+
+
+def test_leaves_read_together_are_all_begun_before_one_is_waited_for(tmp_path, monkeypatch):
+    """A wait wakes the event loop from another thread, which costs more than a small read."""
+    arrays = {f"a{i}": np.arange(i, i + 3) for i in range(8)}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "step", args=ocp.args.PyTreeSave(arrays))
+    begun: list[str] = []
+    begin, end = TensorStoreLeaf._begin_writes, TensorStoreLeaf._end_writes
+
+    class _Commit:
+        """A commit that is done when all leaves have begun, and cannot be awaited."""
+
+        def __init__(self, commit):
+            self.result = commit.result
+
+        def done(self):
+            return set(begun) == set(arrays)
+
+    def noted(leaf, box, buffer):
+        begun.append(leaf.name)
+        return begin(leaf, box, buffer)
+
+    async def unawaited(leaf, writes):
+        await end(leaf, [SimpleNamespace(copy=write.copy, commit=_Commit(write.commit)) for write in writes])
+
+    async def read(leaves, outs):
+        stats = ReadStats()
+        first = next(iter(leaves.values()))
+        await first.read_into([Request(((0, 3),), np.empty(3, first.dtype))], stats)  # compares the files
+        monkeypatch.setattr(TensorStoreLeaf, "_begin_writes", noted)
+        monkeypatch.setattr(TensorStoreLeaf, "_end_writes", unawaited)
+        await wait_all(leaf.read_into([Request(((0, 3),), outs[name])], stats) for name, leaf in leaves.items())
+
+    with ot.open_checkpoint(tmp_path / "step") as checkpoint:
+        outs = {name: np.empty_like(values) for name, values in arrays.items()}
+        asyncio.run(read({name: leaf_of(checkpoint, name) for name in arrays}, outs))
+    assert all(np.array_equal(outs[name], values) for name, values in arrays.items())
