@@ -191,11 +191,13 @@ def predict(stored: Stored, job: Job, store: Store = "http") -> list[Counts]:
     stores = Stores(kind, kind) if job.broadcast == "auto" else None
     requests, nbytes = [0] * job.processes, [0] * job.processes
     unshared = needs
+    readers: set[int] = set()  # of an array in a node, too, which is no request for data
     if job.broadcast:
         schedule = schedule_broadcast(needs, job.processes, MEMORY_LIMIT_BYTES, stores)
         alone = set(schedule.unshared)
         unshared = [one for one in needs if one.entry in alone]
         for chunk in schedule.chunks:
+            readers.add(chunk.owner)
             counts = counts_of((whole.view, whole.box) for whole, _ in chunk.reads)
             requests[chunk.owner] += counts.requests
             nbytes[chunk.owner] += counts.nbytes
@@ -205,13 +207,14 @@ def predict(stored: Stored, job: Job, store: Store = "http") -> list[Counts]:
         for box, needers in zip(one.boxes, one.needers, strict=True):
             for process in needers:
                 boxes.setdefault(process, []).append(box)
+        readers.update(boxes)
         for process, own in boxes.items():
             counts = leaf_reads(leaf, own)
             requests[process] += counts.requests
             nbytes[process] += counts.nbytes
     if store == "local":  # process 0 has read the nodes when it opened the database
         for process in range(1, job.processes):
-            if requests[process]:
+            if process in readers:
                 requests[process] += len(stored.nodes)
                 nbytes[process] += sum(stored.nodes)
     costs = {"http": stored.format.web, "s3": stored.format.bucket or stored.format.web, "local": stored.format.local}[

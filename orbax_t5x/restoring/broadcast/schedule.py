@@ -210,6 +210,9 @@ def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
         for piece in pieces:
             yield from _cut([piece], chunk_bytes)
         return
+    heads, pieces = _cut_rows(pieces, chunk_bytes)
+    for head in heads:
+        yield from (_cut(head, chunk_bytes) if sum(map(_host_bytes, head)) > 2 * chunk_bytes else [head])
     while pieces and (size := sum(map(_host_bytes, pieces))) > chunk_bytes:
         axes = range(max(len(piece.box) for piece in pieces))
         cuts = (cut_clean(pieces, size, chunk_bytes, axis, _with_neighbours) for axis in axes)
@@ -221,6 +224,31 @@ def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
         yield from (_cut(head, chunk_bytes) if sum(map(_host_bytes, head)) > 2 * chunk_bytes else [head])
     if pieces:
         yield pieces
+
+
+def _cut_rows(pieces: list[Piece], chunk_bytes: int) -> tuple[list[list[Piece]], list[Piece]]:
+    """Cuts pieces of one byte range that have the same rows, as the general way does but all at once, and the rest.
+
+    Each of many processes needs a piece of each of many chunks: what is looked at again for each chunk costs most.
+    """
+    first = pieces[0]
+    if first.view.leaf is None or first.view.leaf.chunks is not None or len(first.box) < 2:
+        return [], pieces
+    if any(piece.entry is not first.entry or piece.box[0] != first.box[0] for piece in pieces):
+        return [], pieces
+    start, stop = first.box[0]
+    row_bytes = sum(map(_host_bytes, pieces)) // (stop - start)
+    rows = max(1, chunk_bytes // row_bytes)
+    edges = [start]
+    while stop - edges[-1] > 1 and (stop - edges[-1]) * row_bytes > chunk_bytes:
+        edges.append(edges[-1] + rows)
+    below = [piece.box[1:] for piece in pieces]
+
+    def between(edge: int, next_edge: int) -> list[Piece]:
+        side = (edge, next_edge)
+        return [Piece(piece.entry, piece.box_index, (side, *box)) for piece, box in zip(pieces, below, strict=True)]
+
+    return [between(*pair) for pair in itertools.pairwise(edges)], between(edges[-1], stop)
 
 
 def _with_neighbours(leaf: Leaf, boxes: Iterable[Box]) -> int:
