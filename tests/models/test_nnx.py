@@ -86,9 +86,10 @@ def same_model(config):
     "config",
     [
         pytest.param(T5Config(encoder_layers=1, decoder_layers=1), id="untied"),
-        pytest.param(T5Config(tied=True, gated=False), id="tied", marks=pytest.mark.slow),
+        pytest.param(T5Config(tied=True, gated=False), id="tied"),
     ],
 )
+@pytest.mark.slow
 def test_it_is_the_linen_model_and_decodes_with_a_cache(config):
     model, linen, params = same_model(config)
     inputs, targets = t5_model.batch(1, size=2, length=6)

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-KILLS = 25
+KILLS = 16
 # Twenty times what it takes on a machine with nothing else to do.
 _TIMEOUT_SECS = 800
 
