@@ -22,7 +22,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reord
 .PHONY: check lint test docs outputs test-fast test-lowest fuzz demo bench dist smoke clean
 
 # The gate, locally and in CI. Linters and documentation use the time in which tests wait.
-check: $(VENV)/.lint-installed $(VENV)/.docs-installed
+check: $(VENV)/.check-installed
 	$(MAKE) --jobs=2 test lint docs
 
 lint: $(VENV)/.lint-installed
@@ -31,7 +31,7 @@ lint: $(VENV)/.lint-installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The same examples in every run.
-test: $(VENV)/.tests-installed
+test: $(VENV)/.bytecode
 	$(PYTEST)
 
 # The documentation's site, without a network: any warning, broken link or anchor is an error. The tests run its examples.
@@ -50,7 +50,7 @@ outputs: $(VENV)/.tests-installed
 # One case of each test that starts no process and takes no third of a second: for whoever changes one thing, before the
 # whole. It waits for nothing, and each process collects all tests: as many as a machine of two cores has.
 test-fast: JOBS = 2
-test-fast: $(VENV)/.tests-installed
+test-fast: $(VENV)/.bytecode
 	$(PYTEST) --fast
 
 # The same as `test` with the lowest version of each package that pyproject.toml names; of others, what those allow.
@@ -88,6 +88,10 @@ $(VENV)/.tests-installed: pyproject.toml | $(BIN)/python
 	$(call install,.[test])
 	touch $@ $(VENV)/.installed
 
+# Bytecode of the tests and of what they import: in a new environment each of their processes would compile all of it.
+$(VENV)/.bytecode: $(VENV)/.tests-installed
+	-$(BIN)/python -m pytest --quiet --collect-only >$@
+
 $(LOWEST)/.tests-installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet uv
@@ -106,6 +110,11 @@ $(VENV)/.lint-installed: $(VENV)/.tests-installed
 $(VENV)/.docs-installed: pyproject.toml | $(BIN)/python
 	$(call install,.[docs])
 	touch $@ $(VENV)/.installed
+
+# All that the gate needs, found at once.
+$(VENV)/.check-installed: pyproject.toml | $(BIN)/python
+	$(call install,.[test$(comma)lint$(comma)docs])
+	touch $(VENV)/.installed $(VENV)/.tests-installed $(VENV)/.lint-installed $(VENV)/.docs-installed $@
 
 $(VENV)/.release-installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6" "zopfli>=0.2"
