@@ -66,6 +66,7 @@ def run_processes(
       stopped: those that stop, and are killed when the others have ended.
       environment: variables beside the caller's.
     """
+    sys.audit("os.fork")  # is raised in the process that forks these alone; fast tests are skipped by it
     coordinator = f"127.0.0.1:{_free_port()}"
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", **(environment or {})}
     with tempfile.TemporaryDirectory() as folder:
