@@ -22,7 +22,7 @@ def test_all_problems_come_at_once():
     problems = {problem.kind: problem for problem in failing(source, target)}
     assert set(problems) == {"shape", "dtype", "missing", "sharding", "leftover"}
     assert "(3,)" in problems["shape"].message and "(4,)" in problems["shape"].message
-    assert "left" in problems["leftover"].message and "strict=False" in str(problems["leftover"].fix)
+    assert problems["leftover"].leaf == "left" and "strict=False" in str(problems["leftover"].fix)
     assert "(7,)" in problems["sharding"].message
     assert all(problem.fix for problem in problems.values())
     assert not any(leaf.boxes for leaf in source.made.values())
