@@ -2,8 +2,8 @@
 
 import importlib.metadata
 
-# The first jaxlib that may not have all flags below: XLA ends a process for a flag that it does not know.
-_UNKNOWN = (0, 11)
+# Flags, each with the first jaxlib that may not have it: XLA ends a process for a flag that it does not know.
+_UNKNOWN = {"--xla_cpu_use_fusion_emitters=false": (0, 11), "--xla_cpu_parallel_codegen_split_count=1": (0, 13)}
 
 
 def compiler_flags() -> str:
@@ -14,8 +14,8 @@ def compiler_flags() -> str:
     Processes whose floats are compared need the same flags.
     """
     version = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
-    known = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-    return " ".join(["--xla_backend_optimization_level=0", *(known if version < _UNKNOWN else ())])
+    known = [flag for flag, first in _UNKNOWN.items() if version < first]
+    return " ".join(["--xla_backend_optimization_level=0", *known])
 
 
 def xla_flags(devices: int) -> str:
