@@ -237,9 +237,9 @@ def main(given: list[str] | None = None) -> None:
         run_script(SCRIPT, options.processes[0], f"{options.local_job}/root", options.leaves[0], SAVES, devices=1)
         return
     counters = {"bucket": count_bucket, **({"local": count_local} if shutil.which("strace") else {})}
-    for (store, count), processes, leaves in itertools.product(counters.items(), options.processes, options.leaves):
+    for store, processes, leaves in itertools.product(counters, options.processes, options.leaves):
         print(f"\n{store}, {processes} processes, {leaves} arrays\n")
-        counts = count(processes, leaves)
+        counts = counters[str(store)](int(processes), int(leaves))
         for way in WAYS:
             written = sum(one.nbytes for one in counts.saves[way, SAVES] if one.kind == "PUT")
             print(f"| {way} | {counts.kinds(way)} | {written:,} bytes written |")
