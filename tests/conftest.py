@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 
-from tests.support.xla import xla_flags
+from tests.support.xla import jaxlib_version, xla_flags
 
 # Before JAX is imported anywhere: the device count is read once. Processes that tests start inherit all of it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,7 +14,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # What one process has compiled, those beside it and those that tests start load: of this run, and of no other.
-_COMPILED = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="compiled-")
+# Before 0.10 jaxlib complains on stderr about each function that it loads.
+_SHARES = "PYTEST_XDIST_WORKER" not in os.environ and jaxlib_version() >= (0, 10)
+_COMPILED = tempfile.mkdtemp(prefix="compiled-") if _SHARES else None
 if _COMPILED is not None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"

@@ -6,6 +6,11 @@ import importlib.metadata
 _UNKNOWN = {"--xla_cpu_use_fusion_emitters=false": (0, 11), "--xla_cpu_parallel_codegen_split_count=1": (0, 13)}
 
 
+def jaxlib_version() -> tuple[int, ...]:
+    """Returns the two first numbers of jaxlib's version."""
+    return tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
+
+
 def compiler_flags() -> str:
     """Returns the flags that make compiling cheap.
 
@@ -13,8 +18,7 @@ def compiler_flags() -> str:
     fusions take half of the time of compiling, and splitting a function for several threads a third of what is left.
     Processes whose floats are compared need the same flags.
     """
-    version = tuple(int(number) for number in importlib.metadata.version("jaxlib").split(".")[:2])
-    known = [flag for flag, first in _UNKNOWN.items() if version < first]
+    known = [flag for flag, first in _UNKNOWN.items() if jaxlib_version() < first]
     return " ".join(["--xla_backend_optimization_level=0", *known])
 
 
