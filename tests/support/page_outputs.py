@@ -31,10 +31,10 @@ def blocks(page: Path, language: str) -> Iterator[Block]:
 
 
 def cleaned(output: str, paths: Mapping[str, str]) -> str:
-    """Returns what was printed without what differs between two runs: paths and seconds."""
+    """Returns what was printed without what differs between two runs, or two versions of JAX: paths, seconds, `P`."""
     for path, shown in paths.items():
         output = output.replace(path, shown)
-    output = re.sub(r"\b\d+\.\d+ s\b", "0.1 s", output)
+    output = re.sub(r"\b\d+\.\d+ s\b", "0.1 s", output).replace("PartitionSpec(", "P(")
     return "".join(line.rstrip() + "\n" for line in output.splitlines())
 
 
