@@ -173,7 +173,7 @@ def test_a_failed_save_leaves_the_directory_that_orbax_still_describes(tmp_path,
         before = data_files(tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(place, "write_text", write_late)
-            patched.setattr(*((handler._orbax, "finalize") if stage == "finalize" else (SaveSums, "write")), full)
+            patched.setattr(*((handler._orbax, "finalize") if stage == "finalize" else (SaveSums, "encode")), full)
             with pytest.raises(CheckpointIOError, match="No space left"):
                 manager.save(1, args=SAVE({"a": np.ones(2)}))
                 manager.wait_until_finished()
