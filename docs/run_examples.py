@@ -22,6 +22,8 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parent / "examples"
 _CELL = re.compile(r"^# %%(?P<text> \[markdown\])?\n", re.MULTILINE)
 _OUTPUT = re.compile(r"^```output\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Lines of Gloo, which processes write word by word at the same time: the last of them are numbers and ends of lines.
+_GLOO = re.compile(r"\[Gloo\] Rank .*peer ranks is : [\d\n]*", re.DOTALL)
 _INSTALL = "# On a machine of your own: once, in its environment.\n%pip install --quiet orbax-t5x"
 # pyproject.toml has the address of the repository.
 _URLS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["urls"]
@@ -74,8 +76,7 @@ def printed() -> Iterator[list[str]]:
             os.dup2(held, 1)
             os.close(held)
             file.seek(0)
-            # Gloo prints lines of its own, in any order.
-            out.append("".join(line for line in file if not line.startswith("[Gloo]")))
+            out.append(_GLOO.sub("", file.read()))
 
 
 def run(recipe: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The recipes of the cookbook run; their pages and notebooks show what they print, and the index has all of them."""
 
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -78,3 +79,22 @@ def test_cells_of_a_notebook_are_those_of_the_file(tmp_path):
     assert ["".join(cell["source"]) for cell in cells[2:]] == ["x = 1", "Then:", "print(x)"]
     assert cells[-1]["outputs"][0]["text"] == ["1\n"] and "colab" in "".join(cells[0]["source"])
     assert "pip install" in "".join(cells[1]["source"])
+
+
+def test_lines_of_gloo_are_left_out_however_processes_mix_them(tmp_path):
+    """Each word is a write of its own; the orders are drawn."""
+    words = [
+        "[Gloo] Rank ",
+        "{}",
+        " is connected to ",
+        "1",
+        " peer ranks. ",
+        "Expected number of connected peer ranks is : ",
+    ]
+    recipe = tmp_path / "mixed.py"
+    draw = random.Random(0)
+    for _ in range(50):
+        writers = [[word.format(rank) for word in [*words, "1", "\n"] * 2] for rank in range(2)]
+        mixed = "".join(draw.choice([w for w in writers if w]).pop(0) for _ in range(sum(map(len, writers))))
+        recipe.write_text(f"print('before')\nprint({mixed!r}, end='')\nprint('after')\n")
+        assert run_examples.run(recipe) == ["before\nafter\n"], mixed
