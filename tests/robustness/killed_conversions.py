@@ -115,6 +115,8 @@ def convert(source, destination, format, told, index, count, port):
     )
     if index == 0:
         (told / "report").write_text(json.dumps([report.kept_bytes, report.bytes]))
+    if count > 1:
+        jax.distributed.shutdown()  # the end of the first process ends the others
 
 
 def check_whole(destination, format, is_new):

@@ -72,9 +72,11 @@ def interrupted_at_random(function, count, seed, longest):
     """Calls a function `count` times, each with a signal after at most `longest` seconds; counts the interrupts."""
     rng = random.Random(seed)
     interrupts = 0
+    is_over = threading.Event()
 
     def interrupt(*_):
-        raise KeyboardInterrupt
+        if not is_over.is_set():  # else it was sent when the call ended
+            raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGUSR1, interrupt)
     try:
@@ -89,8 +91,6 @@ def interrupted_at_random(function, count, seed, longest):
             except KeyboardInterrupt:
                 interrupts += 1
             is_over.set()
-            with contextlib.suppress(KeyboardInterrupt):
-                timer.join()
             timer.join()
             assert_nothing_left(before, "a random point")
     finally:

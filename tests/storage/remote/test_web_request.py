@@ -39,7 +39,16 @@ def test_a_request_that_is_given_up_ends(store):
 def test_a_server_that_is_not_there():
     with serving() as store:
         url = store.url
-    request = WebServer(url, ResponseClock(60)).read("a", NO_BYTES)
+    server, begun = WebServer(url, ResponseClock(60)), threading.Event()
+    exchange = server.exchange
+
+    def seen(*arguments):
+        begun.set()
+        return exchange(*arguments)
+
+    server.exchange = seen
+    request = server.read("a", NO_BYTES)
+    assert begun.wait(30)  # one that no thread has taken yet is only cancelled
     with pytest.raises(TimeoutError):
         request.result(0.05)
     request.cancel()
