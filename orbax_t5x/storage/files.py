@@ -76,7 +76,7 @@ class File:
     def load(self, limit: int) -> None:
         """Does nothing: local reads need no prefetch; see `StoredFile.load`."""
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> File:
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> File:
         """Implements `StoredFile.ahead`: each range is read when it is requested."""
         return self
 

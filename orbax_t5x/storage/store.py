@@ -70,8 +70,14 @@ class StoredFile(Protocol):
         """Fills buffers (contiguous, of any dtype) with bytes as they are, from `offset`; errors as `read`."""
         ...
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
-        """Announces reads of (offset, size); the result reads exactly these, in this order."""
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
+        """Announces reads of (offset, size); the result reads exactly these, in this order.
+
+        Args:
+          ranges: to read.
+          into: the buffers that `read_into` will be given for each, which a remote store may fill before; none where
+            they are not known yet, or hold other bytes until then.
+        """
         ...
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:

@@ -15,16 +15,18 @@ class BoundedRange(NamedTuple):
       start: of the first byte; below zero it counts from the end.
       stop: behind the last byte; equal to `start` for none, None for all to the end.
       most: bytes that an answer may have.
+      into: memory of just these bytes, which an answer may fill instead of holding them; None for none.
     """
 
     start: int
     stop: int | None
     most: int
+    into: memoryview | None = None
 
     @classmethod
-    def between(cls, start: int, stop: int) -> BoundedRange:
+    def between(cls, start: int, stop: int, into: memoryview | None = None) -> BoundedRange:
         """Makes the range of bytes [start, stop)."""
-        return cls(start, stop, stop - start)
+        return cls(start, stop, stop - start, into)
 
     @classmethod
     def rest(cls, start: int, most: int) -> BoundedRange:

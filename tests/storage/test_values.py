@@ -12,8 +12,8 @@ class Request:
 
 def test_ranges():
     assert NO_BYTES.is_empty and NO_BYTES.size == 0
-    assert [BoundedRange.between(3, 7), BoundedRange.last(4)] == [(3, 7, 4), (-4, None, 4)]
-    assert [BoundedRange.whole(9), BoundedRange.rest(2, 9)] == [(0, None, 9), (2, None, 9)]
+    assert [BoundedRange.between(3, 7), BoundedRange.last(4)] == [(3, 7, 4, None), (-4, None, 4, None)]
+    assert [BoundedRange.whole(9), BoundedRange.rest(2, 9)] == [(0, None, 9, None), (2, None, 9, None)]
     ranges = [BoundedRange.between(3, 7), BoundedRange.last(4), BoundedRange.whole(9), BoundedRange.rest(2, 9)]
     # Where the end is not known, one byte more than there may be shows that there is more.
     assert [wanted.size for wanted in ranges] == [4, 4, 10, 10]

@@ -13,5 +13,8 @@ class SentBytes:
     def recv(self, size: int) -> bytes:
         return self._received.read(min(size, self._size))
 
+    def recv_into(self, buffer: memoryview, size: int) -> int:
+        return self._received.readinto(buffer[: min(size, self._size)])
+
     def settimeout(self, seconds: float) -> None:
         assert seconds > 0

@@ -212,7 +212,8 @@ class ByteRange(StoredRange):
     def _read_batches(self, batches: Sequence[_Batch], checksum: bool, leaf: str) -> ReadOutcome:
         checksums = _ReadChecksums(self.kind, checksum)
         size = 0
-        file = self.file.ahead((self.offset + batch.start, batch.size) for batch in batches)
+        ranges = ((self.offset + batch.start, batch.size) for batch in batches)
+        file = self.file.ahead(ranges, (batch.buffers for batch in batches))
         for batch in batches:
             file.read_into(self.offset + batch.start, batch.buffers, leaf=leaf)
             size += batch.size

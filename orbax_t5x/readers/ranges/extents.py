@@ -34,7 +34,7 @@ class JoinedExtents:
         """Implements `StoredFile.read_into`; `offset` counts from the first byte of the first range."""
         self._read(self._file, offset, buffers, leaf)
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
         """Implements `StoredFile.ahead`."""
         in_file = (run for offset, size in ranges for run in self._in_file(offset, size))
         return _JoinedReadAhead(self, self._file.ahead(in_file))
@@ -98,9 +98,9 @@ class DeferredExtents:
         """Implements `StoredFile.read_into`; `offset` counts from the first byte of the first range."""
         self._found.read_into(offset, buffers, leaf=leaf)
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> ReadAhead:
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> ReadAhead:
         """Implements `StoredFile.ahead`."""
-        return self._found.ahead(ranges)
+        return self._found.ahead(ranges, into)
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
         """Implements `StoredFile.check_unchanged`."""

@@ -63,7 +63,7 @@ class HubFiles:
                 return _known(ValueError(f"OUT_OF_RANGE: the file ends at byte {size}"))
             if stop - start > wanted.most:
                 return _known(LimitExceededError(f"more bytes than the limit of {wanted.most} permits"))
-            wanted = BoundedRange.between(start, stop)
+            wanted = BoundedRange.between(start, stop, wanted.into)
         if wanted.is_empty:
             return _known(Response(b"", b""))
         return WebRequest(functools.partial(self._attempt, key, wanted), self._clock, is_awaited=is_awaited)
@@ -137,7 +137,7 @@ class HubFiles:
         data = read_answer(answer.response, answer.wanted)
         self._sizes[key] = size
         self._locations[key] = answer.url
-        return None if data is None else Response(data.data, b"", size)
+        return None if data is None else data._replace(generation=b"", file_bytes=size)
 
     def _compare(self, key: str, answer: HubResponse) -> None:
         """Compares what a server says about a file with what it and the hub said before.

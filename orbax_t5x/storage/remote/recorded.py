@@ -27,9 +27,9 @@ class RecordedTransport:
         found = self._transcript.find(request)
         if found is not None and len(found.data) <= wanted.most:
             return _answered(found.value, found.data)
-        pending = self._server.read(key, wanted, is_awaited=is_awaited)
         if self._transcript.is_received or self._transcript.is_closed:
-            return pending
+            return self._server.read(key, wanted, is_awaited=is_awaited)
+        pending = self._server.read(key, wanted._replace(into=None), is_awaited=is_awaited)
         return _Recorded(pending, request, self._transcript)
 
     def close_idle(self) -> None:

@@ -9,10 +9,11 @@ many at once.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -232,27 +233,33 @@ class RemoteFile:
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Implements `StoredFile.read_into`."""
         size = sum([buffer.nbytes for buffer in buffers])
-        self.ahead([(offset, size)]).read_into(offset, buffers, leaf=leaf)
+        self.ahead([(offset, size)], [buffers]).read_into(offset, buffers, leaf=leaf)
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> RemoteReadAhead:
+    def ahead(self, ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]] = ()) -> RemoteReadAhead:
         """Implements `StoredFile.ahead`."""
         self._state.require_open()
-        return RemoteReadAhead(self, _pieces(ranges), self._connection.ahead)
+        return RemoteReadAhead(self, _pieces(ranges, into), self._connection.ahead)
 
-    def begin_piece(self, start: int, stop: int) -> PendingRead | bytes:
+    def begin_piece(self, piece: _PieceRequest, *, is_awaited: bool) -> PendingRead | bytes:
         """Requests bytes, or takes them from the loaded content; `end_piece` returns them."""
         if self._reads_whole:
             self._read_whole()
         if self._content is not None:
-            return self._content[start:stop]
-        return self._begin(BoundedRange.between(start, stop))
+            return self._content[piece.start : piece.stop]
+        return self._connection.begin(self._key, BoundedRange.between(*piece), is_awaited=is_awaited)
 
-    def end_piece(self, piece: PendingRead | bytes, start: int, stop: int, leaf: str | None) -> bytes:
-        """Returns the bytes of a piece."""
+    def end_piece(self, begun: PendingRead | bytes, piece: _PieceRequest, leaf: str | None) -> bytes | None:
+        """Returns the bytes of a piece; None where they are in place."""
         self._state.require_open()
-        data = piece if isinstance(piece, bytes) else self._answer(piece, leaf).data
-        if len(data) != stop - start:
-            raise CorruptCheckpointError(f"ends before byte {stop}", path=self.path, leaf=leaf)
+        if isinstance(begun, bytes):
+            data = begun
+        else:
+            answer = self._answer(begun, leaf)
+            if answer.is_in_place:
+                return None
+            data = answer.data
+        if len(data) != piece.size:
+            raise CorruptCheckpointError(f"ends before byte {piece.stop}", path=self.path, leaf=leaf)
         return data
 
     def check_unchanged(self, *, leaf: str | None = None) -> None:
@@ -360,39 +367,56 @@ def _tag(generation: bytes) -> str:
     return generation.strip(b"\0\1").decode("utf-8", "backslashreplace")
 
 
-def _pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of the requests for ranges of (offset, size)."""
-    for offset, size in ranges:
-        for start in range(offset, offset + size, _PIECE_BYTES):
-            yield start, min(start + _PIECE_BYTES, offset + size)
+class _PieceRequest(NamedTuple):
+    """One request: bytes [start, stop), and the memory that will hold them where it is one buffer."""
+
+    start: int
+    stop: int
+    into: memoryview | None
+
+    @property
+    def size(self) -> int:
+        """The bytes."""
+        return self.stop - self.start
+
+
+def _pieces(ranges: Iterable[tuple[int, int]], into: Iterable[Sequence[np.ndarray]]) -> Iterator[_PieceRequest]:
+    """Yields the requests for ranges of (offset, size), and for the buffers of each where they are known."""
+    for (offset, size), buffers in zip(ranges, itertools.chain(into, itertools.repeat(())), strict=False):
+        filled = [buffer for buffer in buffers if buffer.nbytes]
+        memory = filled[0].reshape(-1).view(np.uint8).data if len(filled) == 1 else None
+        for at in range(0, size, _PIECE_BYTES):
+            stop = min(at + _PIECE_BYTES, size)
+            yield _PieceRequest(offset + at, offset + stop, None if memory is None else memory[at:stop])
 
 
 class RemoteReadAhead:
     """Read-ahead that requests ranges in order before they are needed. For one thread."""
 
-    def __init__(self, file: RemoteFile, pieces: Iterator[tuple[int, int]], ahead: ReadAheadBudget):
+    def __init__(self, file: RemoteFile, pieces: Iterator[_PieceRequest], ahead: ReadAheadBudget):
         self._file = file
         self._pieces = pieces
         self._next = next(pieces, None)
-        self._begun: deque[tuple[int, int, PendingRead | bytes]] = deque()
+        self._begun: deque[tuple[_PieceRequest, PendingRead | bytes]] = deque()
         self._ahead = ahead
         self._taken = 0
 
     def __del__(self) -> None:
         # A read that failed leaves requests that are never awaited.
-        for _, _, piece in self._begun:
-            if not isinstance(piece, bytes):
-                piece.future.cancel()
+        for _, begun in self._begun:
+            if not isinstance(begun, bytes):
+                begun.future.cancel()
         self._ahead.give(self._taken)
 
-    def _begin_more(self) -> None:
-        while self._next is not None and len(self._begun) < _AHEAD_REQUESTS:
-            start, stop = self._next
-            if not self._ahead.take(stop - start, needed=not self._begun):
+    def _begin_more(self, *, is_awaited: bool = False) -> None:
+        while (piece := self._next) is not None and len(self._begun) < _AHEAD_REQUESTS:
+            if not self._ahead.take(piece.size, needed=not self._begun):
                 return
-            self._taken += stop - start
-            self._begun.append((start, stop, self._file.begin_piece(start, stop)))
+            self._taken += piece.size
             self._next = next(self._pieces, None)
+            # The only one is sent by this thread, which waits for it.
+            is_awaited = is_awaited and not self._begun and self._next is None
+            self._begun.append((piece, self._file.begin_piece(piece, is_awaited=is_awaited)))
 
     def read_into(self, offset: int, buffers: Sequence[np.ndarray], *, leaf: str | None = None) -> None:
         """Implements `ReadAhead.read_into`."""
@@ -401,13 +425,17 @@ class RemoteReadAhead:
         total = int(ends[-1]) if views else 0
         done = 0
         while done < total:
+            self._begin_more(is_awaited=True)
+            piece, begun = self._begun.popleft()
+            assert piece.start == offset + done, "reads come in the order in which they were announced"
+            received = self._file.end_piece(begun, piece, leaf)
+            self._taken -= piece.size
+            self._ahead.give(piece.size)
             self._begin_more()
-            start, stop, piece = self._begun.popleft()
-            assert start == offset + done, "reads come in the order in which they were announced"
-            data = np.frombuffer(self._file.end_piece(piece, start, stop, leaf), np.uint8)
-            self._taken -= stop - start
-            self._ahead.give(stop - start)
-            self._begin_more()
+            if received is None:
+                done += piece.size
+                continue
+            data = np.frombuffer(received, np.uint8)
             at = 0
             while at < data.size:
                 number = bisect.bisect_right(ends, done)

@@ -39,11 +39,13 @@ class Response(NamedTuple):
       data: the bytes.
       generation: of the file; empty where the server sends none.
       file_bytes: size of the file; None where the response does not name it.
+      is_in_place: whether the bytes are in `BoundedRange.into`, and not in `data`.
     """
 
     data: bytes
     generation: bytes
     file_bytes: int | None = None
+    is_in_place: bool = False
 
 
 class PendingResponse(Protocol):

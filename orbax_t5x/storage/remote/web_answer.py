@@ -51,6 +51,8 @@ def read_answer(response: WebResponse, wanted: BoundedRange) -> Response | None:
         size, file_bytes = found.stop - found.start, found.total
         if wanted.stop is None and wanted.start >= 0:
             _check_size(found.known_end - wanted.start, wanted)
+        if wanted.into is not None and size == wanted.size and response.fill(wanted.into):
+            return Response(b"", _generation(response), file_bytes, is_in_place=True)
         data = response.body(size)
         if data is None or len(data) != size:
             raise CheckpointIOError(

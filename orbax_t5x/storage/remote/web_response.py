@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.storage.values import BoundedRange
@@ -14,9 +16,9 @@ _INTERIM = re.compile(r"HTTP/1\.[01] 1\d\d(?: .*)?", re.ASCII)
 _FOLD = re.compile(r"\r\n[ \t]+")
 _LENGTH = re.compile(r"\d{1,19}", re.ASCII)
 _CHUNK_SIZE = re.compile(rb"[ \t]*([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
-# Received at a time.
+# Received at a time: of headers, and of a body, for which memory is taken before it comes.
 _PIECE_BYTES = 1 << 16
-_MOST_PIECE_BYTES = 1 << 20
+_MOST_PIECE_BYTES = 16 << 20
 # Of headers, which are fewer in every sound answer; and the most bytes that a byte costs in chunks of one byte.
 _HEAD_BYTES = 1 << 18
 _LINE_BYTES = 1 << 12
@@ -41,10 +43,11 @@ class _NoHttpError(ValueError):
         super().__init__(f"UNKNOWN: no HTTP: {text[:80]!r}")
 
 
-class _Stream:
+class _Stream(io.RawIOBase):
     """Bytes of the response to one request: of headers, framing and body together only so many."""
 
     def __init__(self, received: socket.socket, seconds_left: Callable[[], float], left: int):
+        super().__init__()
         self._socket = received
         self._seconds_left = seconds_left
         self._left = left
@@ -55,16 +58,34 @@ class _Stream:
         """True unless more was received than was read."""
         return not self._held
 
-    def _receive(self, most: int) -> bytes:
-        """Receives some bytes; none at the end."""
+    def _wait_at_most(self) -> int:
+        """Sets how long the next bytes are waited for; returns how many of them there may be."""
         if not self._left:
             raise CheckpointIOError("the server sends more than an answer to the request can have")
         if (seconds := self._seconds_left()) <= 0:
             raise TimeoutError("the server is silent")
         self._socket.settimeout(seconds)
-        data = self._socket.recv(min(most, self._left))
+        return self._left
+
+    def _receive(self, most: int) -> bytes:
+        """Receives some bytes; none at the end."""
+        data = self._socket.recv(min(most, self._wait_at_most()))
         self._left -= len(data)
         return data
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Reads some bytes into memory; none at the end."""
+        if self._held:
+            count = min(len(buffer), len(self._held))
+            buffer[:count] = self._held[:count]
+            del self._held[:count]
+        else:
+            count = self._socket.recv_into(buffer, min(len(buffer), self._wait_at_most()))
+            self._left -= count
+        return count
 
     def until(self, mark: bytes, most: int) -> bytes:
         """Reads to a mark, which is not returned."""
@@ -81,7 +102,7 @@ class _Stream:
         del self._held[: end + len(mark)]
         return found
 
-    def read(self, size: int) -> bytes:
+    def take(self, size: int) -> bytes:
         """Reads some bytes; fewer where the server sends no more."""
         parts = self._parts(size)
         return b"".join(parts) if len(parts) > 1 else parts[0]
@@ -91,13 +112,20 @@ class _Stream:
         parts = self._parts(most + 1)
         return None if sum(map(len, parts)) > most else b"".join(parts)
 
+    def fill(self, into: memoryview) -> int:
+        """Reads into memory until it is full, or the server sends no more; returns the number of bytes."""
+        done = 0
+        while done < len(into) and (count := self.readinto(into[done:])):
+            done += count
+        return done
+
     def _parts(self, size: int) -> list[bytes]:
-        parts = [bytes(self._held[:size])]
-        del self._held[:size]
-        missing = size - len(parts[0])
-        while missing and (data := self._receive(min(missing, _MOST_PIECE_BYTES))):
-            parts.append(data)
-            missing -= len(data)
+        parts: list[bytes] = []
+        while not parts or (size and len(parts[-1]) == _MOST_PIECE_BYTES):
+            reader = io.BufferedReader(self, 1)  # receives into the memory of the bytes that it returns
+            parts.append(reader.read(min(size, _MOST_PIECE_BYTES)))
+            reader.detach()
+            size -= len(parts[-1])
         return parts
 
 
@@ -161,13 +189,27 @@ class WebResponse:
         elif self._length is not None:
             if self._length > most:
                 return None
-            data = self._stream.read(self._length)
+            data = self._stream.take(self._length)
             if len(data) < self._length:
-                raise PassingError(f"the answer ended after {len(data)} of {self._length} bytes")
+                raise _cut(len(data), self._length)
         else:
             data = self._stream.read_to_end(most)
         self._is_ended = data is not None
         return data
+
+    def fill(self, into: memoryview) -> bool:
+        """Reads the body into memory of its size; False where it is not announced to have that: nothing is read then.
+
+        Raises:
+          PassingError: it was cut.
+          OSError: the connection broke.
+        """
+        if self._is_chunked or self._length != len(into):
+            return False
+        if (count := self._stream.fill(into)) < len(into):
+            raise _cut(count, len(into))
+        self._is_ended = True
+        return True
 
     def _chunks(self, most: int) -> bytes | None:
         if self.headers["transfer-encoding"].lower() != "chunked":
@@ -183,13 +225,17 @@ class WebResponse:
                 break
             if len(found) + size > most:
                 return None
-            found += self._stream.read(size)
+            found += self._stream.take(size)
             if self._stream.until(b"\r\n", _LINE_BYTES):
                 raise _NoHttpError("a chunk is longer than its size")
         for _ in range(_MOST_TRAILERS):
             if not self._stream.until(b"\r\n", _LINE_BYTES):
                 return bytes(found)
         raise _NoHttpError("trailers without end")
+
+
+def _cut(count: int, size: int) -> PassingError:
+    return PassingError(f"the answer ended after {count} of {size} bytes")
 
 
 def _headers(lines: list[str]) -> dict[str, str]:

@@ -89,15 +89,16 @@ def test_announced_reads_are_the_files_bytes(data):
     """By pieces that are smaller than the ranges, into buffers that are smaller and larger than the pieces."""
     ranges = data.draw(st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 300)), max_size=8))
     cuts = data.draw(st.integers(1, 120))
+    buffers = [[np.zeros(min(cuts, size - at), np.uint8) for at in range(0, size, cuts)] for _, size in ranges]
+    into = data.draw(st.sampled_from([(), buffers]))  # those of one buffer are received in place
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "_PIECE_BYTES", 64)
         patch.setattr(connection, "_AHEAD_BYTES", 200)
         file = file_of(STORE, DATA[:5000])
-        ahead = file.ahead(iter(ranges))
-        for offset, size in ranges:
-            buffers = [np.zeros(min(cuts, size - at), np.uint8) for at in range(0, size, cuts)]
-            ahead.read_into(offset, buffers)
-            assert b"".join(buffer.tobytes() for buffer in buffers) == DATA[offset : offset + size]
+        ahead = file.ahead(iter(ranges), into)
+        for (offset, size), outs in zip(ranges, buffers, strict=True):
+            ahead.read_into(offset, outs)
+            assert b"".join(out.tobytes() for out in outs) == DATA[offset : offset + size]
 
 
 def test_reads_ahead_share_one_bound_and_give_it_back(store, monkeypatch):

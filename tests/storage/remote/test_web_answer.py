@@ -19,8 +19,25 @@ RANGES = [
 
 
 def answer(head, body=b"", wanted=RANGES[0]):
+    """Reads an answer into bytes, and into memory that is given: to the same end."""
     data = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    return read_answer(WebResponse(SentBytes(data), lambda: 1.0, wanted), wanted)
+    memory = memoryview(bytearray(wanted.size))
+    placed = _outcome(data, wanted._replace(into=memory))
+    found = _outcome(data, wanted)
+    if isinstance(found, Exception):
+        assert (type(placed), str(placed)) == (type(found), str(found))
+        raise found
+    if placed is not None and placed.is_in_place:
+        placed = placed._replace(data=memory.tobytes(), is_in_place=False)
+    assert placed == found
+    return found if found is None else found[:3]
+
+
+def _outcome(data, wanted):
+    try:
+        return read_answer(WebResponse(SentBytes(data, 2), lambda: 1.0, wanted), wanted)
+    except Exception as error:
+        return error
 
 
 def test_headers_name_the_last_byte():
