@@ -69,7 +69,10 @@ class MappingOptions(RuleOptions):
         if self._target_path is None:
             return None
         with open_checkpoint(self._target_path, item=self._target_item) as checkpoint:
-            leaves = {name: _stand_in(view) for name, view in checkpoint.leaves.items()}
+            leaves = {
+                name: np.broadcast_to(np.empty((), np.dtype(view.dtype)), view.shape)
+                for name, view in checkpoint.leaves.items()
+            }
         return unflatten(leaves, join_clashes=True)
 
 
@@ -81,7 +84,3 @@ def plan_options(options: argparse.Namespace) -> PlanOptions:
         strict=options.strict,
         allow_lossy_cast=options.allow_lossy_cast,
     )
-
-
-def _stand_in(view: Any) -> np.ndarray:
-    return np.broadcast_to(np.empty((), np.dtype(view.dtype)), view.shape)

@@ -98,7 +98,7 @@ def _search(node: Any, candidates: list[tuple[Any, Any]]) -> Any:
         elif (
             opened is not None
             and _is_like_params(node, axes, allow_records=isinstance(axes, Mapping))
-            and _has_slots(node)
+            and any(isinstance(leaf, StateLeaf) for leaf in jax.tree.leaves(node))
         ):
             return _assign(node, axes, params)
     return None if opened is None else opened.rebuild([_search(child, candidates) for child in opened.children])
@@ -131,10 +131,6 @@ def _is_like_params(node: Any, axes: Any, *, allow_records: bool) -> bool:
         _is_masked(child) or _is_like_params(child, wanted_children[name], allow_records=allow_records)
         for name, child in zip(opened.names, opened.children, strict=True)
     )
-
-
-def _has_slots(node: Any) -> bool:
-    return any(isinstance(leaf, StateLeaf) for leaf in jax.tree.leaves(node))
 
 
 def _is_masked(node: Any) -> bool:

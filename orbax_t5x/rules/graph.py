@@ -77,11 +77,7 @@ class EdgeStep(NamedTuple):
         return self.edge.source if self.is_inverse else self.edge.target
 
     def pack(self, dimensions: Mapping[str, Any]) -> RulePack:
-        """Makes the pack.
-
-        Args:
-          dimensions: argument -> value, of all that the edge names.
-        """
+        """Makes the pack from a value for each of the edge's arguments."""
         pack = self.edge.function(**{name: dimensions[name] for name in self.edge.arguments})
         return pack.inverse() if self.is_inverse else pack
 

@@ -46,10 +46,6 @@ FIXED_NAMES = (
 )
 
 
-def _their_pattern(name: str) -> str:
-    return name.replace(".", r"\.").replace("*", r"(\d+)")
-
-
 def our_pattern(name: str) -> str:
     """Returns a regex of a name of T5X's, with a group for the layer's number."""
     return ROOT + name.replace("*", r"(\d+)")
@@ -59,7 +55,7 @@ def _to_t5x() -> tuple[tuple[str, str], ...]:
     pairs = [*layer_names(), *FIXED_NAMES]
     layer_bias = r"(encoder|decoder)\.block\.(\d+)\.layer\.0\.SelfAttention\.relative_attention_bias\.weight"
     return (
-        *((_their_pattern(theirs), ours.replace("*", r"\1")) for theirs, ours in pairs),
+        *((theirs.replace(".", r"\.").replace("*", r"(\d+)"), ours.replace("*", r"\1")) for theirs, ours in pairs),
         (layer_bias, rf"\1/layers_\2/{BIAS}"),
     )
 

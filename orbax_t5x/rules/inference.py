@@ -108,9 +108,6 @@ def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
     """Returns the pack from a checkpoint of a T5 to the names of T5X's minimal T5; None where it has them.
 
     Layers that are stacked are taken for stacked on axis 1, as T5X stacks them. Heads stay split.
-
-    Args:
-      leaves: by name.
     """
     layout = find_layout(_parameter_leaves(leaves))
     if layout.is_scanned and "maxtext" not in layout.kind:

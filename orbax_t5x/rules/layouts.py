@@ -189,12 +189,7 @@ def _same_but_heads(one: Shape, other: Shape) -> bool:
 
 
 def heads_of(split: Layout, axis: int | None) -> tuple[int, int] | None:
-    """Returns the number of heads and their size; None where they are joined.
-
-    Args:
-      split: the layout.
-      axis: of the layers; None where they are not stacked.
-    """
+    """Returns the number of heads and their size, of layers stacked on `axis`; None where they are joined."""
     for (_, rest), shape in split.shapes.items():
         if _QUERY.fullmatch(rest):
             one = shape if axis is None else _without_axis(shape, axis)

@@ -280,15 +280,11 @@ def pack_of(call: PackCall, steps: tuple[AnyTransform, ...], back: tuple[AnyTran
 
 
 def join_packs(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePack:
-    """Joins several transforms into one pack.
-
-    Args:
-      parts: in order, at least one.
-      back: the way back, in order; of packs without one, nothing.
-    """
+    """Joins transforms, at least one, into one pack; `back` is empty for packs without a way back."""
     if len(parts) == 1 and isinstance(parts[0], RulePack):
         return parts[0]
-    parts = tuple([_is_within(part, parts) for part in parts])
+    whole = tuple(parts)
+    parts = tuple([dataclasses.replace(part, _whole=whole) if isinstance(part, RulePack) else part for part in whole])
     packs = [part for part in parts if isinstance(part, RulePack)]
     examples = [pack.back_example for pack in packs if pack.back_example]
     return RulePack(
@@ -300,10 +296,6 @@ def join_packs(parts: Sequence[Transform], back: Sequence[Transform]) -> RulePac
         _joined=parts,
         _joined_back=tuple(back),
     )
-
-
-def _is_within(part: Transform, whole: Sequence[Transform]) -> Transform:
-    return dataclasses.replace(part, _whole=tuple(whole)) if isinstance(part, RulePack) else part
 
 
 def _flat_steps(parts: Iterable[Transform]) -> tuple[AnyTransform, ...]:

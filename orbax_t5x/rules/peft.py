@@ -166,11 +166,7 @@ class _Base:
 class _PeftAdapters(Transform):
     """Merge of PEFT's adapters into the base model's leaves, whose names lose the source's.
 
-    Attributes:
-      config: of the adapters.
-      base: the name of the base model's source.
-      adapter: the name of the adapters' source.
-      merge: whether products are added; else factors are put beside the leaves.
+    Without `merge` the factors are put beside the leaves, and no products are added.
     """
 
     config: LoraConfig

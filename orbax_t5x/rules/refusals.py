@@ -21,11 +21,7 @@ def refusal_of_tree(
 ) -> Problem | None:
     """Returns why a tree is refused as a whole: it has several models, or adapters; None where it is one model.
 
-    Args:
-      leaves: of the layout.
-      state: the tree.
-      chain: the transforms that would translate one model.
-      allows_adapters: whether adapters are left out.
+    `chain` are the transforms that would translate one model, for the fix.
     """
     prefixes = leaves.prefixes(state) if leaves.has_dots else []
     if len(prefixes) < 2:

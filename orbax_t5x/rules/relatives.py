@@ -34,8 +34,7 @@ _MLP_LAYERS = {tower: len(sublayers) - 1 for tower, sublayers in SUBLAYERS.items
 def relatives_table(t5: dict[str, Dimensions]) -> dict[str, Dimensions]:
     """Returns the leaves of relatives by Hugging Face's names, with their dimensions there.
 
-    Args:
-      t5: T5's leaves by Hugging Face's names, '/'-joined for Flax models.
+    `t5` are T5's leaves by Hugging Face's names, '/'-joined for Flax models.
     """
     is_flax = any("/" in name for name in t5)
     found = {

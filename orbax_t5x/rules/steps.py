@@ -180,12 +180,7 @@ class HeadsCheck(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class FirstName(Transform):
-    """Merge of one leaf that has several names, under a new one; reading checks that all are equal.
-
-    Attributes:
-      names: in order.
-      into: the new name.
-    """
+    """Merge of one leaf that has several names, under a new one; reading checks that all are equal."""
 
     names: tuple[str, ...]
     into: str
@@ -217,11 +212,7 @@ def equal_copies(
 
 @dataclasses.dataclass(frozen=True)
 class WithoutPrefix(Transform):
-    """Move of the one model of a layout in a tree to names without a prefix.
-
-    Attributes:
-      leaves: of the layout.
-    """
+    """Move of the one model of a layout in a tree to names without a prefix."""
 
     leaves: LeafTable
 

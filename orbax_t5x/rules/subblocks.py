@@ -21,11 +21,7 @@ _IN_SUBBLOCKS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class IntoSubblocks(Transform):
-    """Renaming of layer i to `subblock_{i % count}/layers_{i // count}`; a depth that does not divide is a problem.
-
-    Attributes:
-      count: of the subblocks.
-    """
+    """Renaming of layer i to `subblock_{i % count}/layers_{i // count}`; a depth that does not divide is a problem."""
 
     count: int
 
@@ -47,11 +43,7 @@ class IntoSubblocks(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class OutOfSubblocks(Transform):
-    """Inverse of `IntoSubblocks`; a tower with another number of subblocks is a problem.
-
-    Attributes:
-      count: of the subblocks.
-    """
+    """Inverse of `IntoSubblocks`; a tower with another number of subblocks is a problem."""
 
     count: int
 

@@ -47,8 +47,12 @@ class ModelSurgery(Transform):
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
         given = {name: _as_view(value, name) for name, value in state.items()}
         try:
-            result = _on_views(self._function)(dict(given))
-            flat = {name: _finished(value) for name, value in _named_leaves(result).items()}
+            on_views = _copy_function(self._function, _globals_of(self._function.__module__))
+            result = on_views(dict(given))
+            flat = {
+                name: value.view() if isinstance(value, _FilledStack) else value
+                for name, value in _named_leaves(result).items()
+            }
         except NameClashError as error:
             diagnostics.problem("duplicate", error.names[0], f"{self.name}: {error}")
             return dict(state)
@@ -94,10 +98,6 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
         return flatten(tree)
     # `unflatten(target=…)` returns the target's own containers.
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _finished(value: Any) -> Any:
-    return value.view() if isinstance(value, _FilledStack) else value
 
 
 # -- what Orbax's functions compute with
@@ -170,8 +170,3 @@ def _copy_function(function: types.FunctionType, new_globals: dict[str, Any]) ->
     )
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def _on_views(function: Any) -> Callable[..., Any]:
-    """Returns one of Orbax's functions that computes with views."""
-    return _copy_function(function, _globals_of(function.__module__))

@@ -106,7 +106,7 @@ class NumpyOrLazyHandler(ocp.type_handlers.TypeHandler):
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ocp.RestoreArgs] | None = None) -> Sequence[Any]:
         """Reads arrays; those whose `restore_type` is `LazyArray` are opened, and read by the caller."""
         args = args or [ocp.RestoreArgs()] * len(infos)
-        is_lazy = [_asks_for_lazy(arg) for arg in args]
+        is_lazy = [isinstance(arg.restore_type, type) and issubclass(arg.restore_type, LazyArray) for arg in args]
         stock = [at for at, lazy in enumerate(is_lazy) if not lazy]
         read = await self.below.deserialize([infos[at] for at in stock], [args[at] for at in stock]) if stock else ()
         found: dict[int, Any] = dict(zip(stock, read, strict=True))
@@ -150,10 +150,6 @@ def _streamable(value: Any, name: str, arg: ocp.SaveArgs, writer: ChunkWriter) -
         return view.get()
     snapshot_values(view, writer.snapshots)
     return StreamedLeaf(view, name, writer, ChunkPreferences(arg.chunk_byte_size, tuple(arg.shard_axes)))
-
-
-def _asks_for_lazy(arg: ocp.RestoreArgs) -> bool:
-    return isinstance(arg.restore_type, type) and issubclass(arg.restore_type, LazyArray)
 
 
 def _open_views(infos: Sequence[Any]) -> list[View]:

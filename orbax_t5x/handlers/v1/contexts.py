@@ -164,11 +164,6 @@ def _handler_with(given: Mapping[str, Any], handler: type[V1TrainStateHandler]) 
     return type(handler.__name__, (handler,), {"options": dataclasses.replace(handler.options, **given)})
 
 
-def _for_any_tree(handler: type[V1TrainStateHandler]) -> type[V1TrainStateHandler]:
-    """Makes a handler class like the given one, for trees that it does not claim."""
-    return type(handler.__name__, (AnyTreeHandler, handler), {})
-
-
 def _with_handler(
     given: v1.handlers.CheckpointableHandlerRegistry, handler: type[V1TrainStateHandler]
 ) -> v1.handlers.CheckpointableHandlerRegistry:
@@ -183,7 +178,7 @@ def _with_handler(
     ours_by_name = [name for cls, name in entries if name and (cls is stock or _is_our_handler(cls))]
     others = [(cls, name) for cls, name in entries if not _is_our_handler(cls) and not (cls is stock and name)]
     made = v1.handlers.local_registry(include_global_registry=False)
-    made.add(_for_any_tree(handler))
+    made.add(type(handler.__name__, (AnyTreeHandler, handler), {}))
 
     def add_ours() -> None:
         made.add(handler, secondary_typestrs=[recorded_type(), *given.get_secondary_typestrs(stock)])

@@ -31,12 +31,7 @@ from orbax_t5x.transforms.patterns.table import Pattern
 
 @guarded
 def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.Context) -> Any:
-    """Loads one checkpointable, by all processes together.
-
-    Args:
-      directory: of the checkpointable.
-      abstract: what to load into; its `source` is loaded from instead of the directory.
-      context: of the load.
+    """Loads the checkpointable of a directory, or the target's `source` instead, by all processes together.
 
     Raises:
       CheckpointError: as `orbax_t5x.restore` does.

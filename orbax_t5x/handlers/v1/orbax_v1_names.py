@@ -60,13 +60,7 @@ def recording(handler: v1.handlers.PyTreeHandler, custom_metadata: Mapping[str, 
 
 
 def stored_dtype(context: v1.Context, path: tuple[Any, ...], value: Any) -> Any:
-    """Returns the dtype in which Orbax stores a leaf by the options of a context, or None for its own.
-
-    Args:
-      context: of the save.
-      path: of the leaf, as JAX gives it.
-      value: the leaf.
-    """
+    """Returns the dtype in which Orbax stores a leaf by the options of a save's context, or None for its own."""
     saving = context.array.saving
     of_leaf = saving.scoped_storage_options_creator
     options = None if of_leaf is None else of_leaf(path, value)

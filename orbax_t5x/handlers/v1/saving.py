@@ -51,11 +51,7 @@ class _StoredLeaf(NamedTuple):
 
 
 def copy_tree_to_host(tree: Any, context: v1.Context) -> tuple[Any, list[HostCopy]]:
-    """Copies what this process writes of a tree, for its checksums.
-
-    Args:
-      tree: that Orbax saves.
-      context: of the save.
+    """Copies what this process writes of a tree that Orbax saves, for its checksums.
 
     Returns:
       The tree to give to Orbax, whose NumPy arrays are copies, and the copies for the checksums.

@@ -248,10 +248,6 @@ class _JobStart:
         lost = lost_items(os.fspath(directory), _recorded_items(directory) or {}, names)
         return names[0] if len(names) == 1 and not lost else ""
 
-    def _items_in(self, directory: epath.Path) -> list[str]:
-        """Returns the items to restore from a step if they are several."""
-        return [] if self._item_in(directory) else item_names(os.fspath(directory))
-
     def _attempt(self, directory: epath.Path, chain: tuple[Callable[..., Any], ...]) -> _RestoreResult | _Damage:
         """Restores one step; all processes have it, or none."""
         options = dataclasses.replace(self._options, item=None, fallback=None, is_resuming=True, fallback_for=None)
@@ -271,7 +267,8 @@ class _JobStart:
             except RestorePlanError as error:
                 found = damage_of(path, options.limits)
                 if found is None:
-                    raise of_own_step(error, path, self._items_in(directory)) from error.__cause__
+                    several = [] if self._item_in(directory) else item_names(os.fspath(directory))
+                    raise of_own_step(error, path, several) from error.__cause__
                 damage = _Damage(str(found), False)
             damages = [_Damage(*one) for one in together.of_all(damage) if one is not None]
         if restored is not None and not damages:

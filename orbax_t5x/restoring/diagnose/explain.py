@@ -123,7 +123,7 @@ def explain_failure(failure: MatchFailure) -> list[Problem]:
 def _remedied(failure: MatchFailure) -> list[Problem] | None:
     """Returns the problems with the best remedy, and before them the one that it solves; None without a remedy."""
     matcher, is_added = _matched_before(failure)
-    best, found_by = _best_remedy(matcher, failure, _without_value), "name and shape"
+    best, found_by = _best_remedy(matcher, failure, lambda matcher: matcher.unfilled), "name and shape"
     if best is None:
         # A model of another size: the names show how to map it, and the problems that are left which sizes differ.
         best, found_by = _best_remedy(matcher, failure, _without_name), "name"
@@ -143,10 +143,6 @@ def _remedied(failure: MatchFailure) -> list[Problem] | None:
         # One text is enough for Python; another interface may have words for the others only.
         fix = dataclasses.replace(fix, alternatives=tuple(ways))
     return [Problem(kind, None, message, fix), *left]
-
-
-def _without_value(matcher: Matcher) -> list[str]:
-    return matcher.unfilled
 
 
 def _without_name(matcher: Matcher) -> list[str]:

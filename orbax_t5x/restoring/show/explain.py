@@ -13,7 +13,7 @@ from orbax_t5x.restoring.plan_data import PlanData, PlanEntry
 from orbax_t5x.restoring.show.broadcasts import decision_text
 from orbax_t5x.restoring.show.entries import entry_array, entry_how, entry_reads, entry_sharding
 from orbax_t5x.text.wording import array_bytes, array_text, counted, dtype_text, mesh_text, plain, size_text
-from orbax_t5x.transforms.patterns.closest import closest_names
+from orbax_t5x.transforms.patterns.closest import ClosestNames
 from orbax_t5x.trees.dtypes import conversion
 from orbax_t5x.trees.flat import prefixed
 
@@ -41,7 +41,7 @@ def explain_leaf(plan: PlanData, leaf: str) -> str:
     if parts:
         return "\n\n".join("\n".join(plain(line) for line in part) for part in parts)
     names = dict.fromkeys([*(entry.name for entry in plan.entries), *_stored(plan)])
-    closest = closest_names(leaf, names)
+    closest = ClosestNames(names).to(leaf)
     hint = f"; closest: {', '.join(closest)}" if closest else ""
     raise KeyError(f"neither the target nor the checkpoint has a leaf {leaf!r}{hint}")
 

@@ -91,12 +91,7 @@ class _Kind:
 
 
 def rename_rules(names: Mapping[str, str], others: Collection[str]) -> list[Rename]:
-    """Returns transforms that give names new ones.
-
-    Args:
-      names: old name -> new one.
-      others: names that stay as they are.
-    """
+    """Returns transforms that rename leaves, by old name, and leave others as they are."""
     changed = {old: new for old, new in names.items() if old != new}
     if not changed:
         return []

@@ -60,8 +60,3 @@ class ClosestNames:
 
         likely = heapq.nsmallest(_COMPARED, candidates, key=rank)
         return difflib.get_close_matches(plain, [name for name, _ in likely], n=count, cutoff=_CUTOFF)
-
-
-def closest_names(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the names most like `name` among candidates, best first."""
-    return ClosestNames(candidates).to(name, count)
