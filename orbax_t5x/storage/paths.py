@@ -36,6 +36,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Of a file below a root: never a link, and never a wait for the other end of a FIFO.
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_NOCTTY", 0)
+_UPWARDS = re.compile(r"(\.|%2e)(\.|%2e)", re.IGNORECASE)
 _HUB_BLOB = re.compile(r"(?P<cache>.*/models--[^/]+)/blobs/(?P<blob>[0-9a-f]{40}|[0-9a-f]{64})")
 _HUB_SNAPSHOT = re.compile(r"(?P<cache>.*/models--[^/]+)/snapshots(/.*)?")
 _KINDS = {
@@ -66,7 +67,7 @@ def split_name(name: str, *, path: str | None = None, leaf: str | None = None) -
         problem = "holds a NUL or a backslash"
     elif not _encodable(name):
         problem = "is no text that a file system knows"
-    elif any(part == ".." or re.fullmatch(r"(\.|%2e)(\.|%2e)", part, re.IGNORECASE) for part in parts):
+    elif any(map(_UPWARDS.fullmatch, parts)):
         problem = "leads upwards"
     if problem is not None:
         raise UnsafeCheckpointError(

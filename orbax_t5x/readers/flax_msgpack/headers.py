@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any, NamedTuple
 
@@ -73,6 +74,11 @@ def _short_header(first: int) -> Header | None:
 
 # By first byte. Most headers of a tree of names are short, and are not made anew each time.
 _SHORT = tuple(map(_short_header, range(0x100)))
+# Of each, the fewest bytes that must follow; of a value nothing is announced.
+_SHORT_LEAST = [
+    short.size * _LEAST_BYTES.get(short.kind, 1) if short is not None and short.kind != "value" else -math.inf
+    for short in _SHORT
+]
 
 
 class HeaderReader(WindowReader):
@@ -87,7 +93,7 @@ class HeaderReader(WindowReader):
             first = self.take(1)[0]
         short = _SHORT[first]
         if short is not None:
-            return short if short.kind == "value" else self._announced(short)
+            return short if _SHORT_LEAST[first] <= self.stop - self._base - self._at else self._announced(short)
         if first in _SIZED:
             kind, width = _SIZED[first]
             return self._sized(kind, int.from_bytes(self.take(width), "big"))

@@ -127,50 +127,48 @@ class _MessageWalker:
         self._values = 0
         self._broken = 0
         self._arrays = 0
-        self._most_values = _FREE_VALUES + file.size // _FILE_BYTES_PER_VALUE
+        self._most_values = min(limits.entries, _FREE_VALUES + file.size // _FILE_BYTES_PER_VALUE)
 
     def run(self) -> Node:
         """Walks over the file and returns its tree."""
         stack: list[_OpenContainer] = []
+        keys = self._keys
         while True:
             node = self._value(len(stack))
             if isinstance(node, _OpenContainer):
                 stack.append(node)
             else:
                 while stack:
-                    self._put(stack[-1].node, node)
-                    if len(stack[-1].node) < stack[-1].size:
+                    container, size = stack[-1]
+                    key = keys.pop()
+                    if isinstance(container, dict):
+                        container[key] = node
+                    else:
+                        container.append(node)
+                    if len(container) < size:
                         break
                     node = stack.pop().node
                 if not stack:
                     break
-            self._begin_entry(stack[-1].node)
+            container = stack[-1].node
+            keys.append(self._key(container) if isinstance(container, dict) else str(len(container)))
         if self.reader.left:
             raise self.reader.corrupt(f"{self.reader.left} bytes follow the end of the tree")
         return node
 
-    def _begin_entry(self, container: dict[str, Node] | list[Node]) -> None:
-        self._keys.append(self._key(container) if isinstance(container, dict) else str(len(container)))
-
-    def _put(self, container: dict[str, Node] | list[Node], node: Node) -> None:
-        key = self._keys.pop()
-        if isinstance(container, dict):
-            container[key] = node
-        else:
-            container.append(node)
-
     def _key(self, container: dict[str, Node]) -> str:
         header = self.reader.header()
-        if header.kind != "text":
+        kind, size, _ = header
+        if kind != "text":
             raise self.reader.corrupt(f"a key is {_header_text(header)}, not text", self._name)
-        if header.size > self._limits.name_bytes:
+        if size > self._limits.name_bytes:
             raise LimitExceededError(
-                f"at byte {self.reader.position}: a key of {header.size} bytes, more than Limits.name_bytes = "
+                f"at byte {self.reader.position}: a key of {size} bytes, more than Limits.name_bytes = "
                 f"{self._limits.name_bytes}",
                 path=self._path,
             )
         try:
-            key = self.reader.take(header.size).decode()
+            key = self.reader.take(size).decode()
         except UnicodeDecodeError:
             raise self.reader.corrupt("a key is not UTF-8", self._name) from None
         if key in container:
@@ -180,19 +178,21 @@ class _MessageWalker:
     def _value(self, depth: int) -> Node | _OpenContainer:
         """Reads the next value; of a container that is not empty, the container before its first entry."""
         self._values += 1
-        self._require_values(self._values)
+        if self._values > self._most_values:
+            self._require_values(self._values)
         try:
             header = self.reader.header()
         except CorruptCheckpointError as error:
             raise error_at(error, path=self._path, leaf=self._name) from None
-        if header.kind == "value":
-            return header.value
-        if header.kind == "extension":
+        kind, size, value = header
+        if kind == "value":
+            return value
+        if kind == "extension":
             return self._extension(header)
-        if header.kind in ("text", "bytes"):
-            return self._text(header.size)
-        self._require_values(self._values + header.size)
-        node: dict[str, Node] | list[Node] = {} if header.kind == "map" else []
+        if kind in ("text", "bytes"):
+            return self._text(size)
+        self._require_values(self._values + size)
+        node: dict[str, Node] | list[Node] = {} if kind == "map" else []
         if depth >= self._limits.msgpack_depth:
             raise LimitExceededError(
                 f"at byte {self.reader.position}: nested deeper than Limits.msgpack_depth = "
@@ -200,13 +200,14 @@ class _MessageWalker:
                 path=self._path,
                 leaf=self._name,
             )
-        return _OpenContainer(node, header.size) if header.size else node
+        return _OpenContainer(node, size) if size else node
 
     def _require_values(self, values: int) -> None:
+        if values <= self._most_values:
+            return
         if values > self._limits.entries:
             raise LimitExceededError(f"more values than Limits.entries = {self._limits.entries}", path=self._path)
-        if values > self._most_values:
-            raise too_many("values", self._most_values, self._file)
+        raise too_many("values", self._most_values, self._file)
 
     @property
     def _name(self) -> str | None:
