@@ -87,7 +87,7 @@ def test_each_wait_for_other_processes_ends_when_one_is_lost():
         for path in package.rglob("*.py")
         if any(waits.search(line) and "import" not in line for line in path.read_text().splitlines())
     }
-    collectives, all_gather = "multihost/collectives.py", "restoring/broadcast/all_gather.py"
+    collectives, all_gather = "multihost/collectives.py", "restoring/broadcast/exchange.py"
     assert found == {collectives, all_gather, "multihost/coordination.py"}
     text = (package / collectives).read_text()
     assert text.count("process_allgather(") == text.count("collective(lambda: np.asarray(multihost_utils.") == 1

@@ -22,8 +22,9 @@ from orbax_t5x.errors import CheckpointIOError
 from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.multihost.collectives import any_failed, gather_texts
-from orbax_t5x.restoring.broadcast.all_gather import empty_buffer, exchange_buffers
-from orbax_t5x.restoring.broadcast.schedule import BroadcastRound, Message, Schedule, message_starts
+from orbax_t5x.restoring.broadcast.exchange import empty_buffer, exchange_buffers
+from orbax_t5x.restoring.broadcast.rounds import BroadcastRound, Message, message_starts
+from orbax_t5x.restoring.broadcast.schedule import Schedule
 from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.lowering import Shard
 from orbax_t5x.restoring.execute.reading import Reader

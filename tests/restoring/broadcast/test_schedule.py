@@ -5,16 +5,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scale_model import FORMATS, Job, Stored, _needs_of
 from orbax_t5x.lazy import as_view, stack
 from orbax_t5x.lazy.box import box_shape, box_size, box_slices, slices_within
-from orbax_t5x.restoring.broadcast import schedule
-from orbax_t5x.restoring.broadcast.needs import EntryNeeds
-from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT, message_starts, schedule_broadcast
-from orbax_t5x.restoring.plan_data import PlanEntry
+from orbax_t5x.restoring.broadcast.rounds import ALIGNMENT, message_starts
+from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
+from tests.support.broadcast_needs import needs_of
 from tests.support.memory_checkpoint import AwaitedLeaf
 
 
@@ -34,11 +32,6 @@ def grid(shape, counts):
         edges = [size * index // count for index in range(count + 1)]
         sides.append(list(itertools.pairwise(edges)))
     return list(itertools.product(*sides))
-
-
-def needs_of(name, view, needers):
-    entry = PlanEntry(name, (name,), view.shape, view.dtype, None, "read", view=view, leaves=view.leaves())
-    return EntryNeeds(entry, tuple(needers), tuple(tuple(sorted(some)) for some in needers.values()))
 
 
 @st.composite
@@ -148,14 +141,6 @@ def test_a_replicated_array_is_read_by_all_in_equal_shares(chunks):
     assert sum(one.buffer_bytes * processes for one in schedule.rounds) <= 1.3 * sum(read)
 
 
-def test_pairs_that_need_the_same_have_rounds_of_their_own():
-    """Data-parallel over (0, 2) and (1, 3): nobody receives what it does not need."""
-    view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32)))
-    needs = needs_of("a", view, {((0, 4), (0, 4)): {0, 2}, ((4, 8), (0, 4)): {1, 3}})
-    schedule = schedule_broadcast([needs], 4, 1 << 20)
-    assert {one.members for one in schedule.rounds} == {(0, 2), (1, 3)}
-
-
 def test_what_a_process_alone_needs_is_read_by_it():
     view = as_view(AwaitedLeaf("a", np.zeros((8, 4), np.float32)))
     needs = needs_of("a", view, {((0, 4), (0, 4)): {0}, ((4, 8), (0, 4)): {1}})
@@ -173,19 +158,3 @@ def test_values_in_memory_are_taken_from_a_process_that_has_them():
     leaf.chunks = (8,)
     split = schedule_broadcast([needs_of("a", view, dict(zip(rows, [{0}, {1}], strict=True)))], 3, 1 << 20)
     assert len(split.unshared) == 1
-
-
-def test_rows_cut_all_at_once_are_those_of_the_general_way(monkeypatch):
-    random = np.random.default_rng(0)
-    cases = []
-    for _ in range(max(20, settings.default.max_examples // 5)):
-        shape = tuple(random.choice([1, 3, 64, 500, 512], random.integers(1, 4)).tolist())
-        stored = Stored.of(FORMATS[str(random.choice(["safetensors", "orbax"]))], {"a": shape})
-        processes = int(random.choice([2, 8, 16]))
-        layout = str(random.choice(["rows", "columns", "replicated"]))
-        needs = [_needs_of(stored, "a", Job(processes, 1, layout, True))]
-        cases.append((needs, processes, int(random.choice([1 << 16, 1 << 18, 1 << 20]))))
-    at_once = [schedule_broadcast(*case) for case in cases]
-    monkeypatch.setattr(schedule, "_cut_rows", lambda pieces, chunk_bytes: ([], pieces))
-    assert [schedule_broadcast(*case) for case in cases] == at_once
-    assert max(len(one.chunks) for one in at_once) > 8

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orbax_t5x.concurrency import CallThread
 from orbax_t5x.multihost.collectives import collective
-from orbax_t5x.restoring.broadcast.schedule import ALIGNMENT
+from orbax_t5x.restoring.broadcast.rounds import ALIGNMENT
 
 _AXIS = "process"
 

@@ -1,0 +1,156 @@
+"""Chunks of a broadcast: what is stored is cut so that no stored byte belongs to two of them.
+
+One process reads a chunk, and finishes what views have left to do. Pure geometry: nothing is allocated, read or sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from orbax_t5x.lazy import Box, Leaf
+from orbax_t5x.lazy.box import bounding_box, box_size, union_size
+from orbax_t5x.restoring.broadcast.needs import EntryNeeds
+from orbax_t5x.restoring.execute.stages import Piece, cut_clean, pieces_stored_bytes, stored_bytes, to_chunks
+from orbax_t5x.restoring.plan_data import PlanEntry
+
+# So much of a byte range is read by one process where several need some of it. Gaps of 4 KiB are read over.
+_RUN_BYTES = 256 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class BroadcastChunk:
+    """Chunk: what one process reads at once.
+
+    Attributes:
+      owner: the process that reads it.
+      members: the processes that need some of it, ascending.
+      pieces: what becomes of it; `box_index` is the index of a box of `EntryNeeds`.
+      reads: boxes of entries, each with the pieces within it. Pieces that are a box together are read as one: one
+        request for a stored chunk, whose pieces TensorStore might else fetch one after the other.
+      size: bytes on the owner's host while it is read: results and scratch.
+    """
+
+    owner: int
+    members: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    reads: tuple[tuple[Piece, tuple[int, ...]], ...]
+    size: int
+
+
+class DividedChunk(NamedTuple):
+    """Chunk without an owner: `candidates` are the processes that can read it; see `BroadcastChunk` for the others."""
+
+    pieces: tuple[Piece, ...]
+    candidates: tuple[int, ...]
+    members: tuple[int, ...]
+    reads: tuple[tuple[Piece, tuple[int, ...]], ...]
+
+
+def divide(cluster: Sequence[EntryNeeds], chunk_bytes: int) -> list[DividedChunk] | None:
+    """Divides a cluster into chunks; None where no process can read one of them.
+
+    Values in memory are those of one process, and may be sharded: what is made with them is read by a process that
+    needs all of it.
+    """
+    needers = {id(one.entry): one.needers for one in cluster}
+    has_values = any(leaf.is_value for one in cluster for leaf in one.leaves)
+    divided: list[DividedChunk] = []
+    pieces = [
+        Piece(one.entry, box_index, box) for one in cluster for box_index, box in enumerate(one.boxes) if box_size(box)
+    ]
+    for some in _cut(pieces, chunk_bytes):
+        sets = [set(needers[id(piece.entry)][piece.box_index]) for piece in some]
+        members = tuple(sorted(set().union(*sets)))
+        candidates = tuple(sorted(set(members).intersection(*sets))) if has_values else members
+        if not candidates:
+            return None
+        divided.append(DividedChunk(tuple(some), candidates, members, tuple(_joined_pieces(some))))
+    return divided
+
+
+def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:
+    """Cuts pieces where no stored byte is on both sides, into about `chunk_bytes` where that is possible."""
+    apart = sum(pieces_stored_bytes([piece], with_neighbours) for piece in pieces)
+    if len(pieces) > 1 and apart == pieces_stored_bytes(pieces, with_neighbours):
+        for piece in pieces:
+            yield from _cut([piece], chunk_bytes)
+        return
+    heads, pieces = _cut_rows(pieces, chunk_bytes)
+    for head in heads:
+        yield from (_cut(head, chunk_bytes) if sum(map(host_bytes, head)) > 2 * chunk_bytes else [head])
+    while pieces and (size := sum(map(host_bytes, pieces))) > chunk_bytes:
+        axes = range(max(len(piece.box) for piece in pieces))
+        cuts = (cut_clean(pieces, size, chunk_bytes, axis, with_neighbours) for axis in axes)
+        cut = next((cut for cut in cuts if cut is not None), None)
+        if cut is None:
+            break
+        head, pieces = cut
+        # What was cut along another dimension may still be cut along this one.
+        yield from (_cut(head, chunk_bytes) if sum(map(host_bytes, head)) > 2 * chunk_bytes else [head])
+    if pieces:
+        yield pieces
+
+
+def _cut_rows(pieces: list[Piece], chunk_bytes: int) -> tuple[list[list[Piece]], list[Piece]]:
+    """Cuts pieces of one byte range that have the same rows, as the general way does but all at once, and the rest.
+
+    Each of many processes needs a piece of each of many chunks: what is looked at again for each chunk costs most.
+    """
+    first = pieces[0]
+    if first.view.leaf is None or first.view.leaf.chunks is not None or len(first.box) < 2:
+        return [], pieces
+    if any(piece.entry is not first.entry or piece.box[0] != first.box[0] for piece in pieces):
+        return [], pieces
+    start, stop = first.box[0]
+    row_bytes = sum(map(host_bytes, pieces)) // (stop - start)
+    rows = max(1, chunk_bytes // row_bytes)
+    edges = [start]
+    while stop - edges[-1] > 1 and (stop - edges[-1]) * row_bytes > chunk_bytes:
+        edges.append(edges[-1] + rows)
+    below = [piece.box[1:] for piece in pieces]
+
+    def between(edge: int, next_edge: int) -> list[Piece]:
+        side = (edge, next_edge)
+        return [Piece(piece.entry, piece.box_index, (side, *box)) for piece, box in zip(pieces, below, strict=True)]
+
+    return [between(*pair) for pair in itertools.pairwise(edges)], between(edges[-1], stop)
+
+
+def with_neighbours(leaf: Leaf, boxes: Iterable[Box]) -> int:
+    """Counts as `stored_bytes`, but takes what is in one run of a byte range as stored together.
+
+    Columns of an array are read over the gaps between them: two processes that read some of one row would read it
+    twice.
+    """
+    if leaf.chunks is not None or not leaf.shape:
+        return stored_bytes(leaf, boxes)
+    *outer, last = leaf.shape
+    chunks = (*(1 for _ in outer), max(1, min(last, _RUN_BYTES // leaf.dtype.itemsize)))
+    return leaf.bytes_of(tuple([to_chunks(box, chunks, leaf.shape) for box in boxes]))
+
+
+def _joined_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    """Joins the pieces of each entry where they are a box together; yields each box with the numbers of its pieces."""
+    by_entry: dict[PlanEntry, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        by_entry.setdefault(piece.entry, []).append(number)
+    for numbers in by_entry.values():
+        boxes = tuple([pieces[number].box for number in numbers])
+        whole = bounding_box(boxes)
+        if union_size(boxes) == box_size(whole):
+            yield pieces[numbers[0]]._replace(box=whole), tuple(numbers)
+        else:
+            yield from ((pieces[number], (number,)) for number in numbers)
+
+
+def piece_bytes(piece: Piece) -> int:
+    """Returns the bytes of a piece."""
+    return box_size(piece.box) * piece.view.dtype.itemsize
+
+
+def host_bytes(piece: Piece) -> int:
+    """Returns the bytes of a piece and of what its view computes with."""
+    return piece_bytes(piece) + piece.view.scratch_bytes(piece.box)
