@@ -149,7 +149,7 @@ def test_auto_shows_the_rules_for_other_names_and_converts_by_them(run, tmp_path
     assert code == 0 and "mapped by " in out, err
     assert_equals(arrays_of(tmp_path / "out"), restored)
     code, _, err = run("plan", files[0], "--target", files[1])
-    assert code == 1 and "--rules auto" in err and len(err) < 400
+    assert code == 1 and "--rules auto" in err and len(err.replace(str(tmp_path), "")) < 400
 
 
 @pytest.mark.slow

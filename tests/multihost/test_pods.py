@@ -79,7 +79,7 @@ def test_each_wait_for_other_processes_ends_when_one_is_lost():
     """Each function of the package that waits for other processes is called in one place, which watches heartbeats."""
     waits = re.compile(
         r"process_allgather|sync_global|broadcast_one_to_all|assert_equal\(|wait_at_barrier|blocking_key_value"
-        r"|_all_gather\(|global_max"
+        r"|_exchange_slots\(|global_max"
     )
     package = Path(ot.__file__).parent
     found = {
@@ -87,9 +87,12 @@ def test_each_wait_for_other_processes_ends_when_one_is_lost():
         for path in package.rglob("*.py")
         if any(waits.search(line) and "import" not in line for line in path.read_text().splitlines())
     }
-    collectives, all_gather = "multihost/collectives.py", "restoring/broadcast/exchange.py"
-    assert found == {collectives, all_gather, "multihost/coordination.py"}
+    collectives, exchange = "multihost/collectives.py", "restoring/broadcast/exchange.py"
+    assert found == {collectives, exchange, "multihost/coordination.py"}
     text = (package / collectives).read_text()
     assert text.count("process_allgather(") == text.count("collective(lambda: np.asarray(multihost_utils.") == 1
-    text = (package / all_gather).read_text()
-    assert text.count("_all_gather(buffer, members)") == 1 and "collective(lambda: _all_gather(buffer, members)" in text
+    text = (package / exchange).read_text()
+    assert (
+        text.count("_exchange_slots(buffer, members)") == 1
+        and "collective(lambda: _exchange_slots(buffer, members)" in text
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from orbax_t5x.lazy import Box, Leaf
@@ -30,6 +30,7 @@ class BroadcastChunk:
       pieces: what becomes of it; `box_index` is the index of a box of `EntryNeeds`.
       reads: boxes of entries, each with the pieces within it. Pieces that are a box together are read as one: one
         request for a stored chunk, whose pieces TensorStore might else fetch one after the other.
+      is_exchanged: whether each member receives what it needs only, and not all that the others need.
       size: bytes on the owner's host while it is read: results and scratch.
     """
 
@@ -37,6 +38,7 @@ class BroadcastChunk:
     members: tuple[int, ...]
     pieces: tuple[Piece, ...]
     reads: tuple[tuple[Piece, tuple[int, ...]], ...]
+    is_exchanged: bool
     size: int
 
 
@@ -47,10 +49,11 @@ class DividedChunk(NamedTuple):
     candidates: tuple[int, ...]
     members: tuple[int, ...]
     reads: tuple[tuple[Piece, tuple[int, ...]], ...]
+    is_exchanged: bool
 
 
-def divide(cluster: Sequence[EntryNeeds], chunk_bytes: int) -> list[DividedChunk] | None:
-    """Divides a cluster into chunks; None where no process can read one of them.
+def divide(cluster: Sequence[EntryNeeds], gathered_bytes: int, exchanged_bytes: int) -> list[DividedChunk] | None:
+    """Divides a cluster into chunks of about so many bytes; None where no process can read one of them.
 
     Values in memory are those of one process, and may be sharded: what is made with them is read by a process that
     needs all of it.
@@ -61,14 +64,29 @@ def divide(cluster: Sequence[EntryNeeds], chunk_bytes: int) -> list[DividedChunk
     pieces = [
         Piece(one.entry, box_index, box) for one in cluster for box_index, box in enumerate(one.boxes) if box_size(box)
     ]
+    chunk_bytes = exchanged_bytes if _is_exchanged(pieces, needers) else gathered_bytes
     for some in _cut(pieces, chunk_bytes):
         sets = [set(needers[id(piece.entry)][piece.box_index]) for piece in some]
         members = tuple(sorted(set().union(*sets)))
         candidates = tuple(sorted(set(members).intersection(*sets))) if has_values else members
         if not candidates:
             return None
-        divided.append(DividedChunk(tuple(some), candidates, members, tuple(_joined_pieces(some))))
+        reads = tuple(_joined_pieces(some))
+        divided.append(DividedChunk(tuple(some), candidates, members, reads, _is_exchanged(some, needers)))
     return divided
+
+
+def _is_exchanged(pieces: Sequence[Piece], needers: Mapping[int, Sequence[Sequence[int]]]) -> bool:
+    """Tests whether members receive at most half as much where each receives what it needs as where all receive all."""
+    members: set[int] = set()
+    needed = stored = 0
+    for piece in pieces:
+        some = needers[id(piece.entry)][piece.box_index]
+        members.update(some)
+        size = piece_bytes(piece)
+        needed += size * len(some)
+        stored += size
+    return 2 * needed <= len(members) * stored
 
 
 def _cut(pieces: list[Piece], chunk_bytes: int) -> Iterator[list[Piece]]:

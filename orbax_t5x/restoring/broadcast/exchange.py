@@ -1,4 +1,4 @@
-"""Gathers the send buffers of one round from several processes.
+"""Exchanges the send buffers of one round between several processes.
 
 A send buffer travels as unsigned bytes with which nothing is computed: signs of zeros and payloads of NaNs arrive
 unchanged.
@@ -27,25 +27,29 @@ def empty_buffer(size: int) -> np.ndarray:
 
 
 def exchange_buffers(buffer: np.ndarray, members: Sequence[int], path: str | None, thread: CallThread) -> np.ndarray:
-    """Gathers the send buffers, of one size, of all members (ascending), as bytes [member, byte].
+    """Exchanges the send buffers of all members (ascending), bytes [slot, byte] of one size, which all must call.
 
-    Exactly these must call it. One `thread` waits in all rounds: each thread keeps memory of its own of what it has let
-    go. The buffer must not change before this returns.
+    One `thread` waits in all rounds: each thread keeps memory of its own of what it has let go. The buffer must not
+    change before this returns.
+
+    Returns:
+      What this process gets of each member as bytes [member, byte]: the only slot, or the slot that is this process's.
     """
     if len(members) == 1:
-        return buffer[None]
-    return collective(lambda: _all_gather(buffer, members), path, thread, members)
+        return buffer
+    return collective(lambda: _exchange_slots(buffer, members), path, thread, members)
 
 
-def _all_gather(buffer: np.ndarray, members: Sequence[int]) -> np.ndarray:
-    """Gathers the buffers through the first device of each member."""
+def _exchange_slots(buffer: np.ndarray, members: Sequence[int]) -> np.ndarray:
+    """Gathers the only slot of all members through their first devices, or sends each member its slot (all-to-all)."""
     mesh = Mesh(np.asarray([jax.local_devices(process_index=member)[0] for member in members]), (_AXIS,))
     own = jax.device_put(buffer[None], jax.local_devices()[0])
     buffers = jax.make_array_from_single_device_arrays(
-        (len(members), buffer.size), NamedSharding(mesh, PartitionSpec(_AXIS)), [own]
+        (len(members), *buffer.shape), NamedSharding(mesh, PartitionSpec(_AXIS)), [own]
     )
-    gathered = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(buffers)
-    return np.asarray(gathered.addressable_data(0))
+    slots = PartitionSpec() if len(buffer) == 1 else PartitionSpec(None, _AXIS)
+    exchanged = jax.jit(_same, out_shardings=NamedSharding(mesh, slots))(buffers)
+    return np.asarray(exchanged.addressable_data(0))[:, 0]
 
 
 def _same(buffers: jax.Array) -> jax.Array:

@@ -1,8 +1,10 @@
 """Rounds of a broadcast: which messages some processes send one another at once.
 
-In one round each member sends the others a buffer of bytes of one size. Rounds have one order, and each process takes
-part in those that it is a member of, in that order: no circle of processes wait for each other. Pure geometry: nothing
-is allocated, read or sent.
+In one round each member has a send buffer of one size. Where most need most of it, a buffer has one slot, and all
+members receive all buffers (all-gather). Else it has a slot for each member, which receives that of each buffer
+(all-to-all): a process of 512 that need columns of a matrix receives its own, not those of all. Rounds have one order,
+and each process takes part in those that it is a member of, in that order: no circle of processes wait for each other.
+Pure geometry: nothing is allocated, read or sent.
 """
 
 from __future__ import annotations
@@ -39,16 +41,39 @@ class Message(NamedTuple):
     size: int
 
 
+Slots = tuple[tuple[Message, ...], ...]
+"""The messages of each slot of a send buffer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BroadcastRound:
     """Round of a broadcast: what some processes send one another at once.
 
-    The messages are by member, in order; `buffer_bytes` are those of each send buffer, the same for all.
+    `sent` has the slots of each member's send buffer, in order; `slot_bytes` are those of each slot, the same for all.
     """
 
     members: tuple[int, ...]
-    messages: tuple[tuple[Message, ...], ...]
-    buffer_bytes: int
+    sent: tuple[Slots, ...]
+    slot_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """The number of slots of a send buffer: one, or one for each member."""
+        return len(self.sent[0])
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the buffers of one process: what it sends, and what it receives."""
+        return (self.slots + len(self.members)) * self.slot_bytes
+
+    def sent_by(self, process: int) -> Slots:
+        """Returns what one member sends."""
+        return self.sent[self.members.index(process)]
+
+    def received_by(self, process: int) -> list[tuple[Message, ...]]:
+        """Returns what one member receives, by sender."""
+        slot = 0 if self.slots == 1 else self.members.index(process)
+        return [slots[slot] for slots in self.sent]
 
 
 def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]:
@@ -59,77 +84,106 @@ def message_starts(messages: Iterable[Message]) -> Iterator[tuple[int, Message]]
         start += _aligned(message.size)
 
 
+class _QueuedChunk:
+    """Messages of a chunk that are in no round yet, by slot."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._messages: dict[int, collections.deque[Message]] = collections.defaultdict(collections.deque)
+
+    def add(self, slot: int, message: Message) -> None:
+        self._messages[slot].append(message)
+
+    def take(self, slots: list[list[Message]], used: list[int], slot_bytes: int) -> bool:
+        """Moves messages into slots, of which so many bytes are used, as far as they fit; True if all did."""
+        for slot, queued in self._messages.items():
+            while queued and used[slot] + _aligned(queued[0].size) <= slot_bytes:
+                message = queued.popleft()
+                used[slot] += _aligned(message.size)
+                slots[slot].append(message)
+        return not any(self._messages.values())
+
+
 class _Queue:
     """Queue of what the members of one set send one another, in order, until it is in a round."""
 
-    def __init__(self, members: tuple[int, ...], limit: int):
+    def __init__(self, members: tuple[int, ...], is_exchanged: bool, limit: int):
         self.members = members
-        self.limit = buffer_limit(limit, len(members))
-        self._queues: dict[int, collections.deque[Message]] = {member: collections.deque() for member in members}
+        self.slots = len(members) if is_exchanged else 1
+        self._buffer_bytes = buffer_limit(limit, len(members), is_exchanged)
+        self.slot_bytes = _aligned(self._buffer_bytes // self.slots)
+        self._queues: dict[int, collections.deque[_QueuedChunk]] = {member: collections.deque() for member in members}
         self._size = 0
-        self._largest_box = 0
+        self._largest_chunk = 0
 
-    def add(self, owner: int, message: Message, box_bytes: int) -> None:
-        """Adds a message of `owner`, and the bytes of the box of `EntryNeeds` that it belongs to."""
-        self._queues[owner].append(message)
-        self._size += _aligned(message.size)
-        self._largest_box = max(self._largest_box, box_bytes)
+    def add(self, owner: int, chunk: _QueuedChunk, size: int) -> None:
+        """Adds a chunk of `owner`, whose messages have `size` bytes."""
+        self._queues[owner].append(chunk)
+        self._size += size
+        self._largest_chunk = max(self._largest_chunk, size)
 
     def is_full(self) -> bool:
-        """Tests whether a round is due.
-
-        Chunks that are larger than a send buffer fill it only where several members have such a chunk. Processes that
-        need them have memory for the whole box already: they may wait for as much as that.
-        """
-        return self._size >= max(self.limit * len(self.members), self._largest_box)
+        """Tests whether a round is due: each member may have as much to send as its buffer or a chunk has."""
+        return self._size >= len(self.members) * max(self.slot_bytes * self.slots, self._largest_chunk)
 
     def is_empty(self) -> bool:
         return not self._size
 
     def next_round(self) -> BroadcastRound:
         """Takes the messages of the next round."""
-        messages: list[tuple[Message, ...]] = []
+        sent: list[Slots] = []
         longest = 0
         for queued in self._queues.values():
-            taken: list[Message] = []
-            used = 0
-            while queued and used + _aligned(queued[0].size) <= self.limit:
-                message = queued.popleft()
-                used += _aligned(message.size)
-                taken.append(message)
-            self._size -= used
-            longest = max(longest, used)
-            messages.append(tuple(taken))
+            slots: list[list[Message]] = [[] for _ in range(self.slots)]
+            used = [0] * self.slots
+            self._take(queued, slots, used)
+            self._size -= sum(used)
+            longest = max(longest, *used)
+            sent.append(tuple(map(tuple, slots)))
         # Few sizes: what sends a buffer is compiled for each.
         rounded = max(_LEAST_ROUNDED_BYTES, 1 << (longest - 1).bit_length())
-        return BroadcastRound(self.members, tuple(messages), min(self.limit, rounded))
+        return BroadcastRound(self.members, tuple(sent), min(self.slot_bytes, rounded))
+
+    def _take(self, queued: collections.deque[_QueuedChunk], slots: list[list[Message]], used: list[int]) -> None:
+        """Moves the messages of one member's chunks into its slots.
+
+        Of chunks that stay, as one slot is full and another is not, no more are begun than a send buffer holds.
+        """
+        begun: list[_QueuedChunk] = []
+        while queued and (sum(chunk.size for chunk in begun) < self._buffer_bytes if self.slots > 1 else not begun):
+            chunk = queued.popleft()
+            if not chunk.take(slots, used, self.slot_bytes):
+                begun.append(chunk)
+        queued.extendleft(reversed(begun))
 
 
 def rounds_of(
     chunks: Sequence[BroadcastChunk], needs: Mapping[PlanEntry, EntryNeeds], limit: int
 ) -> Iterator[BroadcastRound]:
     """Yields the rounds that send all chunks, with `limit` bytes in flight in each process."""
-    queues: dict[tuple[int, ...], _Queue] = {}
+    queues: dict[tuple[tuple[int, ...], bool], _Queue] = {}
     for number, chunk in enumerate(chunks):
-        if chunk.members not in queues:
-            queues[chunk.members] = _Queue(chunk.members, limit)
-        queue = queues[chunk.members]
-        for message in _messages(number, chunk, queue.limit):
-            piece = chunk.pieces[message.piece]
-            box = needs[piece.entry].boxes[piece.box_index]
-            queue.add(chunk.owner, message, box_size(box) * piece.view.dtype.itemsize)
+        kind = chunk.members, chunk.is_exchanged
+        if kind not in queues:
+            queues[kind] = _Queue(*kind, limit)
+        queue = queues[kind]
+        queued, size = _QueuedChunk(chunk.size), 0
+        slot_of = {member: slot for slot, member in enumerate(chunk.members)}
+        for index, piece in enumerate(chunk.pieces):
+            itemsize = piece.view.dtype.itemsize
+            needers = needs[piece.entry].needers[piece.box_index]
+            slots = [slot_of[needer] for needer in needers] if chunk.is_exchanged else [0]
+            for box in _message_boxes(piece.box, itemsize, queue.slot_bytes):
+                message = Message(number, index, box, box_size(box) * itemsize)
+                for slot in slots:
+                    queued.add(slot, message)
+                size += _aligned(message.size) * len(slots)
+        queue.add(chunk.owner, queued, size)
         while queue.is_full():
             yield queue.next_round()
     for queue in queues.values():
         while not queue.is_empty():
             yield queue.next_round()
-
-
-def _messages(number: int, chunk: BroadcastChunk, limit: int) -> Iterator[Message]:
-    for index, piece in enumerate(chunk.pieces):
-        itemsize = piece.view.dtype.itemsize
-        for box in _message_boxes(piece.box, itemsize, limit):
-            yield Message(number, index, box, box_size(box) * itemsize)
 
 
 def _message_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
@@ -148,9 +202,10 @@ def _message_boxes(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
             yield ((index, index + 1), *inner)
 
 
-def buffer_limit(limit: int, members: int) -> int:
+def buffer_limit(limit: int, members: int, is_exchanged: bool) -> int:
     """Returns the bytes of a send buffer for which all of a round, and what they are made of, are within the limit."""
-    return max(_LEAST_BUFFER_BYTES, limit // (members + _OWN_BUFFERS) // ALIGNMENT * ALIGNMENT)
+    received = 1 if is_exchanged else members
+    return max(_LEAST_BUFFER_BYTES, limit // (received + _OWN_BUFFERS) // ALIGNMENT * ALIGNMENT)
 
 
 def _aligned(size: int) -> int:

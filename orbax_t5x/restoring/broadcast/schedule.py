@@ -58,9 +58,11 @@ def schedule_broadcast(
     chunks: list[BroadcastChunk] = []
     load = [0] * processes
     decisions: dict[str, ReadDecision] = {}
-    chunk_bytes = min(_CHUNK_BYTES, buffer_limit(limit, processes))
+    gathered_bytes, exchanged_bytes = (
+        min(_CHUNK_BYTES, buffer_limit(limit, processes, is_exchanged)) for is_exchanged in (False, True)
+    )
     for cluster in clusters_of(needs, with_neighbours):
-        divided = None if _is_unshared(cluster) else divide(cluster, chunk_bytes)
+        divided = None if _is_unshared(cluster) else divide(cluster, gathered_bytes, exchanged_bytes)
         if stores is not None:
             decision = decide_cluster(cluster, divided, stores)
             decisions.update((one.entry.name, decision) for one in cluster)
@@ -73,7 +75,7 @@ def schedule_broadcast(
             owner = min(one.candidates, key=lambda process: (load[process], process))
             load[owner] += sum(map(piece_bytes, one.pieces))
             size = sum(host_bytes(whole) for whole, _ in one.reads)
-            chunks.append(BroadcastChunk(owner, one.members, one.pieces, one.reads, size))
+            chunks.append(BroadcastChunk(owner, one.members, one.pieces, one.reads, one.is_exchanged, size))
     by_entry = {one.entry: one for one in sent}
     rounds = tuple(rounds_of(chunks, by_entry, limit))
     return Schedule(tuple(unshared), by_entry, tuple(chunks), rounds, decisions)

@@ -23,7 +23,7 @@ from orbax_t5x.lazy import BlockingLeaf, Box, slices_within
 from orbax_t5x.lazy.box import box_shape, box_size
 from orbax_t5x.multihost.collectives import any_failed, gather_texts
 from orbax_t5x.restoring.broadcast.exchange import empty_buffer, exchange_buffers
-from orbax_t5x.restoring.broadcast.rounds import BroadcastRound, Message, message_starts
+from orbax_t5x.restoring.broadcast.rounds import BroadcastRound, Message, Slots, message_starts
 from orbax_t5x.restoring.broadcast.schedule import Schedule
 from orbax_t5x.restoring.execute.buffers import layout_of
 from orbax_t5x.restoring.execute.lowering import Shard
@@ -111,7 +111,9 @@ class Broadcast:
         own = [number for number, one in enumerate(rounds) if self._process in one.members]
         following = dict(itertools.pairwise(own))
         # One for all rounds: its memory is free again when a round has ended.
-        whole_buffer = empty_buffer(max((rounds[number].buffer_bytes for number in own), default=0))
+        whole_buffer = empty_buffer(
+            max((rounds[number].slots * rounds[number].slot_bytes for number in own), default=0)
+        )
         if error is None:
             error = await _error_of(self._place_complete([entry for entry in self._received], pool))
         for number, one in enumerate(rounds):
@@ -121,7 +123,7 @@ class Broadcast:
                     break
             if self._process not in one.members:
                 continue
-            buffer = whole_buffer[: one.buffer_bytes]
+            buffer = whole_buffer[: one.slots * one.slot_bytes].reshape(one.slots, one.slot_bytes)
             if error is None:
                 error = await _error_of(self._fill_buffer(buffer, number, pool))
             if error is None:
@@ -141,7 +143,7 @@ class Broadcast:
         chunks = self._schedule.chunks
         in_memory = sum(chunks[number].size for number in self._reads)
         needed = sum(chunks[number].size for number in self._new_chunks.get(following, ()))
-        if in_memory + needed + (len(one.members) + 1) * one.buffer_bytes <= self._limit:
+        if in_memory + needed + one.host_bytes <= self._limit:
             self._begin_reads(following, pool)
 
     def _begin_reads(self, number: int, pool: concurrent.futures.Executor) -> None:
@@ -173,21 +175,19 @@ class Broadcast:
     async def _fill_buffer(self, buffer: np.ndarray, number: int, pool: concurrent.futures.Executor) -> None:
         """Fills the send buffer of a round; chunks that are sent completely are released."""
         self._begin_reads(number, pool)
-        one = self._schedule.rounds[number]
-        messages = one.messages[one.members.index(self._process)]
-        outs = {message.chunk: await self._reads[message.chunk] for message in messages}
-        await run_in_pool(pool, self._copy_into, buffer, messages, outs)
+        slots = self._schedule.rounds[number].sent_by(self._process)
+        outs = {message.chunk: await self._reads[message.chunk] for messages in slots for message in messages}
+        await run_in_pool(pool, self._copy_into, buffer, slots, outs)
         for chunk in outs:
             if self._last_round[chunk] == number:
                 del self._reads[chunk]
 
-    def _copy_into(
-        self, buffer: np.ndarray, messages: Sequence[Message], outs: Mapping[int, Sequence[np.ndarray]]
-    ) -> None:
-        for start, message in message_starts(messages):
-            piece = self._schedule.chunks[message.chunk].pieces[message.piece]
-            values = outs[message.chunk][message.piece][slices_within(message.box, piece.box)]
-            _as_values(buffer, start, message, values.dtype)[...] = values
+    def _copy_into(self, buffer: np.ndarray, slots: Slots, outs: Mapping[int, Sequence[np.ndarray]]) -> None:
+        for slot, messages in zip(buffer, slots, strict=True):
+            for start, message in message_starts(messages):
+                piece = self._schedule.chunks[message.chunk].pieces[message.piece]
+                values = outs[message.chunk][message.piece][slices_within(message.box, piece.box)]
+                _as_values(slot, start, message, values.dtype)[...] = values
 
     # -- receiving
 
@@ -198,7 +198,7 @@ class Broadcast:
     def _copy_from(self, one: BroadcastRound, buffers: np.ndarray) -> list[PlanEntry]:
         """Copies what this process needs of the buffers; returns the entries that received elements."""
         touched: dict[PlanEntry, None] = {}
-        for sender, buffer, messages in zip(one.members, buffers, one.messages, strict=True):
+        for sender, buffer, messages in zip(one.members, buffers, one.received_by(self._process), strict=True):
             for start, message in message_starts(messages):
                 piece = self._schedule.chunks[message.chunk].pieces[message.piece]
                 needs = self._schedule.needs[piece.entry]
@@ -310,5 +310,6 @@ def _sent_by(schedule: Schedule, process: int) -> list[tuple[int, Message]]:
         (number, message)
         for number, one in enumerate(schedule.rounds)
         if process in one.members
-        for message in one.messages[one.members.index(process)]
+        for messages in one.sent_by(process)
+        for message in messages
     ]

@@ -91,16 +91,22 @@ def test_each_element_comes_once_and_no_stored_one_is_read_twice(case, limit):
             read[leaf] = read.get(leaf, 0) + mask.astype(int)
     for one in schedule.rounds:
         assert list(one.members) == sorted(set(one.members))
-        for sender, row in zip(one.members, one.messages, strict=True):
-            for start, message in message_starts(row):
-                assert start % ALIGNMENT == 0 and start + message.size <= one.buffer_bytes
-                chunk = schedule.chunks[message.chunk]
-                assert (chunk.owner, chunk.members) == (sender, one.members)
-                piece = chunk.pieces[message.piece]
+        for sender, slots in zip(one.members, one.sent, strict=True):
+            assert one.sent_by(sender) == slots
+            for row in slots:
+                for start, message in message_starts(row):
+                    assert start % ALIGNMENT == 0 and start + message.size <= one.slot_bytes
+                    chunk = schedule.chunks[message.chunk]
+                    assert (chunk.owner, chunk.members) == (sender, one.members)
+        for receiver in one.members:
+            for message in itertools.chain(*one.received_by(receiver)):
+                piece = schedule.chunks[message.chunk].pieces[message.piece]
                 needs = schedule.needs[piece.entry]
                 whole = needs.boxes[piece.box_index]
-                for process in needs.needers[piece.box_index]:
-                    counted[piece.entry.name, whole, process][slices_within(message.box, whole)] += 1
+                if receiver in needs.needers[piece.box_index]:
+                    counted[piece.entry.name, whole, receiver][slices_within(message.box, whole)] += 1
+                else:
+                    assert one.slots == 1
     assert all((counts == 1).all() for counts in counted.values())
     assert all(counts.max(initial=0) <= 1 for counts in read.values())
 
@@ -136,9 +142,9 @@ def test_a_replicated_array_is_read_by_all_in_equal_shares(chunks):
         assert chunk.size <= max(limit, 4096 * 64 * 4)
     assert sum(read) == 4096 * 512 * 4 and max(read) <= 1.1 * sum(read) / processes
     for one in schedule.rounds:
-        assert (processes + 1) * one.buffer_bytes <= limit
+        assert one.host_bytes <= limit
     # Rows are full: the bytes that travel are hardly more than those of the array.
-    assert sum(one.buffer_bytes * processes for one in schedule.rounds) <= 1.3 * sum(read)
+    assert sum(one.slot_bytes * processes for one in schedule.rounds) <= 1.3 * sum(read)
 
 
 def test_what_a_process_alone_needs_is_read_by_it():
