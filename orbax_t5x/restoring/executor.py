@@ -27,7 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -40,8 +40,6 @@ from orbax_t5x.multihost.collectives import raise_together
 from orbax_t5x.multihost.heartbeat import sending_heartbeats
 from orbax_t5x.multihost.rendezvous import rendezvous_before_backend
 from orbax_t5x.restoring.broadcast.needs import compare_plans, gather_needs, is_text
-from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
-from orbax_t5x.restoring.broadcast.send import Broadcast
 from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
 from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layout_of, make_value
 from orbax_t5x.restoring.execute.groups import Group, group_entries
@@ -55,6 +53,9 @@ from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
 from orbax_t5x.restoring.target_leaf import is_key_dtype
 from orbax_t5x.storage.memory import naming_memory_errors
 from orbax_t5x.text.progress_bar import OnProgress
+
+if TYPE_CHECKING:
+    from orbax_t5x.restoring.broadcast.send import Broadcast
 
 # Workers for blocking reads. More than cores and they wait for one another: on two cores four take 1.4 s and 2.0 s
 # of processor time for what two do in 1.0 s and 1.5 s.
@@ -147,6 +148,9 @@ class _Execution:
 
         With `stores`, only what they make worth sending is sent; strings of a local disk are read by each.
         """
+        from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast  # noqa: PLC0415  (several processes only)
+        from orbax_t5x.restoring.broadcast.send import Broadcast  # noqa: PLC0415  (as well)
+
         texts = [entry for entry in entries if is_text(entry) and (stores is None or stores.of(entry.leaves))]
         arrays = [entry for entry in entries if not is_text(entry)]
         local_texts = [entry for entry in entries if is_text(entry) and entry not in texts]

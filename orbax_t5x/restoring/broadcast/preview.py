@@ -10,7 +10,6 @@ from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.multihost.coordination import has_backend
 from orbax_t5x.restoring.broadcast.decision import ReadDecision
 from orbax_t5x.restoring.broadcast.needs import is_text, needs_of_shardings
-from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast
 from orbax_t5x.restoring.broadcast.stores import Stores
 from orbax_t5x.restoring.options import MEMORY_LIMIT_BYTES
 from orbax_t5x.restoring.plan_data import PlanData
@@ -25,6 +24,8 @@ def decisions_of(plan: PlanData) -> Mapping[str, ReadDecision]:
         processes = jax.process_count() if has_backend() else 1
         if processes == 1:
             return {}
+        from orbax_t5x.restoring.broadcast.schedule import schedule_broadcast  # noqa: PLC0415  (several processes only)
+
         arrays = [entry for entry in plan.entries if entry.view is not None and not is_text(entry)]
         needs = needs_of_shardings(arrays, processes)
         try:
