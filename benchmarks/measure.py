@@ -104,6 +104,8 @@ _COMPARED = (
 # What is printed beside it.
 _SHOWN = (("user_seconds", "user s", ".3g"), ("system_seconds", "system s", ".3g"), ("minor_faults", "faults", ",.0f"))
 
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+
 Runs = dict[str, list[dict[str, float]]]
 
 
@@ -112,6 +114,8 @@ def run_job(
 ) -> dict[str, float]:
     """One run in a fresh process; its last line of output is the measurement."""
     command = [sys.executable, "-m", module, name, *arguments]
+    # Without bytecode each process would compile this package again, which a measured job imports as it goes on.
+    environment = {key: value for key, value in (environment or os.environ).items() if key != _NO_BYTECODE}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
