@@ -22,15 +22,14 @@ from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_runs import byte_strides
 from orbax_t5x.readers.ranges.coverage import cover
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.readers.ranges.scatter import LOW_BITS
+from orbax_t5x.storage.crc import CRC32C
 
 # What is copied and summed at a time: it stays in a core's cache, and a sum holds the interpreter for 0.2 ms.
 _BLOCK_BYTES = 1 << 20
 # Of a box that is read in part, a process sends the others what its columns add to the checksum, in 48 bytes for each
 # index of the dimensions before the last two that matter. A box with more of them stays unverified.
 _MAX_ROWS = 1 << 14
-# Of these dtypes an element takes a byte in memory, and only its low bits mean something.
-_LOW_BITS = {"int2": 0x03, "uint2": 0x03, "int4": 0x0F, "uint4": 0x0F}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Comparison(NamedTuple):
 def array_crc(array: np.ndarray, crc: int = 0) -> int:
     """Returns the checksum of an array's elements in row-major order, after what `crc` covers."""
     for block in _blocks(array):
-        crc = _crc.extend(crc, _canonical(block))
+        crc = CRC32C.extend(crc, _canonical(block))
     return crc
 
 
@@ -147,8 +146,8 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def _canonical(block: np.ndarray) -> np.ndarray:
     """Returns a contiguous block as bytes, without padding bits."""
-    mask = _LOW_BITS.get(block.dtype.name)
-    return block if mask is None else block.view(np.uint8) & mask
+    mask = LOW_BITS.get(block.dtype)
+    return block if mask is None else block.view(np.uint8) & np.uint8(mask)
 
 
 def _joined_crc(box: Box, reads: Sequence[Request]) -> int:
@@ -161,7 +160,7 @@ def _joined_crc(box: Box, reads: Sequence[Request]) -> int:
             common = intersect(read.box, block)
             if common is not None:
                 scratch[slices_within(common, block)] = read.out[slices_within(common, read.box)]
-        crc = _crc.extend(crc, _canonical(scratch))
+        crc = CRC32C.extend(crc, _canonical(scratch))
     return crc
 
 
@@ -205,7 +204,7 @@ def _run_sums(common: Box, box: Box, read: Request, base: int) -> Iterator[Check
         if len(rows) == 1:
             yield ChecksummedRange(start, stop, int(crcs[0]))
         else:
-            crc = _crc.combine_spread(crcs, strides[outer_axes])
+            crc = CRC32C.combine_spread(crcs, strides[outer_axes])
             yield ChecksummedRange(start, stop, crc, strides[outer_axes], len(rows))
 
 
@@ -216,5 +215,5 @@ def _row_crcs(rows: np.ndarray) -> np.ndarray:
         return np.asarray([array_crc(row) for row in rows], np.uint32)
     crcs: list[int] = []
     for block in _blocks(rows):
-        crcs += [_crc.extend(0, row) for row in _canonical(block).reshape(-1).view(np.uint8).reshape(-1, row_bytes)]
+        crcs += [CRC32C.extend(0, row) for row in _canonical(block).reshape(-1).view(np.uint8).reshape(-1, row_bytes)]
     return np.asarray(crcs, np.uint32)

@@ -24,7 +24,7 @@ from orbax_t5x.readers.array_layout import ArrayLayout
 from orbax_t5x.readers.ocdbt_values import OcdbtValues
 from orbax_t5x.readers.stored_chunks import ChunkKeys
 from orbax_t5x.readers.tensorstore_specs import array_spec
-from orbax_t5x.storage import crc32c
+from orbax_t5x.storage.crc import CRC32C
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.values import BoundedRange, ReadContext, Values
 
@@ -210,7 +210,7 @@ class FetchedArray:
         if data is None:
             return None
         numbers, crc = data[:nbytes], data[nbytes:]
-        if len(data) != size or (is_checked and crc32c.extend(0, numbers) != int.from_bytes(crc, "little")):
+        if len(data) != size or (is_checked and CRC32C.extend(0, numbers) != int.from_bytes(crc, "little")):
             raise CorruptCheckpointError(
                 f"the index of the shard {key} is damaged", path=self._values.path, leaf=context.leaf
             )

@@ -12,7 +12,7 @@ from orbax_t5x.lazy.leaf import Checksums, Leaf, Request, UnusableChecksums
 from orbax_t5x.lazy.read_stats import ChecksummedRange, ReadStats
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.open_flag import OpenFlag
-from orbax_t5x.storage import crc32c
+from orbax_t5x.storage.crc import CRC32C
 
 
 class StringLeaf(Leaf):
@@ -54,7 +54,7 @@ class _StringChecksum(Checksums):
         self._value, self._sums, self._path, self._leaf = value, sums, path, leaf
 
     async def verify(self, stats: ReadStats, ranges: Sequence[ChecksummedRange]) -> bool:
-        found, stored = crc32c.extend(0, self._value), self._sums.crcs[0]
+        found, stored = CRC32C.extend(0, self._value), self._sums.crcs[0]
         if found != stored or self._sums.shape:
             message = f"the string has the crc32c {found:#010x}, stored is {stored:#010x}; it is damaged"
             raise CorruptCheckpointError(message, path=self._path, leaf=self._leaf)

@@ -26,7 +26,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.operations.convert.journal import SourceRange, journal_path, read_journal
 from orbax_t5x.operations.convert.work_directory import WorkDirectory, work_directory_of
-from orbax_t5x.storage import crc32c
+from orbax_t5x.storage.crc import CRC32C
 from tests.fuzz import mutations
 from tests.fuzz.mutations import ChangeBytes
 
@@ -37,7 +37,7 @@ _MOST_ACTIONS = 12
 
 
 def _sealed(line: bytes) -> bytes:
-    return b"%08x%s\n" % (crc32c.extend(0, line), line)
+    return b"%08x%s\n" % (CRC32C.extend(0, line), line)
 
 
 # -- journals

@@ -10,7 +10,7 @@ import flax.serialization
 import google_crc32c
 import numpy as np
 
-from orbax_t5x.storage.crc32c import combine
+from orbax_t5x.storage.crc import CRC32C
 from orbax_t5x.trees.flat import unflatten
 from tests.support.bundle_writer import entry, header, np_dtype, shard_path, table
 
@@ -50,7 +50,7 @@ def _zeros_crc(size: int) -> int:
     unit = 1 << 16
     whole, rest = divmod(size, unit)
     parts = [google_crc32c.value(bytes(unit))] * whole + [google_crc32c.value(bytes(rest))]
-    return combine(parts, [unit] * whole + [rest])
+    return CRC32C.combine(parts, [unit] * whole + [rest])
 
 
 def write_bundle(directory: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]], num_shards: int) -> Path:

@@ -25,7 +25,7 @@ from orbax_t5x.lazy import Box, full_box
 from orbax_t5x.lazy.box import box_shape, box_slices
 from orbax_t5x.readers.box_sums import BoxSums, array_crc, row_boxes
 from orbax_t5x.readers.orbax.checksums import STRING, encode_checksums
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.crc import CRC32C
 
 # Elements that are stored in another dtype are cast, as TensorStore does it, so many bytes at a time.
 _CAST_BYTES = 1 << 22
@@ -230,7 +230,7 @@ def sum_copies(held: list[HostCopy], sums: SaveSums) -> None:
         one = held.pop()
         for box, block in zip(one.boxes, one.blocks, strict=True):
             if isinstance(block, str):
-                sums.add(one.key, one.shape, STRING, box, _crc.extend(0, block.encode("utf-8", "surrogatepass")))
+                sums.add(one.key, one.shape, STRING, box, CRC32C.extend(0, block.encode("utf-8", "surrogatepass")))
             else:
                 sums.add(one.key, one.shape, one.dtype.name, box, _stored_crc(np.asarray(block), one.dtype))
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from orbax_t5x.concurrency import await_to_end, reader_pool, run_in_pool
 from orbax_t5x.lazy.read_stats import ChecksummedRange
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.crc import CRC32C
 from orbax_t5x.storage.descriptor import Descriptor
 
 _VERSION = 1
@@ -149,13 +149,13 @@ def _as_json(entry: JournalEntry) -> Any:
 
 def _line(value: Any) -> bytes:
     text = json.dumps(value, separators=(",", ":")).encode()
-    return b"%08x%s\n" % (_crc.extend(0, text), text)
+    return b"%08x%s\n" % (CRC32C.extend(0, text), text)
 
 
 def _parsed(line: bytes) -> Any:
     """Parses a line with its end; returns None for a torn one, or one that is no JSON."""
     crc, text = line[:_CRC_DIGITS], line[_CRC_DIGITS:].removesuffix(b"\n")
-    if not line.endswith(b"\n") or crc != b"%08x" % _crc.extend(0, text):
+    if not line.endswith(b"\n") or crc != b"%08x" % CRC32C.extend(0, text):
         return None
     try:
         return json.loads(text)

@@ -27,7 +27,7 @@ from orbax_t5x.errors import (
 from orbax_t5x.lazy.box import Box, box_size
 from orbax_t5x.readers.box_sums import BoxSums
 from orbax_t5x.readers.tiling import check_tiling
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.crc import CRC32C
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import Store
 from orbax_t5x.storage.strict_json import parse_object, read_small
@@ -97,7 +97,7 @@ def encode_checksums(leaves: Mapping[str, BoxSums]) -> bytes:
         }
         for name, sums in leaves.items()
     }
-    return _compact({"version": _VERSION, "leaves": entries, "crc32c": _crc.extend(0, _compact(entries))})
+    return _compact({"version": _VERSION, "leaves": entries, "crc32c": CRC32C.extend(0, _compact(entries))})
 
 
 def _compact(value: Any) -> bytes:
@@ -123,7 +123,7 @@ def parse_checksums(data: bytes, path: str, limits: Limits, *, complete: bool = 
         raise CorruptCheckpointError("it is no object of version, leaves and crc32c", path=path)
     if len(leaves) > limits.entries:
         raise LimitExceededError(f"{len(leaves)} leaves, more than Limits.entries = {limits.entries}", path=path)
-    found = _crc.extend(0, _compact(leaves))
+    found = CRC32C.extend(0, _compact(leaves))
     if type(parsed["crc32c"]) is not int or parsed["crc32c"] != found:
         raise CorruptCheckpointError(
             f"its own checksum is {str(parsed['crc32c'])[:40]}, its contents have {found}; the file is damaged",

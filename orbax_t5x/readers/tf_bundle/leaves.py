@@ -38,9 +38,9 @@ from orbax_t5x.readers.tf_bundle.proto import (
     slice_key,
     variable_of_slice,
 )
+from orbax_t5x.readers.tf_bundle.sstable import unmask
 from orbax_t5x.readers.tf_bundle.string_range import StringRange
 from orbax_t5x.readers.tiling import MAX_TILING_STEPS, box_text, check_tiling
-from orbax_t5x.storage import crc32c as _crc
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import OpenFiles, Store, StoredFile
 
@@ -148,7 +148,7 @@ class BundleLeaves:
         try:
             if entry.slices:
                 return self._sliced(name, entry, shape, dtype, slices, unclaimed)
-            return ByteRangeLeaf(name, self._range(name, entry, shape, dtype), _crc.unmask(entry.masked_crc))
+            return ByteRangeLeaf(name, self._range(name, entry, shape, dtype), unmask(entry.masked_crc))
         except CheckpointError as error:
             return _broken(name, error, shape, dtype)
 
@@ -240,7 +240,7 @@ class BundleLeaves:
             if own_shape != tuple(high - low for low, high in box):
                 raise self._corrupt(leaf, f"the slice {box_text(box)} has the shape {own_shape}")
             stored = self._range(leaf, own, own_shape, dtype)
-            stored_slices.append(StoredSlice(box, stored, _crc.unmask(own.masked_crc)))
+            stored_slices.append(StoredSlice(box, stored, unmask(own.masked_crc)))
         return SlicedLeaf(leaf, self._index_path, shape, dtype, stored_slices)
 
     def _box(self, leaf: str, extents: tuple[Extent, ...], shape: tuple[int, ...]) -> Box:

@@ -42,7 +42,7 @@ class BundleHeader(NamedTuple):
 
 
 class BundleEntry(NamedTuple):
-    """BundleEntryProto; `masked_crc` is as stored (`crc32c.unmask`), `shape` is None where the rank is unknown."""
+    """BundleEntryProto; `masked_crc` is as stored (`sstable.unmask`), `shape` is None where the rank is unknown."""
 
     dtype: int
     shape: tuple[int, ...] | None

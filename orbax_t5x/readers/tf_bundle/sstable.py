@@ -17,7 +17,7 @@ from typing import NamedTuple
 import cramjam
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.storage.crc import CRC32C
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile
 
@@ -28,10 +28,17 @@ _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
 # Ten groups of seven bits hold 64.
 _MAX_VARINT_BYTES = 10
+_MASK_DELTA = 0xA282EAD8
 
 
 class BadVarint(ValueError):
     """Error of bytes that are no varint of at most 64 bits; becomes a typed error where file and leaf are known."""
+
+
+def unmask(masked: int) -> int:
+    """Returns the checksum that LevelDB and TensorFlow store as `masked`: a crc over data that holds crcs is weak."""
+    rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
+    return ((rotated >> 17) | (rotated << 15)) & 0xFFFFFFFF
 
 
 def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
@@ -142,10 +149,10 @@ class Table:
         stored = bytes(self._file.read(handle.offset, handle.size + _TRAILER_BYTES))
         kind = stored[handle.size]
         (masked,) = struct.unpack_from("<I", stored, handle.size + 1)
-        computed = _crc.extend(0, stored[: handle.size + 1])
-        if _crc.unmask(masked) != computed:
+        computed = CRC32C.extend(0, stored[: handle.size + 1])
+        if unmask(masked) != computed:
             raise self._corrupt(
-                f"the block at {handle.offset} has the crc32c {computed:#010x}, stored is {_crc.unmask(masked):#010x}:"
+                f"the block at {handle.offset} has the crc32c {computed:#010x}, stored is {unmask(masked):#010x}:"
                 " the index is damaged"
             )
         if kind == _RAW:

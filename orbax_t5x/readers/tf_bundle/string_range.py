@@ -18,7 +18,8 @@ from orbax_t5x.lazy.box import Box, box_shape, box_slices
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ChecksummedRange
 from orbax_t5x.readers.ranges.byte_range import ReadOutcome, StoredRange
-from orbax_t5x.storage import crc32c as _crc
+from orbax_t5x.readers.tf_bundle.sstable import unmask
+from orbax_t5x.storage.crc import CRC32C
 from orbax_t5x.storage.store import StoredFile
 
 _CRC_BYTES = 4
@@ -81,14 +82,14 @@ class StringRange(StoredRange):
         end = at + _CRC_BYTES + sum(lengths.tolist())
         if end != len(data):
             raise corrupt(f"its strings end at byte {end} by their lengths, the entry has {len(data)} bytes")
-        crc = _crc.extend(0, _as_summed(lengths))
+        crc = CRC32C.extend(0, _as_summed(lengths))
         stored = bytes(data[at : at + _CRC_BYTES])
-        if _crc.unmask(int.from_bytes(stored, "little")) != crc:
+        if unmask(int.from_bytes(stored, "little")) != crc:
             raise corrupt(
                 f"the lengths of its strings have the crc32c {crc:#010x}, another is stored: the data are damaged"
             )
         text = at + _CRC_BYTES
-        crc = _crc.extend(_crc.extend(crc, stored), np.frombuffer(data, np.uint8)[text:])
+        crc = CRC32C.extend(CRC32C.extend(crc, stored), np.frombuffer(data, np.uint8)[text:])
         return _Strings(data, text + lengths.cumsum(), lengths, crc)
 
 

@@ -11,7 +11,7 @@ import safetensors.numpy
 import orbax_t5x as ot
 from orbax_t5x.operations.convert.journal import Journal, journal_path, read_journal
 from orbax_t5x.operations.convert.work_directory import WorkDirectory
-from orbax_t5x.storage import crc32c
+from orbax_t5x.storage.crc import CRC32C
 
 ARRAYS = {"a": np.arange(3000, dtype=np.float32)}
 NAMES = ["journal.1", "journal.7", "stop", "blocks", "replaced", "out", "out.orbax-checkpoint-tmp", "other"]
@@ -237,7 +237,7 @@ MALFORMED = [
 
 
 def line(text, crc=None):
-    return b"%08x%s\n" % (crc32c.extend(0, text) if crc is None else crc, text)
+    return b"%08x%s\n" % (CRC32C.extend(0, text) if crc is None else crc, text)
 
 
 @pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.readers.tf_bundle.sstable import BadVarint, Table, is_table, read_varint
+from orbax_t5x.readers.tf_bundle.sstable import BadVarint, Table, is_table, read_varint, unmask
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root
@@ -20,6 +20,7 @@ from tests.support.bundle_writer import (
     block_entries,
     footer,
     handle,
+    masked,
     sealed,
     table,
     table_of_blocks,
@@ -326,3 +327,8 @@ def test_a_bomb_stops_at_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [2, 4, 7, 255])
 def test_other_compressions_are_named(tmp_path: Path, kind: int) -> None:
     refused(tmp_path, one_block(block(ENTRIES), kind), UnsupportedCheckpointError, f"compression {kind};")
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_masked_checksum_is_unmasked(crc: int):
+    assert unmask(masked(crc)) == crc
