@@ -40,8 +40,8 @@ FAULTS = {
     "shorter": CheckpointError,
     "no content range": UnsupportedCheckpointError,
 }
-# Where TensorStore retries or waits, until this ends it.
-LIMITS = ot.Limits(io_timeout_secs=1.0)
+# Where TensorStore retries or waits, until this ends it: what is answered in between must come sooner.
+LIMITS = ot.Limits(io_timeout_secs=3.0)
 
 
 @pytest.fixture
@@ -59,13 +59,18 @@ def chunked(tmp_path):
         yield running
 
 
+def limits_for(error):
+    """The limits where that error is expected: what is answered at once may take as long as a busy machine needs."""
+    return LIMITS if error is CheckpointIOError else ot.Limits()
+
+
 def url_of(store):
     return f"{store.url}/{'model.safetensors' if (store.directory / 'model.safetensors').exists() else 'item'}"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_byte_ranges(store, fault):
-    with ot.open_checkpoint(url_of(store), limits=LIMITS) as checkpoint:
+    with ot.open_checkpoint(url_of(store), limits=limits_for(FAULTS[fault])) as checkpoint:
         store.fault = lambda request: fault
         begun = time.monotonic()
         with pytest.raises(FAULTS[fault]) as caught:
@@ -93,11 +98,11 @@ OF_WHOLE_FILES = sorted(FAULTS.keys() - {"no ranges", "html for a range", "short
 @pytest.mark.parametrize("fault", OF_WHOLE_FILES)
 def test_chunks(chunked, fault):
     """A chunk that is not there is damage; one that is a page of HTML is as well."""
-    with ot.open_checkpoint(url_of(chunked), limits=LIMITS) as checkpoint:
+    expected = {"404": CorruptCheckpointError, "html": CorruptCheckpointError}.get(fault, CheckpointIOError)
+    with ot.open_checkpoint(url_of(chunked), limits=limits_for(expected)) as checkpoint:
         chunked.fault = lambda request: fault if request.name == "item/w/0.0" else None
         with pytest.raises(CheckpointError) as caught:
             checkpoint.leaves["w"].get()
-        expected = {"404": CorruptCheckpointError, "html": CorruptCheckpointError}.get(fault, CheckpointIOError)
         assert type(caught.value) is expected
         assert caught.value.leaf == "w"
         assert caught.value.path is not None and caught.value.path.startswith(chunked.url)
@@ -129,7 +134,7 @@ def test_opening(store, fault):
     """Before anything is known of a store, what it refuses or does not have is one or the other."""
     store.fault = lambda request: fault
     with pytest.raises(CheckpointError) as caught:
-        ot.open_checkpoint(url_of(store), limits=LIMITS)
+        ot.open_checkpoint(url_of(store), limits=ot.Limits(io_timeout_secs=0.5))
     assert caught.value.path is not None and caught.value.path.startswith(store.url)
 
 
@@ -201,7 +206,7 @@ def test_metadata_that_are_too_large_are_not_fetched(store):
 def test_a_stalled_store_is_given_up_in_a_restore(chunked):
     """The rest of the process goes on, and the buffer of the abandoned read stays until TensorStore is done with it."""
     chunked.fault = lambda request: "stall" if request.name == "item/w/0.0" else None
-    with pytest.raises(CheckpointIOError, match=r"no answer for 1 s \(Limits.io_timeout_secs\)"):
+    with pytest.raises(CheckpointIOError, match=r"no answer for 3 s \(Limits.io_timeout_secs\)"):
         ot.restore(url_of(chunked), {"w": np.zeros_like(W), "b": np.zeros(3, np.float32)}, limits=LIMITS)
     chunked.fault = lambda request: None
     restored = ot.restore(url_of(chunked), {"w": np.zeros_like(W), "b": np.zeros(3, np.float32)})
@@ -210,7 +215,7 @@ def test_a_stalled_store_is_given_up_in_a_restore(chunked):
 
 def test_slow_answers_are_not_silence(store):
     """The clock is of the store, not of one request: what takes longer than the limit in all is waited for."""
-    limits = ot.Limits(io_timeout_secs=2.0)
-    store.latency = 0.4
+    limits = ot.Limits(io_timeout_secs=4.0)
+    store.latency = 0.8
     with ot.open_checkpoint(url_of(store), limits=limits) as checkpoint:
         np.testing.assert_array_equal(checkpoint.leaves["w"].get(), W)
