@@ -1,5 +1,5 @@
-"""`python -m benchmarks.regress OLD NEW [--folder DIR] [--scale S] [--rounds N] [--huge-pages on|off|both] [JOB…]`:
-the package of one checkout beside that of another.
+"""`python -m benchmarks.regress OLD NEW [--folder DIR] [--scale S] [--rounds N] [--huge-pages on|off|both|ours]
+[JOB…]`: the package of one checkout beside that of another.
 
 The same jobs, from this checkout, run with the package of either one in turn, each run in a process of its own. Printed
 are medians of both and the median of the ratios of the rounds, NEW over OLD, with its quartiles: of processor time
@@ -27,7 +27,9 @@ FIGURES = (
     ("minor_faults", "minor faults", ",.0f", 1),
     ("peak_growth_bytes", "peak growth MiB", ",.0f", 1 << 20),
 )
-_HUGE_PAGES = {"on": ("1",), "off": ("0",), "both": ("1", "0")}
+_VARIABLE = "NUMPY_MADVISE_HUGEPAGE"
+# Its values; None: not set, and the package decides.
+_HUGE_PAGES: dict[str, tuple[str | None, ...]] = {"on": ("1",), "off": ("0",), "both": ("1", "0"), "ours": (None,)}
 
 Job = tuple[str, str, Sequence[str]]
 """The module and the name of a function, and its arguments."""
@@ -57,12 +59,14 @@ def _count(full: int, scale: float) -> int:
     return max(1, round(full * scale))
 
 
-def compare(title: str, job: Job, checkouts: Sequence[Path], rounds: int, huge_pages: str) -> list[str]:
+def compare(title: str, job: Job, checkouts: Sequence[Path], rounds: int, huge_pages: str | None) -> list[str]:
     """Runs a job with both checkouts in alternating processes; returns the rows of its table.
 
     The first round, which warms the page cache, is left out where there are several.
     """
-    environment = {**os.environ, "NUMPY_MADVISE_HUGEPAGE": huge_pages}
+    environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
+    if huge_pages is not None:
+        environment[_VARIABLE] = huge_pages
     runs: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
     for _ in range(rounds + 1 if rounds > 1 else 1):
         for checkout, measured in zip(checkouts, runs, strict=True):
@@ -70,7 +74,7 @@ def compare(title: str, job: Job, checkouts: Sequence[Path], rounds: int, huge_p
             job_arguments = [module, name, *arguments]
             measured.append(run_job(str(checkout), job_arguments, "benchmarks.regress_job", environment))
     kept = [measured[-rounds:] for measured in runs]
-    label = f"{title}, huge pages {'on' if huge_pages == '1' else 'off'}"
+    label = title if huge_pages is None else f"{title}, huge pages {'on' if huge_pages == '1' else 'off'}"
     return [f"| {label} | {' | '.join(row)} |" for row in figures_of(*kept)]
 
 
@@ -94,7 +98,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the checkpoints are kept between calls (2 GB)")
     parser.add_argument("--scale", type=float, default=1, help="of the checkpoints: 1 is 1 GB, or 10,000 leaves")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--huge-pages", choices=[*_HUGE_PAGES], default="on", help="for NumPy's arrays from 4 MiB")
+    parser.add_argument("--huge-pages", choices=[*_HUGE_PAGES], default="ours", help="for NumPy's arrays from 4 MiB")
     options = parser.parse_intermixed_args()
     checkouts = [options.old.resolve(), options.new.resolve()]
     with tempfile.TemporaryDirectory() as temporary:

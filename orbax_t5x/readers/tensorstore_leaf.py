@@ -35,7 +35,7 @@ from orbax_t5x.readers.tensorstore_errors import typed_error
 from orbax_t5x.readers.tensorstore_specs import FILE_IO_CONCURRENCY
 from orbax_t5x.readers.tiling import box_text
 from orbax_t5x.storage.limits import Limits
-from orbax_t5x.storage.memory import UNCHECKED_BYTES, naming_memory_errors, require_memory
+from orbax_t5x.storage.memory import UNCHECKED_BYTES, empty_array, naming_memory_errors, require_memory
 from orbax_t5x.storage.store import Snapshot
 
 # What decoding a chunk takes, measured with gzip: the chunk and what is decompressed ahead of it.
@@ -200,7 +200,7 @@ class TensorStoreLeaf(Leaf):
                 continue
             buffer = out
             if not out.flags.aligned:
-                buffer = np.empty(out.shape, out.dtype)
+                buffer = empty_array(out.shape, out.dtype)
                 copies.append((out, buffer))
             first[box] = buffer
         try:
@@ -369,7 +369,7 @@ class _BoxChecksums(Checksums):
         reading = ReadStats("off")
         reading.decoding = stats.decoding
         for rows_box in row_boxes(box, leaf.dtype.itemsize, _VERIFY_BYTES, rows):
-            out = np.empty(box_shape(rows_box), leaf.dtype)
+            out = empty_array(box_shape(rows_box), leaf.dtype)
             await leaf.read_into([Request(rows_box, out)], reading)
             crc = await run_in_pool(reader_pool(), array_crc, out, crc)
         stats.count(reading.bytes_read)

@@ -1,5 +1,7 @@
 """The most memory that a process can have, and the arrays that are refused because they are larger."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -31,3 +33,29 @@ def test_errors_about_memory_get_the_file_and_the_leaf():
     with pytest.raises(LimitExceededError) as caught, memory.naming_memory_errors("/file", "w"):
         raise LimitExceededError("known", path="/other", leaf="v")
     assert (caught.value.path, caught.value.leaf) == ("/other", "v")
+
+
+def page_advice(array):
+    """What the kernel was asked about huge pages for the middle of an array: "hg" for them, "nh" against them."""
+    middle, is_inside = array.ctypes.data + array.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name:
+            low, high = (int(end, 16) for end in name.split("-"))
+            is_inside = low <= middle < high
+        elif name == "VmFlags:" and is_inside:
+            return {"hg", "nh"} & set(rest)
+    raise AssertionError("no mapping holds the array")
+
+
+def test_large_arrays_are_in_small_pages_unless_the_user_decides(monkeypatch):
+    """Fresh huge pages cost several times as much on virtual machines whose host gives memory as it is touched."""
+    monkeypatch.delenv("NUMPY_MADVISE_HUGEPAGE", raising=False)
+    for nbytes in (memory.HUGE_PAGE_BYTES, (5 << 20) + 77, 64 << 20):
+        array = memory.empty_array((nbytes,), np.dtype(np.uint8))
+        assert "hg" not in page_advice(array)
+        array[...] = 3
+        assert (array == 3).all()
+    monkeypatch.setenv("NUMPY_MADVISE_HUGEPAGE", "1")
+    shape = (64 << 20,)
+    assert page_advice(memory.empty_array(shape, np.dtype(np.uint8))) == page_advice(np.empty(shape, np.uint8))

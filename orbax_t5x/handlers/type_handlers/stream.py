@@ -27,6 +27,7 @@ from orbax_t5x.lazy.read import group_reads
 from orbax_t5x.readers.box_sums import array_crc
 from orbax_t5x.restoring.options import memory_limit
 from orbax_t5x.storage.limits import check_memory_limit
+from orbax_t5x.storage.memory import empty_array
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 _MIB = 1 << 20
@@ -177,7 +178,7 @@ async def read_block(
     view: View, box: Box, stats: ReadStats, snapshots: Mapping[Leaf, Leaf] | None = None
 ) -> np.ndarray:
     """Reads a box of a view into a new buffer; leaves in `snapshots` are read from these."""
-    out = np.empty(box_shape(box), view.dtype)
+    out = empty_array(box_shape(box), view.dtype)
     lowered = view.lower(box, out)
     reads = group_reads(lowered.reads)
     await wait_all((snapshots or {}).get(leaf, leaf).read_into(requests, stats) for leaf, requests in reads)

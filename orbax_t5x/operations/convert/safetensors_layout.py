@@ -23,6 +23,7 @@ from orbax_t5x.lazy.box import box_shape
 from orbax_t5x.readers.ranges.byte_runs import union_runs
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf
 from orbax_t5x.readers.safetensors.header import DTYPES, LENGTH_BYTES, METADATA_KEY
+from orbax_t5x.storage.memory import empty_array
 
 # Transformers' own bound was 5 GB for years: hubs, and file systems with small limits, take files of this size.
 MAX_FILE_BYTES = 5_000_000_000
@@ -170,7 +171,7 @@ class TensorInFile:
 
     def read(self, box: Box) -> np.ndarray:
         """Reads one box back; blocks. An EOFError where the file ends first."""
-        out = np.empty(box_shape(box), self._tensor.dtype)
+        out = empty_array(box_shape(box), self._tensor.dtype)
         file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             for position, run in self._runs(box, out.reshape(-1).view(np.uint8).data):

@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import time
 
-import numpy as np
-
 from orbax_t5x.concurrency import guarded, run_on_read_thread
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
@@ -21,6 +19,7 @@ from orbax_t5x.operations.verify.report import HOLDS, NOTHING, LeafVerification,
 from orbax_t5x.readers import Limits
 from orbax_t5x.readers.box_sums import row_boxes
 from orbax_t5x.readers.together import open_together
+from orbax_t5x.storage.memory import empty_array
 from orbax_t5x.text.progress_bar import OnProgress, Progress, check_progress, shown_progress
 
 # Bytes read at a time of a leaf without a checksum, unless a row of chunks is larger.
@@ -110,4 +109,4 @@ async def _compare(leaf: Leaf, stats: ReadStats) -> None:
 async def _read_all(leaf: Leaf, stats: ReadStats) -> None:
     rows = leaf.chunks[0] if leaf.chunks else 1
     for box in row_boxes(full_box(leaf.shape), leaf.dtype.itemsize, _BLOCK_BYTES, rows):
-        await leaf.read_into([Request(box, np.empty(box_shape(box), leaf.dtype))], stats)
+        await leaf.read_into([Request(box, empty_array(box_shape(box), leaf.dtype))], stats)
