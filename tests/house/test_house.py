@@ -18,7 +18,7 @@ PACKAGE = Path(ot.__file__).parent
 # A room imports from the floors above it in this list alone (docs/project/architecture.md has the picture). A module
 # that stands by itself in the package's root is a room, too.
 FLOORS = (
-    ("on_demand", "text", "trees"),
+    ("on_demand", "registry", "text", "trees"),
     ("errors",),
     ("concurrency", "storage", "optim", "provenance"),
     ("lazy", "multihost", "mesh_tf", "adafactor", "optimizers", "partitioning"),
@@ -27,7 +27,7 @@ FLOORS = (
     ("restoring",),
     ("handlers", "checkpoint_importer", "nnx", "models"),
     ("operations", "testing"),
-    ("cli", "integrations"),
+    ("cli", "extras", "integrations"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -39,6 +39,7 @@ IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("orbax_t5x.storage.remote.hub", "_package"): "huggingface_hub is an optional package",
     ("orbax_t5x.multihost.catalogue", "opened_once"): "a restore of one process receives nothing from others",
     ("orbax_t5x.optimizers", "__getattr__"): "jestimator is an optional package",
+    ("orbax_t5x.registry", "_loaded"): "entries of a table load on first use",
     ("orbax_t5x.restoring.chains", "_mapping"): "only rules that are sought need all packs",
     ("orbax_t5x.restoring.broadcast.preview", "decisions_of"): "a restore of one process sends nothing",
     ("orbax_t5x.restoring.executor", "_broadcast"): "a restore of one process sends nothing",
@@ -153,7 +154,7 @@ def test_circles_are_found():
 
 def test_every_module_has_a_room():
     assert {room_of(module) for module in edges()} == set(FLOOR_OF)
-    assert len(FLOOR_OF) <= 28 and len(FLOORS) <= 10
+    assert len(FLOOR_OF) <= 30 and len(FLOORS) <= 10
 
 
 def test_the_page_on_the_architecture_draws_the_same_floors():
@@ -176,6 +177,16 @@ def may_import(module: str, other: str) -> bool:
 
 def test_imports_run_down():
     assert [edge for edge in imports() if not may_import(*edge)] == []
+
+
+def extra_of(module: str) -> str | None:
+    """The extra that a module belongs to: a folder of `extras`."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["extras"] and len(parts) > 2 else None
+
+
+def test_the_core_imports_no_extra():
+    assert [edge for edge in imports() if extra_of(edge[1]) not in (None, extra_of(edge[0]))] == []
 
 
 def test_diff_and_verify_need_no_handler():

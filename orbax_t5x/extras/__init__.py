@@ -1,0 +1,1 @@
+"""Outer parts of the package, a folder each; the core reaches them by its registries only."""

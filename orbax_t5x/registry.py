@@ -1,0 +1,108 @@
+"""Tables that the package, entry points and callers fill by name.
+
+The package's own entries are texts, `module:attribute`: a table costs nothing until an entry is used, and the core
+imports no extra. Entry points of other packages are looked up on the first use of a table.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class RegistryEntry:
+    """A registered entry; as a context manager it ends with the block."""
+
+    def __init__(self, remove: Callable[[], None]):
+        """Holds the function that removes the entry."""
+        self._remove = remove
+
+    def unregister(self) -> None:
+        """Removes the entry; a second call does nothing."""
+        self._remove()
+
+    def __enter__(self) -> RegistryEntry:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.unregister()
+
+
+class Registry(Generic[Entry]):
+    """Entries by name: the package's own, then those of entry points, then registered ones."""
+
+    def __init__(self, kind: str, own: Mapping[str, str], *, group: str | None = None):
+        """Makes a table.
+
+        Args:
+          kind: of the entries, for messages: "format".
+          own: the package's entries, each as `module:attribute`.
+          group: of the entry points that other packages declare; None if the table is closed to them.
+        """
+        self._kind = kind
+        self._own = dict(own)
+        self._group = group
+        self._added: dict[str, Entry] = {}
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _installed(self) -> Mapping[str, importlib.metadata.EntryPoint]:
+        """Entry points of other packages; the package's own names win."""
+        if self._group is None:
+            return {}
+        found = importlib.metadata.entry_points(group=self._group)
+        return {point.name: point for point in found if point.name not in self._own}
+
+    def names(self) -> tuple[str, ...]:
+        """Lists all names in order."""
+        return tuple(dict.fromkeys((*self._own, *self._installed, *self._added)))
+
+    def get(self, name: str) -> Entry:
+        """Loads the entry of a name.
+
+        Raises:
+          KeyError: no entry has the name.
+          ImportError: the module of the entry cannot be imported.
+        """
+        if name in self._added:
+            return self._added[name]
+        if name in self._own:
+            return _loaded(self._own[name])
+        return _installed(self._installed[name])
+
+    def register(self, name: str, entry: Entry) -> RegistryEntry:
+        """Adds an entry until it is unregistered.
+
+        Raises:
+          ValueError: the name is taken.
+        """
+        with self._lock:
+            if name in self.names():
+                raise ValueError(f"a {self._kind} named {name!r} is registered already: {', '.join(self.names())}")
+            self._added[name] = entry
+
+        def remove() -> None:
+            with self._lock:
+                if self._added.get(name) is entry:
+                    del self._added[name]
+
+        return RegistryEntry(remove)
+
+
+@functools.cache
+def _loaded(place: str) -> Any:
+    """Imports an entry given as `module:attribute`."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@functools.cache
+def _installed(point: importlib.metadata.EntryPoint) -> Any:
+    """Imports the object of an entry point."""
+    return point.load()

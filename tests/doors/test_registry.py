@@ -1,0 +1,50 @@
+"""Tables that the package, entry points and callers fill by name."""
+
+import importlib.metadata
+
+import pytest
+
+from orbax_t5x.registry import Registry
+
+OWN = {"square": "math:sqrt", "missing": "math:no_such_name"}
+
+
+def test_own_entries_load_on_use():
+    table = Registry[object]("function", OWN)
+    assert table.names() == ("square", "missing")
+    assert table.get("square")(9.0) == 3.0
+    with pytest.raises(AttributeError, match="no_such_name"):
+        table.get("missing")
+    with pytest.raises(KeyError):
+        table.get("cube")
+
+
+def test_a_registered_entry_ends_with_its_block():
+    table = Registry[str]("word", {})
+    with table.register("a", "one") as held:
+        assert table.get("a") == "one" and table.names() == ("a",)
+        with pytest.raises(ValueError, match="a word named 'a' is registered already"):
+            table.register("a", "two")
+    held.unregister()
+    assert table.names() == ()
+
+
+def test_an_old_registration_removes_no_newer_one():
+    table = Registry[object]("word", {})
+    old = table.register("a", object())
+    old.unregister()
+    new = object()
+    table.register("a", new)
+    old.unregister()
+    assert table.get("a") is new
+
+
+def test_entry_points_join_and_own_names_win(monkeypatch):
+    points = [importlib.metadata.EntryPoint(name, "math:floor", "group") for name in ("floor", "square")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: points if group == "group" else [])
+    table = Registry[object]("function", OWN, group="group")
+    assert table.names() == ("square", "missing", "floor")
+    assert table.get("floor")(2.5) == 2
+    assert table.get("square")(4.0) == 2.0
+    with pytest.raises(ValueError, match="registered already"):
+        table.register("floor", abs)
