@@ -15,18 +15,18 @@ from orbax_t5x.concurrency import guarded
 from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Fix, UnsupportedCheckpointError
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
+from orbax_t5x.readers.detect.gguf_format import FORMAT as GGUF
+from orbax_t5x.readers.detect.npz_format import FORMAT as NPZ
 from orbax_t5x.readers.detect.probe import PathProbe, probe_path
+from orbax_t5x.readers.detect.torch_zip_format import FORMAT as TORCH
 from orbax_t5x.readers.detect.user_path import check_item, path_text
 from orbax_t5x.readers.flax_msgpack.format import FORMAT as FLAX_MSGPACK
 from orbax_t5x.readers.flax_msgpack.root import newest_file
-from orbax_t5x.readers.gguf.format import FORMAT as GGUF
-from orbax_t5x.readers.npz.format import FORMAT as NPZ
 from orbax_t5x.readers.orbax.format import FORMAT as ORBAX
 from orbax_t5x.readers.orbax.steps import Step, finished_steps, newest_directory
 from orbax_t5x.readers.safetensors.format import FORMAT as SAFETENSORS
 from orbax_t5x.readers.t5x.format import FORMAT as T5X
 from orbax_t5x.readers.tf_bundle.format import FORMAT as TF_BUNDLE
-from orbax_t5x.readers.torch_zip.format import FORMAT as TORCH
 from orbax_t5x.readers.unrecognised import missing_error, unrecognised_error
 from orbax_t5x.storage.limits import Limits, check_limits
 from orbax_t5x.storage.locations import can_list, is_link, is_url, open_store

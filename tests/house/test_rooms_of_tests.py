@@ -15,7 +15,7 @@ OF_THE_WHOLE = {"doors", "robustness", "house"}
 # Files that are no tests: helpers, programs that tests start, and the fuzzer.
 OF_NO_TESTS = {"support", "fuzz", "goldens", "corpus", "multihost/jobs"}
 # The suites are tested in their subclasses, in the rooms of what they test.
-WITHOUT_A_FOLDER = {"extras", "testing"}
+WITHOUT_A_FOLDER = {"testing"}
 # A module of more lines of code has a test file of its name.
 MOST_LINES = 30
 TEST_FILES = sorted(path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))

@@ -1,4 +1,4 @@
-"""GGUF files written by hand, whole and with anything in them replaced; `readers/gguf` reads goldens of llama.cpp's own
+"""GGUF files written by hand, whole and with anything in them replaced; `extras/gguf` reads goldens of llama.cpp's own
 writer, too.
 """
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from orbax_t5x.errors import CheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.torch_zip.opcodes import parse_pickle
-from orbax_t5x.readers.torch_zip.values import Tuple
+from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
+from orbax_t5x.extras.torch_zip.values import Tuple
 from orbax_t5x.storage.limits import Limits
 from tests.support.hostile_pickles import hostile_pickle
 from tests.support.torch_files import SavedTensor, call, name, ordered, pickled

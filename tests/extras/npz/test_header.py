@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, UnsupportedCheckpointError
-from orbax_t5x.readers.npz.header import LONGEST_FIXED_BYTES, ArrayHeader, header_bytes, parse_npy_header
+from orbax_t5x.extras.npz.header import LONGEST_FIXED_BYTES, ArrayHeader, header_bytes, parse_npy_header
 
 
 def saved(array, version=None):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import orbax_t5x as ot
+from orbax_t5x.extras.gguf import q8_range
 from orbax_t5x.lazy.box import box_slices
-from orbax_t5x.readers.gguf import q8_range
 from orbax_t5x.testing.leaf_reads import assert_same, leaf_of, random_box, read_boxes
 from orbax_t5x.testing.leaf_suite import LeafSuite
 from tests.support.gguf_files import quantized, write_gguf

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from orbax_t5x.readers.gguf.header import read_header
+from orbax_t5x.extras.gguf.header import read_header
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.paths import Root

@@ -3,8 +3,8 @@
 import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.readers.torch_zip.opcodes import parse_pickle
-from orbax_t5x.readers.torch_zip.values import Name, OrderedNode, StorageNode, TensorNode
+from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
+from orbax_t5x.extras.torch_zip.values import Name, OrderedNode, StorageNode, TensorNode
 from orbax_t5x.storage.limits import Limits
 from tests.support.torch_files import Op, SavedTensor, call, name, opcodes, ordered, pickled
 

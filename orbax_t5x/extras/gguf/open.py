@@ -19,12 +19,12 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.extras.gguf.header import GgufHeader, TensorEntry, read_header
+from orbax_t5x.extras.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.checkpoint import Checkpoint
-from orbax_t5x.readers.gguf.format import SUFFIX
-from orbax_t5x.readers.gguf.header import GgufHeader, TensorEntry, read_header
-from orbax_t5x.readers.gguf.q8_range import BLOCK_ELEMENTS, Q8Range
+from orbax_t5x.readers.detect.gguf_format import SUFFIX
 from orbax_t5x.readers.hub_files import LFS_POINTER, ModelFiles, refuse_lfs_pointer
 from orbax_t5x.readers.ranges.byte_range import ByteRange, StoredRange
 from orbax_t5x.readers.ranges.leaf import ByteRangeLeaf

@@ -32,5 +32,5 @@ def has_torch(probe: PathProbe) -> bool:
     return SINGLE_FILE in probe.names or INDEX_FILE in probe.names
 
 
-_open = on_demand.function("orbax_t5x.readers.torch_zip.open", "open_torch")
+_open = on_demand.function("orbax_t5x.extras.torch_zip.open", "open_torch")
 FORMAT = Format("torch", "PyTorch's files (.bin, .pt, .pth)", is_torch, _open, recognise_unmarked=has_torch)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, error_at
+from orbax_t5x.extras.npz.header import ArrayHeader
 from orbax_t5x.lazy.box import box_slices, union_size
 from orbax_t5x.lazy.leaf import Request
 from orbax_t5x.lazy.read_stats import ReadStats
-from orbax_t5x.readers.npz.header import ArrayHeader
 from orbax_t5x.readers.ranges.leaf import RangeLeaf
 from orbax_t5x.readers.ranges.scatter import Elements
 from orbax_t5x.readers.zip_members import Archive

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from orbax_t5x.errors import CheckpointNotFoundError, CorruptCheckpointError, Fix, UnsupportedCheckpointError
+from orbax_t5x.extras.torch_zip.leaves import LeafMaker
+from orbax_t5x.extras.torch_zip.opcodes import parse_pickle
 from orbax_t5x.readers.checkpoint import Checkpoint
+from orbax_t5x.readers.detect.torch_zip_format import INDEX_FILE, INDEX_SUFFIX, OLD_MAGIC, SINGLE_FILE
 from orbax_t5x.readers.flax_msgpack.leaves import is_empty, named_nodes
 from orbax_t5x.readers.hub_files import ModelFiles, trainer_step
 from orbax_t5x.readers.open_flag import OpenFlag
-from orbax_t5x.readers.torch_zip.format import INDEX_FILE, INDEX_SUFFIX, OLD_MAGIC, SINGLE_FILE
-from orbax_t5x.readers.torch_zip.leaves import LeafMaker
-from orbax_t5x.readers.torch_zip.opcodes import parse_pickle
 from orbax_t5x.readers.zip_members import Archive
 from orbax_t5x.storage import locations
 from orbax_t5x.storage.limits import Limits

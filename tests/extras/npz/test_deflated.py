@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from orbax_t5x.errors import CorruptCheckpointError
-from orbax_t5x.readers.npz.deflated import DeflatedLeaf, decompress_head
-from orbax_t5x.readers.npz.header import ArrayHeader
+from orbax_t5x.extras.npz.deflated import DeflatedLeaf, decompress_head
+from orbax_t5x.extras.npz.header import ArrayHeader
 from orbax_t5x.readers.zip_members import Archive
 from orbax_t5x.storage.files import FileSet
 from orbax_t5x.storage.limits import Limits

@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError, Fix, UnsupportedCheckpointError, error_at
+from orbax_t5x.extras.torch_zip.values import Name, Node, TensorNode, Tuple
 from orbax_t5x.lazy.leaf import Leaf
 from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.readers.flax_msgpack.leaves import NumberLeaf
 from orbax_t5x.readers.open_flag import OpenFlag
 from orbax_t5x.readers.ranges.strided import has_overlaps, last_element
 from orbax_t5x.readers.string_leaf import StringLeaf
-from orbax_t5x.readers.torch_zip.values import Name, Node, TensorNode, Tuple
 from orbax_t5x.readers.zip_leaf import ZipLeaf
 from orbax_t5x.readers.zip_members import STORED, Archive
 from orbax_t5x.storage.limits import Limits

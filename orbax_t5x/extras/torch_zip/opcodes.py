@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from orbax_t5x.errors import LimitExceededError, UnsupportedCheckpointError
-from orbax_t5x.readers.torch_zip.stack import FIX, PickleStack
-from orbax_t5x.readers.torch_zip.values import (
+from orbax_t5x.extras.torch_zip.stack import FIX, PickleStack
+from orbax_t5x.extras.torch_zip.values import (
     CALLS,
     DTYPES,
     STORAGES,

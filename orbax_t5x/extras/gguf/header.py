@@ -18,8 +18,8 @@ from orbax_t5x.errors import (
     UnsupportedCheckpointError,
     error_at,
 )
+from orbax_t5x.readers.detect.gguf_format import MAGIC
 from orbax_t5x.readers.flax_msgpack.walk import most_leaves, too_many
-from orbax_t5x.readers.gguf.format import MAGIC
 from orbax_t5x.readers.ranges.window_reader import WindowReader
 from orbax_t5x.storage.limits import Limits
 from orbax_t5x.storage.store import StoredFile

@@ -15,5 +15,5 @@ def is_npz(probe: PathProbe) -> bool:
     return first is not None and (first.endswith(b".npy") or probe.path.endswith(SUFFIX))
 
 
-_open = on_demand.function("orbax_t5x.readers.npz.open", "open_npz")
+_open = on_demand.function("orbax_t5x.extras.npz.open", "open_npz")
 FORMAT = Format("npz", "an .npz file", is_npz, _open)

@@ -20,5 +20,5 @@ def has_gguf(probe: PathProbe) -> bool:
     return bool(probe.with_suffix(SUFFIX))
 
 
-_open = on_demand.function("orbax_t5x.readers.gguf.open", "open_gguf")
+_open = on_demand.function("orbax_t5x.extras.gguf.open", "open_gguf")
 FORMAT = Format("gguf", "a GGUF file", is_gguf, _open, recognise_unmarked=has_gguf)
