@@ -43,10 +43,8 @@ from orbax_t5x.restoring.broadcast.needs import compare_plans, gather_needs, is_
 from orbax_t5x.restoring.broadcast.stores import StoreKind, Stores
 from orbax_t5x.restoring.execute.buffers import check_value, explicit_transfers, layout_of, make_value
 from orbax_t5x.restoring.execute.groups import Group, group_entries
-from orbax_t5x.restoring.execute.lowering import Shard
-from orbax_t5x.restoring.execute.reading import Reader
+from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
 from orbax_t5x.restoring.execute.shared_checksums import gather_checksums
-from orbax_t5x.restoring.execute.stages import Piece
 from orbax_t5x.restoring.fallback import ComputedLeaf
 from orbax_t5x.restoring.options import BroadcastMode, ReadOptions
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
@@ -373,21 +371,20 @@ def _stored_bytes(leaf: Leaf) -> int:
     return leaf.bytes_of((full_box(leaf.shape),))
 
 
-def _allocate(group: Group) -> tuple[_Buffers, list[list[Shard]]]:
-    """Allocates the buffers of each entry's shards; returns them and what to read into them, stage by stage."""
+def _allocate(group: Group) -> tuple[_Buffers, list[list[BufferedPiece]]]:
+    """Allocates the buffers of each entry's shards; returns them and the pieces to read into them, by stage."""
     buffers: _Buffers = {}
     outs: _Buffers = {}
     for entry in group.entries:
         assert entry.view is not None
         with naming_memory_errors(entry.leaves[0].path, entry.name):
             buffers[entry.name], outs[entry.name] = layout_of(entry).allocate(np.dtype(entry.view.dtype))
-    return buffers, [
-        [_as_shard(piece, outs[piece.entry.name][piece.box_index]) for piece in stage] for stage in group.stages
-    ]
-
-
-def _as_shard(piece: Piece, out: np.ndarray) -> Shard:
-    """Joins a piece with its slice of the shard's buffer."""
-    if out.shape != box_shape(piece.box):
-        out = out[slices_within(piece.box, layout_of(piece.entry).read_boxes[piece.box_index])]
-    return Shard(piece.view, piece.box, out)
+    stages: list[list[BufferedPiece]] = []
+    for pieces in group.stages:
+        stages.append([])
+        for piece in pieces:
+            out = outs[piece.entry.name][piece.box_index]
+            if out.shape != box_shape(piece.box):
+                out = out[slices_within(piece.box, layout_of(piece.entry).read_boxes[piece.box_index])]
+            stages[-1].append((piece, out))
+    return buffers, stages

@@ -26,8 +26,8 @@ from orbax_t5x.restoring.broadcast.exchange import empty_buffer, exchange_buffer
 from orbax_t5x.restoring.broadcast.rounds import BroadcastRound, Message, Slots, message_starts
 from orbax_t5x.restoring.broadcast.schedule import Schedule
 from orbax_t5x.restoring.execute.buffers import layout_of
-from orbax_t5x.restoring.execute.lowering import Shard
-from orbax_t5x.restoring.execute.reading import Reader
+from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
+from orbax_t5x.restoring.execute.stages import Piece
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.storage.memory import empty_array, naming_memory_errors
 
@@ -155,17 +155,17 @@ class Broadcast:
         """Reads the pieces of a chunk."""
         chunk = self._schedule.chunks[number]
         first = chunk.pieces[0].entry
-        shards: list[Shard] = []
+        stage: list[BufferedPiece] = []
         outs: dict[int, np.ndarray] = {}
         with naming_memory_errors(first.leaves[0].path, first.name):
             for whole, inside in chunk.reads:
                 out = empty_array(box_shape(whole.box), whole.view.dtype)
-                shards.append(Shard(whole.view, whole.box, out))
+                stage.append((whole, out))
                 for piece in inside:
                     outs[piece] = out[
                         (*slices_within(chunk.pieces[piece].box, whole.box), ...)
                     ]  # a view of rank 0, too
-        stages = [shards]
+        stages = [stage]
         if all(isinstance(leaf, BlockingLeaf) for piece in chunk.pieces for leaf in piece.entry.leaves):
             await run_in_pool(pool, self._reader.fill, stages, first)
         else:
@@ -246,9 +246,9 @@ class Broadcast:
         for number, entry in enumerate(self._texts):
             if number % self._processes == self._process:
                 outs, _ = layout_of(entry).allocate(np.dtype(object))
-                assert entry.view is not None
-                shards = [Shard(entry.view, box, out) for box, out in zip(entry.boxes(), outs, strict=True)]
-                await self._reader.fill_awaited([shards], entry, pool)
+                boxes = enumerate(entry.boxes())
+                pieces = [(Piece(entry, at, box), out) for (at, box), out in zip(boxes, outs, strict=True)]
+                await self._reader.fill_awaited([pieces], entry, pool)
                 texts += [text for out in outs for text in out.ravel().tolist()]
 
 

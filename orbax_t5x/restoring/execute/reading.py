@@ -1,22 +1,28 @@
-"""Fills shards: lowers views to reads of leaves, reads the leaves, and does what views have left to do."""
+"""Fills the buffers of pieces: lowers views to requests, has leaves read them, and does what views have left to do."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from orbax_t5x.concurrency import run_in_pool, wait_all
-from orbax_t5x.lazy import BlockingLeaf, Leaf, ReadStats, Request, ValueLeaf
-from orbax_t5x.restoring.execute.lowering import Shard, lower_shards
+from orbax_t5x.lazy import BlockingLeaf, Box, Leaf, ReadStats, Request, ValueLeaf
+from orbax_t5x.restoring.execute.stages import Piece
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.storage.memory import naming_memory_errors
 
-ShardStages = Sequence[Sequence[Shard]]
+BufferedPiece = tuple[Piece, np.ndarray]
+"""A piece, and the buffer that it is read into."""
+
+BufferedStages = Sequence[Sequence[BufferedPiece]]
 
 
 class Reader:
-    """Reader that fills shards, stage by stage; `in_memory` replaces leaves that have no values before an execution."""
+    """Reader of pieces, stage by stage; `in_memory` replaces leaves that have no values before an execution."""
 
     def __init__(self, stats: ReadStats, stop: threading.Event):
         """Takes what to count in, and what is set when nothing more is to be read."""
@@ -24,10 +30,10 @@ class Reader:
         self._stop = stop
         self.in_memory: Mapping[Leaf, ValueLeaf] = {}
 
-    def fill(self, stages: ShardStages, entry: PlanEntry) -> bool:
-        """Fills shards of leaves that block; False where reading was stopped meanwhile."""
-        for shards in stages:
-            reads, finish = _lower(shards, entry)
+    def fill(self, stages: BufferedStages, entry: PlanEntry) -> bool:
+        """Fills pieces of leaves that block; returns False if reading was stopped."""
+        for pieces in stages:
+            reads, finish = _lower(pieces, entry)
             for leaf, requests in reads:
                 if self._stop.is_set():
                     return False
@@ -36,23 +42,47 @@ class Reader:
             _finish(finish, entry)
         return True
 
-    async def fill_awaited(self, stages: ShardStages, entry: PlanEntry, pool: concurrent.futures.Executor) -> None:
-        """Fills shards of any leaves; what computes is done in a worker thread of `pool`."""
-        for shards in stages:
-            reads, finish = _lower(shards, entry)
+    async def fill_awaited(self, stages: BufferedStages, entry: PlanEntry, pool: concurrent.futures.Executor) -> None:
+        """Fills pieces of any leaves; computes in a worker thread of `pool`."""
+        for pieces in stages:
+            reads, finish = _lower(pieces, entry)
             await wait_all(self.in_memory.get(leaf, leaf).read_into(requests, self._stats) for leaf, requests in reads)
             if finish:
                 await run_in_pool(pool, _finish, finish, entry)
 
 
 def _lower(
-    shards: Sequence[Shard], entry: PlanEntry
+    pieces: Sequence[BufferedPiece], entry: PlanEntry
 ) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
     with naming_memory_errors(entry.leaves[0].path, entry.name):
-        return lower_shards(shards)
+        return lower_pieces(pieces)
 
 
 def _finish(actions: Sequence[Callable[[], None]], entry: PlanEntry) -> None:
     with naming_memory_errors(entry.leaves[0].path, entry.name):
         for action in actions:
             action()
+
+
+def lower_pieces(pieces: Iterable[BufferedPiece]) -> tuple[list[tuple[Leaf, list[Request]]], list[Callable[[], None]]]:
+    """Returns the requests by leaf, each distinct box once, and the actions after them, in order."""
+    reads: dict[Leaf, dict[Box, Request]] = {}
+    copies: list[Callable[[], None]] = []
+    finish: list[Callable[[], None]] = []
+    for piece, out in pieces:
+        lowered = piece.view.lower(piece.box, out)
+        finish.extend(lowered.finish)
+        for leaf, request in lowered.reads:
+            first = reads.setdefault(leaf, {}).setdefault(request.box, request)
+            if first is not request:
+                copies.append(_Copy(first.out, request.out))
+    return [(leaf, list(requests.values())) for leaf, requests in reads.items()], [*copies, *finish]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    source: np.ndarray
+    out: np.ndarray
+
+    def __call__(self) -> None:
+        self.out[...] = self.source

@@ -1,4 +1,4 @@
-"""Divides the pieces of shards into stages that are read one after another, so that scratch memory stays small.
+"""Divides pieces into stages that are read one after another, so that scratch memory stays small.
 
 Shards that share stored bytes are cut at the same rows and read in the same stage, and a cut is made only where no
 stored byte is on both sides of it: however the views of a leaf differ, each of its bytes is read once, and a stage
@@ -41,7 +41,10 @@ StoredBytesOf = Callable[[Leaf, Iterable[Box]], int]
 
 
 class Piece(NamedTuple):
-    """Piece: a box of one shard, in the coordinates of the whole array: the unit that is read."""
+    """Box of a view that is read at once, in the coordinates of the whole array.
+
+    It lies in one box of the entry that is read: of a shard, or of several that follow one another in memory.
+    """
 
     entry: PlanEntry
     box_index: int
