@@ -41,7 +41,7 @@ from orbax_t5x.mesh_tf.rules import (
 from orbax_t5x.mesh_tf.translator import CheckpointTranslator
 from orbax_t5x.provenance.decision import Decision
 from orbax_t5x.readers.tf_bundle.open import open_tf_bundle
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import OpenSources
 from orbax_t5x.text.wording import counted, listed
@@ -135,7 +135,7 @@ def restore_from_t5_checkpoint(
     try:
         target = _target(state, translated) if state else None
         # No proposals: callers of this module cannot pass transforms.
-        inputs = plan_inputs(OpenSources({"": checkpoint}), target, transforms, PlanOptions(strict=strict))
+        inputs = plan_inputs(OpenSources({"": checkpoint}), target, transforms, RestoreOptions(strict=strict))
         plan = build_plan(inputs, Decision(False, ()), proposes=False)
     except RestorePlanError as error:
         raise _in_words_of_a_state(error, state, translated, path) from None

@@ -11,7 +11,7 @@ import numpy as np
 from orbax_t5x.cli.arguments import UsageError, read_rules, resuming_argument
 from orbax_t5x.cli.rule_packs import AUTO, pack_argument
 from orbax_t5x.readers import Checkpoint, open_checkpoint
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.rules.finding import find_rules
 from orbax_t5x.transforms import AssignmentMap, Transform, Translate
 from orbax_t5x.trees.flat import unflatten
@@ -76,9 +76,9 @@ class MappingOptions(RuleOptions):
         return unflatten(leaves, join_clashes=True)
 
 
-def plan_options(options: argparse.Namespace) -> PlanOptions:
+def plan_options(options: argparse.Namespace) -> RestoreOptions:
     """Returns the keywords of a plan that both commands have."""
-    return PlanOptions(
+    return RestoreOptions(
         item=options.item,
         is_resuming=resuming_argument(options.resuming),
         strict=options.strict,

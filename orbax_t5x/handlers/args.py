@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 
-from orbax_t5x.restoring.options import ReadOptions, RestoreKeywords
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.text.progress_bar import Progress
 
 
@@ -67,14 +67,14 @@ class TrainStateSave(ocp.args.CheckpointArgs):
     provenance: Sequence[Mapping[str, Any]] | None = None
     on_unsupported: Literal["error", "skip"] = "error"
     custom_metadata: Mapping[str, Any] | None = None
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
-    progress: Progress | None = ReadOptions.progress
+    memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes
+    progress: Progress | None = RestoreOptions.progress
     ocdbt_target_data_file_size: int | None = None
     save_args: Any = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(eq=False)
-class TrainStateRestore(RestoreKeywords, ocp.args.CheckpointArgs):
+class TrainStateRestore(RestoreOptions, ocp.args.CheckpointArgs):
     """The arguments of a restore: the keywords of `orbax_t5x.restore`.
 
     Without a target, stock Orbax restores; `target=None`, given, is everything as NumPy.
@@ -90,6 +90,9 @@ class TrainStateRestore(RestoreKeywords, ocp.args.CheckpointArgs):
     transforms: Any = ()
     _: dataclasses.KW_ONLY
     source: Any = None
+
+    def __post_init__(self) -> None:
+        """Checks nothing: a restore does."""
 
     def given(self) -> list[str]:
         """Returns the names of the keywords that are not at their defaults."""

@@ -35,7 +35,7 @@ from orbax_t5x.multihost.agreement import Agreement
 from orbax_t5x.provenance import records as provenance
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import RestoreOptions
 
 _GB = 10**9  # Orbax's
 
@@ -224,13 +224,13 @@ class TrainStateHandler(ocp.AsyncCheckpointHandler):
         caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
         with contextlib.ExitStack() as stack:
             with agreement.planning():
-                reading = ReadOptions.of(args).within(self._restore_limit)
+                options = RestoreOptions.among(vars(args)).within(self._restore_limit)
                 source = directory if own else args.source
-                plan = open_plan(source, handled.target, args.transforms, PlanOptions.of(args), stack, caller)
+                plan = open_plan(source, handled.target, args.transforms, options, stack, caller)
                 handled.check_plan(plan, directory)
                 values = handled.restore(self._orbax, directory)
                 agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
-            restored = handled.put_into(plan.run(reading), values)
+            restored = handled.put_into(plan.run(options), values)
         self._note_restored(directory if own else None, plan.provenance)
         return restored
 

@@ -16,7 +16,7 @@ from orbax_t5x.provenance.records import Records
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import ANY_RESTORE, Caller, SourceHistory
-from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.sources import AnySource, OpenSources, open_sources
@@ -30,18 +30,18 @@ def plan_restore(
     target: Any,
     transforms: Transforms = (),
     *,
-    item: str | None = PlanOptions.item,
-    fallback: Any = PlanOptions.fallback,
-    is_resuming: bool | None = PlanOptions.is_resuming,
-    strict: bool = PlanOptions.strict,
-    dtype: Any = PlanOptions.dtype,
-    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
-    limits: Limits | None = PlanOptions.limits,
-    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
+    item: str | None = RestoreOptions.item,
+    fallback: Any = RestoreOptions.fallback,
+    is_resuming: bool | None = RestoreOptions.is_resuming,
+    strict: bool = RestoreOptions.strict,
+    dtype: Any = RestoreOptions.dtype,
+    allow_lossy_cast: bool = RestoreOptions.allow_lossy_cast,
+    limits: Limits | None = RestoreOptions.limits,
+    fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> RestorePlan:
     """Plans a restore: reads metadata only, and finds everything that is wrong before an array byte is read.
 
-    Args: as for `restore`.
+    Args: as for `orbax_t5x.restore`.
 
     Returns:
       A plan that prints as a table; `execute()` runs it. It keeps the checkpoints open that it opened.
@@ -56,7 +56,7 @@ def plan_restore(
       >>> [(entry.name, entry.action) for entry in plan.entries], len(plan.unused)
       ([('shared/embedding', 'read')], 142)
     """
-    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
+    options = RestoreOptions.among(locals())
     with contextlib.ExitStack() as stack:
         plan = open_plan(source, target, transforms, options, stack)
         stack.pop_all()
@@ -69,18 +69,18 @@ def restore(
     target: Any,
     transforms: Transforms = (),
     *,
-    item: str | None = PlanOptions.item,
-    fallback: Any = PlanOptions.fallback,
-    is_resuming: bool | None = PlanOptions.is_resuming,
-    strict: bool = PlanOptions.strict,
-    dtype: Any = PlanOptions.dtype,
-    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
-    verify: Verify = ReadOptions.verify,
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
-    progress: Progress | None = ReadOptions.progress,
-    limits: Limits | None = PlanOptions.limits,
-    broadcast: BroadcastMode = ReadOptions.broadcast,
-    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
+    item: str | None = RestoreOptions.item,
+    fallback: Any = RestoreOptions.fallback,
+    is_resuming: bool | None = RestoreOptions.is_resuming,
+    strict: bool = RestoreOptions.strict,
+    dtype: Any = RestoreOptions.dtype,
+    allow_lossy_cast: bool = RestoreOptions.allow_lossy_cast,
+    verify: Verify = RestoreOptions.verify,
+    memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
+    progress: Progress | None = RestoreOptions.progress,
+    limits: Limits | None = RestoreOptions.limits,
+    broadcast: BroadcastMode = RestoreOptions.broadcast,
+    fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> Any:
     """Restores a checkpoint of any format into a target, each process reading only what its own shards need.
 
@@ -128,21 +128,20 @@ def restore(
       >>> state["table"].shape, state["table"].addressable_shards[0].data.shape
       ((128, 16), (16, 16))
     """
-    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
-    reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
+    options = RestoreOptions.among(locals())
     rendezvous_before_backend()
     with contextlib.ExitStack() as stack:
         stack.enter_context(sending_heartbeats())
         with collective_call():
             plan = open_plan(source, target, transforms, options, stack)
-        return plan.run(reading)
+        return plan.run(options)
 
 
 def open_plan(
     source: AnySource,
     target: Any,
     transforms: Transforms,
-    options: PlanOptions,
+    options: RestoreOptions,
     stack: contextlib.ExitStack,
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
@@ -156,7 +155,7 @@ def plan_of(
     sources: OpenSources,
     target: Any,
     transforms: Sequence[Callable[..., Any]],
-    options: PlanOptions,
+    options: RestoreOptions,
     caller: Caller = ANY_RESTORE,
 ) -> RestorePlan:
     """Makes the plan of a restore from open sources."""

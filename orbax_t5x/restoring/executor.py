@@ -46,7 +46,7 @@ from orbax_t5x.restoring.execute.groups import Group, group_entries
 from orbax_t5x.restoring.execute.reading import BufferedPiece, Reader
 from orbax_t5x.restoring.execute.shared_checksums import gather_checksums
 from orbax_t5x.restoring.fallback import ComputedLeaf
-from orbax_t5x.restoring.options import BroadcastMode, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan_data import PlanData, PlanEntry, RestoreReport
 from orbax_t5x.restoring.target_leaf import is_key_dtype
 from orbax_t5x.storage.memory import naming_memory_errors
@@ -64,7 +64,7 @@ _CHUNKS_PER_THREAD = 2
 
 
 def execute_plan(
-    plan: PlanData, options: ReadOptions, on_progress: OnProgress | None = None
+    plan: PlanData, options: RestoreOptions, on_progress: OnProgress | None = None
 ) -> tuple[dict[str, Any], RestoreReport]:
     """Runs a plan for `RestorePlan.execute`; returns the values by name, and what was read and checked.
 
@@ -96,7 +96,7 @@ _Buffers = dict[str, list[np.ndarray]]
 class _Execution:
     """Execution of one plan."""
 
-    def __init__(self, plan: PlanData, options: ReadOptions, on_progress: OnProgress | None):
+    def __init__(self, plan: PlanData, options: RestoreOptions, on_progress: OnProgress | None):
         self._plan = plan
         self._limit = options.limit
         self._progress = on_progress

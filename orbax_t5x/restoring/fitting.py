@@ -20,7 +20,7 @@ from orbax_t5x import transforms
 from orbax_t5x.errors import Fix, Problem, ProblemKind, RestorePlanError
 from orbax_t5x.lazy import Leaf, View, as_view
 from orbax_t5x.restoring.fallback import ComputedLeaf
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.stacked_names import stacked_part
 from orbax_t5x.restoring.target_leaf import TargetLeaf, impls_of_data, is_key_dtype, key_impl_of
 from orbax_t5x.text.wording import listed
@@ -41,7 +41,7 @@ _WEAK_KINDS = {"int": 0, "float": 1, "complex": 2}
 class Fitting:
     """Rules by which one plan converts values; `narrowed` are the leaves whose dtype `dtype=` has replaced."""
 
-    def __init__(self, options: PlanOptions, narrowed: frozenset[str], note: Callable[[Problem], None]):
+    def __init__(self, options: RestoreOptions, narrowed: frozenset[str], note: Callable[[Problem], None]):
         self._lossy_is_allowed = options.allow_lossy_cast
         self._narrowed = narrowed
         self._note = note

@@ -17,7 +17,7 @@ from orbax_t5x.multihost.catalogue import opened_once
 from orbax_t5x.provenance.chains import ChainRecord
 from orbax_t5x.provenance.decision import CallerKind, Decision, ResumeContext, combine_decisions, decide
 from orbax_t5x.provenance.records import UNRECORDED, Records, from_metadata
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.run_steps import has_older_record
 from orbax_t5x.restoring.sources import OpenSources
 from orbax_t5x.trees.narrow import is_mapping
@@ -85,7 +85,7 @@ class SourceHistory:
         return opened_once(["history", *paths], ", ".join(paths), self.with_older_steps)
 
     def decide(
-        self, records: Records, transforms: Sequence[Callable[..., Any]], options: PlanOptions, kind: CallerKind
+        self, records: Records, transforms: Sequence[Callable[..., Any]], options: RestoreOptions, kind: CallerKind
     ) -> Decision:
         """Decides by records whether the transforms were applied already, and what lineage the restored state has.
 

@@ -18,7 +18,7 @@ from orbax_t5x.lazy import LazyArray, Leaf, View, as_view, fill, has_unfilled
 from orbax_t5x.lazy.cast import CastNode
 from orbax_t5x.restoring.fallback import ComputedLeaf, Fallback
 from orbax_t5x.restoring.fitting import Fitting
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.target_leaf import MissingLeaf, TargetLeaf, is_key_dtype
 from orbax_t5x.restoring.targets import Target, is_parameter_name
@@ -56,7 +56,7 @@ class Matcher:
     def __init__(
         self,
         target: Target,
-        options: PlanOptions,
+        options: RestoreOptions,
         fallback: Fallback | None,
         stored_names: Mapping[Leaf, str],
         state: Mapping[str, Any],

@@ -1,15 +1,14 @@
-"""Keywords of a restore, defined once: those that decide the plan, and those that decide how it is read.
+"""Keywords of a restore, each defined once as a field of `RestoreOptions`.
 
-`restore`, `plan_restore`, `RestorePlan.execute`, `TrainStateRestore` and `convert` spell these keywords in their
-signatures, for `help()` and for editors; each takes its defaults from the fields here (`strict: bool =
-PlanOptions.strict`).
+Functions that users call spell the keywords in their signatures, for `help()` and for editors, and take the defaults
+from the fields (`strict: bool = RestoreOptions.strict`). `orbax_t5x.restore` documents them; others refer to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,41 +42,25 @@ def check_dtype(dtype: Any) -> None:
         raise TypeError(f"dtype={dtype!r}: {error}") from None
 
 
-def _is_auto(value: object) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _FromKeywords:
-    """Options that can be taken from an object with attributes of the same names."""
-
-    @classmethod
-    def of(cls, keywords: Any) -> Self:
-        """Takes the options from an object (`TrainStateRestore`) with attributes of the same names."""
-        return cls(**{field.name: getattr(keywords, field.name) for field in dataclasses.fields(cls)})
+def check_broadcast(broadcast: object) -> None:
+    """Raises ValueError for an unknown `broadcast`."""
+    # An array would be compared element by element.
+    if not isinstance(broadcast, bool | np.bool_ | str) or broadcast not in ("auto", True, False):
+        raise ValueError(f"broadcast must be 'auto', True or False, not {broadcast!r}")
 
 
 # Not compared by value: a fallback may hold arrays.
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlanOptions(_FromKeywords):
-    """Keywords that decide which bytes become which leaf.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class RestoreOptions:
+    """Options of a restore, checked; `orbax_t5x.restore` documents each.
 
-    Attributes:
-      item: which item of an Orbax step.
-      fallback: values for target leaves that the checkpoint lacks: a tree like the target or its state dict, or a
-        function that returns one, under the same rules. What it computes with JAX is computed under `jax.jit`, and only
-        what is missing; NumPy arrays and Python scalars that it returns are taken as they are.
-      is_resuming: the transforms were applied already; None decides by the record in the checkpoint.
-      strict: a leaf of the checkpoint without a counterpart in the target is a problem.
-      dtype: replaces the target's dtype only for floating-point model parameters.
-      allow_lossy_cast: permits conversions that may lose values.
-      limits: what a file's headers may claim; None: `Limits()`.
-      fallback_for: regexes; the fallback fills only target leaves whose whole name one of them matches. None: it fills
-        all that are missing, with a warning where model parameters are, and a problem where nothing is restored.
+    `verify`, `memory_limit_bytes`, `progress` and `broadcast` decide how a plan is executed, and change no value. All
+    others decide which bytes become which leaf.
 
     Raises:
-      TypeError: `item` is no name, or another keyword has a value of another type.
-      ValueError: a pattern is no regular expression.
+      TypeError: `item` is no name, or another option has a value of another type.
+      ValueError: an unknown `verify`, `progress` or `broadcast`, a limit below one byte, or a pattern that is no
+        regular expression.
     """
 
     item: str | None = None
@@ -86,7 +69,11 @@ class PlanOptions(_FromKeywords):
     strict: bool = True
     dtype: Any = None
     allow_lossy_cast: bool = False
+    verify: Verify = "touched"
+    memory_limit_bytes: int | None = None
+    progress: Progress | None = None
     limits: Limits | None = None
+    broadcast: BroadcastMode = "auto"
     fallback_for: Sequence[Pattern] | None = None
 
     def __post_init__(self) -> None:
@@ -97,45 +84,21 @@ class PlanOptions(_FromKeywords):
         check_flag("strict", self.strict)
         check_dtype(self.dtype)
         check_flag("allow_lossy_cast", self.allow_lossy_cast)
-        if self.fallback_for is not None:
-            object.__setattr__(self, "fallback_for", pattern_tuple(self.fallback_for, "fallback_for"))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ReadOptions(_FromKeywords):
-    """Keywords that decide how a plan is executed; none of them changes a value.
-
-    Attributes:
-      verify: "touched": checksums wherever the bytes read cover what they cover; "full": the rest is read, once;
-        "off".
-      memory_limit_bytes: host buffers in flight, None for `MEMORY_LIMIT_BYTES`; a larger item is read by itself.
-        Chunks that are decoded meanwhile have as much memory of their own.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, from one thread at a time; "bar" shows a bar on a
-        terminal, and nothing without one.
-      broadcast: with several processes, True: each stored byte is read by one of them and sent to those that need it.
-        False: each reads what it needs. "auto": one of both for each leaf, by requests and bytes and the store. Every
-        process passes the same. With one process nothing changes.
-
-    Raises:
-      ValueError: an unknown `verify`, `progress` or `broadcast`, or a limit below one byte.
-      TypeError: the limit is no number.
-    """
-
-    verify: Verify = "touched"
-    memory_limit_bytes: int | None = None
-    progress: Progress | None = None
-    broadcast: BroadcastMode = "auto"
-
-    def __post_init__(self) -> None:
         if self.verify not in ("touched", "full", "off"):
             raise ValueError(f"verify must be 'touched', 'full' or 'off', not {self.verify!r}")
         check_memory_limit(self.memory_limit_bytes)
         check_progress(self.progress)
-        if not isinstance(self.broadcast, bool | np.bool_) and not _is_auto(self.broadcast):
-            raise ValueError(f"broadcast must be 'auto', True or False, not {self.broadcast!r}")
+        check_broadcast(self.broadcast)
+        if self.fallback_for is not None:
+            self.fallback_for = pattern_tuple(self.fallback_for, "fallback_for")
 
-    def within(self, limit: int | None) -> Self:
-        """Returns the options with `memory_limit_bytes` at most `limit`, and `limit` itself where it is not given."""
+    @staticmethod
+    def among(arguments: Mapping[str, Any]) -> RestoreOptions:
+        """Takes the options from `locals()`, or from `vars()` of an object."""
+        return RestoreOptions(**{name: arguments[name] for name in _NAMES if name in arguments})
+
+    def within(self, limit: int | None) -> RestoreOptions:
+        """Returns the options with `memory_limit_bytes` at most `limit`, or unchanged without a limit."""
         if limit is None:
             return self
         given = limit if self.memory_limit_bytes is None else self.memory_limit_bytes
@@ -147,19 +110,4 @@ class ReadOptions(_FromKeywords):
         return memory_limit(self.memory_limit_bytes)
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class RestoreKeywords:
-    """All of these keywords as fields, for the classes that hold the arguments of a restore."""
-
-    item: str | None = PlanOptions.item
-    fallback: Any = dataclasses.field(default=PlanOptions.fallback, repr=False)
-    is_resuming: bool | None = PlanOptions.is_resuming
-    strict: bool = PlanOptions.strict
-    dtype: Any = PlanOptions.dtype
-    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast
-    verify: Verify = ReadOptions.verify
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
-    progress: Progress | None = ReadOptions.progress
-    limits: Limits | None = PlanOptions.limits
-    broadcast: BroadcastMode = ReadOptions.broadcast
-    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for
+_NAMES = tuple([field.name for field in dataclasses.fields(RestoreOptions)])

@@ -8,7 +8,7 @@ from typing import Any
 from orbax_t5x.concurrency import guarded
 from orbax_t5x.lazy import Verify
 from orbax_t5x.restoring.executor import execute_plan
-from orbax_t5x.restoring.options import BroadcastMode, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan_data import PlanData, RestoreReport
 from orbax_t5x.restoring.show.as_data import to_json
 from orbax_t5x.restoring.show.compare import plan_diff
@@ -44,20 +44,20 @@ class RestorePlan(PlanData):
     def execute(
         self,
         *,
-        verify: Verify = ReadOptions.verify,
-        memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
-        progress: Progress | None = ReadOptions.progress,
-        broadcast: BroadcastMode = ReadOptions.broadcast,
+        verify: Verify = RestoreOptions.verify,
+        memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
+        progress: Progress | None = RestoreOptions.progress,
+        broadcast: BroadcastMode = RestoreOptions.broadcast,
     ) -> Any:
         """Reads what the plan says and returns the target's structure, filled; arguments as for `orbax_t5x.restore`."""
-        return self.run(ReadOptions(verify, memory_limit_bytes, progress, broadcast))
+        return self.run(RestoreOptions.among(locals()))
 
     def place_of_errors(self) -> tuple[str | None, str | None]:
         """Returns the paths of the checkpoints, and no leaf."""
         return ", ".join(checkpoint.path for checkpoint in self.checkpoints.values()) or None, None
 
     @guarded
-    def run(self, options: ReadOptions) -> Any:
+    def run(self, options: RestoreOptions) -> Any:
         """Runs `execute` with its keywords as one object."""
         if warning := warning_of_filled(self):
             _logger.warning("%s", warning)

@@ -18,7 +18,7 @@ from orbax_t5x.readers import Checkpoint
 from orbax_t5x.restoring.chains import rules_found, written_out
 from orbax_t5x.restoring.fallback import open_fallback
 from orbax_t5x.restoring.matching import Matcher
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.plan_data import PlanEntry
 from orbax_t5x.restoring.sources import OpenSources, without_saved_whole_prefix
@@ -42,12 +42,12 @@ class PlanInputs:
     source: dict[str, Any]
     given: Sequence[Callable[..., Any]]
     transforms: Sequence[Callable[..., Any]]
-    options: PlanOptions
+    options: RestoreOptions
     diagnostics: Diagnostics
 
 
 def plan_inputs(
-    sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: PlanOptions
+    sources: OpenSources, target: Any, transforms: Sequence[Callable[..., Any]], options: RestoreOptions
 ) -> PlanInputs:
     """Flattens the target, names the leaves of the sources, and finds the rules of `"auto"`.
 

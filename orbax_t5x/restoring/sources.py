@@ -12,7 +12,7 @@ from orbax_t5x.errors import Fix
 from orbax_t5x.readers import Checkpoint
 from orbax_t5x.readers.together import open_together
 from orbax_t5x.restoring.chains import FoundRules, OneSource, Transforms, chain_of
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import prefixed
 
@@ -101,7 +101,7 @@ class OpenSources:
         return leaves
 
 
-def open_sources(source: AnySource, options: PlanOptions, stack: contextlib.ExitStack) -> OpenSources:
+def open_sources(source: AnySource, options: RestoreOptions, stack: contextlib.ExitStack) -> OpenSources:
     """Opens the sources of a restore.
 
     Args:
@@ -124,7 +124,7 @@ def _sources_by_name(source: AnySource) -> dict[str, Source]:
     return {name: one if isinstance(one, Source) else Source(one) for name, one in several.items()}
 
 
-def _opened(source: Source, options: PlanOptions, stack: contextlib.ExitStack) -> Checkpoint:
+def _opened(source: Source, options: RestoreOptions, stack: contextlib.ExitStack) -> Checkpoint:
     if isinstance(source.path, Checkpoint):
         return source.path
     item = options.item if source.item is None else source.item

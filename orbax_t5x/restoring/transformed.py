@@ -14,7 +14,7 @@ from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.lazy import LazyArray, View, as_view, has_unfilled
 from orbax_t5x.restoring.chains import Transforms, chain_of, written_out
 from orbax_t5x.restoring.lineage import SourceHistory
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import AnySource, open_sources
 from orbax_t5x.transforms.describe import describe_transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
@@ -35,7 +35,7 @@ def open_transformed(
     source: AnySource,
     target: Mapping[str, Any],
     transforms: Transforms,
-    options: PlanOptions,
+    options: RestoreOptions,
     stack: contextlib.ExitStack,
 ) -> TransformedLeaves:
     """Opens a source and runs transforms on its leaves, after its own; no array is read.

@@ -9,7 +9,7 @@ import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.provenance.records import UNRECORDED, to_metadata
 from orbax_t5x.restoring import lineage
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import OpenSources
 from tests.support.memory_checkpoint import checkpoint
 
@@ -49,7 +49,7 @@ def test_history_is_read_only_where_a_record_is_missing(monkeypatch):
 
 
 def decide(records, kind="restore", **options):
-    return history({"": checkpoint({"a": [1.0]})}).decide(records, [RENAME], PlanOptions(**options), kind)
+    return history({"": checkpoint({"a": [1.0]})}).decide(records, [RENAME], RestoreOptions(**options), kind)
 
 
 def test_only_the_caller_can_decide_over_what_is_unrecorded():

@@ -8,10 +8,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import orbax_t5x as ot
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import RestoreOptions
 
-DEFAULTS = {field.name: field.default for kind in (PlanOptions, ReadOptions) for field in dataclasses.fields(kind)}
-READING = {field.name for field in dataclasses.fields(ReadOptions)}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(RestoreOptions)}
+READING = {"verify", "memory_limit_bytes", "progress", "broadcast"}
 
 
 def keyword_defaults(function):
@@ -30,10 +30,19 @@ def test_every_signature_has_the_keywords_and_defaults_of_the_options():
     assert keyword_defaults(ot.RestorePlan.execute) == {name: DEFAULTS[name] for name in READING}
 
 
+def test_every_signature_has_the_types_of_the_options():
+    types = {field.name: field.type for field in dataclasses.fields(RestoreOptions)}
+    for function in (ot.restore, ot.plan_restore, ot.RestorePlan.execute, ot.v1.load_and_transform):
+        parameters = inspect.signature(function).parameters
+        assert {name: parameters[name].annotation for name in types.keys() & parameters} == {
+            name: types[name] for name in types.keys() & parameters
+        }
+
+
 def test_options_are_taken_from_the_arguments_of_a_handler():
     args = ot.args.TrainStateRestore(None, item="state", strict=False, verify="off", memory_limit_bytes=5)
-    assert PlanOptions.of(args).item == "state" and PlanOptions.of(args).strict is False
-    assert ReadOptions.of(args).verify == "off" and ReadOptions.of(args).limit == 5
+    options = RestoreOptions.among(vars(args))
+    assert (options.item, options.strict, options.verify, options.limit) == ("state", False, "off", 5)
 
 
 @pytest.mark.parametrize("plan_or_restore", [ot.plan_restore, ot.restore])

@@ -7,7 +7,7 @@ import pytest
 
 import orbax_t5x as ot
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.transformed import open_transformed
 from tests.support.memory_checkpoint import checkpoint
 
@@ -16,7 +16,7 @@ ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 def opened(source, transforms=(), target=None, **options):
     with contextlib.ExitStack() as stack:
-        return open_transformed(source, target or {}, transforms, PlanOptions(**options), stack)
+        return open_transformed(source, target or {}, transforms, RestoreOptions(**options), stack)
 
 
 def test_leaves_are_views_and_nothing_is_read():

@@ -8,7 +8,7 @@ import pytest
 import orbax_t5x as ot
 from orbax_t5x.restoring.diagnose.hypothesis import UnmatchedLeaves
 from orbax_t5x.restoring.matching import Matcher
-from orbax_t5x.restoring.options import PlanOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.targets import flatten_target
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import flatten
@@ -28,7 +28,7 @@ def parameters(config):
 
 def unmatched_of(state, target, *, transforms=(), takes_rules=True):
     """What hypotheses get of leaves by name and any target."""
-    matcher = Matcher(flatten_target(target), PlanOptions(), None, {}, state, Diagnostics())
+    matcher = Matcher(flatten_target(target), RestoreOptions(), None, {}, state, Diagnostics())
     matcher.entries()
     return UnmatchedLeaves(
         {name: value for name, value in state.items() if value is not None},

@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint.experimental.v1 as v1
 
 from orbax_t5x.restoring.chains import Transforms, chain_of
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions, RestoreKeywords
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.restoring.targets import require_finite
 
@@ -21,7 +21,7 @@ _KEY = jax.tree_util.DictKey(f"AbstractTrainState is {_WHERE}")
 
 # Not compared by value: the target may hold arrays.
 @dataclasses.dataclass(eq=False, repr=False)
-class AbstractTrainState(RestoreKeywords):
+class AbstractTrainState(RestoreOptions):
     """Target with the keywords of `orbax_t5x.restore`, for `ocp.load` of Orbax v1.
 
     A pytree with the target as its only child. It is loaded inside `with ot.v1.context():`, and the result has the
@@ -49,8 +49,7 @@ class AbstractTrainState(RestoreKeywords):
     def __post_init__(self) -> None:
         self.target = plain_target(self.target)
         chain_of(self.transforms)
-        PlanOptions.of(self)
-        ReadOptions.of(self)
+        super().__post_init__()
 
     def __repr__(self) -> str:
         return f"AbstractTrainState({type(self.target).__name__}, transforms={self.transforms!r}; {_WHERE})"

@@ -22,7 +22,7 @@ from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.transforms import Transform
@@ -41,12 +41,11 @@ def load_into(directory: epath.Path, abstract: AbstractTrainState, context: v1.C
     caller = Caller("own step" if own else "restore", agreement.records, keeps_lineage=True)
     with contextlib.ExitStack() as stack:
         with agreement.planning():
-            reading = ReadOptions.of(abstract).within(context.memory.read_concurrent_bytes)
             source = directory if abstract.source is None else abstract.source
-            options = PlanOptions.of(abstract)
+            options = RestoreOptions.among(vars(abstract)).within(context.memory.read_concurrent_bytes)
             plan = open_plan(source, abstract.target, abstract.transforms, options, stack, caller)
             agreement.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
-        restored = plan.run(reading)
+        restored = plan.run(options)
     if own:
         remember_restored(directory, plan.provenance)
     return restored
@@ -69,18 +68,18 @@ def load_and_transform(
     *,
     abstract_tree: Any = _NOT_GIVEN,
     transform_fn: Transforms | _NotGiven = _NOT_GIVEN,
-    item: str | None = PlanOptions.item,
-    fallback: Any = PlanOptions.fallback,
-    is_resuming: bool | None = PlanOptions.is_resuming,
-    strict: bool = PlanOptions.strict,
-    dtype: Any = PlanOptions.dtype,
-    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
-    verify: Verify = ReadOptions.verify,
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
-    progress: Progress | None = ReadOptions.progress,
-    limits: Limits | None = PlanOptions.limits,
-    broadcast: BroadcastMode = ReadOptions.broadcast,
-    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
+    item: str | None = RestoreOptions.item,
+    fallback: Any = RestoreOptions.fallback,
+    is_resuming: bool | None = RestoreOptions.is_resuming,
+    strict: bool = RestoreOptions.strict,
+    dtype: Any = RestoreOptions.dtype,
+    allow_lossy_cast: bool = RestoreOptions.allow_lossy_cast,
+    verify: Verify = RestoreOptions.verify,
+    memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
+    progress: Progress | None = RestoreOptions.progress,
+    limits: Limits | None = RestoreOptions.limits,
+    broadcast: BroadcastMode = RestoreOptions.broadcast,
+    fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> Any:
     """Loads a checkpoint of any format into a target, transformed on the way: `orbax_t5x.restore` among v1's functions.
 
@@ -95,17 +94,8 @@ def load_and_transform(
         (`orbax.checkpoint.experimental.model_surgery`) are transforms, too, and so is a function of one tree.
       abstract_tree, transform_fn: other names of `target` and `transforms`: those in Orbax's guide.
       item: which checkpointable of the path.
-      fallback: as in `orbax_t5x.restore`, like all that follow.
-      is_resuming: whether the transforms were applied already; None decides by the record in the checkpoint.
-      strict: a leaf of the checkpoint without a place in the target is a problem.
-      dtype: replaces the target's dtype for floating-point model parameters only.
-      allow_lossy_cast: permits conversions that may lose values.
-      verify: "touched", "full" or "off".
-      memory_limit_bytes: host buffers in flight.
-      progress: called as `progress(done_bytes, total_bytes, leaf)`, or "bar".
-      limits: what a file's headers may claim.
-      broadcast: as in `orbax_t5x.restore`.
-      fallback_for: patterns of the target leaves that the fallback may fill.
+      fallback, is_resuming, strict, dtype, allow_lossy_cast, verify, memory_limit_bytes, progress, limits, broadcast,
+        fallback_for: as in `orbax_t5x.restore`.
 
     Returns:
       The target's structure, with its types, dtypes and shardings.
@@ -127,11 +117,10 @@ def load_and_transform(
         raise TypeError("load_and_transform takes (path, target, transforms); by keyword in any order")
     transforms = _one_of("transforms", transforms, "transform_fn", transform_fn)
     transforms = () if isinstance(transforms, _NotGiven) else transforms
-    options = PlanOptions(item, fallback, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
-    reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
+    options = RestoreOptions.among(locals()).within(active_context().memory.read_concurrent_bytes)
     with contextlib.ExitStack() as stack:
         plan = open_plan(path, plain_target(target), transforms, options, stack)
-        return plan.run(reading.within(active_context().memory.read_concurrent_bytes))
+        return plan.run(options)
 
 
 def _one_of(name: str, value: Any, other_name: str, other: Any) -> Any:

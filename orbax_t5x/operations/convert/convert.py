@@ -35,7 +35,7 @@ from orbax_t5x.readers.broken_leaf import BrokenLeaf
 from orbax_t5x.restoring.api import plan_of
 from orbax_t5x.restoring.chains import Transforms, chain_of
 from orbax_t5x.restoring.lineage import Caller
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions, check_dtype
+from orbax_t5x.restoring.options import RestoreOptions, check_dtype
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.sources import AnySource, open_sources
 from orbax_t5x.storage.limits import check_memory_limit
@@ -58,13 +58,13 @@ def convert(
     format: str = "orbax",
     dtype: Any = None,
     overwrite: bool = False,
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
-    progress: Progress | None = ReadOptions.progress,
+    memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
+    progress: Progress | None = RestoreOptions.progress,
     on_unsupported: Literal["error", "skip"] = "error",
-    is_resuming: bool | None = PlanOptions.is_resuming,
-    strict: bool = PlanOptions.strict,
-    item: str | None = PlanOptions.item,
-    limits: Limits | None = PlanOptions.limits,
+    is_resuming: bool | None = RestoreOptions.is_resuming,
+    strict: bool = RestoreOptions.strict,
+    item: str | None = RestoreOptions.item,
+    limits: Limits | None = RestoreOptions.limits,
 ) -> ConvertReport:
     """Writes what a checkpoint holds as a plain Orbax item, or as safetensors files.
 
@@ -122,7 +122,7 @@ def convert(
       >>> ocp.PyTreeCheckpointer().restore(directory / "t5x")["target"]["token_embedder"]["embedding"].shape
       (128, 16)
     """
-    options = PlanOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)
+    options = RestoreOptions(item=item, is_resuming=is_resuming, strict=strict, limits=limits)
     writing = WriteOptions(format, dtype, overwrite, memory_limit_bytes, progress, on_unsupported)
     return convert_for(None, source, destination, transforms, options, writing)
 
@@ -133,7 +133,7 @@ def convert_for(
     source: AnySource,
     destination: str | os.PathLike[str],
     transforms: Transforms,
-    options: PlanOptions,
+    options: RestoreOptions,
     writing: WriteOptions,
 ) -> ConvertReport:
     """Converts with a target, whose names, shapes and dtypes are written; None: everything, as it is."""
@@ -215,7 +215,7 @@ def _plan(
     source: AnySource,
     target: Any,
     transforms: Any,
-    options: PlanOptions,
+    options: RestoreOptions,
     on_unsupported: str,
     caller: Caller,
     stack: contextlib.ExitStack,

@@ -15,7 +15,7 @@ from orbax_t5x.errors import UnsupportedCheckpointError
 from orbax_t5x.handlers.type_handlers.stream import BlockOutput
 from orbax_t5x.operations.convert.journal import JournalEntry
 from orbax_t5x.operations.convert.partition import PlannedArray, PlannedBlock
-from orbax_t5x.restoring.options import ReadOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.text.progress_bar import Progress
 from orbax_t5x.text.wording import leaves_text
@@ -36,8 +36,8 @@ class WriteOptions:
     format: str = "orbax"
     dtype: Any = None
     overwrite: bool = False
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes
-    progress: Progress | None = ReadOptions.progress
+    memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes
+    progress: Progress | None = RestoreOptions.progress
     on_unsupported: Literal["error", "skip"] = "error"
     beside: Mapping[str, bytes] | None = None
     max_file_bytes: int | None = None

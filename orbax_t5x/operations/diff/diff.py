@@ -22,7 +22,7 @@ from orbax_t5x.operations.diff.report import DiffReport, DiffStatus, LeafDiff
 from orbax_t5x.operations.diff.values import Tolerance, are_comparable
 from orbax_t5x.readers import Limits
 from orbax_t5x.restoring.chains import Transforms
-from orbax_t5x.restoring.options import PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import RestoreOptions
 from orbax_t5x.restoring.sources import AnySource
 from orbax_t5x.restoring.transformed import open_transformed
 from orbax_t5x.text.progress_bar import Progress, shown_progress
@@ -38,11 +38,11 @@ def diff(
     values: bool = True,
     atol: float = 0.0,
     rtol: float = 0.0,
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
-    progress: Progress | None = ReadOptions.progress,
-    is_resuming: bool | None = PlanOptions.is_resuming,
-    item: str | None = PlanOptions.item,
-    limits: Limits | None = PlanOptions.limits,
+    memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
+    progress: Progress | None = RestoreOptions.progress,
+    is_resuming: bool | None = RestoreOptions.is_resuming,
+    item: str | None = RestoreOptions.item,
+    limits: Limits | None = RestoreOptions.limits,
 ) -> DiffReport:
     """Compares two checkpoints, of any formats and in any stores.
 
@@ -80,11 +80,11 @@ def diff(
     tolerance = _tolerance(atol, rtol)
     if not isinstance(values, bool):
         raise TypeError(f"values={values!r}: pass True, or False to compare only names, shapes and dtypes")
-    reading = ReadOptions(memory_limit_bytes=memory_limit_bytes, progress=progress)
-    options = PlanOptions(item=item, is_resuming=is_resuming, strict=False, limits=limits)
+    reading = RestoreOptions(memory_limit_bytes=memory_limit_bytes, progress=progress)
+    options = RestoreOptions(item=item, is_resuming=is_resuming, strict=False, limits=limits)
     stats = ReadStats("touched", reading.limit)
     with contextlib.ExitStack() as stack:
-        right = open_transformed(b, {}, (), PlanOptions(item=item, strict=False, limits=limits), stack)
+        right = open_transformed(b, {}, (), RestoreOptions(item=item, strict=False, limits=limits), stack)
         left = open_transformed(a, right.views, transforms, options, stack)
         names = sorted({*left.views, *right.views})
         found = {name: _without_values(name, left.views.get(name), right.views.get(name)) for name in names}

@@ -44,7 +44,7 @@ from orbax_t5x.restoring.api import open_plan
 from orbax_t5x.restoring.chains import Transforms
 from orbax_t5x.restoring.fallback import abstract_tree
 from orbax_t5x.restoring.lineage import Caller, Records
-from orbax_t5x.restoring.options import BroadcastMode, PlanOptions, ReadOptions
+from orbax_t5x.restoring.options import BroadcastMode, RestoreOptions
 from orbax_t5x.restoring.plan import RestorePlan
 from orbax_t5x.restoring.planner import build_plan, plan_inputs
 from orbax_t5x.restoring.run_steps import run_of
@@ -87,17 +87,17 @@ def restore_or_initialize(
     init_from: AnySource | None = None,
     transforms: Transforms = (),
     init_fn: Callable[[], Any] | None = None,
-    item: str | None = PlanOptions.item,
-    is_resuming: bool | None = PlanOptions.is_resuming,
-    strict: bool = PlanOptions.strict,
-    dtype: Any = PlanOptions.dtype,
-    allow_lossy_cast: bool = PlanOptions.allow_lossy_cast,
-    verify: Verify = ReadOptions.verify,
-    memory_limit_bytes: int | None = ReadOptions.memory_limit_bytes,
-    progress: Progress | None = ReadOptions.progress,
-    limits: Limits | None = PlanOptions.limits,
-    broadcast: BroadcastMode = ReadOptions.broadcast,
-    fallback_for: Sequence[Pattern] | None = PlanOptions.fallback_for,
+    item: str | None = RestoreOptions.item,
+    is_resuming: bool | None = RestoreOptions.is_resuming,
+    strict: bool = RestoreOptions.strict,
+    dtype: Any = RestoreOptions.dtype,
+    allow_lossy_cast: bool = RestoreOptions.allow_lossy_cast,
+    verify: Verify = RestoreOptions.verify,
+    memory_limit_bytes: int | None = RestoreOptions.memory_limit_bytes,
+    progress: Progress | None = RestoreOptions.progress,
+    limits: Limits | None = RestoreOptions.limits,
+    broadcast: BroadcastMode = RestoreOptions.broadcast,
+    fallback_for: Sequence[Pattern] | None = RestoreOptions.fallback_for,
 ) -> TrainingStart:
     """Starts a training job: from its own newest step, else from a checkpoint to begin with, else from scratch.
 
@@ -147,9 +147,8 @@ def restore_or_initialize(
     if not hasattr(manager, "all_steps"):
         what = "an ocp.CheckpointManager, such as ocp.CheckpointManager(path), or Orbax v1's training.Checkpointer"
         raise TypeError(f"manager is {manager!r}; pass {what}")
-    options = PlanOptions(item, init_fn, is_resuming, strict, dtype, allow_lossy_cast, limits, fallback_for)
-    reading = ReadOptions(verify, memory_limit_bytes, progress, broadcast)
-    start = _JobStart(manager, target, options, reading)
+    options = dataclasses.replace(RestoreOptions.among(locals()), fallback=init_fn)
+    start = _JobStart(manager, target, options)
     resumed = start.resume(unopened_chain(init_from, transforms))
     if resumed is not None:
         return resumed
@@ -187,12 +186,11 @@ class _RestoreResult:
 class _JobStart:
     """One start of a job; `skipped` are the damaged steps, which were passed over."""
 
-    def __init__(self, manager: ocp.CheckpointManager, target: Any, options: PlanOptions, reading: ReadOptions):
+    def __init__(self, manager: ocp.CheckpointManager, target: Any, options: RestoreOptions):
         self._manager = manager
         self._root = os.fspath(manager.directory)
         self._target = target
         self._options = options
-        self._reading = reading
         self.skipped: list[int] = []
 
     # -- the run's own steps
@@ -301,7 +299,7 @@ class _JobStart:
             except RestorePlanError as error:
                 raise with_init_fn(error) from error.__cause__
             together.plan((), ())
-        state = plan.run(self._reading)
+        state = plan.run(self._options)
         begin_run(self._run(), ())
         return TrainingStart(state, _FIRST_STEP, "scratch")
 
@@ -309,7 +307,7 @@ class _JobStart:
         return run_of(self._root, EVERY_ITEM if self._options.item is None else self._options.item)
 
     def _restore(
-        self, source: AnySource, transforms: Transforms, options: PlanOptions, kind: CallerKind
+        self, source: AnySource, transforms: Transforms, options: RestoreOptions, kind: CallerKind
     ) -> _RestoreResult:
         """Restores on all processes together."""
         together = Agreement(_PRIMARY, self._root)
@@ -324,7 +322,7 @@ class _JobStart:
                 caller = Caller(kind, agree, keeps_lineage=True)
                 plan = open_plan(source, self._target, transforms, options, stack, caller)
                 together.plan([checkpoint.shared_path for checkpoint in plan.checkpoints.values()], plan.provenance)
-            return _RestoreResult(plan.run(self._reading), plan, records)
+            return _RestoreResult(plan.run(options), plan, records)
 
 
 def _recorded_items(directory: epath.Path) -> Mapping[str, Any] | None:
