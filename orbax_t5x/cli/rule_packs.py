@@ -7,23 +7,21 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from orbax_t5x import rules
 from orbax_t5x.cli.arguments import UsageError
 from orbax_t5x.errors import RestorePlanError
-from orbax_t5x.rules import RulePack
+from orbax_t5x.rules.graph import PACKS, pack_function
+from orbax_t5x.rules.pack import RulePack
 
 AUTO = "auto"
 """Name for the pack that `orbax_t5x.rules.infer` finds."""
 
-# What takes leaves, or several sources, is not for one checkpoint on the command line.
-_NO_PACKS = frozenset({"Alignment", "RulePack", "align", "infer", "peft_lora"})
 _INVERSE = "inverse"
 _CONSTANTS = {"true": True, "false": False, "none": None}
 
 
 def pack_names() -> list[str]:
     """Lists the packs that can be given by name."""
-    return sorted(rules.MODULE_OF.keys() - _NO_PACKS)
+    return sorted(PACKS.names())
 
 
 def pack_argument(text: str) -> RulePack:
@@ -35,7 +33,10 @@ def pack_argument(text: str) -> RulePack:
         raise UsageError(f"--rules {text}: no such pack{closest}; there are {', '.join([AUTO, *pack_names()])}")
     is_inverse = parts[-1:] == [_INVERSE]
     given = parts[: len(parts) - is_inverse]
-    function: Callable[..., RulePack] = getattr(rules, name)
+    try:
+        function = pack_function(name)
+    except ImportError as error:
+        raise UsageError(f"--rules {text}: the module of the pack cannot be imported: {error}") from error
     if len(given) > 1:
         raise _wrong_call(text, function, "too many colons")
     pack = _called(text, function, given[0].split(",") if given and given[0] else [])
@@ -75,7 +76,7 @@ def _parse_annotated(text: str, annotation: str) -> Any:
 
 
 def _wrong_call(text: str, function: Callable[..., RulePack], reason: str) -> UsageError:
-    name = function.__name__
+    name = text.split(":")[0]
     taken = inspect.signature(function).parameters
     example = ",".join(f"{parameter}=…" for parameter in taken)
     return UsageError(f"--rules {text}: {reason}; it is written as {name}" + (f":{example}" if example else ""))

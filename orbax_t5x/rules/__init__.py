@@ -11,7 +11,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orbax_t5x import on_demand
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from orbax_t5x.rules.alignment.alignment import align as align
     from orbax_t5x.rules.fused import t5_fused_to_unscanned as t5_fused_to_unscanned
     from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5 as gguf_t5_to_hf_t5
+    from orbax_t5x.rules.graph import register as register
     from orbax_t5x.rules.hugging_face import hf_t5_to_t5x as hf_t5_to_t5x
     from orbax_t5x.rules.hugging_face import t5x_to_hf_t5 as t5x_to_hf_t5
     from orbax_t5x.rules.hugging_face_flax import hf_flax_t5_to_t5x as hf_flax_t5_to_t5x
@@ -48,6 +49,7 @@ MODULE_OF = {
     "mesh_tf_to_t5x": "orbax_t5x.rules.mesh_tf",
     "peft_lora": "orbax_t5x.rules.peft",
     "pix2struct_decoder_to_hf_t5": "orbax_t5x.rules.pix2struct",
+    "register": "orbax_t5x.rules.graph",
     "scaled_fp8_to_float32": "orbax_t5x.rules.scaled_fp8",
     "t5_fused_to_unscanned": "orbax_t5x.rules.fused",
     "t5_minimal_to_scanned": "orbax_t5x.rules.t5x",
@@ -59,4 +61,13 @@ MODULE_OF = {
 }
 
 if not TYPE_CHECKING:  # a misspelled name is an error to type checkers
-    __all__, __getattr__, __dir__ = on_demand.public(__name__, MODULE_OF)
+    __all__, _public, __dir__ = on_demand.public(__name__, MODULE_OF)
+    _pack_names, _pack_function = (
+        on_demand.function("orbax_t5x.rules.graph", name) for name in ("pack_names", "pack_function")
+    )
+
+    def __getattr__(name: str) -> Any:
+        """Returns a public name, or the function of a pack that is registered."""
+        if name not in MODULE_OF and not name.startswith("_") and name in _pack_names():
+            return _pack_function(name)
+        return _public(name)

@@ -17,17 +17,17 @@ import jax.numpy as jnp
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.optim.factored_state import optax_to_t5x, t5x_to_optax
-from orbax_t5x.rules.alignment.alignment import Alignment, align_leaves, leaves_of, parameters_of
+from orbax_t5x.rules.alignment.alignment import Alignment, align_leaves
 from orbax_t5x.rules.alignment.words import is_of_module, meaning_of, path_of
-from orbax_t5x.rules.graph import pack_to_minimal
+from orbax_t5x.rules.graph import pack_function, pack_to_t5x
 from orbax_t5x.rules.inference import infer, views_or_zeros, without_place
-from orbax_t5x.rules.layouts import find_layout, heads_of
+from orbax_t5x.rules.layouts import find_layout, heads_of, leaves_of, parameters_of
 from orbax_t5x.rules.pack import RulePack
-from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32, scales_beside
 from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import counted, listed
 from orbax_t5x.transforms import AdafactorSlots, Drop, FollowOptimizer, Rename, Transform
+from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.slots import SlotNames
 from orbax_t5x.transforms.prefix import counterparts
@@ -84,7 +84,7 @@ def find_rules(source_leaves: Any, target_leaves: Any) -> FoundMapping:
     if pack is not None and _fills(pack.parts, source, target):
         return FoundMapping((*slots, *pack.parts), pack.found)
     if scales_beside(given.keys(), given) and not scales_beside(target.keys(), target):
-        scaled = scaled_fp8_to_float32()
+        scaled = pack_function("scaled_fp8_to_float32")()
         found = find_rules(_run((scaled,), given, target), target)
         return found._replace(parts=(scaled, *found.parts))
     best: tuple[_Way, Alignment] | None = None
@@ -157,11 +157,11 @@ def _ways(pack: RulePack | None, source: Leaves, target: Leaves) -> Iterator[_Wa
     """Yields what may be aligned with what, the likeliest first."""
     last: Transforms = ()
     wanted: Leaves = target
-    forth = pack_to_minimal(find_layout(_model(target)).kind)
+    forth = pack_to_t5x(find_layout(_model(target)).kind)
     if forth is not None and forth.has_inverse:
         last, wanted = (forth.inverse(),), _run((forth,), target, {})
     firsts = [] if pack is None or not pack.parts else [pack.parts]
-    forth = pack_to_minimal(find_layout(_model(source)).kind)
+    forth = pack_to_t5x(find_layout(_model(source)).kind)
     if forth is not None:
         firsts.append((forth,))
     firsts.append(())

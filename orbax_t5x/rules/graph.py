@@ -1,68 +1,206 @@
-"""Layouts of T5 as the nodes of a graph, and rule packs as its edges.
+"""The table of layouts of T5 and of the packs between them, which is a graph.
 
-A relative of T5, or another program's names, is one node with one edge to a layout of T5X's; its way to every other
-layout is the shortest path. A node is a kind of `layouts.Layout`. An edge names the dimensions that its pack takes,
-which come from the shapes at both ends of the path.
+A row is a pack from one layout to another, with marks that tell its layout by names alone. A relative of T5, or another
+program's names, is one row that leads to a layout of T5X's; its way to every other layout is the shortest path. The
+package's rows load nothing until a path uses them; other packages add theirs by entry points, and callers by
+`register`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from orbax_t5x.rules.fused import t5_fused_to_unscanned
-from orbax_t5x.rules.gguf import gguf_t5_to_hf_t5
-from orbax_t5x.rules.hugging_face import hf_t5_to_t5x
-from orbax_t5x.rules.hugging_face_flax import hf_flax_t5_to_t5x
-from orbax_t5x.rules.layouts import NAMES
-from orbax_t5x.rules.maxtext import t5x_decoder_to_maxtext
-from orbax_t5x.rules.mesh_tf import mesh_tf_to_t5x
-from orbax_t5x.rules.pack import RulePack, join_packs
-from orbax_t5x.rules.pix2struct import pix2struct_decoder_to_hf_t5
-from orbax_t5x.rules.t5x import t5_minimal_to_scanned, t5_minimal_to_unscanned, t5_unscanned_to_scanned
-from orbax_t5x.rules.wan import wan_t5_to_hf_t5
+from orbax_t5x.registry import Registry, RegistryEntry
+from orbax_t5x.rules.pack import PackCall, RulePack, join_packs
 
 _HEADS = ("num_heads", "head_dim")
 _AXIS = ("scan_axis",)
+_PARTS = (*_AXIS, "subblocks")
+
+_logger = logging.getLogger(__name__)
+
+PACKS: Registry[Callable[..., RulePack] | RulePack] = Registry(
+    "rule pack",
+    {
+        "gguf_t5_to_hf_t5": "orbax_t5x.rules.gguf:gguf_t5_to_hf_t5",
+        "hf_flax_t5_to_t5x": "orbax_t5x.rules.hugging_face_flax:hf_flax_t5_to_t5x",
+        "hf_t5_to_t5x": "orbax_t5x.rules.hugging_face:hf_t5_to_t5x",
+        "mesh_tf_to_t5x": "orbax_t5x.rules.mesh_tf:mesh_tf_to_t5x",
+        "pix2struct_decoder_to_hf_t5": "orbax_t5x.rules.pix2struct:pix2struct_decoder_to_hf_t5",
+        "scaled_fp8_to_float32": "orbax_t5x.rules.scaled_fp8:scaled_fp8_to_float32",
+        "t5_fused_to_unscanned": "orbax_t5x.rules.fused:t5_fused_to_unscanned",
+        "t5_minimal_to_scanned": "orbax_t5x.rules.t5x:t5_minimal_to_scanned",
+        "t5_minimal_to_unscanned": "orbax_t5x.rules.t5x:t5_minimal_to_unscanned",
+        "t5_unscanned_to_scanned": "orbax_t5x.rules.t5x:t5_unscanned_to_scanned",
+        "t5x_decoder_to_maxtext": "orbax_t5x.rules.maxtext:t5x_decoder_to_maxtext",
+        "t5x_to_hf_t5": "orbax_t5x.rules.hugging_face:t5x_to_hf_t5",
+        "wan_t5_to_hf_t5": "orbax_t5x.rules.wan:wan_t5_to_hf_t5",
+    },
+    group="orbax_t5x.layouts",
+)
+"""Functions that make rule packs, by name; those of other packages may be packs."""
 
 
 class Edge(NamedTuple):
-    """Rule pack between two layouts.
+    """Row of the table: a pack between two layouts.
 
     Attributes:
-      source: the kind of layout that the pack takes.
-      target: the kind that it makes.
-      function: makes the pack.
-      arguments: the dimensions that the function takes; the axis of the layers is the target's.
+      source: the layout that the pack takes.
+      target: the layout that it makes.
+      pack: its name in `PACKS`.
+      marks: a regex for names that only the marked layout has; empty if shapes tell both layouts.
+      arguments: the dimensions that the pack takes; the axis of the layers is the target's.
+      given: its other arguments.
       has_way_back: whether the pack has an inverse.
+      marks_target: whether it is the target's names that have the marks.
     """
 
     source: str
     target: str
-    function: Callable[..., RulePack]
+    pack: str
+    marks: str = ""
     arguments: tuple[str, ...] = ()
+    given: tuple[tuple[str, Any], ...] = ()
     has_way_back: bool = True
+    marks_target: bool = False
 
 
 EDGES = (
-    Edge("gguf", "hugging face", gguf_t5_to_hf_t5),
-    Edge("wan", "hugging face", wan_t5_to_hf_t5),
-    Edge("pix2struct", "hugging face", pix2struct_decoder_to_hf_t5),
-    Edge("hugging face", "minimal", hf_t5_to_t5x),
-    Edge("hugging face flax", "minimal", hf_flax_t5_to_t5x),
-    Edge("mesh tf", "minimal", mesh_tf_to_t5x, has_way_back=False),
-    Edge("minimal", "unscanned", t5_minimal_to_unscanned, _HEADS),
-    Edge("minimal", "scanned", t5_minimal_to_scanned, (*_HEADS, *_AXIS)),
-    Edge("unscanned", "scanned", t5_unscanned_to_scanned, _AXIS),
+    Edge("gguf", "hugging face", "gguf_t5_to_hf_t5", r"^(?:enc|dec)\.blk\.\d+\."),
+    Edge(
+        "wan",
+        "hugging face",
+        "wan_t5_to_hf_t5",
+        r"(?:^|\.)blocks\.\d+\.(?:attn\.[qkvo]|ffn\.gate\.0|pos_embedding\.embedding)\.weight$",
+    ),
+    Edge(
+        "pix2struct",
+        "hugging face",
+        "pix2struct_decoder_to_hf_t5",
+        r"(?:^|\.)decoder\.layer\.\d+\.(?:self_attention\.attention|mlp\.DenseReluDense)\.",
+    ),
+    Edge("hugging face", "minimal", "hf_t5_to_t5x", r"(?:^|[./])(?:encoder|decoder)\.block\.\d+\.layer\."),
+    Edge("hugging face flax", "minimal", "hf_flax_t5_to_t5x", r"(?:^|/)(?:encoder|decoder)/block/\d+/layer/"),
+    Edge("mesh tf", "minimal", "mesh_tf_to_t5x", r"^(?:encoder|decoder|transformer)/block_\d+/", has_way_back=False),
+    Edge("minimal", "unscanned", "t5_minimal_to_unscanned", arguments=_HEADS),
+    Edge("minimal", "scanned", "t5_minimal_to_scanned", arguments=(*_HEADS, *_AXIS)),
+    Edge("unscanned", "scanned", "t5_unscanned_to_scanned", arguments=_AXIS),
     # Flaxformer's heads are joined.
-    Edge("minimal", "scanned with joined heads", t5_unscanned_to_scanned, _AXIS),
-    Edge("minimal", "scanned in subblocks with joined heads", t5_unscanned_to_scanned, (*_AXIS, "subblocks")),
-    Edge("unscanned", "scanned in subblocks", t5_unscanned_to_scanned, (*_AXIS, "subblocks")),
-    Edge("fused", "unscanned", t5_fused_to_unscanned),
-    Edge("minimal", "maxtext", functools.partial(t5x_decoder_to_maxtext, scanned=False), _HEADS),
-    Edge("minimal", "maxtext scanned", t5x_decoder_to_maxtext, (*_HEADS, *_AXIS)),
+    Edge("minimal", "scanned with joined heads", "t5_unscanned_to_scanned", arguments=_AXIS),
+    Edge("minimal", "scanned in subblocks with joined heads", "t5_unscanned_to_scanned", arguments=_PARTS),
+    Edge("unscanned", "scanned in subblocks", "t5_unscanned_to_scanned", arguments=_PARTS),
+    Edge("fused", "unscanned", "t5_fused_to_unscanned"),
+    Edge("minimal", "maxtext", "t5x_decoder_to_maxtext", arguments=_HEADS, given=(("scanned", False),)),
+    Edge("minimal", "maxtext scanned", "t5x_decoder_to_maxtext", arguments=(*_HEADS, *_AXIS)),
 )
+_OWN_PACKS = frozenset(PACKS.names())
+
+
+def register(pack: RulePack) -> RegistryEntry:
+    r"""Adds a pack to the table until it is unregistered: `transforms="auto"` and `--rules NAME` find it then.
+
+    `ot.rules.NAME()` is the pack.
+
+    Args:
+      pack: has a name, and two named layouts by `RulePack.between`. A new layout has marks.
+
+    Returns:
+      An object with `unregister()`; as a context manager it ends with the block.
+
+    Raises:
+      TypeError: it is no rule pack.
+      ValueError: the name is taken, it leads between layouts that other packs join already, or something is missing.
+
+    Example:
+      >>> rename = (ot.transforms.Rename(((r"blk(\d+)/(.*)", r"target/encoder/layers_\1/\2"),)),)
+      >>> pack = ot.rules.RulePack(rename, name="toy_to_t5x").between("toy", "minimal", marks=r"^blk\d+/")
+      >>> with ot.rules.register(pack):
+      ...     ot.rules.toy_to_t5x() == pack
+      True
+    """
+    if not isinstance(pack, RulePack):
+        raise TypeError(f"{pack!r} is no rule pack")
+    if not pack.name.isidentifier():
+        raise ValueError(f"a registered pack has a name such as 'toy_to_t5x', and not {pack.name!r}")
+    if pack.name not in PACKS.names():
+        _edge_of(pack.name, pack, edges())
+    return PACKS.register(pack.name, pack)
+
+
+def pack_function(name: str) -> Callable[..., RulePack]:
+    """Returns the function that makes the pack of a name.
+
+    Raises:
+      KeyError: no pack has the name.
+      ImportError: the module of the pack cannot be imported.
+    """
+    entry = PACKS.get(name)
+    if not isinstance(entry, RulePack):
+        return entry
+    pack = dataclasses.replace(entry, _call=PackCall(name))
+
+    def registered() -> RulePack:
+        return pack
+
+    registered.__name__ = name
+    return registered
+
+
+def pack_names() -> tuple[str, ...]:
+    """Lists the packs of the table."""
+    return PACKS.names()
+
+
+def edges() -> tuple[Edge, ...]:
+    """Returns the rows: the package's, then those of entry points and callers."""
+    rows = EDGES
+    for name in PACKS.names():
+        if name not in _OWN_PACKS:
+            try:
+                rows = (*rows, _edge_of(name, pack_function(name)(), rows))
+            except Exception as error:  # code of others must not hide what a restore has to say
+                _warn(name, str(error))
+    return rows
+
+
+@functools.cache
+def _warn(name: str, reason: str) -> None:
+    _logger.warning("the rule pack %r of another package is left out: %s", name, reason)
+
+
+def _edge_of(name: str, pack: RulePack, rows: tuple[Edge, ...]) -> Edge:
+    """Makes the row of a pack that is not the package's.
+
+    Raises:
+      ValueError: it has no place beside the other rows.
+    """
+    source, target = pack.layouts
+    kinds = {end for row in rows for end in (row.source, row.target)}
+    unknown = [end for end in (source, target) if end not in kinds]
+    if not source or not target:
+        raise ValueError(f"{name}: name its layouts by pack.between(source, target, marks=…)")
+    if len(unknown) > 1:
+        raise ValueError(f"{name}: no layout is named {source!r} or {target!r}; there are {', '.join(sorted(kinds))}")
+    if unknown and not pack.marks:
+        raise ValueError(f"{name}: {unknown[0]!r} is a new layout; give the marks= that tell it by names")
+    if not unknown and pack.marks:
+        raise ValueError(f"{name}: {source!r} and {target!r} are known; only a new layout has marks")
+    edge = Edge(source, target, name, pack.marks, has_way_back=pack.has_inverse, marks_target=unknown == [target])
+    if not unknown and any(
+        _shortest_path(rows, *ends) is not None
+        for ends in ((source, target), *(((target, source),) if edge.has_way_back else ()))
+    ):
+        raise ValueError(f"{name}: packs lead from {source!r} to {target!r} already")
+    return edge
+
+
+def marked_layouts() -> dict[str, str]:
+    """Returns the marks of each layout that its names tell."""
+    return {edge.target if edge.marks_target else edge.source: edge.marks for edge in edges() if edge.marks}
 
 
 class EdgeStep(NamedTuple):
@@ -73,29 +211,34 @@ class EdgeStep(NamedTuple):
 
     @property
     def end(self) -> str:
-        """The kind of layout that the step leads to."""
+        """The layout that the step leads to."""
         return self.edge.source if self.is_inverse else self.edge.target
 
     def pack(self, dimensions: Mapping[str, Any]) -> RulePack:
         """Makes the pack from a value for each of the edge's arguments."""
-        pack = self.edge.function(**{name: dimensions[name] for name in self.edge.arguments})
+        chosen = {name: dimensions[name] for name in self.edge.arguments}
+        pack = pack_function(self.edge.pack)(**chosen, **dict(self.edge.given))
         return pack.inverse() if self.is_inverse else pack
 
 
-@functools.cache
 def shortest_path(source: str, target: str) -> tuple[EdgeStep, ...] | None:
-    """Finds the one shortest path between two kinds of layout; None where there is none.
+    """Finds the one shortest path between two layouts, or None.
 
     Raises:
       ValueError: two paths are as short, so that the edges do not decide what a mapping does.
     """
+    return _shortest_path(edges(), source, target)
+
+
+@functools.lru_cache(maxsize=256)
+def _shortest_path(rows: tuple[Edge, ...], source: str, target: str) -> tuple[EdgeStep, ...] | None:
     # Kind -> all shortest paths to it.
     paths: dict[str, list[tuple[EdgeStep, ...]]] = {source: [()]}
     newest = paths
     while newest and target not in paths:
         found: dict[str, list[tuple[EdgeStep, ...]]] = {}
         for kind, ways in newest.items():
-            for step in _steps_from(kind):
+            for step in _steps_from(rows, kind):
                 if step.end not in paths:
                     found.setdefault(step.end, []).extend((*way, step) for way in ways)
         newest = found
@@ -106,19 +249,22 @@ def shortest_path(source: str, target: str) -> tuple[EdgeStep, ...] | None:
     return ways[0] if ways else None
 
 
-def _steps_from(kind: str) -> list[EdgeStep]:
-    forwards = [EdgeStep(edge, False) for edge in EDGES if edge.source == kind]
-    return forwards + [EdgeStep(edge, True) for edge in EDGES if edge.target == kind and edge.has_way_back]
+def _steps_from(rows: tuple[Edge, ...], kind: str) -> list[EdgeStep]:
+    forwards = [EdgeStep(edge, False) for edge in rows if edge.source == kind]
+    return forwards + [EdgeStep(edge, True) for edge in rows if edge.target == kind and edge.has_way_back]
 
 
-@functools.cache
-def pack_to_minimal(kind: str) -> RulePack | None:
-    """Returns the pack from the names of another program to T5X's minimal T5; None for T5X's and MaxText's layouts.
+def pack_to_t5x(kind: str) -> RulePack | None:
+    """Returns the pack from the names of another program to T5X's, or None for T5X's and MaxText's layouts.
 
-    It takes no dimensions of the model.
+    It takes no dimensions of the model. Of the package's own layouts it makes T5X's minimal T5.
     """
-    path = shortest_path(kind, "minimal") if kind in NAMES else None
-    if not path:
+    marked = marked_layouts()
+    if kind not in marked:
         return None
-    packs = [step.pack({}) for step in path]
+    ends = {end for edge in edges() for end in (edge.source, edge.target)} - marked.keys()
+    paths = [path for end in ends if (path := shortest_path(kind, end)) and not any(one.edge.arguments for one in path)]
+    if not paths:
+        return None
+    packs = [step.pack({}) for step in min(paths, key=lambda path: (len(path), path[-1].end))]
     return join_packs(packs, [pack.inverse() for pack in reversed(packs) if pack.has_inverse])

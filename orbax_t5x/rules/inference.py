@@ -17,13 +17,11 @@ import numpy as np
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import View, as_view, broadcast_to
-from orbax_t5x.rules.alignment.alignment import leaves_of
-from orbax_t5x.rules.graph import pack_to_minimal, shortest_path
-from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, stacked_depths
+from orbax_t5x.rules.graph import pack_function, pack_to_t5x, shortest_path
+from orbax_t5x.rules.layouts import Layout, axes_between, find_layout, heads_of, leaves_of, stacked_depths
 from orbax_t5x.rules.pack import RulePack, join_packs
-from orbax_t5x.rules.scaled_fp8 import scaled_fp8_to_float32, scales_beside
-from orbax_t5x.rules.t5x import t5_minimal_to_unscanned, t5_unscanned_to_scanned
 from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.dequantize import scales_beside
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.optimizer import FollowOptimizer
 from orbax_t5x.transforms.names import Drop, Keep, Rename
@@ -95,7 +93,7 @@ def infer(source_leaves: Any, target_leaves: Any) -> RulePack:
         pack = join_packs((*pack.parts, biases), (biases.inverse(), *pack.inverse().parts) if pack.has_inverse else ())
         names = pack.apply(views_or_zeros(source), target, Diagnostics())
     if scales_beside(names.keys(), names) and not scales_beside(target.keys(), target):
-        pack = join_packs((*pack.parts, scaled_fp8_to_float32()), ())
+        pack = join_packs((*pack.parts, pack_function("scaled_fp8_to_float32")()), ())
         names = pack.apply(views_or_zeros(source), target, Diagnostics())
     dropped = without_place(names, target)
     if dropped:
@@ -112,8 +110,10 @@ def to_minimal(leaves: Mapping[str, Any]) -> RulePack | None:
     layout = find_layout(_parameter_leaves(leaves))
     if layout.is_scanned and "maxtext" not in layout.kind:
         subblocks = layout.subblocks if "subblocks" in layout.kind else None
-        return t5_unscanned_to_scanned(scan_axis=1, subblocks=subblocks).inverse()
-    return pack_to_minimal(layout.kind)
+        return pack_function("t5_unscanned_to_scanned")(scan_axis=1, subblocks=subblocks).inverse()
+    pack = pack_to_t5x(layout.kind)
+    rest = None if pack is None else to_minimal(pack.apply(views_or_zeros(leaves), {}, Diagnostics()))
+    return pack if pack is None or rest is None else join_packs((*pack.parts, *rest.parts), ())
 
 
 def _wanted_names(target: Mapping[str, Any]) -> set[str]:
@@ -152,7 +152,7 @@ def _raise_refusal(source: Mapping[str, Any], target: Mapping[str, Any], seen: L
       RestorePlanError: it does.
     """
     notes = Diagnostics()
-    first = pack_to_minimal(seen.kind)
+    first = pack_to_t5x(seen.kind)
     if first is not None:
         first.apply(views_or_zeros(_parameter_leaves(source)), {}, notes)
     for problem in notes.problems:
@@ -182,10 +182,10 @@ def _why_not(seen: Layout, wanted: Layout) -> str:
 
 def _other_depth(source: Mapping[str, Any], target: Mapping[str, Any], seen: Layout, wanted: Layout) -> Problem | None:
     """Returns the problem of layers of which one side has more, where only that is between two known layouts."""
-    pack = pack_to_minimal(seen.kind)
+    pack = pack_to_t5x(seen.kind)
     first = () if pack is None else (pack,)
     layout = seen if pack is None else _layout_after(pack, _parameter_leaves(source))
-    if pack_to_minimal(wanted.kind) is not None or layout.is_scanned == wanted.is_scanned:
+    if pack_to_t5x(wanted.kind) is not None or layout.is_scanned == wanted.is_scanned:
         return None
     scanned, unrolled = (wanted, layout) if wanted.is_scanned else (layout, wanted)
     axis, stacked = next(iter(stacked_depths(scanned, unrolled).items()), (0, dict[str, int]()))
@@ -238,7 +238,7 @@ def without_place(names: Iterable[str], target: Mapping[str, Any]) -> tuple[str,
 
 
 def _layout_text(layout: Layout, leaves: Mapping[str, Any]) -> str:
-    pack = pack_to_minimal(layout.kind)
+    pack = pack_to_t5x(layout.kind)
     if pack is not None:
         return f"{layout.kind} ({_layout_after(pack, leaves)})"
     if layout.mixed:
@@ -257,7 +257,7 @@ def _pack_between(
     if path is None:
         return None
     if any(step.edge.arguments for step in path):
-        first, last = (pack_to_minimal(layout.kind) for layout in (seen, wanted))
+        first, last = (pack_to_t5x(layout.kind) for layout in (seen, wanted))
         between = _between(
             seen if first is None else _layout_after(first, source),
             wanted if last is None else _layout_after(last, target),
@@ -277,7 +277,8 @@ def _between_biases(names: Iterable[str], target: Iterable[str]) -> RulePack | N
     found, wanted = ({bool(match[1]) for match in map(_BIAS.fullmatch, side) if match} for side in (names, target))
     if len(found) != 1 or len(wanted) != 1 or found == wanted:
         return None
-    return t5_minimal_to_unscanned() if wanted == {True} else t5_minimal_to_unscanned().inverse()
+    pack = pack_function("t5_minimal_to_unscanned")()
+    return pack if wanted == {True} else pack.inverse()
 
 
 def _pack_parts(pack: RulePack | None) -> list[RulePack]:

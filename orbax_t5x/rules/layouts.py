@@ -1,4 +1,4 @@
-"""Finds the layout of a T5 model's layers in a tree, by names and shapes.
+"""Finds the layout of a T5 model's layers in a tree, by the table's marks, names and shapes.
 
 The query kernels distinguish joined from split heads and scanned from unrolled layers; the layers' axis is the one that
 fits all leaves that both sides have.
@@ -7,25 +7,20 @@ fits all leaves that both sides have.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from orbax_t5x.rules.graph import marked_layouts
+from orbax_t5x.transforms.prefix import is_no_parameter
+from orbax_t5x.trees.levels import require_levels
+from orbax_t5x.trees.named_leaves import named_leaves
 
 Shape = tuple[int, ...]
 Layer = tuple[str, str]
 """A tower and what a leaf is called within one of its layers."""
 
-# Kind of layout -> where a name of it begins that no other layout has.
-NAMES = {
-    "hugging face": r"(?:^|[./])(?:encoder|decoder)\.block\.\d+\.layer\.",
-    "hugging face flax": r"(?:^|/)(?:encoder|decoder)/block/\d+/layer/",
-    "gguf": r"^(?:enc|dec)\.blk\.\d+\.",
-    "wan": r"(?:^|\.)blocks\.\d+\.(?:attn\.[qkvo]|ffn\.gate\.0|pos_embedding\.embedding)\.weight$",
-    "pix2struct": r"(?:^|\.)decoder\.layer\.\d+\.(?:self_attention\.attention|mlp\.DenseReluDense)\.",
-    "mesh tf": r"^(?:encoder|decoder|transformer)/block_\d+/",
-}
-_KINDS = tuple(NAMES)
-_NAMES = re.compile("|".join(f"({pattern})" for pattern in NAMES.values()))
 _MAXTEXT = re.compile(r"(?:.*/)?decoder/layers(?:_(\d+))?/(self_attention/.*|mlp/.*|.*norm/scale)")
 _MAXTEXT_ALONE = re.compile(r"(?:.*/)?decoder/(?:layers/.*|layers_\d+/post_self_attention_layer_norm/scale)")
 _UNROLLED = re.compile(r"(?:.*/)?(encoder|decoder)/layers_(\d+)/(.*)")
@@ -33,6 +28,7 @@ _SCANNED = re.compile(r"(?:.*/)?(encoder|decoder)/\1/(.*)")
 _QUERY = re.compile(r"(?:attention|self_attention)/query/kernel")
 # T5X's and MaxText's default first.
 _AXES = (1, 0, 2, 3)
+_STEPS = frozenset({"step", "state/step"})
 _SUBBLOCK = re.compile(r"subblock_(\d+)/(.*)")
 
 
@@ -41,7 +37,7 @@ class Layout:
     """Layout of the layers in a tree.
 
     Attributes:
-      kind: a node of `graph`, or "unknown".
+      kind: a layout of the table in `graph`, or "unknown".
       shapes: of one layer's leaves, or of all layers' where they are scanned.
       depths: tower -> layers, where they can be counted.
       subblocks: the number of parts that stacked layers are in; layer i is in part `i % subblocks`.
@@ -64,22 +60,54 @@ class Layout:
         return f"{self.kind} ({depths})" if depths else self.kind
 
 
+def leaves_of(tree: Any) -> dict[str, Any]:
+    """Returns leaves by name: of a checkpoint, a mapping from names, or a restore's target.
+
+    An array that is the whole tree has the name "".
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    leaves = getattr(tree, "leaves", None)
+    require_levels(leaves if isinstance(leaves, Mapping) else tree)
+    named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
+    if named.get("") is tree and not hasattr(tree, "shape"):
+        raise TypeError(f"leaves are given by name or as a tree, not as {type(tree).__name__}")
+    return named
+
+
+def parameters_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arrays that are neither the optimizer's nor the step."""
+    return {
+        name: leaf
+        for name, leaf in leaves.items()
+        if not is_no_parameter(name) and name not in _STEPS and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    }
+
+
 def find_layout(leaves: Mapping[str, Any]) -> Layout:
     """Finds the layout of a tree of leaves."""
     kinds: dict[str, None] = {}
     others: dict[str, Any] = {}
+    marked = marked_layouts()
+    marks = _compiled(tuple(marked.values()))
     for name, leaf in leaves.items():
-        named = _NAMES.search(name)
-        if named is None:
+        found = next((kind for kind, mark in zip(marked, marks, strict=True) if mark.search(name)), None)
+        if found is None:
             others[name] = leaf
         else:
-            kinds[_KINDS[(named.lastindex or 1) - 1]] = None
+            kinds[found] = None
     layers = _layout_of_layers(others)
     if layers.kind != "unknown":
         kinds[layers.kind] = None
     if len(kinds) > 1:
         return Layout("unknown", mixed=tuple(kinds))
     return layers if layers.kind in kinds else Layout(next(iter(kinds), "unknown"))
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(marks: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(re.compile, marks))
 
 
 def _layout_of_layers(leaves: Mapping[str, Any]) -> Layout:

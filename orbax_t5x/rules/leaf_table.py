@@ -14,6 +14,10 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from orbax_t5x.errors import Fix, Problem
+from orbax_t5x.text.wording import counted, listed
+from orbax_t5x.transforms.base import Transform
+from orbax_t5x.transforms.names import Keep
 from orbax_t5x.transforms.prefix import is_no_parameter
 from orbax_t5x.trees.flat import FlatState
 
@@ -69,6 +73,9 @@ _FREE_SIZES = "V*"
 
 _LAYER_NUMBER = re.compile(r"\b(layers_|subblock_|expert_|blocks?[._/]|decoder\.layer\.)\d+")
 _CUT = re.compile(r"[./]")
+_ADAPTER = re.compile(r".*[./]lora_(?:embedding_)?[AB](?:\..*)?")
+# Prefixes of models in a problem.
+_SHOWN = 4
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -146,6 +153,25 @@ class LeafTable:
             return {}
         return {name: wanted[0] + name.removeprefix(found[0]) for name in self.model(names)}
 
+    def refusal(self, state: FlatState, chain: Sequence[Transform], *, allows_adapters: bool) -> Problem | None:
+        """Returns why a tree is refused as a whole: several models, or adapters.
+
+        Args:
+          state: the tree.
+          chain: the transforms that would translate one model, for the fix.
+          allows_adapters: whether leaves of adapters may stay.
+        """
+        prefixes = self.prefixes(state) if self.has_dots else []
+        if len(prefixes) < 2:
+            return None if allows_adapters else _refusal_of_adapters(state)
+        found = f"{len(prefixes)} models, below {listed(map(repr, prefixes), _SHOWN)}"
+        ways = [
+            Fix.setting(f"keep {prefix!r}: pass {{}}", transforms=(Keep((f"{re.escape(prefix)}.*",)), *chain))
+            for prefix in prefixes[:_SHOWN]
+        ]
+        message = f"the checkpoint has {found}, and each would get the same names"
+        return Problem("rule", None, message, Fix.any_of(*ways))
+
     def unfit(self, state: FlatState) -> dict[str, str]:
         """Finds the model's leaves that the layout cannot have.
 
@@ -176,6 +202,21 @@ class LeafTable:
                 if size != usual:
                     unfit.setdefault(name, f"{letter} of {usual}, as other leaves have, and not of {size}")
         return unfit
+
+
+def _refusal_of_adapters(state: FlatState) -> Problem | None:
+    adapters = [name for name in state if _ADAPTER.fullmatch(name)]
+    if not adapters:
+        return None
+    message = (
+        f"{counted(len(adapters), 'leaf is', 'leaves are')} of LoRA adapters ({listed(adapters, 1)}), which change the "
+        "weights of a base model"
+    )
+    fix = (
+        "restore both, with the adapters' pack first: ot.restore({'base': …, 'adapter': …}, target, "
+        "[ot.rules.peft_lora('adapter_config.json'), …])"
+    )
+    return Problem("rule", None, message, Fix.in_program(fix))
 
 
 def _cut_in(name: str, at: int) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
-from orbax_t5x.rules.leaf_table import LeafTable
-from orbax_t5x.rules.refusals import refusal_of_tree
 from orbax_t5x.text.code import calls_code
 from orbax_t5x.text.wording import leaves_text, listed
 from orbax_t5x.transforms.base import AnyTransform, Transform
@@ -17,10 +15,14 @@ from orbax_t5x.transforms.chain import Chain
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.names import Drop
 from orbax_t5x.transforms.patterns.closest import ClosestNames
+from orbax_t5x.transforms.patterns.table import compile_pattern
 from orbax_t5x.transforms.prefix import change_between, follow_target, rename_leaves
 from orbax_t5x.transforms.run import run_transforms
 from orbax_t5x.transforms.state import NewState
 from orbax_t5x.trees.flat import FlatState
+
+if TYPE_CHECKING:
+    from orbax_t5x.rules.leaf_table import LeafTable
 
 # Names in the warning about leaves that stay as they are.
 _SHOWN_NAMES = 5
@@ -102,6 +104,33 @@ class RulePack(Chain):
     _call: PackCall | None = dataclasses.field(default=None, compare=False)
     # Of a pack without an inverse.
     _why_no_inverse: str = dataclasses.field(default="", compare=False)
+    # Of a pack that is registered.
+    _layouts: tuple[str, str] = dataclasses.field(default=("", ""), compare=False)
+    _marks: str = dataclasses.field(default="", compare=False)
+
+    def between(self, source: str, target: str, *, marks: str = "") -> RulePack:
+        r"""Returns the pack with the names of its layouts, for `register`.
+
+        Args:
+          source: the layout that the pack takes.
+          target: the layout that it makes. One of the two, at least, is known, such as "minimal" or "hugging face".
+          marks: a regex that is found in some names of the layout that is new, and in no names of another.
+
+        Raises:
+          ValueError: `marks` is no regular expression.
+        """
+        compile_pattern(marks, "RulePack.between")
+        return dataclasses.replace(self, _layouts=(source, target), _marks=marks)
+
+    @property
+    def layouts(self) -> tuple[str, str]:
+        """The names of the layouts that it takes and makes, as `between` set them; else empty."""
+        return self._layouts
+
+    @property
+    def marks(self) -> str:
+        """The regex by which names tell the layout that is new; empty without one."""
+        return self._marks
 
     @property
     def call(self) -> PackCall | None:
@@ -149,6 +178,7 @@ class RulePack(Chain):
             _leaves_back=self._leaves,
             _whole=(),
             _call=call,
+            _layouts=self._layouts[::-1],
         )
 
     @property
@@ -164,9 +194,7 @@ class RulePack(Chain):
         quiet = dataclasses.replace(diagnostics, warns_of_unused=False)
         unmapped: dict[str, Any] = {}
         if self._leaves is not None:
-            refused = refusal_of_tree(
-                self._leaves, state, self._whole or (self,), allows_adapters=diagnostics.allows_unmapped
-            )
+            refused = self._leaves.refusal(state, self._whole or (self,), allows_adapters=diagnostics.allows_unmapped)
             if refused is not None:
                 diagnostics.problems.append(refused)
                 # Every other problem would have this cause.

@@ -6,7 +6,7 @@ Such files carry a leaf `scaled_fp8`, whose dtype says which float8 it is; it ho
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from orbax_t5x.errors import Fix
@@ -14,30 +14,19 @@ from orbax_t5x.rules.leaf_table import Dimensions
 from orbax_t5x.rules.pack import PackCall, RulePack, pack_of
 from orbax_t5x.text.wording import listed
 from orbax_t5x.transforms.base import Transform
-from orbax_t5x.transforms.dequantize import Dequantize
+from orbax_t5x.transforms.dequantize import MARKER, SCALE, WEIGHT, Dequantize, scales_beside, weight_of
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.trees.flat import FlatState
 
-_WEIGHT, _SCALE = ".weight", ".scale_weight"
-MARKER = "scaled_fp8"
 _SHOWN_NAMES = 2
 _NO_WAY_BACK = (
     "to quantize is to choose a scale for each weight and to round, which the program does that reads the file"
 )
 
 
-def _weight_of(scale: str) -> str:
-    return scale.removesuffix(_SCALE) + _WEIGHT
-
-
-def scales_beside(weights: Collection[str], names: Iterable[str]) -> list[str]:
-    """Lists the names that are scales of weights among others."""
-    return [name for name in names if name.endswith(_SCALE) and _weight_of(name) in weights]
-
-
 def with_scales(leaves: Mapping[str, Dimensions]) -> dict[str, Dimensions]:
     """Adds to the leaves of a layout the scales that may be beside its weights, and the marker."""
-    scales = {name.removesuffix(_WEIGHT) + _SCALE: ("", "*") for name in leaves if name.endswith(_WEIGHT)}
+    scales = {name.removesuffix(WEIGHT) + SCALE: ("", "*") for name in leaves if name.endswith(WEIGHT)}
     return {**leaves, **scales, MARKER: ()}
 
 
@@ -46,12 +35,12 @@ class TimesScales(Transform):
     """Product of weights and the scales beside them; the marker is dropped, a scale without a weight is a problem."""
 
     def apply(self, state: FlatState, target: FlatState, diagnostics: Diagnostics) -> dict[str, Any]:
-        dequantize = Dequantize(r"(.*)\.weight", rf"\1{_SCALE}", require_match=False)
+        dequantize = Dequantize(r"(.*)\.weight", rf"\1{SCALE}", require_match=False)
         markers = {name for name in state if name.rpartition(".")[2] == MARKER}
         result = dequantize.apply({n: v for n, v in state.items() if n not in markers}, target, diagnostics)
         for name in result:
-            if name.endswith(_SCALE) and name not in diagnostics.explained:
-                message = f"it is the scale of {_weight_of(name)!r}, which the checkpoint does not have"
+            if name.endswith(SCALE) and name not in diagnostics.explained:
+                message = f"it is the scale of {weight_of(name)!r}, which the checkpoint does not have"
                 diagnostics.problem("unmapped", name, message, Fix("drop it before, or use a file that is whole"))
         return result
 

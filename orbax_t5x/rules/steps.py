@@ -11,7 +11,6 @@ from typing import Any
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import all_equal, repeat
-from orbax_t5x.rules.biases import has_bias_of_tower, has_bias_per_layer
 from orbax_t5x.rules.leaf_table import LeafTable
 from orbax_t5x.rules.pack import FIND_PACK
 from orbax_t5x.text.wording import listed
@@ -23,11 +22,46 @@ from orbax_t5x.transforms.prefix import model_prefix, rename_leaves
 from orbax_t5x.transforms.state import NewState, combine_leaves, view_of
 from orbax_t5x.trees.flat import FlatState
 
+# Relative biases of a tower under any program's names, with the tower filled in; the group is the layer's number.
+_BIAS_NAMES = (
+    r"(?:.*[./])?{tower}[./]block[./](\d+)[./].*[./]relative_attention_bias[./].*",
+    r"{tower}\.layer\.(\d+)\.self_attention\.attention\.relative_attention_bias\.weight",
+    r"{short}\.blk\.(\d+)\.attn_rel_b\.weight",
+)
+# Wan's models have an encoder only.
+_ENCODER_BIAS_NAMES = (r"(?:.*?\.)??(?:blocks\.(\d+)\.)?pos_embedding\.embedding\.weight",)
+_STACKED_BIAS = r"(?:.*/)?{tower}/{tower}/(?:subblock_\d+/)?relpos_bias/rel_embedding"
+
 
 def has_leaf(target: FlatState, pattern: str) -> bool:
     """Reports whether the whole name of a target leaf matches."""
     regex = compile_pattern(pattern, "rules")
     return any(regex.fullmatch(name) for name in target)
+
+
+def has_bias_per_layer(names: Iterable[str], tower: str) -> bool:
+    """Reports whether names of another program, or of stacked layers, have a bias for more than the first layer."""
+    return any(number not in (None, 0) for number in _bias_layers(names, tower))
+
+
+def has_bias_of_tower(names: Iterable[str], tower: str) -> bool:
+    """Reports whether names of another program have a bias of a tower, which is the first layer's or nobody's."""
+    found = _bias_layers(names, tower)
+    return bool(found) and found <= {None, 0}
+
+
+def _bias_layers(names: Iterable[str], tower: str) -> set[int | None]:
+    """Returns the layers that have a bias; None for a bias of no layer, -1 for stacked layers'."""
+    texts = [*_BIAS_NAMES, *(_ENCODER_BIAS_NAMES if tower == "encoder" else ())]
+    named = "|".join(texts).format(tower=tower, short=tower[:3])
+    regex = re.compile(f"(?P<stacked>{_STACKED_BIAS.format(tower=tower)})|{named}")
+    found: set[int | None] = set()
+    for name in names:
+        match = regex.fullmatch(name)
+        if match is not None:
+            numbers = [int(group) for group in match.groups()[1:] if group is not None]
+            found.add(-1 if match["stacked"] else numbers[0] if numbers else None)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable
 
 from orbax_t5x.errors import Fix
 from orbax_t5x.lazy import scaled
@@ -11,6 +12,20 @@ from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.patterns.table import Pattern, check_pattern, expand, pattern_text
 from orbax_t5x.transforms.state import NewState, combine_leaves
 from orbax_t5x.trees.flat import FlatState
+
+# Text encoders in float8: `X.weight` has a scale beside it, and one leaf of the file says which float8 it is.
+WEIGHT, SCALE = ".weight", ".scale_weight"
+MARKER = "scaled_fp8"
+
+
+def weight_of(scale: str) -> str:
+    """Returns the name of the weight that a scale is stored beside."""
+    return scale.removesuffix(SCALE) + WEIGHT
+
+
+def scales_beside(weights: Collection[str], names: Iterable[str]) -> list[str]:
+    """Lists the names of scales that belong to given weights."""
+    return [name for name in names if name.endswith(SCALE) and weight_of(name) in weights]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orbax_t5x.rules.biases import has_bias_of_tower, has_bias_per_layer
+from orbax_t5x.rules.steps import has_bias_of_tower, has_bias_per_layer
 from tests.support import relative_matrix
 from tests.support import relative_trees as trees
 

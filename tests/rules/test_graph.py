@@ -1,15 +1,17 @@
 """The graph of layouts: one shortest path between any two, along which packs compose."""
 
+import importlib.metadata
 import itertools
+import re
 
 import numpy as np
 import pytest
 
 import orbax_t5x as ot
 from orbax_t5x import rules
+from orbax_t5x.cli.rule_packs import pack_argument, pack_names
 from orbax_t5x.errors import RestorePlanError
 from orbax_t5x.rules import graph
-from orbax_t5x.rules.layouts import NAMES
 from orbax_t5x.testing.transform_suite import assert_same, run
 from tests.support import t5_layouts as t5
 from tests.support.memory_checkpoint import checkpoint
@@ -29,17 +31,18 @@ def test_one_shortest_path_leads_between_any_two_layouts():
 
 
 def test_two_paths_of_one_length_are_an_error(monkeypatch):
-    twin = graph.EDGES[0]._replace(function=rules.hf_t5_to_t5x)
+    twin = graph.EDGES[0]._replace(pack="hf_t5_to_t5x")
     monkeypatch.setattr(graph, "EDGES", (*graph.EDGES, twin))
     with pytest.raises(ValueError, match="several paths lead from gguf to minimal"):
-        graph.shortest_path.__wrapped__("gguf", "minimal")
+        graph.shortest_path("gguf", "minimal")
 
 
 def test_names_of_other_programs_lead_to_t5x_without_dimensions():
-    assert {kind for kind in KINDS if graph.pack_to_minimal(kind) is not None} == set(NAMES)
-    pack = graph.pack_to_minimal("gguf")
+    marked = {"hugging face", "hugging face flax", "gguf", "wan", "pix2struct", "mesh tf"}
+    assert {kind for kind in KINDS if graph.pack_to_t5x(kind) is not None} == marked
+    pack = graph.pack_to_t5x("gguf")
     assert pack is not None and pack.parts == (rules.gguf_t5_to_hf_t5(), rules.hf_t5_to_t5x())
-    assert graph.pack_to_minimal("minimal") is None
+    assert graph.pack_to_t5x("minimal") is None
 
 
 def test_packs_compose_over_several_layouts():
@@ -67,3 +70,90 @@ def test_names_of_two_layouts_are_ambiguous():
     target = {name: np.zeros_like(value) for name, value in t5.below("target/", t5.scanned(plain)).items()}
     kept = [ot.transforms.Keep((r"target/.*",)), rules.t5_minimal_to_scanned(t5.H, t5.D)]
     ot.plan_restore(checkpoint(source), target, kept)
+
+
+TOWERS = (("enc", "encoder"), ("dec", "decoder"))
+
+
+def toy(name="toy_to_t5x", source="toy", target="minimal", marks=r"^(?:enc|dec)\.\d+/"):
+    """Layers are `enc.0`, and all else is `top/…` with dots."""
+    there = [(rf"{short}\.(\d+)/(.*)", rf"target/{tower}/layers_\1/\2") for short, tower in TOWERS]
+    back = [(rf".*/{tower}/layers_(\d+)/(.*)", rf"{short}.\1/\2") for short, tower in TOWERS]
+    for rest in (*(f"{tower}/{tower}_norm/scale" for _, tower in TOWERS), "decoder/logits_dense/kernel"):
+        there.append((f"top[.]{rest.replace('/', '[.]')}", f"target/{rest}"))
+        back.append((f".*/{rest}", f"top.{rest.replace('/', '.')}"))
+    there.append(("words", "target/token_embedder/embedding"))
+    back.append((".*/token_embedder/embedding", "words"))
+    forwards, backwards = (ot.transforms.Rename(tuple(one), require_match=False) for one in (there, back))
+    return rules.RulePack((forwards,), (backwards,), name=name, example="enc.0/x").between(source, target, marks=marks)
+
+
+def toy_tree(plain):
+    return run(toy().inverse(), t5.below("target/", plain), {})[0]
+
+
+def test_a_registered_pack_leads_everywhere_until_it_is_unregistered():
+    plain = t5.minimal()
+    source, target = toy_tree(plain), t5.below("target/", t5.scanned(plain))
+    name = "toy_to_t5x"
+    with rules.register(toy()) as held:
+        assert getattr(rules, name)() == toy()
+        pack = rules.infer(source, target)
+        assert pack.name == f"toy_to_t5x then t5_minimal_to_scanned(num_heads={t5.H}, head_dim={t5.D})"
+        assert pack.parts[0].as_code() == "ot.rules.toy_to_t5x()"
+        result, diagnostics = run(pack, source, target)
+        assert diagnostics.problems == []
+        assert_same(result, target)
+        back = rules.infer(target, source)
+        assert back.parts[-1].as_code() == "ot.rules.toy_to_t5x().inverse()"
+        assert_same(run(back, target, source)[0], source)
+        assert pack_argument("toy_to_t5x:inverse") == toy().inverse() and "toy_to_t5x" in pack_names()
+    held.unregister()
+    assert "toy_to_t5x" not in pack_names() and not hasattr(rules, name)
+    with pytest.raises(RestorePlanError, match="no rule pack leads"):
+        rules.infer(source, target)
+
+
+def test_errors_propose_a_registered_pack():
+    plain = t5.minimal()
+    target = {name: np.zeros_like(value) for name, value in t5.below("target/", plain).items()}
+    with rules.register(toy()), pytest.raises(RestorePlanError) as caught:
+        ot.plan_restore(checkpoint(toy_tree(plain)), target)
+    (problem,) = caught.value.problems
+    assert "a rule pack leads from toy to minimal" in problem.message
+    assert str(problem.fix) == "add transforms=[ot.rules.toy_to_t5x()]"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"name": "hf_t5_to_t5x"}, "a rule pack named 'hf_t5_to_t5x' is registered already"),
+        ({"name": "to t5x"}, "a registered pack has a name such as"),
+        ({"source": "", "target": ""}, "name its layouts by pack.between"),
+        ({"target": "elsewhere"}, "no layout is named 'toy' or 'elsewhere'; there are fused, gguf"),
+        ({"marks": ""}, "'toy' is a new layout; give the marks="),
+        ({"source": "gguf"}, "'gguf' and 'minimal' are known; only a new layout has marks"),
+        ({"source": "gguf", "marks": ""}, "packs lead from 'gguf' to 'minimal' already"),
+    ],
+)
+def test_packs_without_a_place_are_refused(given, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        rules.register(toy(**given))
+    with pytest.raises(TypeError, match="is no rule pack"):
+        rules.register(ot.transforms.Rename([("a", "b")]))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="no regular expression"):
+        toy(marks="(")
+
+
+def test_entry_points_join_and_those_without_a_place_are_left_out(monkeypatch, caplog):
+    points = [
+        importlib.metadata.EntryPoint(name, f"{__name__}:{value}", "orbax_t5x.layouts")
+        for name, value in (("toy_to_t5x", "toy"), ("broken", "nothing_of_this_name"), ("no_pack", "KINDS"))
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: points)
+    monkeypatch.delitem(vars(graph.PACKS), "_installed", raising=False)
+    plain = t5.minimal()
+    pack = rules.infer(toy_tree(plain), t5.below("target/", t5.scanned(plain)))
+    assert pack.name.startswith("toy_to_t5x then ")
+    assert {record.args[0] for record in caplog.records} == {"broken", "no_pack"}
+    monkeypatch.delitem(vars(graph.PACKS), "_installed")

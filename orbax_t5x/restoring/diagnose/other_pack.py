@@ -11,7 +11,7 @@ from orbax_t5x.restoring.chains import OneSource
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, Remedy, UnmatchedLeaves
 from orbax_t5x.rules import infer, mesh_tf_to_t5x
 from orbax_t5x.rules.finding import find_rules
-from orbax_t5x.rules.graph import pack_to_minimal
+from orbax_t5x.rules.graph import pack_to_t5x
 from orbax_t5x.rules.layouts import find_layout
 from orbax_t5x.text.wording import counted
 from orbax_t5x.transforms import Drop, FollowOptimizer, Rename, Transform, Translate
@@ -76,7 +76,7 @@ def _with_translate(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 def _aligned_pack(stored: Mapping[str, Any], target: Mapping[str, Any]) -> Remedy | None:
     """Returns a pack from known names and what aligns its result with a target that calls the same model otherwise."""
     kind = find_layout(stored).kind
-    if pack_to_minimal(kind) is None:
+    if pack_to_t5x(kind) is None:
         return None
     try:
         found = find_rules(stored, target)

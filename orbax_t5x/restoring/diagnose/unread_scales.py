@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator
 from orbax_t5x.errors import Fix, Problem
 from orbax_t5x.restoring.diagnose.hypothesis import Explanation, Hypothesis, UnmatchedLeaves
 from orbax_t5x.rules import scaled_fp8_to_float32
-from orbax_t5x.rules.scaled_fp8 import MARKER, scales_beside
 from orbax_t5x.text.wording import counted
+from orbax_t5x.transforms.dequantize import MARKER, scales_beside
 
 
 @dataclasses.dataclass(frozen=True)

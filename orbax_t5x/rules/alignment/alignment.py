@@ -9,6 +9,7 @@ from typing import Any
 
 from orbax_t5x.rules.alignment.moves import Move, Moves, moves_between
 from orbax_t5x.rules.alignment.writing import moves_as_transforms
+from orbax_t5x.rules.layouts import leaves_of, parameters_of
 from orbax_t5x.text.code import code_of
 from orbax_t5x.text.fold import Folded, fold
 from orbax_t5x.text.wording import leaves_text, listed
@@ -16,14 +17,10 @@ from orbax_t5x.transforms import FollowOptimizer, Transform
 from orbax_t5x.transforms.diagnostics import Diagnostics
 from orbax_t5x.transforms.follow.slots import SlotNames
 from orbax_t5x.transforms.follow.trace import symbol_for, symbols_of
-from orbax_t5x.transforms.prefix import is_no_parameter
-from orbax_t5x.trees.levels import require_levels
-from orbax_t5x.trees.named_leaves import named_leaves
 
 # Open leaves that are printed, folded, and readings of each.
 _SHOWN_OPEN = 20
 _SHOWN_READINGS = 4
-_STEPS = frozenset({"step", "state/step"})
 
 Leaves = Mapping[str, Any]
 
@@ -123,31 +120,6 @@ def align(source_leaves: Any, target_leaves: Any) -> Alignment:
 def align_leaves(source: Leaves, target: Leaves, ours: Leaves, theirs: Leaves) -> Alignment:
     """Aligns some leaves, `ours` and `theirs`, of a checkpoint and a target; the others keep their names."""
     return _alignment(moves_between(ours, theirs), source, {**target, **theirs})
-
-
-def leaves_of(tree: Any) -> dict[str, Any]:
-    """Returns leaves by name: of a checkpoint, a mapping from names, or any tree that a restore takes as its target.
-
-    An array that is the whole tree has the name "".
-
-    Raises:
-      TypeError: it is none of these.
-    """
-    leaves = getattr(tree, "leaves", None)
-    require_levels(leaves if isinstance(leaves, Mapping) else tree)
-    named = named_leaves(leaves if isinstance(leaves, Mapping) else tree)
-    if named.get("") is tree and not hasattr(tree, "shape"):
-        raise TypeError(f"leaves are given by name or as a tree, not as {type(tree).__name__}")
-    return named
-
-
-def parameters_of(leaves: Leaves) -> dict[str, Any]:
-    """Returns arrays that are neither of the optimizer nor the step."""
-    return {
-        name: leaf
-        for name, leaf in leaves.items()
-        if not is_no_parameter(name) and name not in _STEPS and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    }
 
 
 def _alignment(moves: Moves, source: Leaves, target: Leaves) -> Alignment:
