@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 from orbax_t5x.text.fix import Fix as Fix
 from orbax_t5x.text.html import html_fragment, html_paragraph
@@ -26,6 +26,9 @@ from orbax_t5x.text.problem_lines import problem_lines, problems_html
 from orbax_t5x.text.wording import counted, plain, with_full_stop
 
 AnyPath = str | os.PathLike[str]
+
+_Raised = TypeVar("_Raised", bound=BaseException)
+_FOR_CALLER = "_orbax_t5x_for_caller"
 
 
 class CheckpointError(Exception):
@@ -106,6 +109,21 @@ def error_at(error: CheckpointError, *, path: AnyPath | None, leaf: str | None) 
     if isinstance(error, CheckpointIOError):
         return CheckpointIOError(error.message, path=path, leaf=leaf, fix=error.fix, errno=error.errno)
     return type(error)(error.message, path=path, leaf=leaf, fix=error.fix)
+
+
+def for_caller(error: _Raised) -> _Raised:
+    """Marks an exception that public calls raise as it is.
+
+    Needed for wrong arguments that a reader or a store meets, and for exceptions of a caller's function: all else in
+    such a place is an effect of the files.
+    """
+    vars(error)[_FOR_CALLER] = True
+    return error
+
+
+def is_for_caller(error: BaseException) -> bool:
+    """Tests whether an exception was marked by `for_caller`."""
+    return _FOR_CALLER in vars(error)
 
 
 class LeafMismatchError(CheckpointError, ValueError):

@@ -10,7 +10,15 @@ Two pools are made elsewhere: the workers of a restore (`restoring.executor`) ar
 with it; those of requests to web servers (`storage.remote.web_request`) belong to a lower floor.
 """
 
-from orbax_t5x.concurrency.carried import CarriedError, as_carried, call_carried, carry, first_failure, run_in_pool
+from orbax_t5x.concurrency.carried import (
+    CarriedError,
+    as_carried,
+    call_carried,
+    call_of_user,
+    carry,
+    first_failure,
+    run_in_pool,
+)
 from orbax_t5x.concurrency.guard import guarded, is_meant_for_caller
 from orbax_t5x.concurrency.loops import CallerThread, CallThread, LoopThread, call_in_thread
 from orbax_t5x.concurrency.once import OnceEach
@@ -31,6 +39,7 @@ __all__ = [
     "balanced_shares",
     "call_carried",
     "call_in_thread",
+    "call_of_user",
     "carry",
     "first_failure",
     "function_pool",

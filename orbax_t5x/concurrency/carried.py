@@ -1,4 +1,4 @@
-"""Carries what a user's function raises through event loops and threads, as a value."""
+"""Carries what a user's function raises through event loops, threads and the guard of public calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
-from orbax_t5x.errors import CheckpointError
+from orbax_t5x.errors import CheckpointError, for_caller
 
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
@@ -50,16 +50,16 @@ def _leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 
 async def carry(awaitable: Awaitable[_Result]) -> _Result:
-    """Awaits what a user's code made; what it raises, CancelledError too, passes through our event loops."""
+    """Awaits a user's coroutine; its exceptions pass through our event loops, CancelledError too."""
     try:
         return await awaitable
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise as_carried(error) from None
+        raise as_carried(for_caller(error)) from None
     except BaseException as error:
-        carried = as_carried(error)
+        carried = for_caller(as_carried(error))
         if carried is error:
             raise
         raise carried from carried.__cause__
@@ -85,11 +85,22 @@ async def run_in_pool(
 def call_carried(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result:
-    """Calls a user's function on an event loop; what it raises is carried."""
+    """Calls a user's function on an event loop; its exceptions are carried to the caller."""
     result, error = _outcome(function, *arguments, **keywords)
     if error is not None:
-        raise error
+        raise for_caller(error)
     return result
+
+
+def call_of_user(
+    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+) -> _Result:
+    """Calls a user's function in the caller's thread; its exceptions leave public calls as they are."""
+    try:
+        return function(*arguments, **keywords)
+    except BaseException as error:
+        for_caller(error)
+        raise
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, Exception | None]:

@@ -1,41 +1,33 @@
 """Guard of the public calls: what leaves one is an error of this package, or meant for the caller.
 
-Meant are what a `raise` statement of this package raised (a wrong argument, a closed checkpoint), what Python says of
-arguments that a public function does not have, what code of the user raised (a transform, a callback, a signal
-handler), and warnings that are errors. All else, from a library below, from Python or from a mistake here, becomes a
-typed error with it as its cause: a file decides what they meet.
+Meant are exceptions of the user's own code (callbacks, which `call_of_user` and `call_carried` mark, and signal
+handlers), wrong arguments, and warnings that are errors. All else, from a library below, from Python or from a mistake
+here, becomes a typed error with it as its cause: a file decides what readers and stores meet.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import opcode
-import os
-import site
-import sysconfig
+import signal
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import Any, TypeVar, cast
 
-from orbax_t5x.concurrency.carried import call_carried, carry
 from orbax_t5x.errors import (
     CheckpointError,
     CheckpointIOError,
     CheckpointNotFoundError,
     LimitExceededError,
     UnsupportedCheckpointError,
+    is_for_caller,
 )
 
 _PACKAGE = __name__.partition(".")[0]
-# Code of others that is installed; what is anywhere else is the user's.
-_INSTALLED = tuple(
-    os.path.join(os.path.realpath(path), "")
-    for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {*site.getsitepackages(), site.getusersitepackages()}
-)
-_RAISE = opcode.opmap["RAISE_VARARGS"]
-_CALLS_OF_USERS = {call_carried.__code__, carry.__code__}
+# Rooms in which a file decides what is met: their own refusals of arguments are marked by `for_caller`.
+_READING = tuple(f"{_PACKAGE}.{room}." for room in ("readers", "storage", "extras"))
+# Python's words for misuse; what else our code runs into is no argument's fault.
+_MISUSE = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, RuntimeError)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -87,36 +79,29 @@ def typed(error: Exception, path: str | None = None, leaf: str | None = None) ->
 
 
 def is_meant_for_caller(error: Exception) -> bool:
-    """Reports whether this package raised an error on purpose, or code of the user led to it."""
+    """Tests whether an exception is a user's own, or says that an argument is wrong."""
+    if is_for_caller(error):
+        return True
     if isinstance(error.__cause__, StopIteration | StopAsyncIteration):
         return is_meant_for_caller(error.__cause__)  # which Python itself, or `as_carried`, made a RuntimeError
-    frames = list(_frames(error.__traceback__))
-    frame, instruction = frames[-1]
-    if len(frames) == 1 and isinstance(error, TypeError):
-        return True  # the guard's own frame: the arguments do not fit the function's signature
-    is_raised = frame.f_code.co_code[instruction] == _RAISE and not isinstance(error, AssertionError)
-    if _is_own_frame(frame) and is_raised:
+    *before, (code, module) = _frames(error.__traceback__)
+    if not _handlers().isdisjoint([code, *(code for code, _ in before)]):
         return True
-    return any(frame.f_code in _CALLS_OF_USERS or _is_of_user(frame) for frame, _ in frames)
+    return type(error) in _MISUSE and module.startswith(f"{_PACKAGE}.") and not module.startswith(_READING)
 
 
-def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yields the frames from the guard's own to that which raised, and the instruction where each of them was."""
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, str]]:
+    """Yields the code and the module of each frame, from the guard's own to that which raised."""
     while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lasti
+        yield traceback.tb_frame.f_code, str(traceback.tb_frame.f_globals.get("__name__"))
         traceback = traceback.tb_next
 
 
-def _is_own_frame(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
-
-
-def _is_of_user(frame: FrameType) -> bool:
-    """Reports whether code is neither ours nor installed: a script, a notebook, a checkout, a test."""
-    if _is_own_frame(frame) or str(frame.f_globals.get("__name__")).startswith(("importlib.", "_frozen_importlib")):
-        return False
-    file = frame.f_globals.get("__file__")
-    return not isinstance(file, str) or not os.path.realpath(file).startswith(_INSTALLED)
+def _handlers() -> set[CodeType]:
+    """Lists the code of the user's signal handlers, which may raise in any frame."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = [getattr(handler, "__code__", None) for handler in handlers if handler is not signal.default_int_handler]
+    return {code for code in codes if code is not None}
 
 
 def _place_of(arguments: tuple[Any, ...]) -> tuple[str | None, str | None]:

@@ -12,7 +12,7 @@ import itertools
 import os
 
 from orbax_t5x.concurrency import guarded
-from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Fix, UnsupportedCheckpointError
+from orbax_t5x.errors import CheckpointIOError, CheckpointNotFoundError, Fix, UnsupportedCheckpointError, for_caller
 from orbax_t5x.readers.checkpoint import Checkpoint
 from orbax_t5x.readers.detect.format import Format
 from orbax_t5x.readers.detect.gguf_format import FORMAT as GGUF
@@ -89,7 +89,7 @@ def _open_path(text: str, format: str | None, item: str | None, limits: Limits) 
     if format is not None:
         known = {row.name: row for row in FORMATS}
         if not isinstance(format, str) or format not in known:
-            raise ValueError(f"format={format!r} is none of {', '.join(map(repr, known))}")
+            raise for_caller(ValueError(f"format={format!r} is none of {', '.join(map(repr, known))}"))
         return _open(known[format], text, limits, item)
     probe = probe_path(text)
     if probe.kind == "special":

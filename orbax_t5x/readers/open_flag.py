@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from orbax_t5x.errors import for_caller
+
 
 class OpenFlag:
     """State of a checkpoint, open or closed; shared by its leaves, so that closing reaches them all."""
@@ -20,7 +22,7 @@ class OpenFlag:
     def check(self, path: str, leaf: str) -> None:
         """Raises ValueError after `close`."""
         if self.closed:
-            raise ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed")
+            raise for_caller(ValueError(f"{path}: leaf {leaf!r}: the checkpoint is closed"))
 
 
 def close_all(closers: Iterable[Callable[[], None]]) -> None:

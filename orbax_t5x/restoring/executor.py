@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, balanced_shares, run_in_pool
+from orbax_t5x.concurrency import Budget, CallerThread, LoopThread, balanced_shares, call_of_user, run_in_pool
 from orbax_t5x.errors import CheckpointError
 from orbax_t5x.lazy import ChecksummedRange, Leaf, ReadStats, ValueLeaf, full_box, slices_within
 from orbax_t5x.lazy.box import box_shape
@@ -321,7 +321,7 @@ class _Execution:
             total = self._plan.bytes_to_read
             for entry in entries:
                 self._done_bytes += entry.bytes_to_read
-                self._progress(min(self._done_bytes, total), total, entry.name)
+                call_of_user(self._progress, min(self._done_bytes, total), total, entry.name)
         return list(placed.values())
 
     def _computed_leaves(self, entries: Sequence[PlanEntry]) -> dict[Leaf, ValueLeaf]:

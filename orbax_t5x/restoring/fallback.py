@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
+from orbax_t5x.concurrency import call_of_user
 from orbax_t5x.errors import Fix, Problem, RestorePlanError
 from orbax_t5x.lazy import BlockingLeaf, Box, ReadStats, Request
 from orbax_t5x.restoring.target_leaf import TargetLeaf, is_key_dtype, key_data_shape
@@ -98,7 +99,7 @@ class Computation:
         """Computes the named leaves under one `jax.jit`, which leaves out what is not needed."""
 
         def missing() -> tuple[Any, ...]:
-            given = _leaves_of(self._function())
+            given = _leaves_of(call_of_user(self._function))
             self._check_planned(names, given)
             return tuple(_in_dtype(given[name], leaves[name]) for name in names)
 
@@ -147,7 +148,7 @@ def abstract_tree(fallback: Any) -> Any:
     structures: list[Any] = []
 
     def computed() -> list[Any]:
-        tree = fallback()
+        tree = call_of_user(fallback)
         require_finite(tree, "fallback")
         leaves, structure = jax.tree.flatten(tree)
         structures.append(structure)

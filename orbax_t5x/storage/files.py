@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from orbax_t5x.errors import CheckpointGoneError, CheckpointIOError, CheckpointNotFoundError, CorruptCheckpointError
+from orbax_t5x.errors import (
+    CheckpointGoneError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    for_caller,
+)
 from orbax_t5x.storage.descriptor import Descriptor
 from orbax_t5x.storage.paths import FileIdentity, Root, io_error
 from orbax_t5x.storage.store import OpenFiles
@@ -208,7 +214,9 @@ class FileSet(OpenFiles):
 
     def require_open(self) -> None:
         if self._closed:
-            raise ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
+            raise for_caller(
+                ValueError(f"{self.root.path}: the checkpoint is closed; its leaves can no longer be read")
+            )
 
     def acquire(self, file: File, leaf: str | None) -> int:
         """Returns the descriptor of a file, kept open until `release`."""

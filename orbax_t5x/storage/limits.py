@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError
+from orbax_t5x.errors import CorruptCheckpointError, LimitExceededError, for_caller
 from orbax_t5x.storage.memory import require_memory
 
 _MIB = 1 << 20
@@ -31,9 +31,9 @@ def check_memory_limit(limit: object) -> None:
     if limit is None:
         return
     if not _is_number(limit):
-        raise TypeError(f"memory_limit_bytes is a number of bytes, such as 1 << 30, not {limit!r}")
+        raise for_caller(TypeError(f"memory_limit_bytes is a number of bytes, such as 1 << 30, not {limit!r}"))
     if not limit >= 1:
-        raise ValueError(f"memory_limit_bytes must be at least 1, not {limit}")
+        raise for_caller(ValueError(f"memory_limit_bytes must be at least 1, not {limit}"))
 
 
 def check_limits(limits: object) -> None:
@@ -43,7 +43,7 @@ def check_limits(limits: object) -> None:
       TypeError: it is something else.
     """
     if limits is not None and not isinstance(limits, Limits):
-        raise TypeError(f"limits= is an orbax_t5x.Limits(name=bound, …) or None, not {limits!r}")
+        raise for_caller(TypeError(f"limits= is an orbax_t5x.Limits(name=bound, …) or None, not {limits!r}"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sysconfig
 import warnings
 
 import numpy as np
@@ -11,7 +12,7 @@ import safetensors.numpy
 
 import orbax_t5x as ot
 from orbax_t5x.concurrency import guarded
-from orbax_t5x.concurrency.carried import call_carried
+from orbax_t5x.concurrency.carried import call_carried, call_of_user
 from orbax_t5x.errors import (
     CheckpointIOError,
     CheckpointNotFoundError,
@@ -30,7 +31,13 @@ def compiled(body, module, file):
 
 
 def ours(body):
+    """Code of a reader: a file decides what it meets."""
     return compiled(body, "orbax_t5x.readers.fake", ot.__file__)
+
+
+def planning(body):
+    """Code that no file's bytes reach."""
+    return compiled(body, "orbax_t5x.restoring.fake", ot.__file__)
 
 
 def library(body):
@@ -68,17 +75,27 @@ def test_mistakes_of_ours_are_typed(body):
 
 
 @pytest.mark.parametrize("kind", [TypeError, ValueError, IndexError, KeyError, NotImplementedError])
-def test_what_this_package_raises_is_meant(kind):
-    with pytest.raises(kind, match=r"^'?text'?$") as caught:
+def test_what_this_package_says_of_arguments_is_meant(kind):
+    marked = f"from orbax_t5x.errors import for_caller; raise for_caller({kind.__name__}('text'))"
+    for function in (planning(f"raise {kind.__name__}('text')"), ours(marked)):
+        with pytest.raises(kind, match=r"^'?text'?$") as caught:
+            function("place")
+        assert type(caught.value) is kind
+    with pytest.raises(UnsupportedCheckpointError, match="not foreseen"):
         ours(f"raise {kind.__name__}('text')")("place")
-    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("body", ["json.loads('{')", "(lambda f: f(f))(lambda f: f(f))", "2.0 ** 5000"])
+def test_outside_the_readers_too_all_that_is_no_misuse_is_typed(body):
+    with pytest.raises(UnsupportedCheckpointError, match="not foreseen"):
+        planning(body)("place")
 
 
 def test_arguments_that_a_function_does_not_have_are_a_type_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'transform'"):
         ot.restore("place", {}, transform=[])
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        ours("pass")()
+        planning("pass")()
     with pytest.raises(UnsupportedCheckpointError, match="not foreseen"):
         ours("len(1, 2)")("place")
 
@@ -104,20 +121,35 @@ def user(*_):
     raise Stopped("by the user")
 
 
-def test_what_users_raise_passes():
-    for call in (ours("arguments[0]()"), library("arguments[0]()"), library("sorted([2, 1], key=arguments[0])")):
+@pytest.mark.parametrize("call", [call_carried, call_of_user])
+def test_what_users_raise_passes_wherever_it_is_called(call):
+    for called in (
+        ours("arguments[0](arguments[1])"),
+        library("sorted([2, 1], key=lambda _: arguments[0](arguments[1]))"),
+    ):
         with pytest.raises(Stopped):
-            call("place", user)
+            called("place", call, user)
+    with pytest.raises(json.JSONDecodeError):  # raised by a library on behalf of the user's function
+        ours("arguments[0](arguments[1], '{')")("place", call, json.loads)
 
 
-def test_what_libraries_raise_under_a_users_function_passes():
-    with pytest.raises(json.JSONDecodeError):
-        ours("arguments[0]()")("place", lambda: json.loads("{"))
-
-
-def test_an_installed_function_of_the_user_passes_where_it_is_called_as_one():
-    with pytest.raises(json.JSONDecodeError):
-        guarded(call_carried)(json.loads, "{")
+@pytest.mark.parametrize("directory", ["/home/user", sysconfig.get_path("purelib")])
+def test_callbacks_of_a_restore_pass_wherever_they_are_installed(tmp_path, directory):
+    """The oracle is Python: the exception that leaves is the object that was raised."""
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"w": np.zeros(3, np.float32)}, path)
+    raised = KeyError("of the user")
+    scope = {"__name__": "company.callbacks", "__file__": f"{directory}/company/callbacks.py", "raised": raised}
+    exec(compile("def progress(*_):\n    raise raised", scope["__file__"], "exec"), scope)
+    target = {"w": np.zeros(3, np.float32)}
+    for call in (
+        lambda: ot.restore(path, target, progress=scope["progress"]),
+        lambda: ot.verify(path, progress=scope["progress"]),
+        lambda: ot.convert(path, tmp_path / "converted", progress=scope["progress"]),
+    ):
+        with pytest.raises(KeyError) as caught:
+            call()
+        assert caught.value is raised
 
 
 def test_a_signal_handler_may_raise_anywhere():

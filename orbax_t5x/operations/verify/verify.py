@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 
-from orbax_t5x.concurrency import guarded, run_on_read_thread
+from orbax_t5x.concurrency import call_of_user, guarded, run_on_read_thread
 from orbax_t5x.errors import CheckpointError, CorruptCheckpointError
 from orbax_t5x.lazy import Leaf, ReadStats, Request, full_box
 from orbax_t5x.lazy.box import box_shape
@@ -75,7 +75,7 @@ def _verify_all(leaves: list[Leaf], stats: ReadStats, on_progress: OnProgress | 
         found.append(LeafVerification(leaf.name, tuple(leaf.shape), leaf.dtype.name, status, reason))
         done += _bytes_of(leaf)
         if on_progress is not None:
-            on_progress(done, total, leaf.name)
+            call_of_user(on_progress, done, total, leaf.name)
     return found
 
 

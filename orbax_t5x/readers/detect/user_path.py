@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from orbax_t5x.errors import CheckpointNotFoundError
+from orbax_t5x.errors import CheckpointNotFoundError, for_caller
 from orbax_t5x.storage.paths import url_scheme
 from orbax_t5x.storage.remote import hub
 from orbax_t5x.storage.remote.hub_location import locate
@@ -15,15 +15,16 @@ from orbax_t5x.text.masked import masked
 def path_text(path: str | os.PathLike[str]) -> str:
     """Returns the path as text, with `~` expanded in a local one; one on the Hugging Face hub is found there first."""
     if isinstance(path, (list, tuple)):
-        raise TypeError(
+        message = (
             f"one path is opened at a time, and this is a {type(path).__name__} of {len(path)}; several sources are a "
             "dict of names and paths, given to `restore`"
         )
+        raise for_caller(TypeError(message))
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"a checkpoint's path is text or an os.PathLike, not {type(path).__name__}")
+        raise for_caller(TypeError(f"a checkpoint's path is text or an os.PathLike, not {type(path).__name__}"))
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise TypeError(masked(f"the path {path!r} is not text"))
+        raise for_caller(TypeError(masked(f"the path {path!r} is not text")))
     if not text:
         raise CheckpointNotFoundError("the path is empty; '.' is the working directory")
     if "\0" in text:
@@ -36,7 +37,8 @@ def path_text(path: str | os.PathLike[str]) -> str:
 def check_item(item: object) -> None:
     """Checks that `item=` is a name: in Orbax's older interface, it is the tree to restore into."""
     if item is not None and not isinstance(item, str):
-        raise TypeError(
+        message = (
             f"item= is the name of an item in an Orbax step, not a {type(item).__name__}; the tree to restore into is "
             "the second argument, target"
         )
+        raise for_caller(TypeError(message))

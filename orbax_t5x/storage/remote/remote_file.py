@@ -24,6 +24,7 @@ from orbax_t5x.errors import (
     CorruptCheckpointError,
     LimitExceededError,
     UnsupportedCheckpointError,
+    for_caller,
 )
 from orbax_t5x.storage.remote.connection import Connection, FileStat, PendingRead, ReadAheadBudget
 from orbax_t5x.storage.remote.request_errors import is_beyond_end, remote_error
@@ -58,7 +59,7 @@ class OpenState:
     def require_open(self) -> None:
         """Raises ValueError after the checkpoint was closed."""
         if self.closed:
-            raise ValueError(f"{self._path}: the checkpoint is closed; its leaves can no longer be read")
+            raise for_caller(ValueError(f"{self._path}: the checkpoint is closed; its leaves can no longer be read"))
 
 
 class RemoteFile:
